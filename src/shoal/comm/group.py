@@ -1,0 +1,260 @@
+"""A process group that counts: it stands around any backend and enters every collective into the Book.
+
+PyTorch calls a method that a Python process group lacks on the backend below, silently; so every method is
+either in COUNTED (it communicates) or in PASSIVE (it does not), and a test walks the class to keep it that way.
+
+Over Gloo two collectives are also replaced, on a measurement (docs/architecture.md): Gloo's reduce-scatter runs
+a whole all-reduce and then copies (6x slower than an all-to-all and a sum, twice the bytes), its all-gather is
+4x slower than plain sends. Everything that uses the group, DDP and fully_shard included, gets the faster ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Work
+from torch.futures import Future
+
+from shoal.comm.ledger import Book
+
+BACKENDS = {"gloo": "shoal-gloo", "nccl": "shoal-nccl"}
+"""The name under which each backend is registered with its counting group around it."""
+
+BOOK = Book()
+"""This process's book. A process is one rank of one job, so there is one."""
+
+
+def _bytes(tensors: Any) -> int:
+    if isinstance(tensors, torch.Tensor):
+        return tensors.numel() * tensors.element_size()
+    return sum(_bytes(t) for t in tensors)
+
+
+def _first(args: tuple[Any, ...], ranks: int) -> int:
+    return _bytes(args[0])
+
+
+def _second(args: tuple[Any, ...], ranks: int) -> int:
+    return _bytes(args[1])
+
+
+def _largest(args: tuple[Any, ...], ranks: int) -> int:
+    # gather and scatter: only the root holds the whole vector; the others know it from their part.
+    return max(_bytes(args[0]), _bytes(args[1]), ranks * min(_bytes(args[0]) or _bytes(args[1]), _bytes(args[1]) or _bytes(args[0])))
+
+
+def _no_payload(args: tuple[Any, ...], ranks: int) -> int:
+    return 0
+
+
+Payload = Callable[[tuple[Any, ...], int], int]
+COUNTED: dict[str, tuple[str, Payload]] = {
+    "allreduce": ("all_reduce", _first),
+    "allreduce_coalesced": ("all_reduce", _first),
+    "reduce_scatter": ("reduce_scatter", _second),
+    "reduce_scatter_single": ("reduce_scatter", _second),
+    "reduce_scatter_single_coalesced": ("reduce_scatter", _second),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", _second),
+    "_reduce_scatter_base": ("reduce_scatter", _second),
+    "allgather": ("all_gather", _first),
+    "allgather_coalesced": ("all_gather", _first),
+    "allgather_into_tensor_coalesced": ("all_gather", _first),
+    "all_gather_single": ("all_gather", _first),
+    "all_gather_single_coalesced": ("all_gather", _first),
+    "_allgather_base": ("all_gather", _first),
+    "alltoall": ("all_to_all", _second),
+    "alltoall_base": ("all_to_all", _second),
+    "all_to_all_single": ("all_to_all", _second),
+    "broadcast": ("broadcast", _first),
+    "reduce": ("reduce", _first),
+    "gather": ("gather", _largest),
+    "scatter": ("scatter", _largest),
+    "send": ("send", _first),
+    "recv": ("recv", _first),
+    "recv_anysource": ("recv", _first),
+    "barrier": ("barrier", _no_payload),
+    "monitored_barrier": ("barrier", _no_payload),
+}
+
+REFUSED = ("split_group", "merge_remote_group")
+"""They would make groups that nobody counts; `dist.new_group` makes ones that are counted."""
+
+PASSIVE = (
+    "BackendType CUSTOM GLOO MPI NCCL UCC UNDEFINED XCCL _backend_id _device_types _enable_collectives_timing "
+    "_end_coalescing _get_backend _get_backend_name _get_sequence_number_for_group _has_hooks _id "
+    "_pybind11_conduit_v1_ _register_backend _register_on_completion_hook _set_default_backend _set_group_desc "
+    "_set_group_name _set_sequence_number_for_group _start_coalescing _wait_for_pending_works abort "
+    "bound_device_id boxed get_group_store group_desc group_name name rank set_timeout shutdown size unbox "
+    "use_pg_for_symm_mem_rendezvous"
+).split()
+"""Nothing of these moves data between ranks (coalescing brackets calls that are counted one by one)."""
+
+
+class CountingGroup(dist.ProcessGroup):
+    """Enters each collective into the Book, then lets the inner group carry it."""
+
+    def __init__(self, inner: dist.ProcessGroup, backend: Any, device: torch.device, name: str) -> None:
+        super().__init__(inner.rank(), inner.size())
+        self.inner = inner
+        self.backend = backend
+        self.axis = "world"
+        self.label = name
+        # A group without a backend has no name, and collectives on it fail far from here.
+        kind = dist.ProcessGroup.BackendType.CUSTOM
+        self._register_backend(device, kind, backend)
+        self._set_default_backend(kind)
+
+    def getBackendName(self) -> str:
+        return f"counting {self.inner.name()}"
+
+    def _enter(self, kind: str, payload_bytes: int) -> None:
+        BOOK.enter(axis=self.axis, kind=kind, payload_bytes=payload_bytes, ranks=self.size(), group=self.label)
+
+    def abort(self) -> None:
+        self.inner.abort()
+
+    def shutdown(self) -> None:
+        self.inner.shutdown()
+
+
+def _counted(method: str, kind: str, payload: Payload) -> Callable[..., Any]:
+    def call(self: CountingGroup, *args: Any, **kwargs: Any) -> Any:
+        self._enter(kind, payload(args or tuple(kwargs.values()), self.size()))
+        return getattr(self.inner, method)(*args, **kwargs)
+
+    call.__name__ = method
+    return call
+
+
+def _refused(method: str) -> Callable[..., Any]:
+    def call(self: CountingGroup, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(f"{method} would make a group that the ledger does not see; use torch.distributed.new_group")
+
+    call.__name__ = method
+    return call
+
+
+for _method, (_kind, _payload) in COUNTED.items():
+    setattr(CountingGroup, _method, _counted(_method, _kind, _payload))
+for _method in REFUSED:
+    setattr(CountingGroup, _method, _refused(_method))
+
+
+class _Finish(Work):  # type: ignore[misc]
+    """Several operations in flight, and what is left to compute when all have arrived."""
+
+    def __init__(self, works: Sequence[Any], then: Callable[[], None], result: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._works = works
+        self._then: Callable[[], None] | None = then
+        self._result = result
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        if self._then is not None:
+            for work in self._works:
+                work.wait(timeout) if timeout else work.wait()
+            then, self._then = self._then, None
+            then()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._then is None or all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return self.is_completed()
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        self.wait()
+        return self._result
+
+    def get_future(self) -> Future:
+        self.wait()
+        future: Future = Future()
+        future.set_result(self._result)
+        return future
+
+
+class GlooGroup(CountingGroup):
+    """Gloo, with the two collectives it is slow at replaced by ones on its faster parts."""
+
+    _gather_tag = 0
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None, **_: Any) -> Any:
+        """Each rank sends every other its part; the parts are summed in the order of ranks, so always alike."""
+        self._enter("reduce_scatter", _bytes(input))
+        reduce = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
+        if self.size() == 1 or reduce not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) or input.numel() == 0:
+            options = (opts,) if opts is not None else ()
+            return self.inner.reduce_scatter_single(output, input, *options)
+        arrived = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+        work = self.inner.all_to_all_single(arrived, input.contiguous(), [], [])
+
+        def add() -> None:
+            parts = arrived.view(self.size(), *output.shape)
+            if self.size() == 2:
+                torch.add(parts[0], parts[1], out=output) if output.is_contiguous() else output.copy_(parts.sum(0))
+            else:
+                output.copy_(parts.sum(0))
+            if reduce == dist.ReduceOp.AVG:
+                output.div_(self.size())
+
+        return _Finish([work], add, [output])
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None, **_: Any) -> Any:
+        """Each rank sends its part to every other, straight into place."""
+        self._enter("all_gather", _bytes(output))
+        ranks, me = self.size(), self.rank()
+        if ranks == 1 or not output.is_contiguous() or input.numel() == 0:
+            options = (opts,) if opts is not None else ()
+            return self.inner.all_gather_single(output, input, *options)
+        parts = output.view(ranks, *input.shape) if output.dim() != input.dim() else output.view(ranks, -1)
+        mine = input.contiguous()
+        # A tag of its own keeps gathers in flight apart from each other and from other messages.
+        self._gather_tag = (self._gather_tag + 1) % (1 << 20)
+        tag = (1 << 24) + self._gather_tag
+        works = [self.inner.recv([parts[(me - d) % ranks]], (me - d) % ranks, tag) for d in range(1, ranks)]
+        works += [self.inner.send([mine], (me + d) % ranks, tag) for d in range(1, ranks)]
+        if parts[me].data_ptr() != mine.data_ptr():
+            parts[me].view(mine.shape).copy_(mine)
+        return _Finish(works, lambda: None, [output])
+
+    def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
+        return self.reduce_scatter_single(output, input, opts)
+
+    def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
+        return self.all_gather_single(output, input, opts)
+
+
+def _create_gloo(options: Any, _: Any) -> CountingGroup:
+    backend = dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
+    return _around(backend, dist.ProcessGroup.BackendType.GLOO, torch.device("cpu"), options, GlooGroup)
+
+
+def _create_nccl(options: Any, _: Any) -> CountingGroup:
+    nccl = dist.ProcessGroupNCCL.Options()
+    backend = dist.ProcessGroupNCCL(options.store, options.group_rank, options.group_size, nccl)
+    return _around(backend, dist.ProcessGroup.BackendType.NCCL, torch.device("cuda"), options, CountingGroup)
+
+
+def _around(backend: Any, kind: Any, device: torch.device, options: Any, cls: type[CountingGroup]) -> CountingGroup:
+    inner = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
+    inner._set_group_name(options.group_id)
+    inner._register_backend(device, kind, backend)
+    inner._set_default_backend(kind)
+    backend._set_sequence_number_for_group()
+    return cls(inner, backend, device, options.group_id)
+
+
+def register_backends() -> None:
+    """Makes the counting backends known to torch.distributed; safe to call again."""
+    if BACKENDS["gloo"].upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(BACKENDS["gloo"], _create_gloo, extended_api=True, devices=["cpu"])
+        if dist.is_nccl_available():
+            dist.Backend.register_backend(BACKENDS["nccl"], _create_nccl, extended_api=True, devices=["cuda"])

@@ -1,0 +1,153 @@
+"""The ledger: what crossed the wire, by (axis, phase, kind of collective).
+
+A Ledger is a plain value, counted by the process group (`comm/group.py`) and predicted by `estimate/traffic.py`
+in the same form, so that the two can be compared entry by entry. The Book is where a running process enters
+what it sends; it also knows the phase the step is in and the last collective each group entered.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.comm.wire import sent
+
+PHASES = ("setup", "forward", "backward", "gradient", "optimizer", "loss", "evaluate", "checkpoint")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Key:
+    """Where an entry stands."""
+
+    axis: str
+    phase: str
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.axis}/{self.phase}/{self.kind}"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """How much: collectives called, messages and bytes this rank sent for them."""
+
+    calls: int = 0
+    messages: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: Entry) -> Entry:
+        return Entry(self.calls + other.calls, self.messages + other.messages, self.bytes + other.bytes)
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What one rank sent, as a mapping from Key to Entry; ledgers add and compare."""
+
+    entries: Mapping[Key, Entry] = field(default_factory=dict)
+
+    def __add__(self, other: Ledger) -> Ledger:
+        total = dict(self.entries)
+        for key, entry in other.entries.items():
+            total[key] = total.get(key, Entry()) + entry
+        return Ledger(total)
+
+    @property
+    def bytes(self) -> int:
+        return sum(entry.bytes for entry in self.entries.values())
+
+    @property
+    def calls(self) -> int:
+        return sum(entry.calls for entry in self.entries.values())
+
+    def by_axis(self) -> dict[str, Entry]:
+        totals: dict[str, Entry] = {}
+        for key, entry in self.entries.items():
+            totals[key.axis] = totals.get(key.axis, Entry()) + entry
+        return totals
+
+    def only(self, *phases: str) -> Ledger:
+        return Ledger({k: e for k, e in self.entries.items() if k.phase in phases})
+
+    def differences(self, other: Ledger) -> list[str]:
+        """Each key whose entries differ, as a sentence; empty when the ledgers are equal."""
+        lines = []
+        for key in sorted({*self.entries, *other.entries}):
+            mine, theirs = self.entries.get(key, Entry()), other.entries.get(key, Entry())
+            if mine != theirs:
+                lines.append(
+                    f"{key}: {mine.calls} calls, {mine.bytes} bytes beside {theirs.calls} calls, {theirs.bytes} bytes"
+                )
+        return lines
+
+    def to_json(self) -> list[dict[str, Any]]:
+        return [
+            {"axis": k.axis, "phase": k.phase, "kind": k.kind, "calls": e.calls, "messages": e.messages, "bytes": e.bytes}
+            for k, e in sorted(self.entries.items())
+        ]
+
+    @staticmethod
+    def from_json(rows: Iterable[Mapping[str, Any]]) -> Ledger:
+        return Ledger(
+            {
+                Key(row["axis"], row["phase"], row["kind"]): Entry(row["calls"], row["messages"], row["bytes"])
+                for row in rows
+            }
+        )
+
+
+def ledger_of(calls: Iterable[tuple[str, str, str, int, int]]) -> Ledger:
+    """A ledger from (axis, phase, kind, payload bytes, ranks) of single collectives: how predictions are written."""
+    total: dict[Key, Entry] = {}
+    for axis, phase, kind, payload_bytes, ranks in calls:
+        cost = sent(kind, payload_bytes=payload_bytes, ranks=ranks)
+        key = Key(axis, phase, kind)
+        total[key] = total.get(key, Entry()) + Entry(1, cost.messages, cost.bytes)
+    return Ledger(total)
+
+
+@dataclass
+class Call:
+    """The last collective a group entered: what a late rank is recognised by."""
+
+    number: int
+    kind: str
+    phase: str
+    since: float
+
+
+class Book:
+    """The running count of one process. One phase holds at a time; hooks that run inside backward see it too."""
+
+    def __init__(self) -> None:
+        self.phase = "setup"
+        self.last: dict[str, Call] = {}
+        self._calls: dict[Key, int] = {}
+        self._messages: dict[Key, int] = {}
+        self._bytes: dict[Key, int] = {}
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
+
+    def enter(self, *, axis: str, kind: str, payload_bytes: int, ranks: int, group: str) -> None:
+        cost = sent(kind, payload_bytes=payload_bytes, ranks=ranks)
+        key = Key(axis, self.phase, kind)
+        self._calls[key] = self._calls.get(key, 0) + 1
+        self._messages[key] = self._messages.get(key, 0) + cost.messages
+        self._bytes[key] = self._bytes.get(key, 0) + cost.bytes
+        last = self.last.get(group)
+        number = last.number + 1 if last else 1
+        self.last[group] = Call(number, kind, self.phase, time.monotonic())
+
+    def take(self) -> Ledger:
+        """What was entered since the last take; the count starts anew."""
+        taken = Ledger({k: Entry(n, self._messages[k], self._bytes[k]) for k, n in self._calls.items()})
+        self._calls, self._messages, self._bytes = {}, {}, {}
+        return taken

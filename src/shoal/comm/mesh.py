@@ -1,0 +1,73 @@
+"""Ranks arranged by the axes of a strategy, and the group of ranks along each axis.
+
+Axes are written from the slowest links to the fastest, so the leftmost axis varies slowest with the rank. An
+axis of one rank has no group: nothing is sent along it and nothing is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Members:
+    """The ranks that share everything but one axis (or several axes taken together), as seen by one of them."""
+
+    axis: str
+    ranks: tuple[int, ...]
+    index: int
+    group: dist.ProcessGroup | None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+class Mesh:
+    """The world as a grid. `along(...)` gives the members of one axis or of several merged into one."""
+
+    def __init__(self, axes: Sequence[tuple[str, int]], *, rank: int, backend: str | None) -> None:
+        self.axes = tuple(axes)
+        self.rank = rank
+        self.size = prod(size for _, size in axes)
+        self._backend = backend
+        self._known: dict[tuple[str, ...], Members] = {}
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        place: dict[str, int] = {}
+        for name, size in reversed(self.axes):
+            rank, place[name] = divmod(rank, size)
+        return place
+
+    def along(self, *names: str, label: str | None = None) -> Members:
+        """Members along the named axes, ordered as the axes are. Collective: every rank must ask for the same."""
+        key = tuple(name for name, _ in self.axes if name in names)
+        if key not in self._known:
+            self._known[key] = self._make(key, label or "+".join(key) or "none")
+        return self._known[key]
+
+    def _make(self, key: tuple[str, ...], label: str) -> Members:
+        sizes = {name: size for name, size in self.axes}
+        fixed = [name for name, _ in self.axes if name not in key]
+        mine = self.coordinates(self.rank)
+        found: Members | None = None
+        rank_at = {tuple(self.coordinates(r).items()): r for r in range(self.size)}
+        for rest in product(*(range(sizes[name]) for name in fixed)):
+            ranks = []
+            for inside in product(*(range(sizes[name]) for name in key)):
+                place = {**dict(zip(fixed, rest, strict=True)), **dict(zip(key, inside, strict=True))}
+                ranks.append(rank_at[tuple((name, place[name]) for name, _ in reversed(self.axes))])
+            group = None
+            if len(ranks) > 1:
+                group = dist.new_group(ranks, backend=self._backend, group_desc=label)
+            if all(mine[name] == value for name, value in zip(fixed, rest, strict=True)):
+                if group is not None:
+                    group.axis = label
+                found = Members(label, tuple(ranks), ranks.index(self.rank), group)
+        assert found is not None
+        return found

@@ -1,0 +1,80 @@
+"""What one collective costs on the wire: messages and bytes that a rank sends, as closed formulas.
+
+The ledger enters these figures for every collective it sees and `estimate/traffic.py` predicts with the same
+ones, so the algorithm behind each kind is fixed here, once. The kernel's own byte counters are held against
+them in tests/distributed/test_two_hosts.py.
+
+`payload_bytes` is the whole vector: the reduced tensor for all-reduce, the input of reduce-scatter, the output
+of all-gather. Where ranks send different amounts (a tree, a root) the figure is the mean over ranks, rounded down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil, log2
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What one rank puts on the wire."""
+
+    messages: int
+    bytes: int
+
+
+def _each_to_each(n: int, ranks: int) -> Sent:
+    return Sent(ranks - 1, n * (ranks - 1) // ranks)
+
+
+def _ring_all_reduce(n: int, ranks: int) -> Sent:
+    return Sent(2 * (ranks - 1), 2 * n * (ranks - 1) // ranks)
+
+
+def _tree(n: int, ranks: int) -> Sent:
+    # P-1 messages of n bytes in all, shared among P ranks.
+    return Sent(ceil((ranks - 1) / ranks), n * (ranks - 1) // ranks)
+
+
+def _to_or_from_root(n: int, ranks: int) -> Sent:
+    # The root's vector of n bytes is cut in P parts, P-1 of which travel.
+    return Sent(ceil((ranks - 1) / ranks), n * (ranks - 1) // ranks // ranks)
+
+
+def _ring_reduce(n: int, ranks: int) -> Sent:
+    # Gloo reduces to a root by a ring reduce-scatter and a gather: about n from every rank, as its counters show.
+    return Sent(ranks, n)
+
+
+def _dissemination(n: int, ranks: int) -> Sent:
+    return Sent(ceil(log2(ranks)), 0)
+
+
+def _one_message(n: int, ranks: int) -> Sent:
+    return Sent(1, n)
+
+
+def _nothing(n: int, ranks: int) -> Sent:
+    return Sent(0, 0)
+
+
+FORMULAS: dict[str, Callable[[int, int], Sent]] = {
+    "all_reduce": _ring_all_reduce,
+    "reduce_scatter": _each_to_each,
+    "all_gather": _each_to_each,
+    "all_to_all": _each_to_each,
+    "broadcast": _tree,
+    "reduce": _ring_reduce,
+    "gather": _to_or_from_root,
+    "scatter": _to_or_from_root,
+    "barrier": _dissemination,
+    "send": _one_message,
+    "recv": _nothing,
+}
+
+
+def sent(kind: str, *, payload_bytes: int, ranks: int) -> Sent:
+    """Messages and bytes one rank sends for a collective of this kind."""
+    if ranks == 1 and kind not in ("send", "recv"):
+        return Sent(0, 0)
+    return FORMULAS[kind](payload_bytes, ranks)

@@ -1,0 +1,90 @@
+"""What to train: `Job`, the built-in tasks, and the order of the data.
+Names are imported when they are first used, so that `shoal.job.names` answers without torch and only `from_transformers` needs transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoal.job.data.mnist import ImageData
+    from shoal.job.data.tensors import DatasetData, TensorData
+    from shoal.job.data.text import TextData
+    from shoal.job.errors import JobError
+    from shoal.job.facts import infer_facts
+    from shoal.job.groups import DecayMatrices, no_options, param_groups
+    from shoal.job.huggingface import from_transformers
+    from shoal.job.job import Batch, Data, Job, Target
+    from shoal.job.load import load_file, load_job
+    from shoal.job.losses import classifier_metrics, cross_entropy, language_metrics, perplexity
+    from shoal.job.order import Order, share
+    from shoal.job.schedule import StepDecay, WarmupCosine, constant
+
+_HOME = {
+    "Batch": "job",
+    "Data": "job",
+    "DatasetData": "data.tensors",
+    "DecayMatrices": "groups",
+    "ImageData": "data.mnist",
+    "Job": "job",
+    "JobError": "errors",
+    "Order": "order",
+    "StepDecay": "schedule",
+    "Target": "job",
+    "TensorData": "data.tensors",
+    "TextData": "data.text",
+    "WarmupCosine": "schedule",
+    "classifier_metrics": "losses",
+    "constant": "schedule",
+    "cross_entropy": "losses",
+    "from_transformers": "huggingface",
+    "infer_facts": "facts",
+    "language_metrics": "losses",
+    "load_file": "load",
+    "load_job": "load",
+    "no_options": "groups",
+    "param_groups": "groups",
+    "perplexity": "losses",
+    "share": "order",
+}
+
+__all__ = [
+    "Batch",
+    "Data",
+    "DatasetData",
+    "DecayMatrices",
+    "ImageData",
+    "Job",
+    "JobError",
+    "Order",
+    "StepDecay",
+    "Target",
+    "TensorData",
+    "TextData",
+    "WarmupCosine",
+    "classifier_metrics",
+    "constant",
+    "cross_entropy",
+    "from_transformers",
+    "infer_facts",
+    "language_metrics",
+    "load_file",
+    "load_job",
+    "no_options",
+    "param_groups",
+    "perplexity",
+    "share",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'shoal.job' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"shoal.job.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,74 @@
+"""Data from what a user already has: tensors in memory, or any map-style torch dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from shoal.job.errors import JobError
+
+
+class TensorData:
+    """Named tensors (or numpy arrays) of equal length: `TensorData(x=images, y=labels)`."""
+
+    def __init__(self, **tensors: Tensor | np.ndarray) -> None:
+        if not tensors:
+            raise JobError("TensorData() was given no tensors; name them, for example TensorData(x=images, y=labels)")
+        self.tensors = {name: torch.as_tensor(value) for name, value in tensors.items()}
+        lengths = {name: len(tensor) if tensor.dim() else None for name, tensor in self.tensors.items()}
+        if None in lengths.values() or len(set(lengths.values())) > 1:
+            raise JobError(f"the tensors of TensorData must have the same first dimension, but have {lengths}")
+        self.num_samples = len(next(iter(self.tensors.values())))
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
+        chosen = torch.as_tensor(np.asarray(indices, dtype=np.int64))
+        return {name: tensor[chosen] for name, tensor in self.tensors.items()}
+
+
+class DatasetData:
+    """Any map-style torch dataset. Its items must not depend on anything but their index: random augmentation would make two runs differ.
+
+    `collate` joins a list of items into a batch (torch's own by default). Where that gives a tuple, as with (image, label) items, `names` says
+    what the parts are called in the batch.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any] | None = None,
+        *,
+        names: Sequence[str] = ("x", "y"),
+    ) -> None:
+        if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+            raise JobError(
+                f"DatasetData needs a map-style dataset, with __getitem__ and __len__, but got a {type(dataset).__name__}"
+            )
+        self.dataset = dataset
+        self.collate = collate or default_collate
+        self.names = tuple(names)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
+        # No collate function joins an empty list; an empty batch takes its shapes and types from the first item.
+        wanted = [int(index) for index in indices]
+        joined = self.collate([self.dataset[index] for index in wanted or [0]])
+        batch = self._named(joined)
+        return batch if wanted else {name: tensor[:0] for name, tensor in batch.items()}
+
+    def _named(self, joined: Any) -> dict[str, Tensor]:
+        if isinstance(joined, Mapping):
+            return dict(joined)
+        parts = [joined] if isinstance(joined, Tensor) else list(joined)
+        if len(parts) > len(self.names):
+            raise JobError(f"the dataset's items have {len(parts)} parts, but names gives only {list(self.names)}")
+        return dict(zip(self.names, parts, strict=False))

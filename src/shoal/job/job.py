@@ -1,0 +1,149 @@
+"""`Job`: what to train, and nothing of how. Model, data, loss, optimiser, batch and target stand in one frozen object that any strategy can run.
+The loss is a sum and a count rather than a mean: only so is it exact when a batch is cut unevenly among ranks and micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shoal.job.errors import JobError
+from shoal.job.groups import Options, no_options
+from shoal.job.order import LastBatch, Order
+from shoal.job.schedule import constant
+
+if TYPE_CHECKING:
+    from shoal.strategy.facts import ModelFacts
+
+Batch = dict[str, Tensor]
+"""Named tensors; the first dimension of each is the samples."""
+
+SumAndCount = tuple[Tensor, Tensor | int]
+"""A sum over samples or tokens, and how many were counted."""
+
+
+@runtime_checkable
+class Data(Protocol):
+    """Samples by number. `batch` must be a pure function of the indices (of which there may be none)."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, indices: np.ndarray) -> Batch: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """The validation value at which training has done its work."""
+
+    metric: str
+    value: float
+    better: Literal["lower", "higher"] = "lower"
+
+    def __post_init__(self) -> None:
+        if self.better not in ("lower", "higher"):
+            raise JobError(f"better is {self.better!r} in Target({self.metric!r}), but must be 'lower' or 'higher'")
+
+    def reached(self, value: float) -> bool:
+        """Whether a measured value is as good as the target; never true of NaN."""
+        return value <= self.value if self.better == "lower" else value >= self.value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What to train."""
+
+    name: str
+    model: Callable[[], nn.Module]
+    """Builds the model on the CPU in float32; the caller has seeded torch."""
+    train: Data
+    loss: Callable[[Any, Batch], SumAndCount]
+    """(model output, batch) -> (SUM of losses, number of tokens or samples counted). Never a mean."""
+    inputs: tuple[str, ...] | dict[str, str] = ("x",)
+    """Which batch entries the model takes: by position, or {argument name: entry}."""
+    optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+    """Takes parameter groups [{"params": [...], **options}]."""
+    options: Options = no_options
+    """(parameter name, parameter) -> its own optimiser options, for example {"weight_decay": 0.0}."""
+    schedule: Callable[[int], float] = constant
+    """Step, from 0 -> factor on every group's base learning rate. Stateless."""
+    clip: float | None = None
+    """Largest global norm of the gradient; None leaves it alone."""
+    global_batch: int
+    steps: int
+    validation: Data | None = None
+    metrics: Callable[[Any, Batch], dict[str, SumAndCount]] | None = None
+    """(model output, batch) -> {name: (sum, count)}; the validation value is the total sum over the total count. None: the loss."""
+    derived: dict[str, Callable[[dict[str, float]], float]] = field(default_factory=dict)
+    """Further values computed from the metrics, for example perplexity = exp(loss)."""
+    evaluate_every: int = 0
+    """Steps between evaluations; 0 evaluates at the end only."""
+    target: Target | None = None
+    batch_norm: Literal["sync", "local"] = "sync"
+    last_batch: LastBatch = "wrap"
+    """The batch at an epoch's end: filled from the next epoch, or short."""
+    seed: int = 0
+    facts: ModelFacts | None = None
+    """What legality needs to know of the model. Missing fields are inferred from the module."""
+
+    def __post_init__(self) -> None:
+        for what, value, least in (("global_batch", self.global_batch, 1), ("steps", self.steps, 0),
+                                   ("evaluate_every", self.evaluate_every, 0), ("seed", self.seed, 0)):
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+                self._refuse(f"{what} is {value!r}, but must be a whole number of at least {least}")
+        if not self.name:
+            self._refuse("name is empty; give the job a name")
+        for what in ("model", "loss", "optimizer", "options", "schedule"):
+            if not callable(getattr(self, what)):
+                self._refuse(f"{what} is {getattr(self, what)!r}, but must be a function (or another callable)")
+        if isinstance(self.model, nn.Module):
+            self._refuse("model is a module, but must be a function that builds it: write model=lambda: MyModel(...)")
+        if isinstance(self.inputs, str):
+            self._refuse(f"inputs is the text {self.inputs!r}, but must be a tuple of batch entries: write ({self.inputs!r},)")
+        if self.clip is not None and not self.clip > 0:
+            self._refuse(f"clip is {self.clip!r}, but must be greater than 0 (or None for no clipping)")
+        if self.batch_norm not in ("sync", "local"):
+            self._refuse(f"batch_norm is {self.batch_norm!r}, but must be 'sync' or 'local'")
+        if self.last_batch not in ("wrap", "short"):
+            self._refuse(f"last_batch is {self.last_batch!r}, but must be 'wrap' or 'short'")
+        for what, data in (("train", self.train), ("validation", self.validation)):
+            if data is None and what == "validation":
+                continue
+            if not isinstance(data, Data):
+                self._refuse(f"{what} is a {type(data).__name__}, but must have __len__() and batch(indices): wrap tensors in "
+                             "TensorData(x=..., y=...), a torch dataset in DatasetData(dataset)")
+            if len(data) == 0:
+                self._refuse(f"{what} holds no samples")
+
+    def _refuse(self, reason: str) -> None:
+        raise JobError(f"job {self.name!r}: {reason}")
+
+    def run_model(self, model: nn.Module, batch: Batch) -> Any:
+        """The model's output on the batch entries that `inputs` names."""
+        wanted = self.inputs.values() if isinstance(self.inputs, Mapping) else self.inputs
+        missing = [entry for entry in wanted if entry not in batch]
+        if missing:
+            self._refuse(f"inputs names the batch entry {missing[0]!r}, but a batch holds {sorted(batch)}")
+        if isinstance(self.inputs, Mapping):
+            return model(**{argument: batch[entry] for argument, entry in self.inputs.items()})
+        return model(*(batch[entry] for entry in self.inputs))
+
+    def order(self) -> Order:
+        """The order in which training visits its samples."""
+        return Order(self.seed, len(self.train), self.global_batch, self.last_batch)
+
+    def measure(self, output: Any, batch: Batch) -> dict[str, SumAndCount]:
+        """The sums and counts that validation adds up: the metrics, or the loss where the job names none."""
+        return self.metrics(output, batch) if self.metrics is not None else {"loss": self.loss(output, batch)}
+
+    def summarise(self, totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+        """Validation values from total sums and counts, derived ones included. Nothing counted gives NaN."""
+        values = {name: total / count if count else math.nan for name, (total, count) in totals.items()}
+        for name, derive in self.derived.items():
+            values[name] = derive(dict(values))
+        return values

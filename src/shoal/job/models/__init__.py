@@ -1,0 +1,1 @@
+"""The built-in models, free of any parallel code: what a user would write for one device."""

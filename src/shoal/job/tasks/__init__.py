@@ -1,0 +1,1 @@
+"""The built-in tasks: real data, a model, and settings that are known to learn, at several sizes."""

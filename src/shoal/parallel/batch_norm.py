@@ -1,0 +1,96 @@
+"""Batch norm over the samples of all replicas, and batch norm that recomputation does not count twice.
+
+Synchronised statistics equal those of one rank at the full batch: each rank gives its count, mean and sum of
+squared deviations, and these are combined without cancellation (Chan, Golub & LeVeque 1979). Backward needs two
+sums per channel from everyone. PyTorch's SyncBatchNorm runs on accelerators only.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shoal.comm.group import BOOK
+from shoal.comm.mesh import Members
+from shoal.parallel.recompute import recomputing
+
+
+def batch_norms(model: nn.Module) -> list[tuple[str, _BatchNorm]]:
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+
+
+def synchronise(model: nn.Module, replicas: Members) -> None:
+    """Every batch norm of the model now sees the whole (micro-)batch of all replicas."""
+    for _, module in batch_norms(model):
+        module.forward = partial(_forward, module, replicas)  # type: ignore[method-assign]
+
+
+def _forward(module: _BatchNorm, replicas: Members, x: torch.Tensor) -> torch.Tensor:
+    module._check_input_dim(x)
+    if not module.training and module.running_mean is not None:
+        return F.batch_norm(x, module.running_mean, module.running_var, module.weight, module.bias, eps=module.eps)
+    y, mean, var, count = _Synchronised.apply(x, module.weight, module.bias, module.eps, replicas)
+    if module.training and module.track_running_stats and module.running_mean is not None and not recomputing():
+        with torch.no_grad():
+            module.num_batches_tracked.add_(1)
+            rate = module.momentum if module.momentum is not None else 1.0 / float(module.num_batches_tracked)
+            unbiased = var * (count / (count - 1).clamp(min=1))
+            module.running_mean.lerp_(mean.to(module.running_mean.dtype), rate)
+            module.running_var.lerp_(unbiased.to(module.running_var.dtype), rate)  # type: ignore[union-attr]
+    return y
+
+
+def statistics_numel(channels: int) -> int:
+    """Elements that each rank contributes to the forward exchange: mean, squared deviations, count."""
+    return 2 * channels + 1
+
+
+class _Synchronised(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: Any, bias: Any, eps: float, replicas: Members) -> Any:
+        over = [d for d in range(x.dim()) if d != 1]
+        channels = x.shape[1]
+        wide = torch.promote_types(x.dtype, torch.float32)
+        mine = x.new_zeros(statistics_numel(channels), dtype=wide)
+        count = x.numel() // channels
+        if count:
+            var, mean = torch.var_mean(x.to(wide), dim=over, correction=0)
+            mine[:channels], mine[channels:-1], mine[-1] = mean, var * count, count
+        everyone = mine.new_empty(replicas.size, mine.numel())
+        with BOOK.during(BOOK.phase if BOOK.phase == "evaluate" else "backward" if recomputing() else "forward"):
+            dist.all_gather_single(everyone, mine, group=replicas.group)
+        counts = everyone[:, -1:]
+        total = counts.sum()
+        mean = (everyone[:, :channels] * counts).sum(0) / total
+        squares = everyone[:, channels:-1] + counts * (everyone[:, :channels] - mean) ** 2
+        var = squares.sum(0) / total
+        y = F.batch_norm(x, mean.to(x.dtype), var.to(x.dtype), weight, bias, training=False, eps=eps)
+        ctx.save_for_backward(x, weight, mean, torch.rsqrt(var + eps), total)
+        ctx.replicas = replicas
+        ctx.mark_non_differentiable(mean, var, total)
+        return y, mean, var, total
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor, *_: Any) -> Any:
+        x, weight, mean, inverse, total = ctx.saved_tensors
+        over = [d for d in range(x.dim()) if d != 1]
+        channels = x.shape[1]
+        shape = [1, channels] + [1] * (x.dim() - 2)
+        centred = x.to(mean.dtype) - mean.view(shape)
+        wide_dy = dy.to(mean.dtype)
+        sums = torch.stack([wide_dy.sum(over), (wide_dy * centred).sum(over)])
+        grad_bias, grad_weight = sums[0].clone(), sums[1] * inverse
+        with BOOK.during("backward"):
+            dist.all_reduce(sums, group=ctx.replicas.group)
+        sums /= total
+        scale = inverse if weight is None else inverse * weight
+        dx = (wide_dy - sums[0].view(shape) - centred * (inverse**2 * sums[1]).view(shape)) * scale.view(shape)
+        if weight is None:
+            return dx.to(x.dtype), None, None, None, None
+        return dx.to(x.dtype), grad_weight.to(weight.dtype), grad_bias.to(weight.dtype), None, None

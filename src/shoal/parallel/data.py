@@ -1,0 +1,203 @@
+"""Data parallelism: gradients of all replicas become one, bucket by bucket, while backward still runs.
+
+Each gradient is copied into its bucket the moment autograd has it; a full bucket is reduced at once, in an order
+that every rank shares. What a reduction is depends on the stage of ZeRO:
+
+    0  all-reduce of the bucket; every rank keeps the whole gradient
+    1  reduce-scatter at the last micro-batch; the whole gradient stays until then
+    2  reduce-scatter at every micro-batch; the bucket is given back at once, the shard accumulates
+    3  as 2; the parameters come and go as well (zero.py)
+
+Levels of dp outside the one that shards replicate it: their ranks all-reduce the shard once, at the end. Losses
+are sums, so gradients are sums too; `Engine.step` divides by the global count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shoal.comm.group import BOOK
+from shoal.comm.mesh import Members
+from shoal.parallel.flat import FlatBuffer
+
+BUCKET_BYTES = 4 << 20
+"""Measured with benchmarks/train.py over Gloo on two cores; PyTorch's 25 MB leaves nothing to overlap there."""
+
+IN_FLIGHT = 2
+"""Buckets of stage 2 and 3 on the wire at a time: more would hold the gradient memory that these stages save."""
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """The ranks among which the batch is split, and how they share the work of reduction."""
+
+    zero: int
+    everyone: Members
+    """All ranks that hold different data."""
+    sharding: Members
+    """Those that also hold different shards; one rank when nothing is sharded."""
+    copies: Members
+    """Those that hold the same shard of different data."""
+
+
+class Bucket:
+    """A flat buffer of parameters, the gradient that belongs to it, and how far this step's reduction has come."""
+
+    def __init__(self, buffer: FlatBuffer, zero: int) -> None:
+        self.buffer = buffer
+        self.zero = zero
+        self.whole: torch.Tensor | None = None
+        self.views: list[torch.Tensor] = []
+        self.filled = [False] * len(buffer.slots)
+        self.missing = len(buffer.slots)
+        self.shard: torch.Tensor | None = None
+        """Gradient of this rank's shard; stages 2 and 3 keep it apart from the whole."""
+
+    def receive(self, slot: int, gradient: torch.Tensor) -> None:
+        if self.whole is None:
+            self.whole = torch.zeros(self.buffer.padded, dtype=self.buffer.dtype, device=self.buffer.device)
+            self.views = self.buffer.views_of(self.whole)
+        if self.filled[slot]:
+            self.views[slot].add_(gradient)
+        else:
+            self.views[slot].copy_(gradient)
+            self.filled[slot] = True
+        self.missing -= 1
+
+    def complete(self) -> torch.Tensor:
+        """The whole gradient, with zeros for parameters that took no part."""
+        if self.whole is None:
+            self.whole = torch.zeros(self.buffer.padded, dtype=self.buffer.dtype, device=self.buffer.device)
+            self.views = self.buffer.views_of(self.whole)
+        for slot, filled in enumerate(self.filled):
+            if not filled:
+                self.views[slot].zero_()
+        return self.whole
+
+    def reduced(self) -> torch.Tensor:
+        """What the optimiser reads: the whole gradient at stage 0, this rank's shard of it otherwise."""
+        if self.zero == 0:
+            assert self.whole is not None
+            return self.whole
+        if self.zero == 1:
+            assert self.whole is not None
+            return self.whole[self.buffer.shard]
+        assert self.shard is not None
+        return self.shard
+
+
+class GradientReduction:
+    """Watches the parameters of all buckets and reduces each bucket when its last gradient has arrived."""
+
+    def __init__(self, buckets: Sequence[Bucket], replicas: Replicas) -> None:
+        self.buckets = list(buckets)
+        self.replicas = replicas
+        self.used: set[str] = set()
+        """Parameters that had a gradient in the step under way."""
+        self._next = 0
+        self._last_micro = True
+        self._in_flight: list[tuple[Bucket, Any, torch.Tensor, torch.Tensor | None]] = []
+        self._hooks = []
+        self.on_done: dict[int, Any] = {}
+        """Called when a bucket's gradients have all arrived, by the bucket's identity (ZeRO-3 frees its parameters)."""
+        for bucket in self.buckets:
+            for slot, entry in enumerate(bucket.buffer.slots):
+                self._hooks.append(entry.param.register_post_accumulate_grad_hook(self._hook(bucket, slot, entry.name)))
+
+    def _hook(self, bucket: Bucket, slot: int, name: str) -> Any:
+        def arrived(param: nn.Parameter) -> None:
+            assert param.grad is not None
+            bucket.receive(slot, param.grad)
+            param.grad = None
+            self.used.add(name)
+            if bucket.missing == 0:
+                self._done(bucket)
+
+        return arrived
+
+    def start(self, *, last_micro: bool) -> None:
+        """Before a micro-batch's backward."""
+        self._next = 0
+        self._last_micro = last_micro
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.buffer.slots)
+
+    def finish(self) -> None:
+        """After a micro-batch's backward: reduces what has not been, and waits."""
+        for bucket in self.buckets:
+            if bucket.missing:
+                bucket.missing = 0
+                self._done(bucket)
+        if self._last_micro:
+            while self._in_flight:
+                self._wait_for_oldest()
+            self._reduce_copies()
+
+    def _done(self, bucket: Bucket) -> None:
+        if id(bucket) in self.on_done:
+            self.on_done[id(bucket)]()
+        # In the order of buckets, on every rank alike: collectives must match even if arrivals do not.
+        while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
+            ready = self.buckets[self._next]
+            self._next += 1
+            if self._last_micro or ready.zero >= 2:
+                self._reduce(ready)
+
+    def _reduce(self, bucket: Bucket) -> None:
+        whole = bucket.complete()
+        work, target = None, None
+        with BOOK.during("gradient"):
+            if bucket.zero == 0:
+                if self.replicas.everyone.group is not None:
+                    work = dist.all_reduce(whole, group=self.replicas.everyone.group, async_op=True)
+            else:
+                target = whole[bucket.buffer.shard]
+                if bucket.zero >= 2:
+                    target = torch.empty_like(target)
+                if self.replicas.sharding.group is not None:
+                    work = dist.reduce_scatter_single(target, whole, group=self.replicas.sharding.group, async_op=True)
+                elif bucket.zero >= 2:
+                    target.copy_(whole)
+        if bucket.zero >= 2:
+            bucket.whole, bucket.views = None, []
+            bucket.filled = [False] * len(bucket.filled)
+        self._in_flight.append((bucket, work, whole, target))
+        if bucket.zero >= 2 and len(self._in_flight) > IN_FLIGHT:
+            self._wait_for_oldest()
+
+    def _wait_for_oldest(self) -> None:
+        bucket, work, _, target = self._in_flight.pop(0)
+        if work is not None:
+            work.wait()
+        if bucket.zero >= 2:
+            assert target is not None
+            if bucket.shard is None:
+                bucket.shard = target
+            else:
+                bucket.shard.add_(target)
+
+    def _reduce_copies(self) -> None:
+        if self.replicas.zero == 0 or self.replicas.copies.group is None:
+            return
+        with BOOK.during("gradient"):
+            works = [dist.all_reduce(b.reduced(), group=self.replicas.copies.group, async_op=True) for b in self.buckets]
+        for work in works:
+            work.wait()
+
+    def clear(self) -> None:
+        """After the optimiser's step: the next step's gradients start from nothing."""
+        self.used = set()
+        for bucket in self.buckets:
+            bucket.filled = [False] * len(bucket.filled)
+            if bucket.zero >= 2:
+                bucket.shard = None
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()

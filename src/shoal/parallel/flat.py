@@ -1,0 +1,125 @@
+"""Parameters laid end to end in one buffer, cut evenly into shards.
+
+Everything that moves parameters, gradients or optimiser state moves slices of these buffers, so one collective
+serves many tensors, shards are even whatever the shapes are, and a slice is always a range of a named tensor:
+that is what makes checkpoints independent of the number of ranks.
+
+    numel   elements of the parameters themselves
+    padded  with each parameter aligned to ALIGN elements and the end filled up to a multiple of shards * ALIGN
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+ALIGN = 16
+"""Elements: 64 bytes of float32, a cache line, so that no kernel starts in the middle of one."""
+
+
+def _up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one parameter lies in its buffer."""
+
+    name: str
+    param: nn.Parameter
+    shape: torch.Size
+    start: int
+    options: int
+    """Which set of optimiser options it has: equal numbers may share one optimiser tensor."""
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.shape.numel()
+
+
+class FlatBuffer:
+    """Some parameters of one dtype, their common storage, and this rank's shard of it."""
+
+    def __init__(self, params: Sequence[tuple[str, nn.Parameter, int]], *, shards: int, index: int) -> None:
+        self.slots: list[Slot] = []
+        start = 0
+        # Parameters with equal options lie side by side, so that the optimiser sees few, long tensors.
+        for name, param, options in sorted(params, key=lambda entry: entry[2]):
+            self.slots.append(Slot(name, param, param.shape, start, options))
+            start = _up(start + param.numel(), ALIGN)
+        self.numel = sum(slot.shape.numel() for slot in self.slots)
+        self.padded = _up(start, ALIGN * shards)
+        self.shards = shards
+        self.shard = slice(index * (self.padded // shards), (index + 1) * (self.padded // shards))
+        first = self.slots[0].param
+        self.dtype, self.device = first.dtype, first.device
+        self.values = torch.zeros(self.padded, dtype=self.dtype, device=self.device)
+        self.views = [self.values[s.start : s.stop].view(s.shape) for s in self.slots]
+        for slot, view in zip(self.slots, self.views, strict=True):
+            view.copy_(slot.param.data)
+        self.attach()
+
+    @property
+    def bytes(self) -> int:
+        return self.padded * self.values.element_size()
+
+    def attach(self) -> None:
+        """Makes every parameter a view of the buffer."""
+        for slot, view in zip(self.slots, self.views, strict=True):
+            slot.param.data = view
+
+    def views_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        return [buffer[s.start : s.stop].view(s.shape) for s in self.slots]
+
+    def runs(self, start: int, stop: int, *, without: frozenset[str] = frozenset()) -> list[tuple[int, int, int]]:
+        """The range cut into the longest stretches of equal options, as (start, stop, options).
+
+        Padding between parameters belongs to the stretch around it: it is zero, its gradient is zero, and an
+        element-wise optimiser leaves it so. Parameters in `without` end a stretch and belong to none.
+        """
+        found: list[tuple[int, int, int]] = []
+        joined = False
+        for slot in self.slots:
+            low, high = max(slot.start, start), min(slot.stop, stop)
+            if slot.name in without:
+                joined = False
+                continue
+            if low < high:
+                if joined and found and found[-1][2] == slot.options:
+                    found[-1] = (found[-1][0], high, slot.options)
+                else:
+                    found.append((low, high, slot.options))
+                joined = True
+        return found
+
+
+class StoredShard:
+    """A flat buffer of which only this rank's shard is kept; the whole exists while it is in use (ZeRO-3)."""
+
+    def __init__(self, buffer: FlatBuffer) -> None:
+        self.buffer = buffer
+        self.shard = buffer.values[buffer.shard].clone()
+        self.whole = True
+        self._nbytes = buffer.values.untyped_storage().nbytes()
+        self._empty = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
+        self.free()
+
+    def allocate(self) -> torch.Tensor:
+        """Room for the whole buffer. Views that autograd saved see the storage come back under them."""
+        self.buffer.values.untyped_storage().resize_(self._nbytes)
+        return self.buffer.values
+
+    def use(self) -> None:
+        self.buffer.attach()
+        self.whole = True
+
+    def free(self) -> None:
+        # An empty tensor in place of the parameter turns a use outside the unit into a clear error of shapes
+        # instead of a read of freed memory.
+        for slot in self.buffer.slots:
+            slot.param.data = self._empty
+        self.buffer.values.untyped_storage().resize_(0)
+        self.whole = False

@@ -1,0 +1,74 @@
+"""Recomputation: a block keeps its input (and, selectively, its matrix products) and computes the rest again in backward.
+
+Memory falls, numbers do not change. The block's own hooks stay outside: ZeRO-3 has gathered the block's parameters
+by the time it is computed again. Batch norm asks `recomputing()` so as not to update its running statistics twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from shoal.parallel.units import blocks
+
+_again = 0
+
+
+def recomputing() -> bool:
+    """Whether the present forward is a repetition inside backward."""
+    return _again > 0
+
+
+@contextmanager
+def _repeating(inner: Any) -> Iterator[None]:
+    global _again
+    _again += 1
+    try:
+        with inner:
+            yield
+    finally:
+        _again -= 1
+
+
+def _kept_products() -> set[Any]:
+    """What selective recomputation keeps: results that cost much work for their size."""
+    aten = torch.ops.aten
+    names = [
+        "mm", "bmm", "addmm", "baddbmm", "convolution", "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    ]  # fmt: skip
+    return {getattr(aten, name).default for name in names if hasattr(aten, name)}
+
+
+def _policy(kept: set[Any], context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _contexts(mode: str, kept: set[Any]) -> tuple[Any, Any]:
+    if mode == "full":
+        return nullcontext(), _repeating(nullcontext())
+    forward, again = create_selective_checkpoint_contexts(partial(_policy, kept))
+    return forward, _repeating(again)
+
+
+def recompute_blocks(model: nn.Module, mode: str) -> list[str]:
+    """Makes every block of the model recompute; returns their names."""
+    kept = _kept_products()
+    names = []
+    for name, block in blocks(model):
+        block.forward = partial(_call, block, block.forward, mode, kept)  # type: ignore[method-assign]
+        names.append(name)
+    return names
+
+
+def _call(block: nn.Module, forward: Any, mode: str, kept: set[Any], *args: Any, **kwargs: Any) -> Any:
+    if not (block.training and torch.is_grad_enabled()):
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=partial(_contexts, mode, kept), **kwargs)

@@ -1,0 +1,41 @@
+"""What the engine can run today. The algebra is larger: terms parse, print and explain before they run."""
+
+from __future__ import annotations
+
+from shoal.strategy import Strategy, accumulate, allreduce, amp, bsp, dp, none, recompute
+
+
+class NotRunnable(ValueError):
+    """A strategy that Shoal can explain but not train yet."""
+
+
+def cannot_run(strategy: Strategy) -> str | None:
+    """Why the engine cannot run a strategy, as a sentence; None if it can."""
+    for term in strategy.terms:
+        if isinstance(term, dp):
+            if not isinstance(term.sync, bsp) or term.sync.backup:
+                return f"{term}: sync={term.sync} cannot be trained yet; use sync=bsp()"
+            if not isinstance(term.via, allreduce) or term.via.algorithm not in ("auto", "ring"):
+                return f"{term}: via={term.via} cannot be trained yet; use via=allreduce()"
+            if not isinstance(term.compress, none):
+                return f"{term}: compress={term.compress} cannot be trained yet; leave compress out"
+        elif isinstance(term, amp):
+            if term.dtype != "bf16":
+                return f'{term} cannot be trained yet; use amp("bf16")'
+        elif not isinstance(term, (recompute, accumulate)):
+            return (
+                f"{term} cannot be trained yet: {type(term).__name__} parses and explains, but has no runtime so far. "
+                "What trains today: dp (zero=0..3, several levels), accumulate, recompute, amp"
+            )
+    return None
+
+
+def require_runnable(strategy: Strategy, *, elementwise: bool = True) -> None:
+    reason = cannot_run(strategy)
+    if reason is not None:
+        raise NotRunnable(reason)
+    if not elementwise and any(level.zero for level in strategy.dp_levels):
+        raise NotRunnable(
+            f"{strategy}: the optimiser looks at whole parameters (it is not element-wise), and zero >= 1 would give it "
+            "slices; use zero=0 or an element-wise optimiser such as AdamW"
+        )

@@ -1,0 +1,148 @@
+"""ZeRO-3: parameters are sharded and exist whole only while their block computes.
+
+A block's parameters are gathered before its forward and given back after it, gathered again when the gradient of
+its output arrives and given back when its own gradients have been handed to reduction. The next block's gather is
+started while the present one computes. The root's parameters (embeddings, head, what blocks share) stay from the
+first forward to the end of backward, and so do the last block's, whose backward comes at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from shoal.comm.group import BOOK
+from shoal.comm.mesh import Members
+from shoal.parallel.flat import StoredShard
+
+
+class ShardedUnit:
+    """A module and the shards it computes with (one for each dtype)."""
+
+    def __init__(self, name: str, module: nn.Module, shards: list[StoredShard], *, is_root: bool, is_last: bool) -> None:
+        self.name = name
+        self.module = module
+        self.shards = shards
+        self.is_root = is_root
+        self.is_last = is_last
+        self.works: list[Any] | None = None
+        self.undone = len(shards)
+        """Buckets of this unit whose gradients are still to come."""
+
+    @property
+    def whole(self) -> bool:
+        return all(shard.whole for shard in self.shards)
+
+
+class ParameterGathering:
+    """Puts the hooks on all units, and takes them off again."""
+
+    def __init__(self, units: list[ShardedUnit], sharding: Members) -> None:
+        self.units = units
+        self.sharding = sharding
+        self._order: list[ShardedUnit] = []
+        self._hooks: list[Any] = []
+        for unit in units:
+            self._hooks.append(unit.module.register_forward_pre_hook(self._before_forward(unit), prepend=True))
+            self._hooks.append(unit.module.register_forward_hook(self._after_forward(unit), always_call=False))
+
+    def gather(self, unit: ShardedUnit, phase: str) -> None:
+        if not unit.whole and unit.works is None:
+            self._start(unit, phase)
+        self._finish(unit)
+
+    def _start(self, unit: ShardedUnit, phase: str) -> None:
+        unit.works = []
+        with BOOK.during(BOOK.phase if BOOK.phase in ("evaluate", "checkpoint") else phase):
+            for shard in unit.shards:
+                if shard.whole:
+                    continue
+                whole = shard.allocate()
+                if self.sharding.group is None:
+                    whole.copy_(shard.shard)
+                else:
+                    unit.works.append(
+                        dist.all_gather_single(whole, shard.shard, group=self.sharding.group, async_op=True)
+                    )
+
+    def _finish(self, unit: ShardedUnit) -> None:
+        if unit.works is not None:
+            for work in unit.works:
+                work.wait()
+            unit.works = None
+            for shard in unit.shards:
+                shard.use()
+
+    def free(self, unit: ShardedUnit) -> None:
+        self._finish(unit)
+        for shard in unit.shards:
+            if shard.whole:
+                shard.free()
+
+    def _neighbour(self, unit: ShardedUnit, step: int, phase: str) -> None:
+        """Starts the gather of the block that comes next in this direction."""
+        if unit in self._order:
+            at = self._order.index(unit) + step
+            if 0 <= at < len(self._order):
+                near = self._order[at]
+                if not near.whole and near.works is None:
+                    self._start(near, phase)
+
+    def _before_forward(self, unit: ShardedUnit) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            self.gather(unit, "forward")
+            if not unit.is_root:
+                if unit not in self._order:
+                    self._order.append(unit)
+                self._neighbour(unit, +1, "forward")
+
+        return hook
+
+    def _after_forward(self, unit: ShardedUnit) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if not torch.is_grad_enabled():
+                self.free(unit)
+                return
+            if unit.is_root:
+                return
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    leaf.register_hook(self._before_backward(unit))
+            if not unit.is_last:
+                self.free(unit)
+
+        return hook
+
+    def _before_backward(self, unit: ShardedUnit) -> Any:
+        def hook(gradient: torch.Tensor) -> None:
+            self.gather(unit, "backward")
+            self._neighbour(unit, -1, "backward")
+
+        return hook
+
+    def bucket_done(self, unit: ShardedUnit) -> Any:
+        """For the reduction to call when one of the unit's buckets has all its gradients."""
+
+        def done() -> None:
+            unit.undone -= 1
+            if unit.undone == 0 and not unit.is_root:
+                self.free(unit)
+
+        return done
+
+    def start(self) -> None:
+        for unit in self.units:
+            unit.undone = len(unit.shards)
+
+    def finish(self) -> None:
+        """After backward: nothing stays whole, whatever took part."""
+        for unit in self.units:
+            self.free(unit)
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()

@@ -1,0 +1,107 @@
+"""What a rule of legality is: the terms it concerns, the reason for it, where a strategy breaks it, and what to try instead.
+
+A rule is a function that yields a Breach for each place where a strategy breaks it; the decorator of its table adds name and
+reason. Fixes are only proposals: the search for the nearest legal strategies checks each of them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.strategy.expression import Strategy
+from shoal.strategy.facts import ModelFacts
+from shoal.strategy.term import Term
+from shoal.strategy.terms import dp
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A strategy with what is known about where and what it is to train."""
+
+    strategy: Strategy
+    facts: ModelFacts
+    world: int | None = None
+
+    def places(self, cls: type[Any]) -> Iterator[tuple[int, Any]]:
+        """Every term of a class, with its index."""
+        return ((index, term) for index, term in enumerate(self.strategy.terms) if isinstance(term, cls))
+
+    def levels(self) -> list[tuple[int, dp]]:
+        """The levels of dp, outer to inner, with their indices."""
+        return list(self.places(dp))
+
+    def put(self, index: int, *terms: Term) -> Strategy:
+        """The strategy with the term at an index exchanged for others, or left out."""
+        return Strategy(*self.strategy.terms[:index], *terms, *self.strategy.terms[index + 1 :])
+
+    def changed(self, index: int, **changes: Any) -> Strategy:
+        """The strategy with some arguments of one term changed."""
+        return self.put(index, self.strategy.terms[index].replace(**changes))
+
+    def resized(self, index: int, sizes: Iterable[int], argument: str = "n") -> Iterator[Strategy]:
+        """The strategy with one number of one term set to each of the values given."""
+        for size in sizes:
+            if size >= 1:
+                yield self.changed(index, **{argument: size})
+
+    def moved(self, index: int, to: int) -> Strategy:
+        """The strategy with one axis at another place."""
+        terms = list(self.strategy.terms)
+        terms.insert(to, terms.pop(index))
+        return Strategy(*terms)
+
+
+@dataclass(frozen=True, slots=True)
+class Breach:
+    """One place where a strategy breaks a rule."""
+
+    term: Term | Strategy
+    reason: str
+    """Why, with the numbers of this case: the words after "tp(3): "."""
+    fixes: Callable[[], Iterable[Strategy]] = tuple
+    """Strategies that would not break the rule here; computed only when someone asks."""
+
+
+Finder = Callable[[Case], Iterator[Breach]]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One row of the table."""
+
+    name: str
+    terms: tuple[type[Term], ...]
+    """The terms concerned: a strategy without one of them cannot break the rule."""
+    why: str
+    """The reason in general, one sentence."""
+    find: Finder
+
+
+class Table:
+    """Rows of rules, filled by decorating their functions."""
+
+    def __init__(self) -> None:
+        self.rows: list[Rule] = []
+
+    def __call__(self, *terms: type[Term], why: str) -> Callable[[Finder], Finder]:
+        def enter(find: Finder) -> Finder:
+            self.rows.append(Rule(find.__name__.replace("_", "-"), terms, why, find))
+            return find
+
+        return enter
+
+
+def divisors(total: int) -> list[int]:
+    """All divisors, ascending."""
+    small = [number for number in range(1, int(total**0.5) + 1) if total % number == 0]
+    large = [total // number for number in reversed(small)]
+    return small + large[1 if small and small[-1] == large[0] else 0 :]
+
+
+def around(total: int, number: int) -> list[int]:
+    """The divisors of a total next below and next above a number."""
+    all_of_them = divisors(total)
+    below = [divisor for divisor in all_of_them if divisor < number][-1:]
+    return below + [divisor for divisor in all_of_them if divisor > number][:1]

@@ -1,0 +1,275 @@
+"""From text to strategy. The text is read as a Python syntax tree and walked against the closed list of terms; nothing is evaluated.
+
+Whatever is wrong, and however strange the text, the answer is a StrategyError that shows the text with a caret under the place,
+says what was expected, and names the nearest thing that would have been right.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shoal.strategy.arguments import TermError, nearest_name
+from shoal.strategy.expression import SERIAL, Strategy
+from shoal.strategy.term import FAMILIES, REGISTRY, Term
+
+if TYPE_CHECKING:
+    import ast
+
+LONGEST_TEXT = 4096
+"""Characters of a strategy. The longest sensible one has a few hundred."""
+
+EXAMPLE = "dp(8, zero=1) * tp(2)"
+
+
+class StrategyError(ValueError):
+    """A text that is no strategy: the text, the place, what is wrong with it and what would be right."""
+
+    def __init__(
+        self, message: str, *, text: str, column: int, length: int = 1, suggestion: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.text = text
+        self.column = column
+        """The place as an index into the text, from 0."""
+        self.length = length
+        self.suggestion = suggestion
+
+    def __str__(self) -> str:
+        lines = [self.message + (f". Did you mean {self.suggestion}?" if self.suggestion else "")]
+        if self.text.strip():
+            lines = [*_marked(self.text, self.column, self.length), *lines]
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, (self.message, self.text, self.column, self.length, self.suggestion)
+
+
+def _rebuilt(message: str, text: str, column: int, length: int, suggestion: str | None) -> StrategyError:
+    return StrategyError(message, text=text, column=column, length=length, suggestion=suggestion)
+
+
+def parse(text: str) -> Strategy:
+    """The strategy that a text describes.
+
+    >>> parse('dp(2) * tp(2)') == dp(2) * tp(2)
+    True
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"parse reads text, not {type(text).__name__}; expected a string such as {EXAMPLE!r}")
+    return _Reader(text).strategy()
+
+
+class _Reader:
+    """One text on its way to a strategy; knows the text, so that any step can point into it."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        # One line, with every character where it was: positions in it are positions in the text. A strategy may be written over
+        # several lines, and Python would otherwise want those in parentheses.
+        self.line = "".join(" " if character.isspace() else character for character in text)
+        self.start = len(self.line) - len(self.line.lstrip())
+        self.code = self.line.strip()
+
+    def error(
+        self, message: str, node: ast.expr | ast.keyword | None = None, *, suggestion: str | None = None
+    ) -> StrategyError:
+        column, length = 0, max(len(self.code), 1)
+        if node is not None:
+            column = self._characters(node.col_offset)
+            length = max(self._characters(node.end_col_offset or node.col_offset) - column, 1)
+        return StrategyError(
+            message, text=self.text, column=self.start + column, length=length, suggestion=suggestion
+        )
+
+    def _characters(self, utf8_offset: int) -> int:
+        """The syntax tree counts bytes; people count characters."""
+        return len(self.code.encode()[:utf8_offset].decode(errors="ignore"))
+
+    def strategy(self) -> Strategy:
+        import ast  # Only reading text pays for this import.
+
+        root = self._tree(ast)
+        factors: list[ast.expr] = []
+        pending = [root]
+        while pending:  # A loop, because a long product is a deep tree.
+            node = pending.pop()
+            if isinstance(node, ast.BinOp):
+                if not isinstance(node.op, ast.Mult):
+                    raise self._wrong_operator(node)
+                pending += [node.right, node.left]
+            else:
+                factors.append(node)
+        nodes: list[ast.expr] = []
+        terms: list[Term] = []
+        for node in factors:
+            if not self._is_serial(ast, node):
+                terms.append(self._factor(ast, node))
+                nodes.append(node)
+        try:
+            return Strategy(*terms)
+        except TermError as error:
+            at = nodes[error.index] if error.index is not None else None
+            raise self.error(error.message, at, suggestion=error.suggestion) from None
+
+    def _tree(self, ast: Any) -> ast.expr:
+        """The syntax tree of the text, or a StrategyError for anything Python itself cannot read."""
+        if not self.code:
+            raise self.error(f'the strategy is empty; expected an expression such as {EXAMPLE}, or "{SERIAL}"')
+        if len(self.text) > LONGEST_TEXT:
+            raise StrategyError(
+                f"the strategy has {len(self.text):,} characters; at most {LONGEST_TEXT:,} are read",
+                text=self.text[:72].strip() or EXAMPLE, column=0,
+            )  # fmt: skip
+        for column, character in enumerate(self.line):
+            # A comment would swallow the rest, a backslash would draw warnings from Python, the others cannot be shown.
+            if character in "#\\" or not (character.isprintable() or character.isspace()):
+                raise StrategyError(
+                    f"the character {ascii(character)} has no place in a strategy", text=self.text, column=column
+                )
+        try:
+            tree: ast.Expression = ast.parse(self.code, mode="eval")
+        except SyntaxError as error:
+            raise self._unreadable(error) from None
+        except (RecursionError, MemoryError, ValueError):
+            raise self.error("this is nested too deeply for a strategy") from None
+        return tree.body
+
+    def _unreadable(self, error: SyntaxError) -> StrategyError:
+        at = min(max((error.offset or 1) - 1, 0), len(self.code) - 1)
+        message = (error.msg or "invalid syntax").removeprefix("invalid syntax. ")
+        opened, closed = self.code.count("("), self.code.count(")")
+        if opened > closed:
+            message = f"{opened - closed} closing parenthesis missing" if opened - closed == 1 else "parentheses stay open"
+        elif "comma" in message or message == "invalid syntax":
+            message = f"cannot read this; terms are joined by *, as in {EXAMPLE}"
+        elif "limit" in message:
+            message = "this number has too many digits"
+        return StrategyError(message, text=self.text, column=self.start + at)
+
+    def _wrong_operator(self, node: ast.BinOp) -> StrategyError:
+        left_end = self._characters(node.left.end_col_offset or 0)
+        right_start = self._characters(node.right.col_offset)
+        between = self.code[left_end:right_start]
+        # Closing and opening parentheses may stand between the operands and the operator.
+        at = left_end + len(between) - len(between.lstrip(" )"))
+        symbol = self.code[at:right_start].rstrip(" (") or "this"
+        return StrategyError(
+            f"{symbol} does not join terms; terms multiply",
+            text=self.text, column=self.start + at, length=len(symbol), suggestion="*",
+        )  # fmt: skip
+
+    def _is_serial(self, ast: Any, node: ast.expr) -> bool:
+        if isinstance(node, ast.Call) and not node.args and not node.keywords:
+            node = node.func
+        return isinstance(node, ast.Name) and node.id == SERIAL
+
+    def _factor(self, ast: Any, node: ast.expr) -> Term:
+        if isinstance(node, ast.Call):
+            return self._call(ast, node)
+        if isinstance(node, ast.Name):
+            return self._build(ast, self._class_of(node), node, [], [])
+        if isinstance(node, ast.Constant):
+            raise self.error(f"a term was expected here, not {node.value!r:.40}; for example {EXAMPLE}", node)
+        if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
+            raise self.error("terms are not listed, they multiply: join them with *", node)
+        raise self.error(f"this has no place in a strategy; terms such as {EXAMPLE} have", node)
+
+    def _class_of(self, node: ast.Name) -> type[Term]:
+        found = REGISTRY.get(node.id)
+        if found is None:
+            near = nearest_name(node.id, [*REGISTRY, SERIAL])
+            known = "" if near else f"; the axes are {', '.join(n for n, t in REGISTRY.items() if t.family == 'axis')}"
+            raise self.error(f"there is no term {node.id}{known}", node, suggestion=near)
+        return found
+
+    def _call(self, ast: Any, node: ast.Call) -> Term:
+        if not isinstance(node.func, ast.Name):
+            raise self.error("only a term can be called, by its plain name", node.func)
+        return self._build(ast, self._class_of(node.func), node, node.args, node.keywords)
+
+    def _build(
+        self, ast: Any, cls: type[Term], node: ast.expr, args: list[ast.expr], keywords: list[ast.keyword]
+    ) -> Term:
+        positional: list[Any] = []
+        for argument in args:
+            if isinstance(argument, ast.Starred):
+                raise self.error("arguments are written out one by one", argument)
+            positional.append(self._value(ast, argument))
+        named: dict[str, Any] = {}
+        places: dict[str | int, ast.expr | ast.keyword] = dict(enumerate(args))
+        for keyword in keywords:
+            if keyword.arg is None:
+                raise self.error("arguments are written out one by one", keyword)
+            if keyword.arg in named:
+                raise self.error(f"{cls.__name__}: {keyword.arg} is given twice", keyword)
+            if keyword.arg in cls.arguments:
+                named[keyword.arg] = self._value(ast, keyword.value)
+                places[keyword.arg] = keyword.value
+            else:
+                named[keyword.arg] = None
+                places[keyword.arg] = keyword
+        by_place = [name for name, argument in cls.arguments.items() if not argument.kw_only]
+        for index, name in enumerate(by_place[: len(args)]):
+            places.setdefault(name, args[index])
+        try:
+            return cls(*positional, **named)
+        except TermError as error:
+            place = None if error.argument is None else places.get(error.argument)
+            raise self.error(error.message, place or node, suggestion=error.suggestion) from None
+
+    def _value(self, ast: Any, node: ast.expr) -> Any:
+        """The value of an argument: a constant, a negative number (so that its range can be named), or a term."""
+        if isinstance(node, ast.Constant):
+            if isinstance(node.value, (bool, int, float, str)):
+                return node.value
+            raise self.error(f"{node.value!r:.40} is no value for an argument; expected a number, a word or a term", node)
+        if (
+            isinstance(node, ast.UnaryOp)
+            and isinstance(node.op, (ast.USub, ast.UAdd))
+            and isinstance(node.operand, ast.Constant)
+            and type(node.operand.value) in (int, float)
+        ):
+            number = node.operand.value
+            return -number if isinstance(node.op, ast.USub) else number
+        if isinstance(node, ast.Call):
+            return self._nested(self._call(ast, node), node)
+        if isinstance(node, ast.Name):
+            if node.id in REGISTRY:
+                return self._nested(self._build(ast, REGISTRY[node.id], node, [], []), node)
+            if any(node.id in getattr(argument, "choices", ()) for term in REGISTRY.values() for argument in term.arguments.values()):
+                raise self.error(f"{node.id} is a word here, and words stand in quotes", node, suggestion=f'"{node.id}"')
+            near = nearest_name(node.id, [name for name, term in REGISTRY.items() if term.family not in ("axis", "modifier")])
+            raise self.error(f"there is no term {node.id}", node, suggestion=near)
+        raise self.error("this is no value for an argument; expected a number, a word in quotes or a term", node)
+
+    def _nested(self, term: Term, node: ast.expr) -> Term:
+        if term.family in ("axis", "modifier"):
+            raise self.error(f"{type(term).__name__} is {FAMILIES[term.family].format(name=type(term).__name__)}", node)
+        return term
+
+
+def _marked(text: str, column: int, length: int) -> list[str]:
+    """The line of the text that holds the place, and a line with carets under it."""
+    start = max(text.rfind(end, 0, column) for end in "\n\r") + 1
+    ends = [at for at in (text.find(end, start) for end in "\n\r") if at >= 0]
+    line = text[start : min(ends, default=len(text))]
+    column -= start
+    length = max(min(length, len(line) - column), 1)
+    if len(line) > 160:  # A long line would wrap and part the caret from its place.
+        cut = max(column - 60, 0)
+        line, column = line[cut : cut + 120], column - cut
+        length = min(length, max(len(line) - column, 1))
+    line = "".join(character if character.isprintable() else " " for character in line)
+    under = "".join(" " * _width(character) for character in line[:column])
+    carets = "".join("^" * _width(character) for character in line[column : column + length])
+    return ["  " + line, "  " + under + (carets or "^")]
+
+
+def _width(character: str) -> int:
+    """The columns a character takes on a terminal."""
+    if character.isascii():
+        return 1
+    from unicodedata import combining, east_asian_width
+
+    return 0 if combining(character) else 2 if east_asian_width(character) in "WF" else 1
