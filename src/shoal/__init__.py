@@ -3,6 +3,20 @@
 Strategies are ordinary values: `from shoal import dp, tp` and multiply. What needs torch is loaded when it is asked for.
 """
 
+from __future__ import annotations
+
+from typing import Any
+
 from shoal.strategy import *  # noqa: F403
 
 __version__ = "0.1.0"
+
+_LATER = {"engine": "shoal.train.own_loop", "verify": "shoal.train.verify", "Certificate": "shoal.train.verify"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        from importlib import import_module
+
+        return getattr(import_module(_LATER[name]), name)
+    raise AttributeError(f"module 'shoal' has no attribute {name!r}")

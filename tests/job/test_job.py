@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from functools import partial
@@ -12,7 +13,18 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.job import DatasetData, DecayMatrices, Job, JobError, StepDecay, Target, TensorData, WarmupCosine, cross_entropy, param_groups
+from shoal.job import (
+    DatasetData,
+    DecayMatrices,
+    Job,
+    JobError,
+    StepDecay,
+    Target,
+    TensorData,
+    WarmupCosine,
+    cross_entropy,
+    param_groups,
+)
 from shoal.job.losses import IGNORED, classifier_metrics, correct, perplexity
 
 DATA = TensorData(x=torch.randn(10, 3), y=torch.arange(10) % 4)
@@ -54,7 +66,9 @@ def make(**changes: Any) -> Job:
         ({"validation": TensorData(x=torch.zeros(0, 3))}, "validation holds no samples"),
     ],
 )
-def test_a_job_that_cannot_be_trained_is_refused_with_the_field_named(changes: dict[str, Any], named: str) -> None:
+def test_a_job_that_cannot_be_trained_is_refused_with_the_field_named(
+    changes: dict[str, Any], named: str
+) -> None:
     with pytest.raises(JobError, match=named):
         make(**changes)
 
@@ -96,8 +110,10 @@ def test_an_empty_batch_has_loss_zero_that_can_be_differentiated() -> None:
     model = nn.Linear(3, 4)
     total, count = cross_entropy(model(torch.zeros(0, 3)), {"y": torch.zeros(0, dtype=torch.int64)})
     total.backward()
-    assert total.item() == 0.0 and int(count) == 0
-    assert model.weight.grad is not None and not model.weight.grad.any()
+    assert total.item() == 0.0
+    assert int(count) == 0
+    assert model.weight.grad is not None
+    assert not model.weight.grad.any()
 
 
 def test_accuracy_counts_right_answers_and_leaves_ignored_ones_out() -> None:
@@ -121,7 +137,8 @@ def test_without_metrics_validation_measures_the_loss() -> None:
 
 
 def test_a_target_knows_which_way_is_better_and_nan_never_reaches_it() -> None:
-    assert Target(metric="loss", value=2.0).reached(1.9) and not Target(metric="loss", value=2.0).reached(2.1)
+    assert Target(metric="loss", value=2.0).reached(1.9)
+    assert not Target(metric="loss", value=2.0).reached(2.1)
     assert Target(metric="accuracy", value=0.9, better="higher").reached(0.95)
     assert not Target(metric="loss", value=2.0).reached(math.nan)
     with pytest.raises(JobError, match="'smaller'"):
@@ -135,7 +152,8 @@ def test_groups_hold_each_trainable_parameter_once_joined_by_equal_options() -> 
     groups = param_groups(model, DecayMatrices(weight_decay=0.1))
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
     assert [len(group["params"]) for group in groups] == [1, 3]
-    assert groups[1]["params"][0] is model[0].bias and groups[1]["params"][1] is model[1].weight
+    assert groups[1]["params"][0] is model[0].bias
+    assert groups[1]["params"][1] is model[1].weight
     assert [list(group) for group in param_groups(model)] == [["params"]]
 
 
@@ -149,10 +167,13 @@ def test_options_reach_the_optimizer_and_others_take_its_default() -> None:
 def test_warm_up_rises_then_falls_to_the_floor_and_stays() -> None:
     schedule = WarmupCosine(steps=100, warmup=10, floor=0.1)
     values = [schedule(step) for step in range(120)]
-    assert values[0] == 0.1 and values[9] == 1.0 and values[10] == 1.0
-    assert all(a >= b for a, b in zip(values[10:], values[11:], strict=False))
+    assert values[0] == 0.1
+    assert values[9] == 1.0
+    assert values[10] == 1.0
+    assert all(a >= b for a, b in itertools.pairwise(values[10:]))
     assert values[100:] == [0.1] * 20
-    assert WarmupCosine(steps=0)(0) == 0.0 and WarmupCosine(steps=5, warmup=5)(4) == 1.0
+    assert WarmupCosine(steps=0)(0) == 0.0
+    assert WarmupCosine(steps=5, warmup=5)(4) == 1.0
 
 
 def test_step_decay_multiplies_at_each_boundary() -> None:
@@ -163,7 +184,8 @@ def test_step_decay_multiplies_at_each_boundary() -> None:
 def test_tensor_data_takes_rows_by_index_also_none() -> None:
     data = TensorData(x=np.arange(12.0).reshape(6, 2), y=torch.arange(6))
     batch = data.batch(np.array([4, 1, 4]))
-    assert batch["y"].tolist() == [4, 1, 4] and batch["x"][0].tolist() == [8.0, 9.0]
+    assert batch["y"].tolist() == [4, 1, 4]
+    assert batch["x"][0].tolist() == [8.0, 9.0]
     assert data.batch(np.array([], dtype=np.int64))["x"].shape == (0, 2)
 
 
@@ -182,7 +204,8 @@ def test_a_torch_dataset_becomes_named_batches_also_empty_ones() -> None:
     assert len(data) == 5
     assert data.batch(np.array([3, 0]))["y"].tolist() == [3, 0]
     empty = data.batch(np.array([], dtype=np.int64))
-    assert empty["x"].shape == (0, 2) and empty["y"].dtype == torch.int64
+    assert empty["x"].shape == (0, 2)
+    assert empty["y"].dtype == torch.int64
 
 
 def test_a_dataset_of_mappings_keeps_its_names_and_collate_may_be_replaced() -> None:

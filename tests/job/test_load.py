@@ -17,7 +17,8 @@ import torch
 from shoal.job import Job, TensorData, cross_entropy
 
 def make(name="mine"):
-    return Job(name=name, model=partial(torch.nn.Linear, 2, 2), train=TensorData(x=torch.zeros(4, 2), y=torch.zeros(4, dtype=torch.long)),
+    data = TensorData(x=torch.zeros(4, 2), y=torch.zeros(4, dtype=torch.long))
+    return Job(name=name, model=partial(torch.nn.Linear, 2, 2), train=data,
                loss=cross_entropy, optimizer=partial(torch.optim.SGD, lr=0.1), global_batch=2, steps=1)
 """
 
@@ -46,7 +47,8 @@ def write(folder: Path, name: str, text: str) -> str:
 )
 def test_parts_of_a_name_stand_in_any_order(spec: str, size: str | None, expected: str) -> None:
     name = parse_name(spec, size=size)
-    assert isinstance(name, JobName) and str(name) == expected
+    assert isinstance(name, JobName)
+    assert str(name) == expected
 
 
 @pytest.mark.parametrize(
@@ -72,14 +74,20 @@ def test_a_wrong_name_is_answered_with_the_valid_ones(spec: str, size: str | Non
 
 
 def test_files_are_told_from_names_and_split_from_what_they_define() -> None:
-    assert is_file("gpt.py") and is_file("a/b.py:c") and is_file("./gpt") and not is_file("image:resnet")
+    assert is_file("gpt.py")
+    assert is_file("a/b.py:c")
+    assert is_file("./gpt")
+    assert not is_file("image:resnet")
     assert split_file("gpt.py:mine") == ("gpt.py", "mine")
     assert split_file(r"C:\jobs\gpt.py") == (r"C:\jobs\gpt.py", None)
     assert split_file(r"C:\jobs\gpt.py:big") == (r"C:\jobs\gpt.py", "big")
 
 
 def test_names_are_known_without_importing_torch() -> None:
-    code = "import sys, shoal.job.names as n; assert n.parse_name('image'); sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = (
+        "import sys, shoal.job.names as n; assert n.parse_name('image'); "
+        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
     assert len(set(all_words())) == len(all_words())
 
@@ -90,7 +98,11 @@ def test_built_in_jobs_load(name: str) -> None:
 
 
 def test_a_file_may_define_a_job_a_function_or_several(tmp_path: Path) -> None:
-    path = write(tmp_path, "jobs.py", JOB + "job = make()\nother = make('other')\ndef lazily() -> Job:\n    return make('lazily')\n")
+    path = write(
+        tmp_path,
+        "jobs.py",
+        JOB + "job = make()\nother = make('other')\ndef lazily() -> Job:\n    return make('lazily')\n",
+    )
     assert load_job(path).name == "mine"
     assert load_job(f"{path}:other").name == "other"
     assert load_job(f"{path}:lazily").name == "lazily"
@@ -98,7 +110,11 @@ def test_a_file_may_define_a_job_a_function_or_several(tmp_path: Path) -> None:
 
 def test_a_file_may_import_its_neighbours_and_leaves_the_path_as_it_was(tmp_path: Path) -> None:
     write(tmp_path, "my_neighbour_module.py", "NAME = 'from next door'")
-    path = write(tmp_path, "jöb ü.py", JOB + "def job():\n    import my_neighbour_module\n    return make(my_neighbour_module.NAME)\n")
+    path = write(
+        tmp_path,
+        "jöb ü.py",
+        JOB + "def job():\n    import my_neighbour_module\n    return make(my_neighbour_module.NAME)\n",
+    )
     before = list(sys.path)
     assert load_job(path).name == "from next door"
     assert sys.path == before
@@ -112,13 +128,20 @@ def test_a_file_is_read_anew_each_time(tmp_path: Path) -> None:
 
 
 def test_a_file_may_define_dataclasses_with_postponed_annotations(tmp_path: Path) -> None:
-    text = "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass C:\n    n: int = 1\n" + JOB
+    text = (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "@dataclass\nclass C:\n    n: int = 1\n" + JOB
+    )
     assert isinstance(load_job(write(tmp_path, "typed.py", text + "job = make()")), Job)
 
 
-def test_a_missing_file_is_answered_with_the_nearest_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_file_is_answered_with_the_nearest_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path, "transformer.py", JOB)
-    with pytest.raises(JobError, match=r"there is no file .*transfomer\.py\. Did you mean .*transformer\.py\?"):
+    with pytest.raises(
+        JobError, match=r"there is no file .*transfomer\.py\. Did you mean .*transformer\.py\?"
+    ):
         load_job(str(tmp_path / "transfomer.py"))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(JobError, match=r"Did you mean .*transformer\.py\?"):
@@ -146,7 +169,7 @@ def test_a_file_without_a_job_is_told_what_to_write(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["job = 3", "job = None", "def job(): return 'no'", "class job: pass"])
 def test_something_else_than_a_job_is_refused_with_its_type(tmp_path: Path, text: str) -> None:
-    with pytest.raises(JobError, match="is a (int|NoneType|str|type), but must be a Job"):
+    with pytest.raises(JobError, match=r"is a (int|NoneType|str|type), but must be a Job"):
         load_job(write(tmp_path, "wrong.py", text))
 
 
@@ -154,11 +177,20 @@ def test_something_else_than_a_job_is_refused_with_its_type(tmp_path: Path, text
     ("text", "told"),
     [
         ("x = 1\ny = x / 0\n", r"bad\.py:2: loading it raised ZeroDivisionError.*\n    y = x / 0"),
-        ("x = 1\nimport nothing_of_that_name\n", r"bad\.py:2: loading it raised ModuleNotFoundError.*nothing_of_that_name"),
+        (
+            "x = 1\nimport nothing_of_that_name\n",
+            r"bad\.py:2: loading it raised ModuleNotFoundError.*nothing_of_that_name",
+        ),
         ("x = 1\n\ndef broken(:\n", r"bad\.py:3: loading it raised SyntaxError"),
-        ("def job():\n    return [][1]\n", r"bad\.py:2: calling job\(\) raised IndexError.*\n    return \[\]\[1\]"),
+        (
+            "def job():\n    return [][1]\n",
+            r"bad\.py:2: calling job\(\) raised IndexError.*\n    return \[\]\[1\]",
+        ),
         ("raise SystemExit(3)\n", r"bad\.py:1: loading it raised SystemExit: 3"),
-        ("import json\n\njson.loads('{')\n", r"bad\.py:3: loading it raised JSONDecodeError.*\n    json\.loads"),
+        (
+            "import json\n\njson.loads('{')\n",
+            r"bad\.py:3: loading it raised JSONDecodeError.*\n    json\.loads",
+        ),
         ("def job(size):\n    return 1\n", r"calling job\(\) raised TypeError"),
     ],
 )
@@ -179,3 +211,26 @@ def test_a_job_that_is_refused_in_a_file_is_told_with_its_line(tmp_path: Path) -
 def test_a_size_does_not_go_with_a_file(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="sizes belong to the built-in jobs"):
         load_job(write(tmp_path, "sized.py", JOB + "job = make()"), size="small")
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+
+
+def test_built_in_jobs_do_not_need_transformers_and_its_absence_is_told() -> None:
+    hidden = "import sys; sys.modules['transformers'] = None; import shoal.job; "
+    assert run_python(hidden + "shoal.job.load_job('language')").returncode == 0
+    answer = run_python(hidden + "shoal.job.from_transformers")
+    assert answer.returncode == 1
+    assert "pip install 'shoal[transformers]'" in answer.stderr
+
+
+def test_every_public_name_is_there_and_no_other() -> None:
+    import shoal.job
+
+    for name in shoal.job.__all__:
+        if name != "from_transformers":
+            assert getattr(shoal.job, name) is not None
+    assert set(shoal.job.__all__) == set(shoal.job._HOME) == set(dir(shoal.job))
+    with pytest.raises(AttributeError, match="no attribute 'Jobs'"):
+        _ = shoal.job.Jobs

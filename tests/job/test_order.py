@@ -90,7 +90,9 @@ def test_writing_to_a_batch_does_not_disturb_the_order() -> None:
 def test_every_split_recovers_the_global_batch_in_order(size: int, ranks: int, micros: int) -> None:
     batch = np.arange(size) * 7
     pieces = [
-        share(batch, rank=rank, ranks=ranks, micro=micro, micros=micros) for micro in range(micros) for rank in range(ranks)
+        share(batch, rank=rank, ranks=ranks, micro=micro, micros=micros)
+        for micro in range(micros)
+        for rank in range(ranks)
     ]
     assert np.array_equal(np.concatenate(pieces), batch)
 
@@ -110,15 +112,24 @@ def test_more_ranks_than_samples_leaves_empty_shares() -> None:
     assert [len(share(np.arange(2), rank=rank, ranks=4)) for rank in range(4)] == [1, 1, 0, 0]
 
 
-@pytest.mark.parametrize(("rank", "ranks", "micro", "micros"), [(2, 2, 0, 1), (-1, 2, 0, 1), (0, 1, 3, 3), (0, 0, 0, 1)])
-def test_a_rank_or_micro_batch_out_of_range_is_refused(rank: int, ranks: int, micro: int, micros: int) -> None:
+@pytest.mark.parametrize(
+    ("rank", "ranks", "micro", "micros"), [(2, 2, 0, 1), (-1, 2, 0, 1), (0, 1, 3, 3), (0, 0, 0, 1)]
+)
+def test_a_rank_or_micro_batch_out_of_range_is_refused(
+    rank: int, ranks: int, micro: int, micros: int
+) -> None:
     with pytest.raises(JobError, match="must lie in"):
         share(np.arange(8), rank=rank, ranks=ranks, micro=micro, micros=micros)
 
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
-    [((0, 0, 4), "num_samples"), ((0, 4, 0), "global_batch"), ((-1, 4, 4), "seed"), ((0, 4, 4, "drop"), "last_batch")],
+    [
+        ((0, 0, 4), "num_samples"),
+        ((0, 4, 0), "global_batch"),
+        ((-1, 4, 4), "seed"),
+        ((0, 4, 4, "drop"), "last_batch"),
+    ],
 )
 def test_an_impossible_order_is_refused_by_name(arguments: tuple, named: str) -> None:
     with pytest.raises(JobError, match=named):

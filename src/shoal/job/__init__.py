@@ -1,5 +1,5 @@
-"""What to train: `Job`, the built-in tasks, and the order of the data.
-Names are imported when they are first used, so that `shoal.job.names` answers without torch and only `from_transformers` needs transformers.
+"""What to train: `Job`, the built-in tasks, and the order of the data. Names are imported when they are first
+used, so that `shoal.job.names` answers without torch and only `from_transformers` needs transformers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Does an optimiser treat every element of a parameter alone? Only then may a parameter be cut anywhere and its pieces be stepped apart.
-Names do not tell (a wrapper may hide anything), so it is tried: one small matrix is trained whole, and the same numbers as two flat pieces. SGD,
-Adam and their kin agree to the bit; LAMB, LARS, Adafactor and Muon look at a parameter's norm, rows or shape, and do not.
+"""Does an optimiser treat every element of a parameter alone? Only then may a parameter be cut anywhere and
+its pieces be stepped apart. Names do not tell (a wrapper may hide anything), so it is tried: one small
+matrix is trained whole, and the same numbers as two flat pieces. SGD, Adam and their kin agree to the bit;
+LAMB, LARS, Adafactor and Muon look at a parameter's norm, rows or shape, and do not.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ CUT_AT = 13  # within a row: neither piece is a block of rows
 
 
 def elementwise(optimizer: OptimizerFactory) -> bool:
-    """Whether pieces of a parameter may be stepped apart. False also where the optimiser refuses flat pieces."""
+    """Whether pieces of a parameter may be stepped apart. False also where flat pieces are refused."""
     generator = torch.Generator().manual_seed(7)
     start = torch.randn(SHAPE, generator=generator, dtype=torch.float64)
-    # Gradients of very different sizes in the two pieces, so that anything normalised over a whole parameter shows.
+    # Gradients of very different sizes in the two pieces: anything normalised over a whole parameter shows.
     scale = torch.linspace(0.01, 3.0, start.numel(), dtype=torch.float64).reshape(SHAPE)
     gradients = [torch.randn(SHAPE, generator=generator, dtype=torch.float64) * scale for _ in range(STEPS)]
 
@@ -40,7 +41,9 @@ def elementwise(optimizer: OptimizerFactory) -> bool:
     return bool(torch.allclose(joined, whole.detach(), rtol=TOLERANCE, atol=TOLERANCE))
 
 
-def _train(optimizer: OptimizerFactory, parameters: list[torch.nn.Parameter], gradients: list[list[Tensor]]) -> None:
+def _train(
+    optimizer: OptimizerFactory, parameters: list[torch.nn.Parameter], gradients: list[list[Tensor]]
+) -> None:
     running = optimizer([{"params": parameters}])
     for step in gradients:
         for parameter, gradient in zip(parameters, step, strict=True):

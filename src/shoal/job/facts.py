@@ -1,5 +1,6 @@
-"""What legality needs to know of a job's model: heads, layers, channels, tied weights and so on, read off the module tree.
-What the user declares in `Job.facts` always wins; what cannot be read stays None, which means "unknown" and makes no rule apply.
+"""What legality needs to know of a job's model: heads, layers, channels, tied weights and so on, read off the
+module tree. What the user declares in `Job.facts` always wins; what cannot be read stays None, which means
+"unknown" and makes no rule apply.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from shoal.job.job import Job
 from shoal.job.losses import IGNORED
 from shoal.strategy.facts import ModelFacts
 
-# The names by which models call the same thing: this project's, Hugging Face's (GPT-2's and everyone else's), and common ones.
+# The names by which models call the same thing: Hugging Face's (GPT-2's and everyone else's), torch's, ours.
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "layers")
 HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "heads")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads")
@@ -50,7 +51,9 @@ def infer_facts(job: Job, *, model: nn.Module | None = None) -> ModelFacts:
 
 
 def build_without_memory(job: Job) -> nn.Module:
-    """The job's model on the meta device, or a real one where its constructor looks at values. Leaves the random state as it was."""
+    """The job's model on the meta device, or a real one where its constructor looks at values. Leaves the
+    random state as it was.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(job.seed)
         try:
@@ -65,12 +68,18 @@ def has_batch_norm(model: nn.Module) -> bool:
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Whether training draws random masks: a dropout module that drops something, or a configuration that says so."""
+    """Whether training draws random masks: a dropout module that drops something, or a configuration that
+    says so.
+    """
     for module in model.modules():
         if isinstance(module, _DropoutNd) and module.p > 0:
             return True
         dropped = getattr(module, "dropout", None)
-        if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) and isinstance(dropped, (int, float)) and dropped > 0:
+        if (
+            isinstance(module, (nn.MultiheadAttention, nn.RNNBase))
+            and isinstance(dropped, (int, float))
+            and dropped > 0
+        ):
             return True
     settings = settings_of(model)
     return any(is_dropout_rate(key, value) for key, value in settings.items())
@@ -93,7 +102,8 @@ def _of_model(model: nn.Module) -> dict[str, Any]:
         "heads": heads,
         "kv_heads": first_number(settings, KV_HEADS) or _attribute(model, KV_HEADS) or heads,
         "hidden": first_number(settings, HIDDEN) or (embeddings[0].embedding_dim if embeddings else None),
-        "vocab": first_number(settings, VOCAB) or (max(e.num_embeddings for e in embeddings) if embeddings else None),
+        "vocab": first_number(settings, VOCAB)
+        or (max(e.num_embeddings for e in embeddings) if embeddings else None),
         "experts": first_number(settings, EXPERTS) or _no_experts(model),
         "channels": channels if channels and not heads else None,
         "tied": has_tied_parameters(model),
@@ -103,7 +113,7 @@ def _of_model(model: nn.Module) -> dict[str, Any]:
 
 
 def _of_data(job: Job) -> dict[str, Any]:
-    """The length of a text sample, the size of an image, and whether samples count unequal numbers of tokens."""
+    """The length of a text, the size of an image, and whether samples count unequal numbers of tokens."""
     num = min(16, len(job.train))
     batch = job.train.batch(np.unique(np.linspace(0, len(job.train) - 1, num).astype(np.int64)))
     entries = list(job.inputs.values()) if isinstance(job.inputs, Mapping) else list(job.inputs)
@@ -128,14 +138,19 @@ def settings_of(model: nn.Module) -> dict[str, Any]:
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     if callable(getattr(config, "to_dict", None)):
-        mapped = {name: getattr(config, name, None) for name in (*LAYERS, *HEADS, *HIDDEN, *VOCAB)}  # honours renamed attributes
+        mapped = {
+            name: getattr(config, name, None) for name in (*LAYERS, *HEADS, *HIDDEN, *VOCAB)
+        }  # honours renamed attributes
         return {**{key: value for key, value in mapped.items() if value is not None}, **config.to_dict()}
     return dict(vars(config)) if hasattr(config, "__dict__") else {}
 
 
 def first_number(settings: Mapping[str, Any], keys: Iterable[str]) -> int | None:
     values = (settings.get(key) for key in keys)
-    return next((value for value in values if isinstance(value, int) and not isinstance(value, bool) and value > 0), None)
+    return next(
+        (value for value in values if isinstance(value, int) and not isinstance(value, bool) and value > 0),
+        None,
+    )
 
 
 def _attribute(model: nn.Module, names: Iterable[str]) -> int | None:
@@ -148,9 +163,13 @@ def _attribute(model: nn.Module, names: Iterable[str]) -> int | None:
 
 
 def _count_layers(model: nn.Module) -> int | None:
-    """The longest list of blocks of one kind; where there is none, the layers with weights of two or more dimensions."""
+    """The longest list of blocks of one kind; where there is none, the layers with weights of two or more
+    dimensions.
+    """
     lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
-    alike = [len(blocks) for blocks in lists if len(blocks) > 1 and len({type(block) for block in blocks}) == 1]
+    alike = [
+        len(blocks) for blocks in lists if len(blocks) > 1 and len({type(block) for block in blocks}) == 1
+    ]
     if alike:
         return max(alike)
     return sum(isinstance(module, (_ConvNd, nn.Linear)) for module in model.modules()) or None

@@ -1,5 +1,6 @@
-"""Which optimiser options each parameter gets, and the parameter groups that follow.
-Options belong to a parameter's name, not to its place in a group, so that every strategy can rebuild the same groups from the pieces it holds.
+"""Which optimiser options each parameter gets, and the parameter groups that follow. Options belong to a
+parameter's name, not to its place in a group, so that every strategy can rebuild the same groups from the
+pieces it holds.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ class DecayMatrices:
 
 
 def param_groups(model: nn.Module, options: Options = no_options) -> list[dict[str, Any]]:
-    """The optimiser's parameter groups: trainable parameters, each once, joined where their options are equal.
+    """The optimiser's parameter groups: trainable parameters, each once, joined where their options are
+    equal.
 
-    Groups stand in the order in which their first parameter appears in `named_parameters`, and so do the parameters in them.
+    Groups stand in the order in which their first parameter appears in `named_parameters`, and so do the
+    parameters in them.
     """
     groups: list[dict[str, Any]] = []
     found: list[dict[str, Any]] = []

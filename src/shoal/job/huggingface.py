@@ -1,6 +1,7 @@
-"""Any Hugging Face language model or classifier, built from its configuration, as a Job in one line: `job = from_transformers(LlamaConfig(...))`.
-The weights are random, as everywhere in Shoal; the data are the built-in text and images unless others are given. The loss is computed here, as a
-sum with its count, and not by the library, whose mean would be wrong as soon as a batch is cut unevenly.
+"""Any Hugging Face language model or classifier, built from its configuration, as a Job in one line: `job =
+from_transformers(LlamaConfig(...))`. The weights are random, as everywhere in Shoal; the data are the
+built-in text and images unless others are given. The loss is computed here, as a sum with its count, and
+not by the library, whose mean would be wrong as soon as a batch is cut unevenly.
 """
 
 from __future__ import annotations
@@ -12,9 +13,15 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import transformers
 from torch import Tensor, nn
-from transformers.models.auto import modeling_auto as known
+
+try:
+    import transformers
+    from transformers.models.auto import modeling_auto as known
+except ImportError as error:
+    raise ImportError(
+        "from_transformers needs the package transformers; install it: pip install 'shoal[transformers]'"
+    ) from error
 
 from shoal.job.data.mnist import ImageData, mnist
 from shoal.job.data.text import LabelledTextData, TextData, standard_library
@@ -55,9 +62,10 @@ def from_transformers(
 ) -> Job:
     """A job that trains the model of a `transformers` configuration from scratch.
 
-    `task` overrides what the configuration suggests. `dropout` sets every dropout rate of the configuration (0.0: a run can then be compared with
-    a serial one to the last digit); None keeps them. `data` yields batches with "x" and "y" (next tokens, or classes), or with the library's own
-    "input_ids" / "pixel_values" and "labels" (and "attention_mask"); without it the built-in text or images are used.
+    `task` overrides what the configuration suggests. `dropout` sets every dropout rate of the configuration
+    (0.0: a run can then be compared with a serial one to the last digit); None keeps them. `data` yields
+    batches with "x" and "y" (next tokens, or classes), or with the library's own "input_ids" / "pixel_values"
+    and "labels" (and "attention_mask"); without it the built-in text or images are used.
     """
     kind = choose_kind(config, task)
     config = _prepared(config, dropout=dropout)
@@ -66,7 +74,9 @@ def from_transformers(
         data = _built_in(kind, config, "train", sequence=sequence)
         validation = validation or _built_in(kind, config, "validation", sequence=sequence)
     elif sequence is not None:
-        raise JobError("sequence was given together with data; the length of the samples is then that of the data")
+        raise JobError(
+            "sequence was given together with data; the length of the samples is then that of the data"
+        )
     entries = set(data.batch(np.arange(min(1, len(data)))))
     causal = kind == "causal-lm"
     return Job(
@@ -90,10 +100,15 @@ def from_transformers(
 
 
 def choose_kind(config: Any, task: Task | None = None) -> Kind:
-    """What the configuration is for: by the architecture it names, else by the kinds of model that the library has for it."""
+    """What the configuration is for: by the architecture it names, else by the kinds of model that the
+    library has for it.
+    """
     model_type = getattr(config, "model_type", None)
     if not isinstance(config, transformers.PretrainedConfig) or not model_type:
-        raise JobError(f"from_transformers needs a configuration such as LlamaConfig(...), but got a {type(config).__name__}")
+        raise JobError(
+            "from_transformers needs a configuration such as LlamaConfig(...), "
+            f"but got a {type(config).__name__}"
+        )
     tables: dict[Kind, Any] = {
         "causal-lm": known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         "text-classifier": known.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
@@ -108,15 +123,18 @@ def choose_kind(config: Any, task: Task | None = None) -> Kind:
         named = set(getattr(config, "architectures", None) or ())
         fitting: list[Kind] = [kind for kind in possible if named & _classes(tables[kind][model_type])]
         possible = fitting or possible
-        # Encoders such as BERT can also be run as decoders, but that is not what their configuration means unless it says so.
-        encoder = model_type in known.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
+        # Encoders such as BERT can be run as decoders, but mean it only where their configuration says so.
+        encoder = model_type in known.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(
+            config, "is_decoder", False
+        )
         if encoder and "text-classifier" in possible:
             possible = ["text-classifier"]
     if getattr(config, "is_encoder_decoder", False) or not possible:
         wanted = f"a {task}" if task else "a causal language model or a classifier"
         reason = "an encoder-decoder" if getattr(config, "is_encoder_decoder", False) else "none of these"
         raise JobError(
-            f"{type(config).__name__} cannot become {wanted}: the library has it as {reason}. Write a job file with the model of your choice."
+            f"{type(config).__name__} cannot become {wanted}: the library has it as {reason}. "
+            "Write a job file with the model of your choice."
         )
     return possible[0]
 
@@ -174,9 +192,13 @@ def _prepared(config: Any, *, dropout: float | None) -> Any:
     if hasattr(config, "use_cache"):
         config.use_cache = False
     if getattr(config, "_experts_implementation", None) is None:
-        config._experts_implementation = "eager"  # the fused kernels know no float64, in which runs are compared
+        config._experts_implementation = (
+            "eager"  # the fused kernels know no float64, in which runs are compared
+        )
     if getattr(config, "pad_token_id", None) is None and first_number(_plain(config), VOCAB):
-        config.pad_token_id = config.vocab_size - 1  # classifiers on decoders look for the last token that is not padding
+        config.pad_token_id = (
+            config.vocab_size - 1
+        )  # classifiers on decoders look for the last token that is not padding
     if dropout is not None:
         for key, value in _plain(config).items():
             if is_dropout_rate(key, value):
@@ -200,14 +222,25 @@ def _built_in(kind: Kind, config: Any, split: Literal["train", "validation"], *,
     vocab = config.vocab_size
     if kind == "causal-lm":
         return TextData(standard_library(split), sequence=sequence, vocab=vocab, num_samples=few)
-    return LabelledTextData(split, sequence=sequence, num_labels=config.num_labels, vocab=vocab, num_samples=few)
+    return LabelledTextData(
+        split, sequence=sequence, num_labels=config.num_labels, vocab=vocab, num_samples=few
+    )
 
 
 def _positions(config: Any) -> int:
     """The longest sample that the configuration's table of positions holds."""
-    table = first_number(_plain(config), ("max_position_embeddings", "n_positions")) or LONGEST_DEFAULT_SEQUENCE
+    table = (
+        first_number(_plain(config), ("max_position_embeddings", "n_positions")) or LONGEST_DEFAULT_SEQUENCE
+    )
     # RoBERTa and its kin count positions from behind the padding token's number.
-    kin = "roberta" in config.model_type or config.model_type in ("camembert", "mpnet", "longformer", "data2vec-text", "esm", "xmod")
+    kin = "roberta" in config.model_type or config.model_type in (
+        "camembert",
+        "mpnet",
+        "longformer",
+        "data2vec-text",
+        "esm",
+        "xmod",
+    )
     return max(1, table - (config.pad_token_id or 0) - 1) if kin else table
 
 

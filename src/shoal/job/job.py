@@ -1,5 +1,6 @@
-"""`Job`: what to train, and nothing of how. Model, data, loss, optimiser, batch and target stand in one frozen object that any strategy can run.
-The loss is a sum and a count rather than a mean: only so is it exact when a batch is cut unevenly among ranks and micro-batches.
+"""`Job`: what to train, and nothing of how. Model, data, loss, optimiser, batch and target stand in one
+frozen object that any strategy can run. The loss is a sum and a count rather than a mean: only so is it
+exact when a batch is cut unevenly among ranks and micro-batches.
 """
 
 from __future__ import annotations
@@ -7,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -47,7 +48,9 @@ class Target:
 
     def __post_init__(self) -> None:
         if self.better not in ("lower", "higher"):
-            raise JobError(f"better is {self.better!r} in Target({self.metric!r}), but must be 'lower' or 'higher'")
+            raise JobError(
+                f"better is {self.better!r} in Target({self.metric!r}), but must be 'lower' or 'higher'"
+            )
 
     def reached(self, value: float) -> bool:
         """Whether a measured value is as good as the target; never true of NaN."""
@@ -78,7 +81,9 @@ class Job:
     steps: int
     validation: Data | None = None
     metrics: Callable[[Any, Batch], dict[str, SumAndCount]] | None = None
-    """(model output, batch) -> {name: (sum, count)}; the validation value is the total sum over the total count. None: the loss."""
+    """(model output, batch) -> {name: (sum, count)}; the validation value is the total sum over the total
+    count. None: the loss.
+    """
     derived: dict[str, Callable[[dict[str, float]], float]] = field(default_factory=dict)
     """Further values computed from the metrics, for example perplexity = exp(loss)."""
     evaluate_every: int = 0
@@ -92,19 +97,30 @@ class Job:
     """What legality needs to know of the model. Missing fields are inferred from the module."""
 
     def __post_init__(self) -> None:
-        for what, value, least in (("global_batch", self.global_batch, 1), ("steps", self.steps, 0),
-                                   ("evaluate_every", self.evaluate_every, 0), ("seed", self.seed, 0)):
+        for what, value, least in (
+            ("global_batch", self.global_batch, 1),
+            ("steps", self.steps, 0),
+            ("evaluate_every", self.evaluate_every, 0),
+            ("seed", self.seed, 0),
+        ):
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
                 self._refuse(f"{what} is {value!r}, but must be a whole number of at least {least}")
         if not self.name:
             self._refuse("name is empty; give the job a name")
         for what in ("model", "loss", "optimizer", "options", "schedule"):
             if not callable(getattr(self, what)):
-                self._refuse(f"{what} is {getattr(self, what)!r}, but must be a function (or another callable)")
+                self._refuse(
+                    f"{what} is {getattr(self, what)!r}, but must be a function (or another callable)"
+                )
         if isinstance(self.model, nn.Module):
-            self._refuse("model is a module, but must be a function that builds it: write model=lambda: MyModel(...)")
+            self._refuse(
+                "model is a module, but must be a function that builds it: write model=lambda: MyModel(...)"
+            )
         if isinstance(self.inputs, str):
-            self._refuse(f"inputs is the text {self.inputs!r}, but must be a tuple of batch entries: write ({self.inputs!r},)")
+            self._refuse(
+                f"inputs is the text {self.inputs!r}, but must be a tuple of batch entries: "
+                f"write ({self.inputs!r},)"
+            )
         if self.clip is not None and not self.clip > 0:
             self._refuse(f"clip is {self.clip!r}, but must be greater than 0 (or None for no clipping)")
         if self.batch_norm not in ("sync", "local"):
@@ -115,12 +131,14 @@ class Job:
             if data is None and what == "validation":
                 continue
             if not isinstance(data, Data):
-                self._refuse(f"{what} is a {type(data).__name__}, but must have __len__() and batch(indices): wrap tensors in "
-                             "TensorData(x=..., y=...), a torch dataset in DatasetData(dataset)")
+                self._refuse(
+                    f"{what} is a {type(data).__name__}, but must have __len__() and batch(indices): "
+                    "wrap tensors in TensorData(x=..., y=...), a torch dataset in DatasetData(dataset)"
+                )
             if len(data) == 0:
                 self._refuse(f"{what} holds no samples")
 
-    def _refuse(self, reason: str) -> None:
+    def _refuse(self, reason: str) -> NoReturn:
         raise JobError(f"job {self.name!r}: {reason}")
 
     def run_model(self, model: nn.Module, batch: Batch) -> Any:

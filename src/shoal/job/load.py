@@ -1,6 +1,6 @@
-"""From what a person writes on the command line to a Job: a built-in name, or a Python file of their own.
-A file is imported under a private name with its folder on the path, so it may import its neighbours; whatever goes wrong in it is told with
-the line of the file where it happened.
+"""From what a person writes on the command line to a Job: a built-in name, or a Python file of their own. A
+file is imported under a private name with its folder on the path, so it may import its neighbours;
+whatever goes wrong in it is told with the line of the file where it happened.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def load_job(spec: str, *, size: str | None = None) -> Job:
         raise JobError(f"no job was named; give a Python file, or one of {', '.join(names.TASKS)}")
     if names.is_file(spec):
         if size is not None:
-            raise JobError(f"size {size!r} was given, but {spec!r} is a file: sizes belong to the built-in jobs")
+            raise JobError(
+                f"size {size!r} was given, but {spec!r} is a file: sizes belong to the built-in jobs"
+            )
         path, name = names.split_file(spec)
         return load_file(path, name=name)
     chosen = names.parse_name(spec, size=size)
@@ -42,7 +44,9 @@ def load_job(spec: str, *, size: str | None = None) -> Job:
 
 
 def load_file(path: str | Path, *, name: str | None = None) -> Job:
-    """The job in a Python file: its `job` (or what `name` says), a Job or a function without arguments that returns one."""
+    """The job in a Python file: its `job` (or what `name` says), a Job or a function without arguments that
+    returns one.
+    """
     file = Path(path).expanduser()
     if not file.is_file():
         raise JobError(_missing(file))
@@ -56,8 +60,15 @@ def load_file(path: str | Path, *, name: str | None = None) -> Job:
         module = _import(file)
         if not hasattr(module, wanted):
             jobs = sorted(key for key, value in vars(module).items() if isinstance(value, Job))
-            hint = f" It does define {', '.join(jobs)}: load {file.name}:{jobs[0]}" if jobs else did_you_mean(wanted, vars(module))
-            raise JobError(f"{file} does not define {wanted!r}; write {wanted} = Job(...), or def {wanted}() -> Job.{hint}")
+            hint = (
+                f" It does define {', '.join(jobs)}: load {file.name}:{jobs[0]}"
+                if jobs
+                else did_you_mean(wanted, vars(module))
+            )
+            raise JobError(
+                f"{file} does not define {wanted!r}; "
+                f"write {wanted} = Job(...), or def {wanted}() -> Job.{hint}"
+            )
         found = getattr(module, wanted)
         if callable(found) and not isinstance(found, (Job, type)):
             found = _guard(file, f"calling {wanted}()", found)
@@ -65,14 +76,18 @@ def load_file(path: str | Path, *, name: str | None = None) -> Job:
         if folder in sys.path:
             sys.path.remove(folder)
     if not isinstance(found, Job):
-        raise JobError(f"{wanted!r} in {file} is a {type(found).__name__}, but must be a Job, or a function that returns one")
+        raise JobError(
+            f"{wanted!r} in {file} is a {type(found).__name__}, "
+            "but must be a Job, or a function that returns one"
+        )
     return found
 
 
 def _import(file: Path) -> ModuleType:
     private = f"_shoal_job_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
     spec = importlib.util.spec_from_file_location(private, file)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     before = sys.modules.get(private)
     # Dataclasses and annotations in the file look their module up by name.
@@ -119,5 +134,7 @@ def _missing(file: Path) -> str:
         nearest = next(path for name, path in near.items() if repr(name) in hint)
         return f"there is no file {file}. Did you mean {nearest}?"
     if near and file.suffix == ".py":
-        return f"there is no file {file}. There is: {', '.join(str(path) for path in list(near.values())[:5])}"
+        return (
+            f"there is no file {file}. There is: {', '.join(str(path) for path in list(near.values())[:5])}"
+        )
     return f"there is no file {file}; a job is a Python file, or one of {', '.join(names.TASKS)}"

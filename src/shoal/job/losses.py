@@ -21,7 +21,9 @@ def logits_of(output: Any) -> Tensor:
 
 
 def cross_entropy(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Sum of the cross-entropy between logits [..., classes] and batch["y"] [...], and how many targets counted."""
+    """Sum of the cross-entropy between logits [..., classes] and batch["y"] [...], and how many targets
+    counted.
+    """
     logits, target = logits_of(output), batch["y"]
     total = F.cross_entropy(logits.flatten(0, -2), target.flatten(), ignore_index=IGNORED, reduction="sum")
     return total, (target != IGNORED).sum()
@@ -44,4 +46,10 @@ def classifier_metrics(output: Any, batch: dict[str, Tensor]) -> dict[str, tuple
 
 def perplexity(values: dict[str, float]) -> float:
     """exp(loss); infinite where that is beyond a float."""
-    return math.exp(values["loss"]) if values["loss"] < 700 else math.inf if values["loss"] == values["loss"] else math.nan
+    return (
+        math.exp(values["loss"])
+        if values["loss"] < 700
+        else math.inf
+        if values["loss"] == values["loss"]
+        else math.nan
+    )

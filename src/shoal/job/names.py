@@ -1,5 +1,5 @@
-"""The names of the built-in jobs: tasks, networks and sizes, and how a text such as `image:resnet:small` is read.
-Pure Python, so that a command line can list and check them without importing torch.
+"""The names of the built-in jobs: tasks, networks and sizes, and how a text such as `image:resnet:small` is
+read. Pure Python, so that a command line can list and check them without importing torch.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def is_file(spec: str) -> bool:
 
 
 def split_file(spec: str) -> tuple[str, str | None]:
-    """`gpt.py` -> ("gpt.py", None); `gpt.py:name` -> ("gpt.py", "name"). A drive letter's colon is left alone."""
+    """`gpt.py` -> ("gpt.py", None); `gpt.py:name` -> ("gpt.py", "name"). A drive letter's colon is left
+    alone.
+    """
     if not spec.endswith(".py"):
         path, colon, name = spec.rpartition(":")
         if colon and path.endswith(".py"):
@@ -54,23 +56,34 @@ def split_file(spec: str) -> tuple[str, str | None]:
 
 
 def parse_name(spec: str, *, size: str | None = None) -> JobName:
-    """The built-in job that a text names; its parts stand in any order. `size` counts where the text gives none."""
+    """The built-in job that a text names; its parts stand in any order. `size` counts where the text gives
+    none.
+    """
     words = [word.strip().lower() for word in spec.split(":")]
     meant: dict[str, str] = {}
     for word in words:
         for what, value in _meaning(word, spec).items():
             if meant.setdefault(what, value) != value:
-                raise JobError(f"the job {spec!r} names two different {what}s, {meant[what]!r} and {value!r}; keep one")
+                raise JobError(
+                    f"the job {spec!r} names two different {what}s, {meant[what]!r} and {value!r}; keep one"
+                )
     if "task" not in meant:
-        raise JobError(f"the job {spec!r} names no task; write one of {', '.join(f'{task}:{spec}' for task in TASKS)}")
+        raise JobError(
+            f"the job {spec!r} names no task; write one of {', '.join(f'{task}:{spec}' for task in TASKS)}"
+        )
     if "size" not in meant and size is not None:
         given = size.strip().lower()
         if given not in SIZES and given not in SHAPES:
             valid = (*SIZES, *(shape for shape, (task, _) in SHAPES.items() if task == meant["task"]))
-            raise JobError(f"unknown size {size!r}; the sizes are {', '.join(valid)}.{did_you_mean(given, valid)}")
+            raise JobError(
+                f"unknown size {size!r}; the sizes are {', '.join(valid)}.{did_you_mean(given, valid)}"
+            )
         for what, value in _meaning(given, spec).items():
             if meant.setdefault(what, value) != value:
-                raise JobError(f"size {size!r} is a {what} {value!r}, but the job {spec!r} is of the {what} {meant[what]!r}")
+                raise JobError(
+                    f"size {size!r} belongs to the {what} {value!r}, "
+                    f"but the job {spec!r} is of the {what} {meant[what]!r}"
+                )
     return JobName(
         task=meant["task"],
         network=meant.get("network", NETWORKS[meant["task"]][0]),
@@ -86,12 +99,13 @@ def _meaning(word: str, spec: str) -> dict[str, str]:
     if word in SHAPES:
         task, network = SHAPES[word]
         return {"task": task, "network": network, "size": word}
-    for task, networks in NETWORKS.items():
-        if word in networks:
+    for task in TASKS:
+        if word in NETWORKS[task]:
             return {"task": task, "network": word}
     where = f" in {spec!r}" if word != spec else ""
+    networks = ", ".join(network for task in TASKS for network in NETWORKS[task])
     raise JobError(
-        f"unknown job {word!r}{where}. A job is a Python file (gpt.py), or one of {', '.join(TASKS)}, with a network "
-        f"({', '.join(n for ns in NETWORKS.values() for n in ns)}) and a size ({', '.join((*SIZES, *SHAPES))}) behind colons, as in "
+        f"unknown job {word!r}{where}. A job is a Python file (gpt.py), or one of {', '.join(TASKS)}, with a "
+        f"network ({networks}) and a size ({', '.join((*SIZES, *SHAPES))}) behind colons, as in "
         f"image:resnet:small.{did_you_mean(word, all_words())}"
     )

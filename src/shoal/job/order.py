@@ -1,6 +1,7 @@
-"""The order of the data: which samples make up the global batch that starts at a sample counter.
-It is a function of (seed, counter) and never of the number of ranks, so every strategy sees the same global batches, a restart continues at
-one integer, and a change of strategy loses nothing. `share` then cuts a global batch for one rank and one micro-batch.
+"""The order of the data: which samples make up the global batch that starts at a sample counter. It is a
+function of (seed, counter) and never of the number of ranks, so every strategy sees the same global
+batches, a restart continues at one integer, and a change of strategy loses nothing. `share` then cuts a
+global batch for one rank and one micro-batch.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ LastBatch = Literal["wrap", "short"]
 class Order:
     """Shuffled epochs of `num_samples`, cut into global batches.
 
-    The samples of all epochs form one endless sequence, and the counter is a position in it. With `last_batch="wrap"` every batch is full and
-    may continue into the next epoch (into several, when the batch is larger than an epoch); with "short" a batch ends where its epoch does.
+    The samples of all epochs form one endless sequence, and the counter is a position in it. With
+    `last_batch="wrap"` every batch is full and may continue into the next epoch (into several, when the batch
+    is larger than an epoch); with "short" a batch ends where its epoch does.
     """
 
-    def __init__(self, seed: int, num_samples: int, global_batch: int, last_batch: LastBatch = "wrap") -> None:
+    def __init__(
+        self, seed: int, num_samples: int, global_batch: int, last_batch: LastBatch = "wrap"
+    ) -> None:
         if num_samples < 1:
             raise JobError(f"num_samples is {num_samples}, but an order needs at least one sample")
         if global_batch < 1:
@@ -37,7 +41,9 @@ class Order:
         self._permutations: dict[int, np.ndarray] = {}
 
     def permutation(self, epoch: int) -> np.ndarray:
-        """The order of the samples within one epoch. The last two stay in memory: a wrapped batch alternates between neighbours."""
+        """The order of the samples within one epoch. The last two stay in memory: a wrapped batch alternates
+        between neighbours.
+        """
         if epoch not in self._permutations:
             generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed, epoch])))
             while len(self._permutations) >= 2:
@@ -71,10 +77,12 @@ class Order:
 
 
 def share(indices: np.ndarray, *, rank: int, ranks: int, micro: int = 0, micros: int = 1) -> np.ndarray:
-    """One rank's part of one micro-batch: the batch is cut into micro-batches first, and each of these among the ranks.
+    """One rank's part of one micro-batch: the batch is cut into micro-batches first, and each of these among
+    the ranks.
 
-    Pieces are contiguous and their sizes differ by at most one, the larger ones first; where there are more ranks than samples some are
-    empty. All pieces, micro-batch by micro-batch and rank by rank, laid end to end are the global batch again.
+    Pieces are contiguous and their sizes differ by at most one, the larger ones first; where there are more
+    ranks than samples some are empty. All pieces, micro-batch by micro-batch and rank by rank, laid end to
+    end are the global batch again.
     """
     return _piece(_piece(indices, micro, micros, "micro"), rank, ranks, "rank")
 

@@ -1,5 +1,5 @@
-"""Learning-rate schedules: functions of the step number alone.
-They hold no state, so a restart, or a change of strategy in the middle of a run, needs nothing but the step to continue the same curve.
+"""Learning-rate schedules: functions of the step number alone. They hold no state, so a restart, or a change
+of strategy in the middle of a run, needs nothing but the step to continue the same curve.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ def constant(step: int) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WarmupCosine:
-    """Linear warm-up over `warmup` steps, then half a cosine down to `floor` at step `steps`, and `floor` from there on."""
+    """Linear warm-up over `warmup` steps, then half a cosine down to `floor` at step `steps`, and `floor`
+    from there on.
+    """
 
     steps: int
     warmup: int = 0

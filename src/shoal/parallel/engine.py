@@ -65,6 +65,13 @@ class Engine:
     def buckets(self) -> list[Bucket]:
         return self.reduction.buckets
 
+    def share(self, samples: int) -> slice:
+        """This rank's part of a batch of so many samples."""
+        everyone = self.replicas.everyone
+        size, larger = divmod(samples, everyone.size)
+        start = everyone.index * size + min(everyone.index, larger)
+        return slice(start, start + size + (everyone.index < larger))
+
     def backward(self, loss_sum: torch.Tensor, count: torch.Tensor | float, *, last: bool = True) -> None:
         """Gradients of one micro-batch. `last` says that the step's other micro-batches are done: reduce now."""
         if self._sums is None:

@@ -1,18 +1,33 @@
-"""The algebra of training strategies: terms, their product, its text, its legality, its contract and its place in the field.
+"""The algebra of training strategies: terms, their product, its text, its legality, its contract and its
+place in the field.
 
-Pure Python. It imports nothing else of Shoal and no framework, so that questions about a strategy are answered at once.
+Pure Python. It imports nothing else of Shoal and no framework, so that questions about a strategy are
+answered at once.
 """
 
 from __future__ import annotations
 
 from shoal.strategy.arguments import TermError
+from shoal.strategy.contract import Contract, contract
+from shoal.strategy.explanation import explanation
 from shoal.strategy.expression import Axis, Strategy, as_strategy
 from shoal.strategy.facts import ModelFacts
+from shoal.strategy.legality import IllegalStrategy, Refusal, check, is_legal, require_legal
+from shoal.strategy.rules import RULES
+from shoal.strategy.systems import SYSTEMS, Likeness, System, systems_like
+from shoal.strategy.taxonomy import SPECTRUM, Placement, place
+from shoal.strategy.techniques import Technique, techniques
 from shoal.strategy.terms import *  # noqa: F403
 from shoal.strategy.terms import __all__ as _terms
 from shoal.strategy.text import StrategyError, parse
+from shoal.strategy.words import in_words
 
 serial = Strategy()
 """The strategy without terms: one process, nothing cut."""
 
-__all__ = ["Axis", "ModelFacts", "Strategy", "StrategyError", "TermError", "as_strategy", "parse", "serial", *_terms]
+__all__ = [
+    "RULES", "SPECTRUM", "SYSTEMS", "Axis", "Contract", "IllegalStrategy", "Likeness", "ModelFacts",
+    "Placement", "Refusal", "Strategy", "StrategyError", "System", "Technique", "TermError", "as_strategy",
+    "check", "contract", "explanation", "in_words", "is_legal", "parse", "place", "require_legal", "serial",
+    "systems_like", "techniques", *_terms,
+]  # fmt: skip

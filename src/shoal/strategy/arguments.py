@@ -1,7 +1,9 @@
-"""The kinds of argument a term may take, each of which checks one value and says plainly what was wrong with it.
+"""The kinds of argument a term may take, each of which checks one value and says plainly what was wrong with
+it.
 
-A term class declares its arguments with these (`n: int = size()`), and everything else reads the declaration: the constructor,
-the text form, the error messages and the generators of the tests. So an argument is described in one place only.
+A term class declares its arguments with these (`n: int = size()`), and everything else reads the declaration:
+the constructor, the text form, the error messages and the generators of the tests. So an argument is
+described in one place only.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ REQUIRED: Any = object()
 
 
 class TermError(ValueError):
-    """A term or a product of terms that cannot be built: which argument (or which factor) is at fault, and what to write."""
+    """A term or a product of terms that cannot be built: which argument (or which factor) is at fault, and
+    what to write.
+    """
 
     def __init__(
         self,
@@ -64,7 +68,7 @@ def shown(value: object) -> str:
 
 
 class Argument:
-    """One argument of a term: its name (set by the class that declares it), its default, and what it accepts."""
+    """One argument of a term: its name (set by the class around it), its default, and what it accepts."""
 
     def __init__(self, *, default: Any, kw_only: bool) -> None:
         self.name = ""
@@ -90,7 +94,9 @@ class Argument:
 
     def refuse(self, value: object, *, suggestion: str | None = None) -> TermError:
         return TermError(
-            f"{self.name} is {shown(value)}; expected {self.expects}", argument=self.name, suggestion=suggestion
+            f"{self.name} is {shown(value)}; expected {self.expects}",
+            argument=self.name,
+            suggestion=suggestion,
         )
 
 
@@ -153,7 +159,9 @@ class Choice(Argument):
 
     @property
     def expects(self) -> str:
-        return ("one of " if len(self.choices) > 1 else "") + ", ".join(f'"{choice}"' for choice in self.choices)
+        return ("one of " if len(self.choices) > 1 else "") + ", ".join(
+            f'"{choice}"' for choice in self.choices
+        )
 
     def accept(self, value: Any) -> str:
         if isinstance(value, str) and value in self.choices:

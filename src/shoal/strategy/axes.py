@@ -1,13 +1,13 @@
 """The axes: each cuts the batch, the model or the sequence into parts and gives every part to a rank.
 
-Axes multiply, left to right from the slowest links to the fastest. What an axis cuts decides its place in both taxonomies:
-`cuts` says it in the words of the four-axis taxonomy, `kind` in those of the comparison of frameworks.
+Axes multiply, left to right from the slowest links to the fastest. What an axis cuts decides its place in the
+taxonomies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from shoal.strategy.arguments import choice, flag, nested, size, whole
 from shoal.strategy.compress import CompressTerm, none
@@ -16,16 +16,18 @@ from shoal.strategy.sync import SAME_TARGET, SyncTerm, asp, bsp, hogwild, softsy
 from shoal.strategy.term import Promise, Term
 from shoal.strategy.via import ViaTerm, allreduce, ps, shared
 
+Cut = Literal["batch", "layer", "layers"]
+
 
 class AxisTerm(Term):
     """A factor with a size: `n` parts."""
 
     family = "axis"
     n: int
-    cuts: ClassVar[str] = "data"
-    """"data", "model (horizontal)" within layers, or "model (vertical)" between layers."""
-    kind: ClassVar[str] = "data"
-    """"data", "intra-layer" or "inter-layer"."""
+    cuts: ClassVar[tuple[Cut, ...]] = ("batch",)
+    """What its ranks hold parts of: the batch, each layer, or the stack of layers. An axis may cut more than
+    one.
+    """
 
     def patterns(self) -> tuple[str, ...]:
         """Who speaks to whom along this axis."""
@@ -33,7 +35,9 @@ class AxisTerm(Term):
 
 
 def _natural_path(values: Mapping[str, Any]) -> ViaTerm:
-    """The path that a synchronisation takes if none is named: a server where nobody waits for all, else an all-reduce."""
+    """The path that a synchronisation takes if none is named: a server where nobody waits for all, else an
+    all-reduce.
+    """
     if isinstance(values["sync"], hogwild):
         return shared()
     if isinstance(values["sync"], (softsync, ssp, asp)):
@@ -42,7 +46,8 @@ def _natural_path(values: Mapping[str, Any]) -> ViaTerm:
 
 
 class dp(AxisTerm):
-    """Data parallelism: replicas of the model, each with a part of the batch. May repeat, outer level to inner.
+    """Data parallelism: replicas of the model, each with a part of the batch. May repeat, outer level to
+    inner.
 
     `zero` splits what replicas would hold twice: 1 optimiser state, 2 gradients too, 3 parameters too.
     """
@@ -60,12 +65,18 @@ class dp(AxisTerm):
         replicas = f"{capital(counted(self.n, 'replica'))} {'takes' if self.n == 1 else 'each take'}"
         parts = [f"{replicas} {share(self.n)}{' of' if self.n > 1 else ''} the batch"]
         if self.zero:
-            split = ("optimiser state is", "optimiser state and gradients are", "optimiser state, gradients and parameters are")
+            split = (
+                "optimiser state is",
+                "optimiser state and gradients are",
+                "optimiser state, gradients and parameters are",
+            )
             parts.append(f"{split[self.zero - 1]} split {shares(self.n)}")
             moved = {
                 1: "gradients are reduce-scattered, and the updated parameters are gathered once a step",
-                2: "gradients are reduce-scattered as they appear, and the updated parameters are gathered once a step",
-                3: "parameters are gathered block by block before use and dropped after, gradients are reduce-scattered",
+                2: "gradients are reduce-scattered as they appear, and the updated parameters are gathered "
+                "once a step",
+                3: "parameters are gathered block by block before use and dropped after, gradients are "
+                "reduce-scattered",
             }
             parts.append(moved[self.zero])
         what = "gradients meet" if self.sync.exchanges == "gradient" else "models meet"
@@ -88,8 +99,8 @@ class dp(AxisTerm):
 class pp(AxisTerm):
     """Pipeline parallelism: consecutive layers form stages, and micro-batches flow through them.
 
-    `micro` is the number of micro-batches in a step, as many as stages unless told; `chunks` the number of pieces of the model
-    on each rank.
+    `micro` is the number of micro-batches in a step, as many as stages unless told; `chunks` the number of
+    pieces of the model on each rank.
     """
 
     n: int = size()
@@ -99,16 +110,19 @@ class pp(AxisTerm):
 
     title = "pipeline parallelism: GPipe, 1F1B, interleaved, zero-bubble, PipeDream"
     where = "any links"
-    cuts = "model (vertical)"
-    kind = "inter-layer"
+    cuts = ("layers",)
 
     def words(self) -> str:
         flow = {
             "gpipe": "all forward passes run first, then all backward passes, then one step",
-            "1f1b": "forward and backward passes take turns, so no rank keeps more micro-batches than there are stages, then one step",
-            "interleaved": "each rank holds several thin pieces of the model, which shortens the time in which ranks idle",
-            "zero-bubble": "the backward pass is split, and weight gradients fill the time in which ranks would idle",
-            "pipedream": "there is no flush: each micro-batch steps, and uses the stashed weights of its forward pass",
+            "1f1b": "forward and backward passes take turns, so no rank keeps more micro-batches than "
+            "there are stages, then one step",
+            "interleaved": "each rank holds several thin pieces of the model, which shortens the time in "
+            "which ranks idle",
+            "zero-bubble": "the backward pass is split, and weight gradients fill the time in which ranks "
+            "would idle",
+            "pipedream": "there is no flush: each micro-batch steps, and uses the stashed weights of its "
+            "forward pass",
         }[self.schedule]
         stages = f"the layers form {counted(self.n * self.chunks, 'stage')} on {counted(self.n, 'rank')}"
         batches = counted(self.micro, "micro-batch", "micro-batches")
@@ -118,7 +132,9 @@ class pp(AxisTerm):
         if self.schedule != "pipedream" or self.n == 1:
             return ()
         stale = self.n - 1
-        reason = f"pipedream does not flush: the first stage computes with weights {counted(stale, 'update')} old"
+        reason = (
+            f"pipedream does not flush: the first stage computes with weights {counted(stale, 'update')} old"
+        )
         return (Promise("bounded", reason, staleness=stale),)
 
     def patterns(self) -> tuple[str, ...]:
@@ -133,11 +149,12 @@ class tp(AxisTerm):
 
     title = "tensor parallelism: columns and rows, channels and filters"
     where = "fast links"
-    cuts = "model (horizontal)"
-    kind = "intra-layer"
+    cuts = ("layer",)
 
     def words(self) -> str:
-        sequence = " Between the cut layers activations are cut along the sequence as well." if self.sequence else ""
+        sequence = (
+            " Between the cut layers activations are cut along the sequence as well." if self.sequence else ""
+        )
         return (
             f"The matrices of every layer are cut {shares(self.n)}, by columns and then by rows; "
             f"partial results are summed after each pair.{sequence}"
@@ -152,13 +169,13 @@ class cp(AxisTerm):
 
     title = "context parallelism: ring attention, Ulysses"
     where = "fast links"
-    cuts = "model (horizontal)"
-    kind = "intra-layer"
+    cuts = ("layer",)
 
     def words(self) -> str:
         how = {
             "ring": "keys and values travel around a ring, and every rank attends to each part as it passes",
-            "ulysses": "an all-to-all turns parts of the sequence into whole sequences of some heads, and back after attention",
+            "ulysses": "an all-to-all turns parts of the sequence into whole sequences of some heads, and "
+            "back after attention",
         }[self.method]
         return f"The sequence is cut {shares(self.n)}; {how}."
 
@@ -167,18 +184,20 @@ class cp(AxisTerm):
 
 
 class ep(AxisTerm):
-    """Expert parallelism: the experts are dealt out, and tokens travel to theirs. For the dense part its ranks are replicas."""
+    """Expert parallelism: the experts are dealt out, and tokens travel to theirs. For the dense part its
+    ranks are replicas.
+    """
 
     n: int = size()
 
     title = "expert parallelism"
     where = "fast links"
-    cuts = "model (horizontal)"
-    kind = "intra-layer"
+    cuts = ("batch", "layer")
 
     def words(self) -> str:
         return (
-            f"The experts are dealt out to {counted(self.n, 'rank')}; tokens travel to their experts and back by all-to-all. "
+            f"The experts are dealt out to {counted(self.n, 'rank')}; tokens travel to their experts and "
+            "back by all-to-all. "
             "For the rest of the model these ranks are replicas, each with its part of the batch."
         )
 
@@ -194,8 +213,7 @@ class spatial(AxisTerm):
 
     title = "spatial parallelism with halo exchange"
     where = "fast links"
-    cuts = "model (horizontal)"
-    kind = "intra-layer"
+    cuts = ("layer",)
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -209,7 +227,9 @@ class spatial(AxisTerm):
 
     def words(self) -> str:
         rows, columns = self.grid
-        along = {"height": "by height", "width": "by width", "both": f"into {rows} x {columns} tiles"}[self.split]
+        along = {"height": "by height", "width": "by width", "both": f"into {rows} x {columns} tiles"}[
+            self.split
+        ]
         return (
             f"Every image is cut {along} for {counted(self.n, 'rank')}; "
             "convolutions fetch the borders that they need from the neighbours."
@@ -220,7 +240,9 @@ class spatial(AxisTerm):
 
 
 class ensemble(AxisTerm):
-    """Independent members: each trains a model of its own; predictions are averaged, or distilled into one network."""
+    """Independent members: each trains a model of its own; predictions are averaged, or distilled into one
+    network.
+    """
 
     n: int = size()
     distill: bool = flag(default=False, kw_only=True)
@@ -229,11 +251,21 @@ class ensemble(AxisTerm):
     where = "slow links"
 
     def words(self) -> str:
-        after = "then one network learns from all of them" if self.distill else "and their predictions are averaged"
-        return f"{capital(count(self.n))} independent {'member' if self.n == 1 else 'members'} train apart, {after}."
+        after = (
+            "then one network learns from all of them"
+            if self.distill
+            else "and their predictions are averaged"
+        )
+        return (
+            f"{capital(count(self.n))} independent {'member' if self.n == 1 else 'members'} train apart, "
+            f"{after}."
+        )
 
     def promises(self) -> tuple[Promise, ...]:
-        reason = f"the {count(self.n)} members are different models from different seeds, judged by their joint prediction"
+        reason = (
+            f"the {count(self.n)} members are different models from different seeds, judged by their joint "
+            "prediction"
+        )
         return (Promise("statistical", reason, band=SAME_TARGET),) if self.n > 1 or self.distill else ()
 
     def patterns(self) -> tuple[str, ...]:

@@ -1,7 +1,8 @@
 """What makes a gradient smaller before it is sent: fewer bits, fewer elements, a sketch, or a low rank.
 
-Compression acts on one level of data parallelism, once per optimiser step. Methods that lose something keep the rest back
-and add it to the next gradient (error feedback), or round at random so that nothing is lost on average (unbiased).
+Compression acts on one level of data parallelism, once per optimiser step. Methods that lose something keep
+the rest back and add it to the next gradient (error feedback), or round at random so that nothing is lost on
+average (unbiased).
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ class CompressTerm(Term):
     family = "compress"
     where = "slow links"
     loss: ClassVar[str] = "feedback"
-    """What becomes of the error: "none", "rounding", "feedback" (kept and added later) or "unbiased" (zero on average)."""
+    """What becomes of the error: "none", "rounding", "feedback" (kept and added later) or "unbiased" (zero on
+    average).
+    """
     collective_only: ClassVar[bool] = False
     """Whether the method is itself a collective, so that no server or neighbour can take its place."""
 
@@ -75,7 +78,10 @@ class qsgd(CompressTerm):
     loss = "unbiased"
 
     def words(self) -> str:
-        return f"every element is rounded at random to one of the levels that {counted(self.bits, 'bit')} can say"
+        return (
+            f"every element is rounded at random to one of the levels that {counted(self.bits, 'bit')} can "
+            "say"
+        )
 
 
 class ternary(CompressTerm):
@@ -94,7 +100,10 @@ class onebit(CompressTerm):
     title = "1-bit SGD"
 
     def words(self) -> str:
-        return "one bit per element says above or below zero; two means say how far; the error waits for the next step"
+        return (
+            "one bit per element says above or below zero; two means say how far; the error waits for the "
+            "next step"
+        )
 
 
 class sign(CompressTerm):
@@ -114,7 +123,10 @@ class topk(CompressTerm):
     title = "top-k"
 
     def words(self) -> str:
-        return f"the largest {percent(self.r)} of the elements are sent with their places; the rest waits for the next step"
+        return (
+            f"the largest {percent(self.r)} of the elements are sent with their places; the rest waits for "
+            "the next step"
+        )
 
 
 class randomk(CompressTerm):
@@ -125,7 +137,10 @@ class randomk(CompressTerm):
     title = "random-k"
 
     def words(self) -> str:
-        return f"{percent(self.r)} of the elements, drawn alike on all replicas, are sent; the rest waits for the next step"
+        return (
+            f"{percent(self.r)} of the elements, drawn alike on all replicas, are sent; the rest waits for "
+            "the next step"
+        )
 
 
 class threshold(CompressTerm):
@@ -136,7 +151,10 @@ class threshold(CompressTerm):
     title = "threshold"
 
     def words(self) -> str:
-        return f"elements of magnitude {self.t:g} and more are sent with their places; the rest waits for the next step"
+        return (
+            f"elements of magnitude {self.t:g} and more are sent with their places; the rest waits for the "
+            "next step"
+        )
 
 
 class dgc(CompressTerm):
@@ -148,7 +166,8 @@ class dgc(CompressTerm):
 
     def words(self) -> str:
         return (
-            f"the largest {percent(self.r)} of the elements are sent, with corrected momentum, clipping before the choice "
+            f"the largest {percent(self.r)} of the elements are sent, with corrected momentum, clipping "
+            "before the choice "
             "and a gentle start (DGC)"
         )
 
@@ -161,7 +180,10 @@ class mstopk(CompressTerm):
     title = "MSTopK"
 
     def words(self) -> str:
-        return f"the largest {percent(self.r)} of the elements, found by bisecting a threshold instead of sorting, are sent"
+        return (
+            f"the largest {percent(self.r)} of the elements, found by bisecting a threshold instead of "
+            "sorting, are sent"
+        )
 
 
 class gtopk(CompressTerm):
@@ -185,11 +207,16 @@ class hitopk(CompressTerm):
     collective_only = True
 
     def words(self) -> str:
-        return f"hosts sum densely inside; of every shard the largest {percent(self.r)} of the elements go between hosts"
+        return (
+            f"hosts sum densely inside; of every shard the largest {percent(self.r)} of the elements go "
+            "between hosts"
+        )
 
 
 class sketch(CompressTerm):
-    """A count sketch: a table of `rows` x `columns` random sums. Sketches add, so servers and trees can sum them."""
+    """A count sketch: a table of `rows` x `columns` random sums. Sketches add, so servers and trees can sum
+    them.
+    """
 
     rows: int = whole(1, 1024)
     columns: int = whole(1)
@@ -211,4 +238,7 @@ class powersgd(CompressTerm):
     title = "PowerSGD"
 
     def words(self) -> str:
-        return f"each gradient matrix is sent as a product of two thin ones of rank {self.rank}; the error waits for the next step"
+        return (
+            f"each gradient matrix is sent as a product of two thin ones of rank {self.rank}; the error "
+            "waits for the next step"
+        )

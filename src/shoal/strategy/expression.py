@@ -1,6 +1,8 @@
-"""A strategy: a product of terms. The order of its axes is placement, slowest links first; the order of its modifiers is nothing.
+"""A strategy: a product of terms. The order of its axes is placement, slowest links first; the order of its
+modifiers is nothing.
 
-It is a value: frozen, hashable, equal to any other strategy that says the same, and its text reads back to it.
+It is a value: frozen, hashable, equal to any other strategy that says the same, and its text reads back to
+it.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from shoal.strategy.arguments import TermError
 from shoal.strategy.terms import REGISTRY, AxisTerm, ModifierTerm, Term, accumulate, dp, ensemble, ep, pp, ps
 
 MOST_LEVELS = 8
-"""Levels of dp in one strategy. A network has three or four kinds of link; more levels than this is a slip."""
+"""Levels of dp in one strategy. A network has three or four kinds of link; more levels than this is a slip.
+"""
 
 SERIAL = "serial"
 """The text of the strategy without terms: one process, nothing cut."""
@@ -108,7 +111,9 @@ class Strategy:
 
     @property
     def servers(self) -> int:
-        """Ranks that only serve parameters: for each level with servers of its own, per stage and per group outside the level."""
+        """Ranks that only serve parameters: for each level with servers of its own, per stage and per group
+        outside the level.
+        """
         total, outside = 0, 1
         pipeline = self.term(pp)
         for term in self.terms:
@@ -130,7 +135,9 @@ class Strategy:
 
     @property
     def replicas(self) -> int:
-        """The parts into which a global batch is dealt out: dp, and ep, whose ranks take different samples too."""
+        """The parts into which a global batch is dealt out: dp, and ep, whose ranks take different samples
+        too.
+        """
         experts = self.term(ep)
         return self.data_parallel * (experts.n if experts else 1)
 
@@ -172,14 +179,16 @@ def as_strategy(value: Strategy | Term) -> Strategy:
 def _refuse_misplaced(term: object, index: int) -> None:
     """Only axes and modifiers multiply."""
     if isinstance(term, type) and issubclass(term, Term):
-        name, example = term.__name__, term._example({})
+        name, example = term.__name__, term.example()
         raise TermError(f"{name} stands without its arguments", index=index, suggestion=example)
     if not isinstance(term, Term):
         raise TermError(f"{term!r:.60} is not a term; expected one such as dp(2)", index=index)
     if not isinstance(term, (AxisTerm, ModifierTerm)):
         name = type(term).__name__
         raise TermError(
-            f"{name} does not multiply: it is an argument of dp", index=index, suggestion=f"dp(2, {term.family}={term})"
+            f"{name} does not multiply: it is an argument of dp",
+            index=index,
+            suggestion=f"dp(2, {term.family}={term})",
         )
 
 

@@ -1,6 +1,7 @@
 """What legality and contract need to know of a model and its training, and nothing more.
 
-Every fact may be unknown (None), and a rule that needs an unknown fact does not apply. Whoever has the model fills in what it knows.
+Every fact may be unknown (None), and a rule that needs an unknown fact does not apply. Whoever has the model
+fills in what it knows.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class ModelFacts:
     clips: bool | None = None
     """Whether gradients are clipped by their global norm."""
     elementwise_optimizer: bool | None = None
-    """Whether the optimiser treats every element alone (SGD, Adam), or needs norms of whole layers (LARS, LAMB)."""
+    """Whether the optimiser treats every element alone (SGD, Adam), or needs norms of whole layers (LARS,
+    LAMB).
+    """
     token_weighted: bool | None = None
     """Whether the loss is a mean over tokens, of which samples have different numbers."""
     expert_capacity: bool | None = None

@@ -1,4 +1,6 @@
-"""Terms that change how every rank computes, without cutting anything: recomputation, precision, offload, accumulation."""
+"""Terms that change how every rank computes, without cutting anything: recomputation, precision, offload,
+accumulation.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,13 @@ class recompute(ModifierTerm):
 
     def words(self) -> str:
         if self.kind == "full":
-            return "only the input of each block is kept; the block is computed again when its gradient is due"
-        return "what is large and cheap (attention, normalisation) is computed again when its gradient is due; the rest is kept"
+            return (
+                "only the input of each block is kept; the block is computed again when its gradient is due"
+            )
+        return (
+            "what is large and cheap (attention, normalisation) is computed again when its gradient is "
+            "due; the rest is kept"
+        )
 
 
 class amp(ModifierTerm):
@@ -72,4 +79,7 @@ class accumulate(ModifierTerm):
     title = "gradient accumulation"
 
     def words(self) -> str:
-        return f"the gradients of {counted(self.k, 'micro-batch', 'micro-batches')} are added up before each step"
+        return (
+            f"the gradients of {counted(self.k, 'micro-batch', 'micro-batches')} are added up before each "
+            "step"
+        )

@@ -1,8 +1,24 @@
-"""Small numbers as words, because "eight replicas each take an eighth" reads better than "8 replicas each take 1/8"."""
+"""Small numbers as words, because "eight replicas each take an eighth" reads better than "8 replicas each
+take 1/8".
+"""
 
 from __future__ import annotations
 
-_COUNTS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+_COUNTS = (
+    "no",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+)
 _SHARES = {
     1: ("all", "whole"),
     2: ("half", "halves"),
@@ -36,7 +52,9 @@ def share(parts: int) -> str:
 
 def shares(parts: int) -> str:
     """Cut into so many parts: "in eighths" for 8."""
-    return "not at all" if parts == 1 else f"in {_SHARES[parts][1] if parts in _SHARES else f'{parts:,} parts'}"
+    return (
+        "not at all" if parts == 1 else f"in {_SHARES[parts][1] if parts in _SHARES else f'{parts:,} parts'}"
+    )
 
 
 def every(number: int, noun: str) -> str:

@@ -1,15 +1,19 @@
-"""What a rule of legality is: the terms it concerns, the reason for it, where a strategy breaks it, and what to try instead.
+"""What a rule of legality is: the terms it concerns, the reason for it, where a strategy breaks it, and what
+to try instead.
 
-A rule is a function that yields a Breach for each place where a strategy breaks it; the decorator of its table adds name and
-reason. Fixes are only proposals: the search for the nearest legal strategies checks each of them again.
+A rule is a function that looks at one term in its strategy and answers with a Breach or None; the decorator
+of its table adds name and reason. Fixes are only proposals: the search for the nearest legal strategies
+checks each of them again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from shoal.strategy.arguments import TermError
 from shoal.strategy.expression import Strategy
 from shoal.strategy.facts import ModelFacts
 from shoal.strategy.term import Term
@@ -41,9 +45,9 @@ class Case:
         return self.put(index, self.strategy.terms[index].replace(**changes))
 
     def resized(self, index: int, sizes: Iterable[int], argument: str = "n") -> Iterator[Strategy]:
-        """The strategy with one number of one term set to each of the values given."""
+        """The strategy with one number of one term set to each of the values given that it can have."""
         for size in sizes:
-            if size >= 1:
+            with suppress(TermError):
                 yield self.changed(index, **{argument: size})
 
     def moved(self, index: int, to: int) -> Strategy:
@@ -64,7 +68,8 @@ class Breach:
     """Strategies that would not break the rule here; computed only when someone asks."""
 
 
-Finder = Callable[[Case], Iterator[Breach]]
+Finder = Callable[[Case, int, Any], Breach | None]
+"""Looks at one term, given by its index and itself, and says whether it breaks the rule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,22 +77,38 @@ class Rule:
     """One row of the table."""
 
     name: str
+    at: type[Term] | None
+    """The kind of term that the rule looks at, one after the other; None for a rule about the strategy as a
+    whole.
+    """
     terms: tuple[type[Term], ...]
     """The terms concerned: a strategy without one of them cannot break the rule."""
     why: str
     """The reason in general, one sentence."""
     find: Finder
 
+    def breaches(self, case: Case) -> Iterator[Breach]:
+        """Every place where the case breaks the rule."""
+        if self.at is None:
+            places: Iterable[tuple[int, Any]] = [(0, case.strategy)]
+        else:
+            places = case.places(self.at)
+        for index, term in places:
+            breach = self.find(case, index, term)
+            if breach is not None:
+                yield breach
+
 
 class Table:
-    """Rows of rules, filled by decorating their functions."""
+    """Rows of rules, filled by decorating their functions; the function's name is the rule's."""
 
     def __init__(self) -> None:
         self.rows: list[Rule] = []
 
-    def __call__(self, *terms: type[Term], why: str) -> Callable[[Finder], Finder]:
+    def __call__(self, at: type[Term] | None, *others: type[Term], why: str) -> Callable[[Finder], Finder]:
         def enter(find: Finder) -> Finder:
-            self.rows.append(Rule(find.__name__.replace("_", "-"), terms, why, find))
+            terms = others if at is None else (at, *others)
+            self.rows.append(Rule(find.__name__.replace("_", "-"), at, terms, why, find))
             return find
 
         return enter

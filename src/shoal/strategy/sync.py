@@ -1,7 +1,8 @@
-"""The ways in which the replicas of one level of data parallelism stay together: what they exchange, and when.
+"""The ways in which the replicas of one level of data parallelism stay together: what they exchange, and
+when.
 
-They run from consistent to inconsistent: every step together, a bounded number of steps apart, whenever a gradient comes,
-averaged now and then, or mixed with neighbours only.
+They run from consistent to inconsistent: every step together, a bounded number of steps apart, whenever a
+gradient comes, averaged now and then, or mixed with neighbours only.
 """
 
 from __future__ import annotations
@@ -44,14 +45,19 @@ class bsp(SyncTerm):
 
     def words(self) -> str:
         if self.backup:
-            return f"every step waits for all replicas but the slowest {count(self.backup)}, whose gradients are dropped"
+            return (
+                f"every step waits for all replicas but the slowest {count(self.backup)}, whose gradients "
+                "are dropped"
+            )
         return "every step waits for the gradients of all replicas"
 
     def drift(self, replicas: int) -> Promise | None:
         if not self.backup:
             return None
         slow = counted(self.backup, "replica")
-        return Promise("statistical", f"the gradients of the slowest {slow} are dropped each step", band=SAME_TARGET)
+        return Promise(
+            "statistical", f"the gradients of the slowest {slow} are dropped each step", band=SAME_TARGET
+        )
 
 
 class softsync(SyncTerm):
@@ -64,8 +70,15 @@ class softsync(SyncTerm):
     spectrum = "backup workers / n-softsync"
 
     def words(self) -> str:
-        part = "as many gradients as there are replicas" if self.k == 1 else f"1/{self.k} as many gradients as replicas"
-        return f"the server steps when {part} have come, from whichever replicas, and lets none grow older than {2 * self.k} steps"
+        part = (
+            "as many gradients as there are replicas"
+            if self.k == 1
+            else f"1/{self.k} as many gradients as replicas"
+        )
+        return (
+            f"the server steps when {part} have come, from whichever replicas, and lets none grow older "
+            f"than {2 * self.k} steps"
+        )
 
     def drift(self, replicas: int) -> Promise | None:
         if replicas == 1:
@@ -86,7 +99,10 @@ class ssp(SyncTerm):
     def words(self) -> str:
         if self.s == 0:
             return "no replica may run ahead of another, so every step waits for all"
-        return f"the fastest replica may be at most {counted(self.s, 'step')} ahead of the slowest, then it waits"
+        return (
+            f"the fastest replica may be at most {counted(self.s, 'step')} ahead of the slowest, then it "
+            "waits"
+        )
 
     def drift(self, replicas: int) -> Promise | None:
         if replicas == 1 or self.s == 0:
@@ -103,7 +119,10 @@ class asp(SyncTerm):
     spectrum = "asynchronous / HOGWILD"
 
     def words(self) -> str:
-        return "every gradient is applied when it comes, however old the weights it was computed from; nobody waits"
+        return (
+            "every gradient is applied when it comes, however old the weights it was computed from; nobody "
+            "waits"
+        )
 
     def drift(self, replicas: int) -> Promise | None:
         if replicas == 1:
@@ -125,7 +144,9 @@ class hogwild(SyncTerm):
     def drift(self, replicas: int) -> Promise | None:
         if replicas == 1:
             return None
-        return Promise("statistical", "hogwild() lets replicas overwrite each other's updates", band=SAME_TARGET)
+        return Promise(
+            "statistical", "hogwild() lets replicas overwrite each other's updates", band=SAME_TARGET
+        )
 
 
 class local(SyncTerm):
@@ -145,14 +166,21 @@ class local(SyncTerm):
         if replicas == 1:
             return None
         if self.h == 1:
-            reason = "local(1) averages weights, not gradients: the serial run only with plain SGD, not with momentum or Adam"
+            reason = (
+                "local(1) averages weights, not gradients: the serial run only with plain SGD, not with "
+                "momentum or Adam"
+            )
         else:
-            reason = f"local({self.h}) lets replicas drift apart for {self.h:,} steps before they are averaged"
+            reason = (
+                f"local({self.h}) lets replicas drift apart for {self.h:,} steps before they are averaged"
+            )
         return Promise("statistical", reason, band=SAME_TARGET)
 
 
 class diloco(SyncTerm):
-    """DiLoCo: every h steps the mean change of the replicas is taken as a gradient by an outer Nesterov optimiser."""
+    """DiLoCo: every h steps the mean change of the replicas is taken as a gradient by an outer Nesterov
+    optimiser.
+    """
 
     h: int = whole(1)
 
@@ -168,7 +196,10 @@ class diloco(SyncTerm):
         )
 
     def drift(self, replicas: int) -> Promise | None:
-        reason = f"diloco({self.h}) steps an outer optimiser {every(self.h, 'step')}, which the serial run does not have"
+        reason = (
+            f"diloco({self.h}) steps an outer optimiser {every(self.h, 'step')}, which the serial run does "
+            "not have"
+        )
         return Promise("statistical", reason, band=SAME_TARGET)
 
 
@@ -184,17 +215,22 @@ class bmuf(SyncTerm):
 
     def words(self) -> str:
         return (
-            f"replicas step by themselves through a block of {counted(self.h, 'step')}; the averaged change of the block "
+            f"replicas step by themselves through a block of {counted(self.h, 'step')}; the averaged "
+            "change of the block "
             "is filtered with a momentum of its own"
         )
 
     def drift(self, replicas: int) -> Promise | None:
-        reason = f"bmuf({self.h}) filters the change of every block with momentum, which the serial run does not have"
+        reason = (
+            f"bmuf({self.h}) filters the change of every block with momentum, which the serial run does "
+            "not have"
+        )
         return Promise("statistical", reason, band=SAME_TARGET)
 
 
 class elastic(SyncTerm):
-    """Elastic averaging (EASGD): every h steps each replica and a centre pull at each other by a part of their difference.
+    """Elastic averaging (EASGD): every h steps each replica and a centre pull at each other by a part of
+    their difference.
 
     `rho` is that part, the moving rate of the paper (its learning rate times its elastic coefficient).
     """
@@ -209,12 +245,15 @@ class elastic(SyncTerm):
 
     def words(self) -> str:
         return (
-            f"replicas explore by themselves; {every(self.h, 'step')} each moves {percent(self.rho)} of the way towards "
+            f"replicas explore by themselves; {every(self.h, 'step')} each moves {percent(self.rho)} of "
+            "the way towards "
             "a common centre, and the centre as much towards it"
         )
 
     def drift(self, replicas: int) -> Promise | None:
-        reason = f"elastic({self.h}, {self.rho}) ties replicas to a centre by a force only, so they explore apart"
+        reason = (
+            f"elastic({self.h}, {self.rho}) ties replicas to a centre by a force only, so they explore apart"
+        )
         return Promise("statistical", reason, band=SAME_TARGET)
 
 
@@ -231,8 +270,10 @@ class gossip(SyncTerm):
     def words(self) -> str:
         met = {
             "sync": "after every step each replica averages its weights with its neighbours'",
-            "async": "each replica steps when it can, and averages its weights with one neighbour at a time, waiting for no other",
-            "push-sum": "after every step each replica pushes a weighted share of its weights to its successors, "
+            "async": "each replica steps when it can, and averages its weights with one neighbour at a "
+            "time, waiting for no other",
+            "push-sum": "after every step each replica pushes a weighted share of its weights to its "
+            "successors, "
             "and divides by the weight it has gathered",
         }
         article = "an" if self.graph == "exponential" else "a"

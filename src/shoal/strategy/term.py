@@ -1,14 +1,26 @@
-"""What all terms have in common: frozen values with checked arguments, one canonical text, and an entry in a closed registry.
+"""What all terms have in common: frozen values with checked arguments, one canonical text, and an entry in a
+closed registry.
 
-A term is one class. Declaring it enters its name; the parser, the legality rules, `explain` and the taxonomy all read that entry.
-The classes are not `dataclasses` because forty of those would cost more time at import than everything else here together.
+A term is one class. Declaring it enters its name; the parser, the legality rules, `explain` and the taxonomy
+all read that entry. The classes are not `dataclasses` because forty of those would cost more time at import
+than everything else here together.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, dataclass_transform
 
-from shoal.strategy.arguments import Argument, TermError, choice, flag, nearest_name, nested, real, size, whole
+from shoal.strategy.arguments import (
+    Argument,
+    TermError,
+    choice,
+    flag,
+    nearest_name,
+    nested,
+    real,
+    size,
+    whole,
+)
 
 if TYPE_CHECKING:
     from typing import Self
@@ -73,10 +85,12 @@ class Term:
                         f"{type(self).__name__}: {error.message}", argument=where, suggestion=error.suggestion
                     ) from None
             elif name in given and (argument.required or not callable(argument.default)):
-                raise TermError(f"{type(self).__name__}: {name} is None; expected {argument.expects}", argument=name)
+                raise TermError(
+                    f"{type(self).__name__}: {name} is None; expected {argument.expects}", argument=name
+                )
             elif argument.required:
                 raise TermError(
-                    f"{type(self).__name__} needs {name}: {argument.expects}", suggestion=self._example(named)
+                    f"{type(self).__name__} needs {name}: {argument.expects}", suggestion=self.example()
                 )
             else:
                 values[name] = argument.default_for(values)
@@ -99,18 +113,20 @@ class Term:
             if name not in cls.arguments:
                 near = nearest_name(name, list(cls.arguments))
                 has = f"it has {', '.join(cls.arguments)}" if cls.arguments else "it has none"
-                raise TermError(f"{cls.__name__} has no argument {name}; {has}", argument=name, suggestion=near)
+                raise TermError(
+                    f"{cls.__name__} has no argument {name}; {has}", argument=name, suggestion=near
+                )
             if name in given:
                 raise TermError(f"{cls.__name__}: {name} is given twice", argument=name)
             given[name] = value
         return given
 
     @classmethod
-    def _example(cls, named: dict[str, Any]) -> str:
-        """A way to write the term that is right, for messages about one that is not."""
+    def example(cls) -> str:
+        """The shortest right way to write the term, for tables and for messages about a wrong one."""
         samples = {"n": "2", "r": "0.01", "t": "0.001", "h": "50", "k": "2", "s": "3", "rho": "0.1"}
         samples |= {"shards": "1", "bits": "4", "rank": "2", "rows": "5", "columns": "10000"}
-        parts = []
+        parts: list[str] = []
         for name, argument in cls.arguments.items():
             if argument.required:
                 words = getattr(argument, "choices", None)
@@ -135,12 +151,19 @@ class Term:
         return type(self)(**{**self.written(), **changes})
 
     def __str__(self) -> str:
-        parts, by_place = [], True
+        parts: list[str] = []
+        by_place = True
         for name, value in self.written().items():
             argument = self.arguments[name]
             # After a gap in the positional arguments everything must be named.
             by_place = by_place and not argument.kw_only and len(parts) == list(self.arguments).index(name)
-            text = f'"{value}"' if isinstance(value, str) else str(value) if isinstance(value, Term) else repr(value)
+            text = (
+                f'"{value}"'
+                if isinstance(value, str)
+                else str(value)
+                if isinstance(value, Term)
+                else repr(value)
+            )
             parts.append(text if by_place else f"{name}={text}")
         return f"{type(self).__name__}({', '.join(parts)})"
 
@@ -172,15 +195,18 @@ class Term:
         return ()
 
 
+Kind = Literal["exact", "bounded", "statistical"]
+
+
 class Promise:
     """One reason why a run is not the serial run: how far from it, and why."""
 
     __slots__ = ("band", "kind", "reason", "staleness")
 
-    def __init__(
-        self, kind: Literal["exact", "bounded", "statistical"], reason: str, *, staleness: int = 0, band: str = ""
-    ) -> None:
-        self.kind = kind
+    def __init__(self, kind: Kind, reason: str, *, staleness: int = 0, band: str = "") -> None:
+        self.kind: Kind = kind
         self.reason = reason
         self.staleness = staleness
+        """Updates by which a gradient may be late, if there is a bound."""
         self.band = band
+        """What is compared with the serial run, and how near it must come, if there is none."""

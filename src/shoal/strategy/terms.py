@@ -23,14 +23,26 @@ from shoal.strategy.compress import (
     topk,
 )
 from shoal.strategy.modifiers import ModifierTerm, accumulate, amp, offload, recompute
-from shoal.strategy.sync import SyncTerm, asp, bmuf, bsp, diloco, elastic, gossip, hogwild, local, softsync, ssp
+from shoal.strategy.sync import (
+    SyncTerm,
+    asp,
+    bmuf,
+    bsp,
+    diloco,
+    elastic,
+    gossip,
+    hogwild,
+    local,
+    softsync,
+    ssp,
+)
 from shoal.strategy.term import REGISTRY, Term
 from shoal.strategy.via import ViaTerm, allreduce, ps, shared
 
 __all__ = [
-    "REGISTRY", "AxisTerm", "CompressTerm", "ModifierTerm", "SyncTerm", "Term", "ViaTerm",
-    "accumulate", "allreduce", "amp", "asp", "bmuf", "bsp", "cp", "dgc", "diloco", "dp", "elastic", "ensemble", "ep", "fp16",
-    "gossip", "gtopk", "hitopk", "hogwild", "int8", "local", "mstopk", "none", "offload", "onebit", "powersgd", "pp", "ps",
-    "qsgd", "randomk", "recompute", "shared", "sign", "sketch", "softsync", "spatial", "ssp", "ternary", "threshold", "topk",
-    "tp",
+    "REGISTRY", "AxisTerm", "CompressTerm", "ModifierTerm", "SyncTerm", "Term", "ViaTerm", "accumulate",
+    "allreduce", "amp", "asp", "bmuf", "bsp", "cp", "dgc", "diloco", "dp", "elastic", "ensemble", "ep",
+    "fp16", "gossip", "gtopk", "hitopk", "hogwild", "int8", "local", "mstopk", "none", "offload", "onebit",
+    "powersgd", "pp", "ps", "qsgd", "randomk", "recompute", "shared", "sign", "sketch", "softsync",
+    "spatial", "ssp", "ternary", "threshold", "topk", "tp",
 ]  # fmt: skip

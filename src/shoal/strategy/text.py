@@ -1,7 +1,8 @@
-"""From text to strategy. The text is read as a Python syntax tree and walked against the closed list of terms; nothing is evaluated.
+"""From text to strategy. The text is read as a Python syntax tree and walked against the closed list of
+terms; nothing is evaluated.
 
-Whatever is wrong, and however strange the text, the answer is a StrategyError that shows the text with a caret under the place,
-says what was expected, and names the nearest thing that would have been right.
+Whatever is wrong, and however strange the text, the answer is a StrategyError that shows the text with a
+caret under the place, says what was expected, and names the nearest thing that would have been right.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class _Reader:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        # One line, with every character where it was: positions in it are positions in the text. A strategy may be written over
+        # One line, with every character where it was: positions in it are positions in the text. A strategy
+        # may be written over
         # several lines, and Python would otherwise want those in parentheses.
         self.line = "".join(" " if character.isspace() else character for character in text)
         self.start = len(self.line) - len(self.line.lstrip())
@@ -115,17 +117,22 @@ class _Reader:
     def _tree(self, ast: Any) -> ast.expr:
         """The syntax tree of the text, or a StrategyError for anything Python itself cannot read."""
         if not self.code:
-            raise self.error(f'the strategy is empty; expected an expression such as {EXAMPLE}, or "{SERIAL}"')
+            raise self.error(
+                f'the strategy is empty; expected an expression such as {EXAMPLE}, or "{SERIAL}"'
+            )
         if len(self.text) > LONGEST_TEXT:
             raise StrategyError(
                 f"the strategy has {len(self.text):,} characters; at most {LONGEST_TEXT:,} are read",
                 text=self.text[:72].strip() or EXAMPLE, column=0,
             )  # fmt: skip
         for column, character in enumerate(self.line):
-            # A comment would swallow the rest, a backslash would draw warnings from Python, the others cannot be shown.
+            # A comment would swallow the rest, a backslash would draw warnings from Python, the others cannot
+            # be shown.
             if character in "#\\" or not (character.isprintable() or character.isspace()):
                 raise StrategyError(
-                    f"the character {ascii(character)} has no place in a strategy", text=self.text, column=column
+                    f"the character {character!a} has no place in a strategy",
+                    text=self.text,
+                    column=column,
                 )
         try:
             tree: ast.Expression = ast.parse(self.code, mode="eval")
@@ -140,7 +147,11 @@ class _Reader:
         message = (error.msg or "invalid syntax").removeprefix("invalid syntax. ")
         opened, closed = self.code.count("("), self.code.count(")")
         if opened > closed:
-            message = f"{opened - closed} closing parenthesis missing" if opened - closed == 1 else "parentheses stay open"
+            message = (
+                f"{opened - closed} closing parenthesis missing"
+                if opened - closed == 1
+                else "parentheses stay open"
+            )
         elif "comma" in message or message == "invalid syntax":
             message = f"cannot read this; terms are joined by *, as in {EXAMPLE}"
         elif "limit" in message:
@@ -179,7 +190,11 @@ class _Reader:
         found = REGISTRY.get(node.id)
         if found is None:
             near = nearest_name(node.id, [*REGISTRY, SERIAL])
-            known = "" if near else f"; the axes are {', '.join(n for n, t in REGISTRY.items() if t.family == 'axis')}"
+            known = (
+                ""
+                if near
+                else f"; the axes are {', '.join(n for n, t in REGISTRY.items() if t.family == 'axis')}"
+            )
             raise self.error(f"there is no term {node.id}{known}", node, suggestion=near)
         return found
 
@@ -219,11 +234,15 @@ class _Reader:
             raise self.error(error.message, place or node, suggestion=error.suggestion) from None
 
     def _value(self, ast: Any, node: ast.expr) -> Any:
-        """The value of an argument: a constant, a negative number (so that its range can be named), or a term."""
+        """The value of an argument: a constant, a negative number (so that its range can be named), or a
+        term.
+        """
         if isinstance(node, ast.Constant):
             if isinstance(node.value, (bool, int, float, str)):
                 return node.value
-            raise self.error(f"{node.value!r:.40} is no value for an argument; expected a number, a word or a term", node)
+            raise self.error(
+                f"{node.value!r:.40} is no value for an argument; expected a number, a word or a term", node
+            )
         if (
             isinstance(node, ast.UnaryOp)
             and isinstance(node.op, (ast.USub, ast.UAdd))
@@ -237,15 +256,27 @@ class _Reader:
         if isinstance(node, ast.Name):
             if node.id in REGISTRY:
                 return self._nested(self._build(ast, REGISTRY[node.id], node, [], []), node)
-            if any(node.id in getattr(argument, "choices", ()) for term in REGISTRY.values() for argument in term.arguments.values()):
-                raise self.error(f"{node.id} is a word here, and words stand in quotes", node, suggestion=f'"{node.id}"')
-            near = nearest_name(node.id, [name for name, term in REGISTRY.items() if term.family not in ("axis", "modifier")])
+            if any(
+                node.id in getattr(argument, "choices", ())
+                for term in REGISTRY.values()
+                for argument in term.arguments.values()
+            ):
+                raise self.error(
+                    f"{node.id} is a word here, and words stand in quotes", node, suggestion=f'"{node.id}"'
+                )
+            near = nearest_name(
+                node.id, [name for name, term in REGISTRY.items() if term.family not in ("axis", "modifier")]
+            )
             raise self.error(f"there is no term {node.id}", node, suggestion=near)
-        raise self.error("this is no value for an argument; expected a number, a word in quotes or a term", node)
+        raise self.error(
+            "this is no value for an argument; expected a number, a word in quotes or a term", node
+        )
 
     def _nested(self, term: Term, node: ast.expr) -> Term:
         if term.family in ("axis", "modifier"):
-            raise self.error(f"{type(term).__name__} is {FAMILIES[term.family].format(name=type(term).__name__)}", node)
+            raise self.error(
+                f"{type(term).__name__} is {FAMILIES[term.family].format(name=type(term).__name__)}", node
+            )
         return term
 
 

@@ -1,4 +1,6 @@
-"""The paths on which the replicas of one level of data parallelism exchange: a collective, a server, or memory they share."""
+"""The paths on which the replicas of one level of data parallelism exchange: a collective, a server, or
+memory they share.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ class allreduce(ViaTerm):
 
 
 class ps(ViaTerm):
-    """Parameter servers: the model in `shards` parts, on ranks of their own or on the workers' (`colocated`)."""
+    """Parameter servers: the model in `shards` parts, on ranks of their own or `colocated` with workers."""
 
     shards: int = whole(1, LARGEST_SIZE)
     colocated: bool = flag(default=False, kw_only=True)
@@ -55,7 +57,10 @@ class ps(ViaTerm):
     def words(self) -> str:
         if self.colocated:
             return f"through {counted(self.shards, 'server shard')} that live on the workers themselves"
-        return f"through {counted(self.shards, 'parameter server')} on ranks of {'its' if self.shards == 1 else 'their'} own"
+        return (
+            f"through {counted(self.shards, 'parameter server')} on ranks of "
+            f"{'its' if self.shards == 1 else 'their'} own"
+        )
 
     def pattern(self) -> str:
         if self.colocated:

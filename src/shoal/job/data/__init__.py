@@ -1,1 +1,3 @@
-"""Where samples come from: tensors in memory, any torch dataset, text, images. Each is a pure function from indices to a batch."""
+"""Where samples come from: tensors in memory, any torch dataset, text, images. Each is a pure function from
+indices to a batch.
+"""

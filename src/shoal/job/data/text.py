@@ -1,6 +1,7 @@
-"""Real text without a download: the sources of Python's own standard library, byte by byte.
-Only its top-level modules are read (some 4 to 5 MB, in a fraction of a second): no tests, no installed packages, no tables that a build generated.
-A module belongs to validation as a whole, by a hash of its name, so that no file is on both sides.
+"""Real text without a download: the sources of Python's own standard library, byte by byte. Only its
+top-level modules are read (some 4 to 5 MB, in a fraction of a second): no tests, no installed packages, no
+tables that a build generated. A module belongs to validation as a whole, by a hash of its name, so that no
+file is on both sides.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ Split = Literal["train", "validation"]
 class TextData:
     """Windows of `sequence` bytes, end to end: x is a window, y the same window one byte on.
 
-    `num_samples` keeps that many windows, spread evenly over the text. `ignore_fraction` marks about that part of the targets as not counted
-    (-100), differently in every window, as padding or masking would: so windows carry unequal numbers of tokens.
+    `num_samples` keeps that many windows, spread evenly over the text. `ignore_fraction` marks about that
+    part of the targets as not counted (-100), differently in every window, as padding or masking would: so
+    windows carry unequal numbers of tokens.
     """
 
     def __init__(
@@ -70,14 +72,26 @@ class TextData:
 
 
 class LabelledTextData:
-    """Windows of text to be told apart by the module they come from: y is the module's number, modulo `num_labels`.
+    """Windows of text to be told apart by the module they come from: y is the module's number, modulo
+    `num_labels`.
 
-    Every tenth window of a module is kept for validation: the question is where an unseen piece of a known module belongs.
+    Every tenth window of a module is kept for validation: the question is where an unseen piece of a known
+    module belongs.
     """
 
-    def __init__(self, split: Split, *, sequence: int, num_labels: int, vocab: int = 256, num_samples: int | None = None) -> None:
+    def __init__(
+        self,
+        split: Split,
+        *,
+        sequence: int,
+        num_labels: int,
+        vocab: int = 256,
+        num_samples: int | None = None,
+    ) -> None:
         if min(sequence, num_labels, vocab) < 1:
-            raise JobError(f"sequence {sequence}, num_labels {num_labels} and vocab {vocab} must each be at least 1")
+            raise JobError(
+                f"sequence {sequence}, num_labels {num_labels} and vocab {vocab} must each be at least 1"
+            )
         starts, labels, begin = [], [], 0
         for number, (_, source) in enumerate(read_modules()):
             windows = np.arange(len(source) // sequence, dtype=np.int64)
@@ -105,7 +119,9 @@ class LabelledTextData:
 
 
 def _chance(places: np.ndarray) -> np.ndarray:
-    """A number in [0, 1) for each place, which looks random but depends on the place alone (the finaliser of splitmix64)."""
+    """A number in [0, 1) for each place, which looks random but depends on the place alone (the finaliser of
+    splitmix64).
+    """
     z = places.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -115,12 +131,15 @@ def _chance(places: np.ndarray) -> np.ndarray:
 @functools.cache
 def standard_library(split: Split) -> np.ndarray:
     """The bytes of one side of the split, modules in the order of their names."""
-    modules = [(name, text) for name, text in read_modules() if is_validation(name) == (split == "validation")]
+    modules = [
+        (name, text) for name, text in read_modules() if is_validation(name) == (split == "validation")
+    ]
     joined = np.frombuffer(b"\n".join(text for _, text in modules)[:LARGEST_BYTES], dtype=np.uint8)
     if len(joined) < 100_000:
         raise JobError(
-            f"only {len(joined)} bytes of Python sources for {split} were found in {sysconfig.get_path('stdlib')}: this Python seems to be "
-            "installed without its sources. Use a full installation, or a job file with text of your own (TextData)."
+            f"only {len(joined)} bytes of Python sources for {split} were found in "
+            f"{sysconfig.get_path('stdlib')}: this Python seems to be installed without its sources. "
+            "Use a full installation, or a job file with text of your own (TextData)."
         )
     return joined
 
@@ -129,11 +148,13 @@ def standard_library(split: Split) -> np.ndarray:
 def read_modules() -> tuple[tuple[str, bytes], ...]:
     """(name, source) of each top-level module of the standard library, sorted by name."""
     folder = Path(sysconfig.get_path("stdlib"))
-    # The build writes its own paths and flags into _sysconfigdata*: that file is of a machine, not of the language.
+    # The build writes its paths and flags into _sysconfigdata*: text of a machine, not of the language.
     paths = sorted(path for path in folder.glob("*.py") if not path.name.startswith("_sysconfigdata"))
     return tuple((path.name, path.read_bytes().replace(b"\r\n", b"\n")) for path in paths)
 
 
 def is_validation(name: str) -> bool:
-    """Whether a module is kept for validation; by its name alone, so that it stays there in the next version of Python."""
+    """Whether a module is kept for validation; by its name alone, so that it stays there in the next version
+    of Python.
+    """
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") < VALIDATION_SHARE * 2.0**64

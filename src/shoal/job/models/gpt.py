@@ -1,6 +1,6 @@
-"""A GPT: pre-norm transformer decoder with learned positions.
-Written for one device. The number of heads is read off the projections' width (`unflatten(-1, (-1, head_dim))`), so a projection that holds
-only some of the heads still computes them right.
+"""A GPT: pre-norm transformer decoder with learned positions. Written for one device. The number of heads is
+read off the projections' width (`unflatten(-1, (-1, head_dim))`), so a projection that holds only some of
+the heads still computes them right.
 
 Shapes: B samples, L positions, D hidden, H heads, V vocabulary.
 """
@@ -25,7 +25,9 @@ class GPTConfig:
     tied: bool = False
     """Whether the head is the transposed embedding."""
     attention_bias: bool = False
-    """Biases on query, key and value. GPT-2 has them; that of the key has no effect on the output, and so no gradient."""
+    """Biases on query, key and value. GPT-2 has them; that of the key has no effect on the output, and so no
+    gradient.
+    """
 
     def __post_init__(self) -> None:
         if self.hidden % self.heads:
@@ -91,18 +93,22 @@ class GPT(nn.Module):
     def forward(self, tokens_BL: Tensor) -> Tensor:
         length = tokens_BL.size(1)
         if length > self.config.sequence:
-            raise ValueError(f"the input has {length} positions, but this GPT was built for at most {self.config.sequence}")
+            raise ValueError(
+                f"the input has {length} positions, but this GPT was built for at most {self.config.sequence}"
+            )
         x_BLD = self.tokens(tokens_BL) + self.positions(torch.arange(length, device=tokens_BL.device))
         for block in self.blocks:
             x_BLD = block(x_BLD)
         return self.head(self.norm(x_BLD))
 
     def _initialise(self) -> None:
-        """Normal of 0.02, less for what is added to the residual stream (Radford et al. 2019, section 2.3)."""
+        """Normal of 0.02, less for what is added to the residual stream (Radford et al. 2019)."""
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
                 residual = name.endswith((".out", ".down"))
-                nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * self.config.layers) if residual else 0.02)
+                nn.init.normal_(
+                    module.weight, std=0.02 / math.sqrt(2 * self.config.layers) if residual else 0.02
+                )
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
             elif isinstance(module, nn.Embedding):

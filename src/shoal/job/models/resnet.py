@@ -1,5 +1,6 @@
 """A ResNet with batch norm (He et al. 2015): basic blocks for small images, bottlenecks for the real shape.
-The stem is either one 3x3 convolution, for images of a few dozen pixels, or the 7x7 with pooling of the original.
+The stem is either one 3x3 convolution, for images of a few dozen pixels, or the 7x7 with pooling of the
+original.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 
 def _conv_norm(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Sequential:
     return nn.Sequential(
-        nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=False), nn.BatchNorm2d(outputs)
+        nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=False),
+        nn.BatchNorm2d(outputs),
     )
 
 
@@ -32,8 +34,10 @@ def _block(inputs: int, width: int, stride: int, bottleneck: bool) -> Residual:
     outputs = 4 * width if bottleneck else width
     if bottleneck:
         body = nn.Sequential(
-            _conv_norm(inputs, width, 1), nn.ReLU(),
-            _conv_norm(width, width, 3, stride), nn.ReLU(),
+            _conv_norm(inputs, width, 1),
+            nn.ReLU(),
+            _conv_norm(width, width, 3, stride),
+            nn.ReLU(),
             _conv_norm(width, outputs, 1),
         )
     else:
@@ -55,12 +59,19 @@ class ResNet(nn.Module):
         bottleneck: bool = False,
         large_stem: bool = False,
     ) -> None:
-        """`blocks` and `widths` give each stage's number of blocks and channels; every stage but the first halves the image."""
+        """`blocks` and `widths` give each stage's number of blocks and channels; every stage but the first
+        halves the image.
+        """
         super().__init__()
         if len(blocks) != len(widths) or not blocks:
-            raise ValueError(f"blocks {list(blocks)} and widths {list(widths)} must name the same stages, at least one")
+            raise ValueError(
+                f"blocks {list(blocks)} and widths {list(widths)} must name the same stages, at least one"
+            )
         features = widths[0]
-        stem: list[nn.Module] = [_conv_norm(channels, features, 7, 2) if large_stem else _conv_norm(channels, features, 3), nn.ReLU()]
+        stem: list[nn.Module] = [
+            _conv_norm(channels, features, 7, 2) if large_stem else _conv_norm(channels, features, 3),
+            nn.ReLU(),
+        ]
         if large_stem:
             stem.append(nn.MaxPool2d(3, stride=2, padding=1))
         self.stem = nn.Sequential(*stem)

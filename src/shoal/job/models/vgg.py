@@ -1,6 +1,6 @@
-"""A VGG: stages of 3x3 convolutions, each stage closed by a pooling that halves the image, and fully connected layers on top.
-With batch norm the convolutions carry no bias, since the norm would cancel it. With `batch_norm=False` it is the network of Simonyan &
-Zisserman 2014, to the parameter.
+"""A VGG: stages of 3x3 convolutions, each stage closed by a pooling that halves the image, and fully
+connected layers on top. With batch norm the convolutions carry no bias, since the norm would cancel it.
+With `batch_norm=False` it is the network of Simonyan & Zisserman 2014, to the parameter.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ class VGG(nn.Module):
         super().__init__()
         final = image >> len(stages)
         if final < 1:
-            raise ValueError(f"{len(stages)} stages halve an image of {image} pixels to nothing; use fewer stages")
+            raise ValueError(
+                f"{len(stages)} stages halve an image of {image} pixels to nothing; use fewer stages"
+            )
         layers: list[nn.Module] = []
         for num_convolutions, width in stages:
             for _ in range(num_convolutions):

@@ -1,5 +1,5 @@
-"""The task `language`: a byte-level GPT learns the sources of Python's standard library.
-AdamW with decay on matrices only, warm-up and cosine, clipping: the settings of the field, at a size that fits the machine.
+"""The task `language`: a byte-level GPT learns the sources of Python's standard library. AdamW with decay on
+matrices only, warm-up and cosine, clipping: the settings of the field, at a size that fits the machine.
 """
 
 from __future__ import annotations
@@ -35,29 +35,53 @@ class Settings:
 SIZES = {
     "tiny": Settings(
         model=GPTConfig(layers=2, heads=4, hidden=32, sequence=32),
-        global_batch=24, steps=300, warmup=30, learning_rate=1e-2, evaluate_every=100, validation_samples=96, target_loss=None,
+        global_batch=24,
+        steps=300,
+        warmup=30,
+        learning_rate=1e-2,
+        evaluate_every=100,
+        validation_samples=96,
+        target_loss=None,
     ),
     "small": Settings(
         model=GPTConfig(layers=4, heads=8, hidden=256, sequence=128),
-        global_batch=24, steps=400, warmup=40, learning_rate=1e-3, evaluate_every=50, validation_samples=96, target_loss=2.0,
+        global_batch=24,
+        steps=160,
+        warmup=16,
+        learning_rate=2e-3,
+        evaluate_every=20,
+        validation_samples=96,
+        target_loss=2.3,
     ),
-    # Batch and warm-up as in GPT-2's reproductions; the vocabulary keeps its real size although bytes use only its first 256 rows.
+    # The vocabulary keeps its real size, although bytes use only its first 256 rows.
     "gpt2-medium": Settings(
-        model=GPTConfig(vocab=50257, layers=24, heads=16, hidden=1024, sequence=1024, tied=True, attention_bias=True),
-        global_batch=512, steps=100_000, warmup=2000, learning_rate=3e-4, evaluate_every=1000, validation_samples=512, target_loss=None,
+        model=GPTConfig(
+            vocab=50257, layers=24, heads=16, hidden=1024, sequence=1024, tied=True, attention_bias=True
+        ),
+        global_batch=512,
+        steps=100_000,
+        warmup=2000,
+        learning_rate=3e-4,
+        evaluate_every=1000,
+        validation_samples=512,
+        target_loss=None,
     ),
 }
 
 
 def language(size: str = "tiny", *, ignore_fraction: float = 0.0, **changes: Any) -> Job:
-    """The job at one size. `ignore_fraction` leaves that part of the training targets uncounted, unevenly; `changes` replace fields of the Job."""
+    """The job at one size. `ignore_fraction` leaves that part of the training targets uncounted, unevenly;
+    `changes` replace fields of the Job.
+    """
     settings = SIZES[size]
     sequence = settings.model.sequence
     job = Job(
         name=f"language:gpt:{size}",
         model=partial(GPT, settings.model),
         train=TextData(standard_library("train"), sequence=sequence, ignore_fraction=ignore_fraction),
-        validation=TextData(standard_library("validation"), sequence=sequence, num_samples=settings.validation_samples),
+        validation=TextData(
+            standard_library("validation"), sequence=sequence, num_samples=settings.validation_samples
+        ),
         loss=cross_entropy,
         optimizer=partial(torch.optim.AdamW, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.1),
         options=DecayMatrices(weight_decay=0.1),
@@ -68,6 +92,8 @@ def language(size: str = "tiny", *, ignore_fraction: float = 0.0, **changes: Any
         metrics=language_metrics,
         derived={"perplexity": perplexity},
         evaluate_every=settings.evaluate_every,
-        target=Target(metric="loss", value=settings.target_loss) if settings.target_loss is not None else None,
+        target=Target(metric="loss", value=settings.target_loss)
+        if settings.target_loss is not None
+        else None,
     )
     return replace(job, **changes) if changes else job

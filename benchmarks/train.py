@@ -1,0 +1,153 @@
+"""Steps per second of Shoal's data parallelism beside hand-written PyTorch and beside the limit.
+
+Every contestant trains the same job on the same two ranks, a few steps in turn, round after round, so that whatever
+the machine does meets all of them. The limit is the same ranks with the same work and no communication at all.
+
+    python benchmarks/train.py [--job language:small] [--rounds 12] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from _report import add_ratio, arguments, report
+
+PEERS = {
+    "dp(2)": "DDP",
+    "dp(2, zero=1)": "DDP + ZeroRedundancyOptimizer",
+    "dp(2, zero=2)": "fully_shard, kept after forward",
+    "dp(2, zero=3)": "fully_shard",
+}
+LIMIT = "no communication"
+
+
+def contest(settings: dict[str, Any], channel: Any) -> dict[str, list[float]]:
+    """On every rank: seconds per step of every contestant, a list over rounds (the slower rank counts)."""
+    import torch
+    import torch.distributed as dist
+
+    from shoal.train.join import join, leave
+
+    me = join()
+    plain = dist.new_group(backend="gloo")
+    contestants = _contestants(settings, me, plain)
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for name, step in contestants.items():
+        for _ in range(3):
+            step()
+        if me.rank == 0:
+            channel.say({"event": "warm", "name": name})
+    names = list(contestants)
+    for turn in range(settings["rounds"]):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            dist.barrier(group=plain)
+            start = time.perf_counter()
+            for _ in range(settings["steps"]):
+                contestants[name]()
+            mine = torch.tensor([(time.perf_counter() - start) / settings["steps"]])
+            dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=plain)
+            times[name].append(float(mine))
+        if me.rank == 0:
+            channel.say({"event": "round", "round": turn + 1})
+    leave()
+    return times
+
+
+def _contestants(settings: dict[str, Any], me: Any, plain: Any) -> dict[str, Any]:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.nn.parallel import DistributedDataParallel
+
+    from shoal.job import load_job, share
+    from shoal.parallel.units import blocks
+    from shoal.strategy import parse
+    from shoal.train.setup import prepare
+    from shoal.train.step import build_model
+
+    job = load_job(settings["job"])
+    order = job.order()
+
+    def plain_step(model: Any, optimizer: Any, clip_of: Any) -> Any:
+        """Hand-written: the mean loss of the rank's share, backward, clip, step."""
+        state = {"counter": 0}
+
+        def step() -> None:
+            indices = order.indices(state["counter"])
+            batch = job.train.batch(share(indices, rank=me.rank, ranks=me.world))
+            loss, count = job.loss(job.run_model(model, batch), batch)
+            optimizer.zero_grad(set_to_none=True)
+            (loss / count).backward()
+            if job.clip is not None:
+                torch.nn.utils.clip_grad_norm_(clip_of(), job.clip)
+            optimizer.step()
+            state["counter"] = order.next(state["counter"])
+
+        return step
+
+    def groups(model: Any) -> list[dict[str, Any]]:
+        from shoal.job import param_groups
+
+        return param_groups(model, job.options)
+
+    found: dict[str, Any] = {}
+    alone = build_model(job)
+    found[LIMIT] = plain_step(alone, job.optimizer(groups(alone)), alone.parameters)
+    ddp = DistributedDataParallel(build_model(job), process_group=plain)
+    found["DDP"] = plain_step(ddp, job.optimizer(groups(ddp)), ddp.parameters)
+    ddp1 = DistributedDataParallel(build_model(job), process_group=plain)
+    zero1 = ZeroRedundancyOptimizer(ddp1.parameters(), torch.optim.AdamW, process_group=plain, lr=1e-4)
+    found["DDP + ZeroRedundancyOptimizer"] = plain_step(ddp1, zero1, ddp1.parameters)
+    mesh = DeviceMesh.from_group(plain, "cpu")
+    for name, reshard in (("fully_shard", True), ("fully_shard, kept after forward", False)):
+        model = build_model(job)
+        for _, block in blocks(model):
+            fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+        found[name] = plain_step(model, job.optimizer(groups(model)), model.parameters)
+    for text in PEERS:
+        runner = prepare(job, parse(text), rank=me.rank, backend=me.backend).runner
+
+        def step(runner: Any = runner, state: dict[str, int] = {"n": 0, "counter": 0}) -> None:  # noqa: B006
+            runner.step(state["n"] % job.steps, state["counter"])
+            state["counter"] = order.next(state["counter"])
+
+        found[text] = step
+    return found
+
+
+def main() -> None:
+    def extend(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--job", default="language:small")
+        parser.add_argument("--rounds", type=int, default=12)
+        parser.add_argument("--steps", type=int, default=2, help="steps of each contestant in a round")
+
+    asked = arguments(__doc__ or "", extend)
+    from shoal.train.launch import run_ranks
+
+    settings = {"job": asked.job, "rounds": asked.rounds, "steps": asked.steps}
+
+    def told(rank: int, message: dict[str, Any]) -> None:
+        print(f"\r{message}"[:78].ljust(78), end="", file=sys.stderr, flush=True)
+
+    times = run_ranks("train:contest", settings, ranks=2, on_message=told)[0]
+    print(file=sys.stderr)
+    rows = []
+    for name in [LIMIT, *dict.fromkeys(PEERS.values()), *PEERS]:
+        row: dict[str, Any] = {"name": name, "step_ms": round(1000 * sorted(times[name])[len(times[name]) // 2], 1)}
+        add_ratio(row, "of_limit", times[name], times[LIMIT])
+        if name in PEERS:
+            row["peer"] = PEERS[name]
+            add_ratio(row, "of_peer", times[name], times[PEERS[name]])
+        rows.append(row)
+    report(rows, title=f"{asked.job}, two ranks, {asked.rounds} rounds", as_json=asked.json)
+
+
+if __name__ == "__main__":
+    main()

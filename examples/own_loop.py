@@ -1,0 +1,25 @@
+"""A training loop of one's own, made parallel by three lines (marked 1, 2, 3).
+
+    shoal launch examples/own_loop.py --ranks 2        or        torchrun --nproc-per-node 2 examples/own_loop.py
+"""
+
+import torch
+from torch import nn
+
+import shoal
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 3))
+engine = shoal.engine(model, "dp(2, zero=1)", optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-2))  # 1
+
+inputs = torch.randn(512, 20, generator=torch.Generator().manual_seed(1))
+labels = inputs[:, :3].argmax(1)
+for epoch in range(20):
+    for start in range(0, len(inputs), 64):
+        mine = engine.share(64)
+        x, y = inputs[start : start + 64][mine], labels[start : start + 64][mine]
+        loss_sum = nn.functional.cross_entropy(model(x), y, reduction="sum")
+        engine.backward(loss_sum, len(x))  # 2, where loss.backward() stood
+        result = engine.step()  # 3, where optimizer.step() stood
+    if engine.replicas.everyone.index == 0 and epoch % 5 == 4:
+        print(f"epoch {epoch + 1}: loss {result.loss:.4f}", flush=True)

@@ -1,0 +1,143 @@
+"""The command line: one subcommand a verb. Nothing heavy is imported until a verb needs it, so help answers at once."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Optional
+
+import typer
+
+app = typer.Typer(
+    name="shoal",
+    help="Train one neural network on many machines by any technique of distributed deep learning.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    rich_markup_mode=None,
+)
+
+JOB = typer.Argument(
+    metavar="JOB", help="A Python file that defines `job`, or a built-in task: language, image (also language:small, image:resnet)."
+)
+STRATEGY = typer.Option("--strategy", "-s", help="How to train, for example 'dp(2, zero=3)'.")
+SIZE = typer.Option("--size", help="Size of a built-in task: tiny, small, or a real shape.")
+JSON = typer.Option("--json", help="One JSON object on standard output.")
+
+
+@app.command()
+def explain(
+    strategy: Annotated[str, typer.Argument(help="A strategy, for example 'dp(8, zero=1) * tp(2)'.")],
+    as_json: Annotated[bool, JSON] = False,
+    ranks: Annotated[Optional[int], typer.Option(help="Check it against this many ranks.")] = None,
+) -> None:
+    """Say what a strategy is: its terms in words, mesh, contract, place in the taxonomy, and who trains this way."""
+    from shoal.cli.explain import explain_strategy
+
+    explain_strategy(strategy, as_json=as_json, world=ranks)
+
+
+@app.command()
+def taxonomy(
+    as_json: Annotated[bool, JSON] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="As Markdown tables.")] = False,
+) -> None:
+    """List the techniques, and the field's known systems, each written as a strategy and placed by its terms."""
+    from shoal.cli.taxonomy import print_taxonomy
+
+    print_taxonomy("json" if as_json else "markdown" if markdown else "table")
+
+
+@app.command()
+def train(
+    job: Annotated[str, JOB],
+    strategy: Annotated[str, STRATEGY] = "serial",
+    size: Annotated[Optional[str], SIZE] = None,
+    ranks: Annotated[Optional[int], typer.Option(help="Ranks there must be; the strategy says how many it needs.")] = None,
+    steps: Annotated[Optional[int], typer.Option(help="Steps, instead of the job's own number.")] = None,
+    batch: Annotated[Optional[int], typer.Option(help="Global batch, instead of the job's own.")] = None,
+    seed: Annotated[Optional[int], typer.Option(help="Seed, instead of the job's own.")] = None,
+    folder: Annotated[Optional[str], typer.Option(help="Where the run is recorded (default: a new folder in runs/).")] = None,
+    resume: Annotated[Optional[str], typer.Option(help="A run's folder or a checkpoint to go on from, under any legal strategy.")] = None,
+    checkpoint_every: Annotated[Optional[int], typer.Option(help="Steps between checkpoints; 0 writes none.")] = None,
+    trace: Annotated[bool, typer.Option("--trace", help="Write a Chrome/Perfetto trace of some steps.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Go on to the last step, also when the target is reached before.")] = False,
+    hang_after: Annotated[float, typer.Option(help="Seconds without progress after which a late rank is named.")] = 300.0,
+    backend: Annotated[Optional[str], typer.Option(help="gloo or nccl (default: what the device needs).")] = None,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Train a job under a strategy: live progress, a run folder, checkpoints."""
+    from shoal.cli.train import train_command
+
+    sys.exit(
+        train_command(
+            job, strategy, size=size, ranks=ranks, steps=steps, batch=batch, seed=seed, folder=folder, resume=resume,
+            checkpoint_every=checkpoint_every, trace=trace, full=full, hang_after=hang_after, backend=backend, as_json=as_json,
+        )
+    )  # fmt: skip
+
+
+@app.command()
+def verify(
+    job: Annotated[str, JOB],
+    strategy: Annotated[str, STRATEGY],
+    steps: Annotated[int, typer.Option(help="Optimiser steps to compare.")] = 10,
+    size: Annotated[Optional[str], SIZE] = None,
+    batch: Annotated[Optional[int], typer.Option(help="Global batch, instead of the job's own.")] = None,
+    seed: Annotated[Optional[int], typer.Option(help="Seed, instead of the job's own.")] = None,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Prove that a strategy trains the same model as one process does, or say how far it is from it."""
+    from shoal.cli.verify import verify_command
+
+    sys.exit(verify_command(job, strategy, steps=steps, size=size, batch=batch, seed=seed, as_json=as_json))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def launch(
+    context: typer.Context,
+    script: Annotated[str, typer.Argument(help="A Python script with a training loop of its own.")],
+    ranks: Annotated[int, typer.Option(help="Processes to start on this machine.")] = 2,
+    port: Annotated[Optional[int], typer.Option(help="Port of the rendezvous on loopback (default: a free one).")] = None,
+) -> None:
+    """Start a script of your own on several local ranks. Arguments after the script's name are the script's."""
+    from shoal.train.launch import launch_script
+
+    sys.exit(launch_script(script, context.args, ranks=ranks, port=port))
+
+
+@app.command()
+def demo() -> None:
+    """All of it in about two minutes: explain, verify, train and compare on both built-in tasks."""
+    from shoal.cli.demo import run_demo
+
+    sys.exit(run_demo())
+
+
+def run() -> None:
+    """The `shoal` command. Errors that a user can mend are shown as sentences, not as tracebacks."""
+    try:
+        app(standalone_mode=False)
+    except typer.Exit as done:
+        sys.exit(done.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        print("stopped", file=sys.stderr)
+        sys.exit(130)
+    except Exception as error:
+        shown = getattr(error, "format_message", None)
+        if shown is not None:
+            print(f"shoal: {shown()}", file=sys.stderr)
+            sys.exit(2)
+        if isinstance(error, (ValueError, FileNotFoundError)):
+            print(f"shoal: {error}", file=sys.stderr)
+            sys.exit(2)
+        if type(error).__module__ == "shoal.train.failure":
+            # One rank's failure ends all; its own traceback is the one that helps.
+            if not error.for_user and error.traceback_text:  # type: ignore[attr-defined]
+                print(error.traceback_text, file=sys.stderr)  # type: ignore[attr-defined]
+            print(f"shoal: {error}", file=sys.stderr)
+            sys.exit(1)
+        raise
+
+
+if __name__ == "__main__":
+    run()

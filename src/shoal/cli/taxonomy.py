@@ -1,0 +1,96 @@
+"""`shoal taxonomy`: the techniques, and the field's systems placed by their terms, as a table, as JSON or as
+Markdown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any, Literal
+
+from shoal.strategy import SYSTEMS, contract, place, techniques
+
+Format = Literal["table", "json", "markdown"]
+
+TECHNIQUE_COLUMNS = {
+    "name": "term",
+    "family": "family",
+    "title": "technique",
+    "example": "example",
+    "contract": "contract",
+    "where": "made for",
+}
+SYSTEM_COLUMNS = {
+    "name": "system",
+    "year": "year",
+    "strategy": "as a strategy",
+    "parallelism": "parallelism",
+    "optimisation": "optimisation",
+    "scheduling": "scheduling",
+    "communication": "communication",
+    "spectrum": "spectrum",
+    "comparison": "compared as",
+    "contract": "contract",
+}
+
+
+def taxonomy() -> dict[str, list[dict[str, Any]]]:
+    """Both tables as plain values."""
+    systems = []
+    for system in SYSTEMS:
+        placement = place(system.strategy)
+        systems.append(
+            {
+                "name": system.name,
+                "year": system.year,
+                "source": system.source,
+                "strategy": str(system.strategy),
+                "note": system.note,
+                **placement.as_dict(),
+                "contract": str(contract(system.strategy)),
+            }
+        )
+    return {"techniques": [asdict(technique) for technique in techniques()], "systems": systems}
+
+
+def print_taxonomy(format: Format = "table") -> None:
+    """Print both tables in the format asked for."""
+    tables = taxonomy()
+    if format == "json":
+        import json
+
+        print(json.dumps(tables, indent=2, ensure_ascii=False))
+    elif format == "markdown":
+        print(_markdown("Techniques", TECHNIQUE_COLUMNS, tables["techniques"]))
+        print(_markdown("Systems", SYSTEM_COLUMNS, tables["systems"]))
+    elif format == "table":
+        _print_table("Techniques", TECHNIQUE_COLUMNS, tables["techniques"])
+        _print_table("Systems", SYSTEM_COLUMNS, tables["systems"])
+    else:
+        raise ValueError(f'format is {format!r}; expected "table", "json" or "markdown"')
+
+
+def _markdown(title: str, columns: dict[str, str], rows: list[dict[str, Any]]) -> str:
+    def cell(value: object, code: bool) -> str:
+        text = str(value).replace("|", "\\|")
+        return f"`{text}`" if code else text
+
+    code = {"strategy", "example"}
+    lines = [f"## {title}", "", "| " + " | ".join(columns.values()) + " |", "|" + "---|" * len(columns)]
+    lines += ["| " + " | ".join(cell(row[key], key in code) for key in columns) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _print_table(title: str, columns: dict[str, str], rows: list[dict[str, Any]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(
+        title=f"{title} ({len(rows)})", box=box.SIMPLE_HEAD, title_justify="left", title_style="bold"
+    )
+    for name in columns.values():
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(str(row[key])) for key in columns))
+    Console(highlight=False).print(table)

@@ -1,0 +1,64 @@
+"""`shoal verify`: shows a certificate; exit status 0 if it holds, 1 if not."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+
+def verify_command(
+    job: str, text: str, *, steps: int, size: str | None, batch: int | None, seed: int | None, as_json: bool
+) -> int:
+    from rich.console import Console
+
+    from shoal.strategy import parse
+
+    strategy = parse(text)
+    if steps < 1:
+        raise ValueError(f"--steps is {steps}; a proof needs at least one step")
+    console = Console(stderr=True)
+    with console.status("importing torch") as status:
+        from shoal.train.verify import verify
+
+        certificate = verify(
+            job, strategy, steps=steps, size=size,
+            overrides={"global_batch": batch, "seed": seed},
+            progress=lambda doing: status.update(doing) if sys.stderr.isatty() else console.print(f"  {doing}", style="dim"),
+        )  # fmt: skip
+    if as_json:
+        print(json.dumps(certificate.to_json()))
+    else:
+        show(certificate)
+    return 0 if certificate.passed else 1
+
+
+def show(certificate: Any) -> None:
+    """The certificate for people."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    c = certificate
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="dim")
+    table.add_column()
+    verdict = Text("PASSED", style="bold green") if c.passed else Text("FAILED", style="bold red")
+    table.add_row("verdict", verdict)
+    table.add_row("job", c.job)
+    table.add_row("strategy", f"{c.strategy}  ({c.world} rank{'s' if c.world != 1 else ''}, {c.steps} steps)")
+    table.add_row("contract", c.contract)
+    table.add_row("largest difference", f"{c.max_rel_diff:.2e}  at {c.worst}  (tolerance {c.tolerance:.0e})")
+    table.add_row("ledger", "equals its prediction, to the byte" if c.ledger_matches else "differs from its prediction")
+    for line in c.ledger_differences[:6]:
+        table.add_row("", line)
+    if c.float32_drift is not None:
+        table.add_row("in float32", f"{c.float32_drift:.1e} apart (information: float32 cannot tell a bug from rounding)")
+    if c.zero_gradient:
+        names = ", ".join(c.zero_gradient[:3]) + (f" and {len(c.zero_gradient) - 3} more" if len(c.zero_gradient) > 3 else "")
+        table.add_row("zero gradient", f"{names}: elements whose true gradient is zero were compared absolutely")
+    if c.widened:
+        table.add_row("kept in float64", ", ".join(f"{name} ({times}x)" for name, times in c.widened.items()))
+    for note in c.notes:
+        table.add_row("note", note)
+    Console().print(table)

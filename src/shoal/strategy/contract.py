@@ -1,0 +1,118 @@
+"""What a strategy promises: the serial run itself, the serial run some updates late, or the same target by
+another way.
+
+The contract follows from the terms and from the workload. Each term says how it departs from the serial run;
+the weakest promise holds for the whole. `verify` later measures what is promised here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal.strategy.expression import Strategy, as_strategy
+from shoal.strategy.facts import ModelFacts
+from shoal.strategy.sync import SAME_TARGET
+from shoal.strategy.term import Kind, Promise, Term
+from shoal.strategy.terms import cp, dp, ep, local, pp, recompute, spatial, ssp, tp
+
+KINDS: tuple[Kind, ...] = ("exact", "bounded", "statistical")
+"""From the strongest promise to the weakest."""
+
+EXACT_BAND = "every parameter of the serial run, relative difference at most 1e-10 in float64"
+
+
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """How a run under a strategy relates to the serial run."""
+
+    kind: Kind
+    staleness: int | None
+    """Updates by which a gradient may be late: 0 if exact, None if without bound."""
+    band: str
+    """What is compared, and how near it must come."""
+    reasons: tuple[str, ...]
+    """Why it is not better; and for an exact contract, against which serial run it is exact."""
+
+    def __str__(self) -> str:
+        return f"bounded({self.staleness})" if self.kind == "bounded" else self.kind
+
+
+def contract(strategy: Strategy | Term, facts: ModelFacts | None = None) -> Contract:
+    """The contract of a strategy, on a workload if its facts are given."""
+    strategy = as_strategy(strategy)
+    facts = facts or ModelFacts()
+    promises = [promise for term in strategy.terms for promise in term.promises()]
+    promises += _workload_promises(strategy, facts)
+    kind: Kind = max((promise.kind for promise in promises), key=KINDS.index, default="exact")
+    reasons = tuple(promise.reason for promise in promises) + _notes(strategy, facts)
+    if kind == "statistical":
+        bands = dict.fromkeys(promise.band for promise in promises if promise.kind == kind)
+        return Contract(kind, None, "; ".join(bands), reasons)
+    if kind == "bounded":
+        # Delays on different axes happen one after the other, so their sum bounds the whole.
+        staleness = sum(promise.staleness for promise in promises)
+        return Contract(kind, staleness, f"every gradient at most {staleness} updates late", reasons)
+    return Contract(
+        kind,
+        0,
+        EXACT_BAND,
+        reasons or ("every term leaves the numbers as they are, up to the order of sums",),
+    )
+
+
+def _parts(strategy: Strategy, cls: type[dp | pp | tp | cp | ep | spatial]) -> int:
+    term = strategy.term(cls)
+    return term.n if term is not None else 1
+
+
+def _workload_promises(strategy: Strategy, facts: ModelFacts) -> list[Promise]:
+    """What the workload takes away from the terms' own promises."""
+    promises = []
+    if facts.batch_norm == "local" and strategy.replicas * _parts(strategy, spatial) > 1:
+        reason = "batch norm is local: each replica normalises by the statistics of its own samples"
+        promises.append(Promise("statistical", reason, band=SAME_TARGET))
+    if facts.expert_capacity and strategy.replicas * _parts(strategy, cp) > 1:
+        reason = "experts drop tokens beyond a capacity that each rank counts for itself"
+        promises.append(Promise("statistical", reason, band=SAME_TARGET))
+    return promises
+
+
+def _notes(strategy: Strategy, facts: ModelFacts) -> tuple[str, ...]:
+    """What keeps the promises true on this workload: against which serial run, and what is summed over which
+    ranks.
+    """
+    notes = []
+    split = strategy.replicas * strategy.micro_batches > 1
+    if facts.batch_norm is not None and strategy.micro_batches > 1:
+        micro = strategy.micro_batches
+        notes.append(
+            "batch norm sees one micro-batch at a time: compare with a serial run that accumulates the "
+            f"same {micro}"
+        )
+    if facts.batch_norm == "sync" and strategy.replicas > 1:
+        notes.append("batch norm is synchronised: statistics are taken over all replicas")
+    if facts.dropout and strategy.terms:
+        notes.append(
+            "dropout: compare with a serial run that draws its masks per sample and micro-batch, from the "
+            "same seed"
+        )
+        if strategy.term(recompute) is not None:
+            notes.append("recomputation draws the same dropout masks again")
+    if facts.tied and _parts(strategy, pp) > 1:
+        notes.append(
+            "tied weights: the gradients of the first and the last stage are summed, and both copies step "
+            "alike"
+        )
+    cut = _parts(strategy, pp) * _parts(strategy, tp) * _parts(strategy, ep) > 1
+    if facts.clips and (cut or any(level.zero for level in strategy.dp_levels)):
+        notes.append("clipping: the norm is taken over the parts of all ranks, each parameter counted once")
+    if facts.elementwise_optimizer is False and _parts(strategy, tp) > 1:
+        notes.append("layer-wise optimiser: norms of cut matrices are summed over tp")
+    if facts.token_weighted and split:
+        notes.append("token-weighted loss: every micro-batch is divided by the global number of tokens")
+    for level in strategy.dp_levels:
+        if isinstance(level.sync, ssp) and level.sync.s == 0:
+            notes.append("ssp(0) waits for all replicas every step, as bsp() does")
+        if isinstance(level.sync, local) and level.n == 1:
+            notes.append("a single replica has nothing to average")
+    return tuple(notes)

@@ -1,0 +1,249 @@
+"""Rules about what a model, its batch and the machine can be divided into. A rule whose fact is unknown does
+not apply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import gcd
+
+from shoal.strategy.axes import cp, dp, ep, pp, spatial, tp
+from shoal.strategy.expression import Strategy
+from shoal.strategy.modifiers import accumulate
+from shoal.strategy.numerals import counted
+from shoal.strategy.rule import Breach, Case, Table, around
+from shoal.strategy.worlds import strategies_for_world
+
+rule = Table()
+
+
+def _cuttable(case: Case) -> int:
+    """The greatest common divisor of all that tensor parallelism must divide; 0 if nothing is known."""
+    facts = case.facts
+    return gcd(facts.heads or 0, facts.kv_heads or 0, facts.hidden or 0, *(facts.channels or ()))
+
+
+def _divide_tensor(case: Case, index: int, cut: tp, parts: int | None, noun: str) -> Breach | None:
+    if parts is None or parts % cut.n == 0:
+        return None
+    return Breach(
+        cut,
+        f"{parts} {noun} do not divide by {cut.n}",
+        lambda: case.resized(index, around(_cuttable(case), cut.n)),
+    )
+
+
+@rule(tp, why="Attention heads are dealt out whole, the same number to every rank.")
+def tp_divides_heads(case: Case, index: int, cut: tp) -> Breach | None:
+    return _divide_tensor(case, index, cut, case.facts.heads, "heads")
+
+
+@rule(
+    tp,
+    why="Heads of keys and values are dealt out whole as well, or ranks would attend to keys they do not "
+    "have.",
+)
+def tp_divides_kv_heads(case: Case, index: int, cut: tp) -> Breach | None:
+    return _divide_tensor(case, index, cut, case.facts.kv_heads, "key-value heads")
+
+
+@rule(tp, why="Columns and rows of the matrices are dealt out evenly.")
+def tp_divides_hidden(case: Case, index: int, cut: tp) -> Breach | None:
+    return _divide_tensor(case, index, cut, case.facts.hidden, "hidden units")
+
+
+@rule(tp, why="Filters of a convolution are dealt out whole, the same number to every rank.")
+def tp_divides_channels(case: Case, index: int, cut: tp) -> Breach | None:
+    odd = next((channels for channels in case.facts.channels or () if channels % cut.n), None)
+    return _divide_tensor(case, index, cut, odd, "channels")
+
+
+@rule(tp, why="With sequence=True the same ranks also cut the sequence between the layers, evenly.")
+def tp_sequence_divides_tokens(case: Case, index: int, cut: tp) -> Breach | None:
+    context = case.strategy.term(cp)
+    tokens, parts = case.facts.sequence, cut.n * (context.n if context else 1)
+    if not cut.sequence or tokens is None or tokens % parts == 0:
+        return None
+    return Breach(
+        cut,
+        f"a sequence of {tokens} tokens does not divide by {parts}, as sequence=True needs",
+        lambda: [case.changed(index, sequence=False), *case.resized(index, around(tokens, cut.n))],
+    )
+
+
+@rule(
+    cp,
+    why="Ranks hold equal parts of the sequence; a causal ring pairs an early with a late part, so it "
+    "needs two per rank.",
+)
+def cp_divides_tokens(case: Case, index: int, context: cp) -> Breach | None:
+    tokens = case.facts.sequence
+    parts = context.n * (2 if context.method == "ring" and context.n > 1 else 1)
+    if tokens is None or tokens % parts == 0:
+        return None
+    paired = " (two parts per rank, so that causal work is even)" if parts > context.n else ""
+    whole = tokens // 2 if context.method == "ring" and tokens % 2 == 0 else tokens
+    return Breach(
+        context,
+        f"a sequence of {tokens} tokens does not divide by {parts}{paired}",
+        lambda: [
+            *case.resized(index, around(whole, context.n)),
+            *([case.changed(index, method="ulysses")] if context.method == "ring" else []),
+        ],
+    )
+
+
+@rule(
+    cp,
+    why="Ulysses gives each rank whole sequences of some heads, after tensor parallelism has taken its "
+    "share of them.",
+)
+def ulysses_divides_heads(case: Case, index: int, context: cp) -> Breach | None:
+    cut = case.strategy.term(tp)
+    taken = cut.n if cut else 1
+    names = (("heads", case.facts.heads), ("key-value heads", case.facts.kv_heads))
+    odd = next(
+        ((noun, heads) for noun, heads in names if heads is not None and heads % (context.n * taken)), None
+    )
+    if context.method != "ulysses" or odd is None:
+        return None
+    split = f"{context.n} x tp {taken}" if taken > 1 else str(context.n)
+    heads = gcd(case.facts.heads or 0, case.facts.kv_heads or 0)
+    fitting = around(heads // taken, context.n) if heads % taken == 0 else [1]
+    return Breach(
+        context,
+        f"{odd[1]} {odd[0]} do not divide by {split}",
+        lambda: [*case.resized(index, fitting), case.changed(index, method="ring")],
+    )
+
+
+@rule(cp, why="Context parallelism cuts the sequence that attention runs over.")
+def cp_needs_a_sequence(case: Case, index: int, context: cp) -> Breach | None:
+    facts = case.facts
+    if facts.image is None or facts.sequence is not None or facts.heads is not None:
+        return None
+    return Breach(
+        context,
+        f"the model reads images of {facts.image[0]} x {facts.image[1]} and has no sequence to cut",
+        lambda: [case.put(index, spatial(context.n)), case.put(index)],
+    )
+
+
+@rule(ep, why="Expert parallelism deals out experts.")
+def ep_needs_experts(case: Case, index: int, experts: ep) -> Breach | None:
+    if case.facts.experts != 0:
+        return None
+    return Breach(
+        experts,
+        "the model has no experts to deal out",
+        lambda: [case.put(index, dp(experts.n)), case.put(index)],
+    )
+
+
+@rule(ep, why="Every rank gets the same number of experts.")
+def ep_divides_experts(case: Case, index: int, experts: ep) -> Breach | None:
+    there = case.facts.experts
+    if not there or there % experts.n == 0:
+        return None
+    return Breach(
+        experts,
+        f"{there} experts do not divide by {experts.n}",
+        lambda: case.resized(index, around(there, experts.n)),
+    )
+
+
+@rule(spatial, why="Spatial parallelism cuts image planes.")
+def spatial_needs_images(case: Case, index: int, planes: spatial) -> Breach | None:
+    if case.facts.image is not None or case.facts.sequence is None:
+        return None
+    return Breach(
+        planes,
+        f"the model reads sequences of {case.facts.sequence} tokens and has no image planes to cut",
+        lambda: [case.put(index, cp(planes.n)), case.put(index)],
+    )
+
+
+@rule(spatial, why="Ranks hold equal parts of every image.")
+def spatial_divides_images(case: Case, index: int, planes: spatial) -> Breach | None:
+    if case.facts.image is None:
+        return None
+    (height, width), (rows, columns) = case.facts.image, planes.grid
+    if height % rows == 0 and width % columns == 0:
+        return None
+    side, length, parts = ("height", height, rows) if height % rows else ("width", width, columns)
+    sizes = around({"height": height, "width": width, "both": gcd(height, width)}[planes.split], planes.n)
+    return Breach(
+        planes,
+        f"an image {side} of {length} does not divide by {parts}",
+        lambda: [
+            *case.resized(index, sizes),
+            *[
+                case.changed(index, split=split)
+                for split in ("height", "width", "both")
+                if split != planes.split
+            ],
+        ],
+    )
+
+
+@rule(
+    None,
+    why="Every replica computes the same number of samples in each of its micro-batches, or the mean would "
+    "not be the mean.",
+)
+def the_batch_divides(case: Case, index: int, strategy: Strategy) -> Breach | None:
+    batch, replicas, micro = case.facts.global_batch, strategy.replicas, strategy.micro_batches
+    if batch is None or batch % (replicas * micro) == 0:
+        return None
+    among = (
+        f"{counted(replicas, 'replica')} x {counted(micro, 'micro-batch', 'micro-batches')}"
+        if micro > 1
+        else f"{counted(replicas, 'replica')}"
+    )
+
+    def fixes() -> Iterator[Strategy]:
+        for place, term in enumerate(strategy.terms):
+            name = {dp: "n", ep: "n", accumulate: "k", pp: "micro"}.get(type(term))
+            if name is None:
+                continue
+            now = term.values()[name]
+            others = (
+                replicas * micro // now if not (isinstance(term, pp) and strategy.term(accumulate)) else 0
+            )
+            if others and batch % others == 0:
+                yield from case.resized(place, around(batch // others, now), name)
+        if micro > 1 and batch % replicas:  # Neither factor alone can be mended.
+            for place, term in enumerate(strategy.terms):
+                if isinstance(term, dp):
+                    yield from case.resized(place, around(gcd(batch, batch // gcd(batch, micro)), term.n))
+                elif isinstance(term, (pp, accumulate)):
+                    yield case.changed(place, **{"micro" if isinstance(term, pp) else "k": 1})
+
+    blamed = next((term for term in strategy.terms if isinstance(term, (dp, ep, accumulate, pp))), strategy)
+    return Breach(
+        strategy if micro > 1 else blamed, f"a global batch of {batch} does not divide by {among}", fixes
+    )
+
+
+@rule(dp, why="LARS and LAMB need the norm of each whole layer, and a shard ends anywhere inside a layer.")
+def sharded_optimizers_are_elementwise(case: Case, index: int, level: dp) -> Breach | None:
+    if not level.zero or case.facts.elementwise_optimizer is not False:
+        return None
+    return Breach(
+        level,
+        f"the optimiser needs norms of whole layers, and zero={level.zero} cuts layers anywhere",
+        lambda: [case.changed(index, zero=0)],
+    )
+
+
+@rule(None, why="Every rank has a place on the mesh, and every place has a rank.")
+def ranks_match_the_world(case: Case, index: int, strategy: Strategy) -> Breach | None:
+    world = case.world
+    if world is None or strategy.world == world:
+        return None
+    return Breach(
+        strategy,
+        f"the strategy needs {strategy.world:,} {'rank' if strategy.world == 1 else 'ranks'}, {world:,} "
+        f"{'was' if world == 1 else 'were'} given",
+        lambda: strategies_for_world(strategy, world),
+    )

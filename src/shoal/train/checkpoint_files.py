@@ -1,0 +1,153 @@
+"""The folder of checkpoints: what its entries are called, which of them count, and how a file gets onto the disk for good.
+
+    step-00000120/            a checkpoint: it appears under this name only when it is complete
+        checkpoint.json       the manifest: step, progress, parameters, where each piece of them lies
+        rank-00000.safetensors, rank-00001.safetensors, ...
+        SHA256SUMS            of all of these; `sha256sum -c SHA256SUMS` checks a checkpoint by hand
+    step-00000160.partial/    one being written, or what a crash left of it
+    step-00000120.replaced/   one whose successor of the same step is being put in its place
+
+Tensor files are written here rather than by safetensors' own function, which holds the file in memory a second time,
+does not flush it to the disk, and hides the operating system's error number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FORMAT = 1
+MANIFEST = "checkpoint.json"
+CHECKSUMS = "SHA256SUMS"
+PARTIAL = ".partial"
+REPLACED = ".replaced"
+
+CHUNK_BYTES = 16 << 20
+
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+"""The dtypes a checkpoint holds, by the names that safetensors has for them."""
+
+_STEP = re.compile(r"step-(\d{8,})")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def folder_of(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
+
+
+def file_of(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """The complete checkpoints as (step, path), oldest step first."""
+    if not folder.is_dir():
+        return []
+    found: dict[int, Path] = {}
+    for path in folder.iterdir():
+        # A crash between the two renames of a replacement leaves the old one under its other name only.
+        name = path.name.removesuffix(REPLACED)
+        match = _STEP.fullmatch(name)
+        if match and path.is_dir() and (name == path.name or not (folder / name).exists()):
+            found[int(match[1])] = path
+    return sorted(found.items())
+
+
+def tidy(folder: Path) -> None:
+    """Removes what crashed saves left behind. Only while nobody saves: one process calls it, before it writes."""
+    if not folder.is_dir():
+        return
+    for path in list(folder.iterdir()):
+        if path.name.endswith(PARTIAL) and _STEP.fullmatch(path.name.removesuffix(PARTIAL)):
+            shutil.rmtree(path)
+        elif path.name.endswith(REPLACED) and _STEP.fullmatch(path.name.removesuffix(REPLACED)):
+            original = folder / path.name.removesuffix(REPLACED)
+            if original.exists():
+                shutil.rmtree(path)
+            else:
+                path.rename(original)
+
+
+def put_in_place(partial: Path, target: Path) -> None:
+    """A complete checkpoint gets its name; one of the same step that is there already makes way for it."""
+    replaced = target.with_name(target.name + REPLACED)
+    if target.exists():
+        target.rename(replaced)
+    partial.rename(target)
+    sync_folder(target.parent)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+
+
+def remove(path: Path) -> None:
+    """Under a name that does not count first, so that a crash halfway leaves no broken checkpoint."""
+    gone = path.with_name(path.name.removesuffix(REPLACED) + PARTIAL)
+    path.rename(gone)
+    shutil.rmtree(gone)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flushes the names in a folder to the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_bytes(path: Path, data: bytes) -> str:
+    """Writes a file through to the disk; gives its SHA-256."""
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return hashlib.sha256(data).hexdigest()
+
+
+def write_tensors(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[int, str]:
+    """Writes a safetensors file through to the disk; gives its size and SHA-256."""
+    # The widest elements first, so that every tensor starts at a multiple of its element size.
+    ordered = sorted(tensors, key=lambda entry: -entry[1].element_size())
+    header: dict[str, Any] = {}
+    position = 0
+    for key, tensor in ordered:
+        if tensor.dtype not in DTYPES:
+            raise ValueError(f"{key} has dtype {dtype_name(tensor.dtype)}, which a checkpoint cannot hold")
+        if key in header:
+            raise ValueError(f"two tensors of one checkpoint file are called {key!r}")
+        stop = position + tensor.numel() * tensor.element_size()
+        header[key] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [position, stop],
+        }
+        position = stop
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    opening = len(text).to_bytes(8, "little") + text
+    digest = hashlib.sha256(opening)
+    with open(path, "wb") as file:
+        file.write(opening)
+        for _, tensor in ordered:
+            data = memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            for start in range(0, len(data), CHUNK_BYTES):
+                chunk = data[start : start + CHUNK_BYTES]
+                digest.update(chunk)
+                file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    return len(opening) + position, digest.hexdigest()

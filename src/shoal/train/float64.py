@@ -1,0 +1,52 @@
+"""Float64 all the way: models that compute some parts in float32 on purpose are kept in float64 during a proof.
+
+Many norms and rotary embeddings cast to float32 inside and back. In a float64 proof that rounding, 1e-7 of each
+value, would hide faults ten thousand times larger than the tolerance. So a request to make a float64 tensor float32
+is answered with float64, in the serial and in the parallel run alike, and the certificate names the modules that asked.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+
+class KeepFloat64(TorchFunctionMode):
+    """While active, nothing narrows float64 to float32. `modules` counts who wanted to, by class name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modules: dict[str, int] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if not any(isinstance(a, torch.Tensor) and a.dtype == torch.float64 for a in args):
+            return func(*args, **kwargs)
+        if func is torch.Tensor.float:
+            self._note()
+            return args[0]
+        narrowed = kwargs.get("dtype") == torch.float32 or any(a is torch.float32 for a in args)
+        if narrowed and func not in (torch.Tensor.__eq__,):
+            self._note()
+            args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+            if kwargs.get("dtype") == torch.float32:
+                kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+    def _note(self) -> None:
+        frame = sys._getframe(2)
+        while frame is not None:
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, nn.Module):
+                name = type(owner).__name__
+                self.modules[name] = self.modules.get(name, 0) + 1
+                return
+            frame = frame.f_back  # type: ignore[assignment]
+        self.modules["(outside a module)"] = self.modules.get("(outside a module)", 0) + 1

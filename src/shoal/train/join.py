@@ -1,0 +1,216 @@
+"""Becoming a rank: from the environment a process was started in to an initialised torch.distributed.
+
+Three ways lead in: the launcher's private rendezvous file, the variables torchrun (or srun, or anyone) sets, or
+nothing at all, which is a world of one. All keys of a job lie under its token, so that a process that holds
+another token never meets it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import ipaddress
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shoal.comm.group import BACKENDS, register_backends
+
+MEET_S = 300.0
+"""How long ranks wait for each other at the start; hosts of a batch system may come up minutes apart."""
+
+
+class JoinError(ValueError):
+    """The ranks of a job could not be brought together."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rank:
+    """This process's place in the job."""
+
+    rank: int
+    world: int
+    local_rank: int
+    device: torch.device
+    backend: str
+    """The backend its groups are made with, as torch.distributed names it."""
+    store: dist.Store
+
+
+_joined: Rank | None = None
+_times_joined = 0
+
+
+def join(*, backend: str | None = None, timeout_s: float = 1800.0, meet_s: float = MEET_S) -> Rank:
+    """Makes this process a rank of its job; a second call gives the same Rank.
+
+    `backend` is a name of torch.distributed ("gloo" is the plain one); without it the counting backend for this
+    machine's devices is taken. `timeout_s` bounds a collective, `meet_s` the wait for the other ranks.
+    """
+    global _joined, _times_joined
+    if _joined is not None:
+        return _joined
+    register_backends()
+    base, rank, world, local_rank = _meeting_place(os.environ, meet_s)
+    store = dist.PrefixStore(_prefix(os.environ, _times_joined), base)
+    _times_joined += 1
+    if world > 1:
+        _meet(store, rank, world, meet_s)
+    on_gpu = torch.cuda.is_available() and backend in (None, "nccl", BACKENDS["nccl"])
+    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    chosen = backend or BACKENDS["nccl" if on_gpu else "gloo"]
+    dist.init_process_group(
+        chosen,
+        store=store,
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    _joined = Rank(rank=rank, world=world, local_rank=local_rank, device=device, backend=chosen, store=store)
+    return _joined
+
+
+def leave() -> None:
+    """Takes this process out of its job; it may join again."""
+    global _joined
+    _joined = None
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def started_by_a_launcher(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process was started as one rank of several, so that it shall join and not start ranks."""
+    return "RANK" in environment and "WORLD_SIZE" in environment
+
+
+def _meeting_place(environment: Mapping[str, str], meet_s: float) -> tuple[dist.Store, int, int, int]:
+    if not ("RANK" in environment or "WORLD_SIZE" in environment):
+        return dist.HashStore(), 0, 1, 0
+    needed = ["RANK", "WORLD_SIZE"]
+    rendezvous = environment.get("SHOAL_RENDEZVOUS")
+    if not rendezvous:
+        needed += ["MASTER_ADDR", "MASTER_PORT"]
+    missing = [name for name in needed if not environment.get(name)]
+    if missing:
+        raise JoinError(
+            f"{', '.join(missing)} not set, while {'RANK' if 'RANK' in environment else 'WORLD_SIZE'} is: a rank "
+            "needs all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. torchrun and `shoal launch` set them; "
+            "to run alone, unset them all."
+        )
+    rank, world = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+    if not 0 <= rank < world:
+        raise JoinError(f"RANK is {rank} and WORLD_SIZE {world}: expected 0 <= RANK < WORLD_SIZE.")
+    local_rank = _number(environment, "LOCAL_RANK") if environment.get("LOCAL_RANK") else rank
+    if rendezvous:
+        _stay_on_loopback()
+        return dist.FileStore(rendezvous, world), rank, world, local_rank
+    return _tcp_store(environment, rank, world, meet_s), rank, world, local_rank
+
+
+def _tcp_store(environment: Mapping[str, str], rank: int, world: int, meet_s: float) -> dist.Store:
+    address, port = environment["MASTER_ADDR"], _number(environment, "MASTER_PORT")
+    if not 0 < port < 65536:
+        raise JoinError(f"MASTER_PORT is {port}: expected a port from 1 to 65535.")
+    local = _is_loopback(address)
+    if local:
+        _stay_on_loopback()
+    agent_listens = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    listens = rank == 0 and not agent_listens
+    wait: dict[str, Any] = {"timeout": timedelta(seconds=meet_s)}
+    try:
+        if listens and local:
+            # torch would listen on every interface; handed a socket of ours it stays on this host.
+            listener = listen_on(port)
+            return dist.TCPStore(
+                address, port, world, True, master_listen_fd=listener.detach(), wait_for_workers=False, **wait
+            )
+        if listens:
+            return dist.TCPStore(address, port, world, True, multi_tenant=True, wait_for_workers=False, **wait)
+        return dist.TCPStore(address, port, world, False, wait_for_workers=False, **wait)
+    except dist.DistError as error:
+        if "EADDRINUSE" in str(error) or "already in use" in str(error):
+            raise JoinError(_port_taken(port)) from error
+        raise JoinError(
+            f"rank {rank} could not reach the meeting place {address}:{port} within {meet_s:g} s. Check that rank 0 "
+            "was started, that MASTER_ADDR names its host, and that no firewall or other program holds that port."
+        ) from error
+
+
+def listen_on(port: int) -> socket.socket:
+    """A listening socket on loopback; port 0 takes any free one. A taken port is told in a sentence."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        if isinstance(error, PermissionError):
+            raise JoinError(f"port {port} may not be used by this user; choose one above 1023.") from error
+        raise JoinError(_port_taken(port)) from error
+    return listener
+
+
+def _port_taken(port: int) -> str:
+    return (
+        f"port {port} is in use by another program on this host. Choose another one (MASTER_PORT, or --port), "
+        "or leave it out and a free one is taken."
+    )
+
+
+def _meet(store: dist.Store, rank: int, world: int, meet_s: float) -> None:
+    """Waits until every rank is here, so that a missing one is named rather than waited for without end."""
+    if store.add(f"here/{rank}", 1) > 1:
+        raise JoinError(f"two processes say that they are rank {rank}; each rank of a job must have its own RANK.")
+    end = time.monotonic() + meet_s
+    pause_s = 0.002
+    missing = list(range(world))
+    while True:
+        missing = [other for other in missing if not store.check([f"here/{other}"])]
+        if not missing:
+            return
+        if time.monotonic() > end:
+            names = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
+            raise JoinError(
+                f"{names} of {world} did not come within {meet_s:g} s. Check that every rank was started and holds "
+                "the same SHOAL_TOKEN: ranks with another token belong to another job."
+            )
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.25)
+
+
+def _prefix(environment: Mapping[str, str], times_joined: int) -> str:
+    token = "/".join(
+        environment.get(name, "") for name in ("SHOAL_TOKEN", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    )
+    return f"shoal/{hashlib.sha256(token.encode(errors='surrogateescape')).hexdigest()}/{times_joined}"
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environment[name])
+    except ValueError:
+        raise JoinError(f"{name} is {environment[name]!r}: expected a whole number.") from None
+
+
+def _is_loopback(address: str) -> bool:
+    if address == "localhost":
+        return True
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(address).is_loopback
+    return False
+
+
+def _stay_on_loopback() -> None:
+    names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+    if names:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])

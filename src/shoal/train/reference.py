@@ -1,0 +1,92 @@
+"""The serial run that proofs compare with: plain PyTorch, one process, none of the engine's code.
+
+It trains on the same global batches, micro-batch by micro-batch, with the library's own clipping and the job's own
+optimiser on whole parameters. It also watches each element's gradient: where the true gradient is zero (the bias of
+an attention key, a bias before batch norm) what is left is rounding, and Adam divides rounding by its epsilon. Such
+elements are marked, so that a proof can say what it did with them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from shoal.job import Job, param_groups, share
+from shoal.train.step import build_model, cast, seed_at
+
+ROUNDING = 1e-12
+"""A gradient that never exceeds this fraction of the largest gradient in the model is taken for rounding of a zero."""
+
+
+@dataclass
+class Reference:
+    """Where the serial run ended, and how it got there."""
+
+    losses: list[float]
+    parameters: dict[str, torch.Tensor]
+    state: dict[str, dict[str, torch.Tensor]]
+    """Parameter -> state key -> tensor of the parameter's shape."""
+    buffers: dict[str, torch.Tensor]
+    rounding: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Parameter -> mask of the elements whose true gradient is zero."""
+
+
+def train_serially(job: Job, *, steps: int, micro_batches: int, parts: int = 1, dtype: torch.dtype | None = torch.float64) -> Reference:
+    """`parts` cuts each micro-batch further, as ranks would: needed only for dropout, whose masks are drawn by part."""
+    model = build_model(job, dtype)
+    model.train()
+    optimizer = job.optimizer(param_groups(model, job.options))
+    base = [group["lr"] for group in optimizer.param_groups]
+    named = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    largest = {name: torch.zeros_like(param) for name, param in named.items()}
+    order, counter, losses = job.order(), 0, []
+    for step in range(steps):
+        indices = order.indices(counter)
+        total, count = 0.0, 0.0
+        optimizer.zero_grad(set_to_none=True)
+        for positions in _cut(len(indices), micro_batches, parts):
+            torch.manual_seed(seed_at(job.seed, counter + int(positions[0])))
+            batch = cast(job.train.batch(indices[positions]), dtype)
+            loss, counted = job.loss(job.run_model(model, batch), batch)
+            loss.backward()
+            total, count = total + float(loss.detach()), count + float(counted)
+        gradients = [param.grad for param in named.values() if param.grad is not None]
+        for gradient in gradients:
+            gradient.div_(count)
+        for name, param in named.items():
+            if param.grad is not None:
+                torch.maximum(largest[name], param.grad.abs(), out=largest[name])
+        if job.clip is not None:
+            nn.utils.clip_grad_norm_(named.values(), job.clip)
+        for group, lr in zip(optimizer.param_groups, base, strict=True):
+            group["lr"] = lr * job.schedule(step)
+        optimizer.step()
+        losses.append(total / count)
+        counter = order.next(counter)
+    top = max((float(peak.max()) for peak in largest.values() if peak.numel()), default=0.0)
+    return Reference(
+        losses=losses,
+        parameters={name: param.detach() for name, param in named.items()},
+        state={name: _elementwise_state(optimizer, param) for name, param in named.items()},
+        buffers=dict(model.named_buffers()),
+        rounding={name: (peak > 0) & (peak <= ROUNDING * top) for name, peak in largest.items()},
+    )
+
+
+def _cut(samples: int, micro_batches: int, parts: int) -> list[np.ndarray]:
+    positions = np.arange(samples)
+    pieces = [
+        share(positions, rank=part, ranks=parts, micro=micro, micros=micro_batches)
+        for micro in range(micro_batches)
+        for part in range(parts)
+    ]
+    return [piece for piece in pieces if len(piece)]
+
+
+def _elementwise_state(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> dict[str, torch.Tensor]:
+    state: dict[str, Any] = optimizer.state.get(param, {})
+    return {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim() > 0 and v.numel() == param.numel()}

@@ -1,0 +1,1 @@
+"""Tests of what to train: jobs, tasks, data and their order."""
