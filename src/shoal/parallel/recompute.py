@@ -6,13 +6,14 @@ by the time it is computed again. Batch norm asks `recomputing()` so as not to u
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shoal.parallel.units import blocks
@@ -26,11 +27,17 @@ def recomputing() -> bool:
 
 
 @contextmanager
-def _repeating(inner: Any) -> Iterator[None]:
+def _repeating(inner: Any, modes: Sequence[Any]) -> Iterator[None]:
     global _again
     _again += 1
     try:
-        with inner:
+        with ExitStack() as stack:
+            # backward() is itself a call that function modes see, and while they see it they are off: what they
+            # changed in the first forward they must change in the repetition too.
+            for mode in modes:
+                if mode not in _get_current_function_mode_stack():
+                    stack.enter_context(mode)
+            stack.enter_context(inner)
             yield
     finally:
         _again -= 1
@@ -52,10 +59,11 @@ def _policy(kept: set[Any], context: Any, op: Any, *args: Any, **kwargs: Any) ->
 
 
 def _contexts(mode: str, kept: set[Any]) -> tuple[Any, Any]:
+    modes = list(_get_current_function_mode_stack())
     if mode == "full":
-        return nullcontext(), _repeating(nullcontext())
+        return nullcontext(), _repeating(nullcontext(), modes)
     forward, again = create_selective_checkpoint_contexts(partial(_policy, kept))
-    return forward, _repeating(again)
+    return forward, _repeating(again, modes)
 
 
 def recompute_blocks(model: nn.Module, mode: str) -> list[str]:

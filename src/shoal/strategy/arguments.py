@@ -64,6 +64,11 @@ def shown(value: object) -> str:
         text = repr(value)
     except Exception:  # A foreign object may fail to print; the message about it must not.
         text = f"a {type(value).__name__}"
+    return shortened(text)
+
+
+def shortened(text: str) -> str:
+    """A text as an error message quotes it: not longer than a line can bear."""
     return text if len(text) <= 60 else text[:57] + "..."
 
 

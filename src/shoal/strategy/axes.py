@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 from shoal.strategy.arguments import choice, flag, nested, size, whole
 from shoal.strategy.compress import CompressTerm, none
 from shoal.strategy.numerals import capital, count, counted, share, shares
-from shoal.strategy.sync import SAME_TARGET, SyncTerm, asp, bsp, hogwild, softsync, ssp
+from shoal.strategy.sync import SAME_TARGET, SyncTerm, asp, bsp, gossip, hogwild, softsync, ssp
 from shoal.strategy.term import Promise, Term
 from shoal.strategy.via import ViaTerm, allreduce, ps, shared
 
@@ -80,7 +80,7 @@ class dp(AxisTerm):
             }
             parts.append(moved[self.zero])
         what = "gradients meet" if self.sync.exchanges == "gradient" else "models meet"
-        path = "neighbour to neighbour" if type(self.sync).__name__ == "gossip" else self.via.words()
+        path = "neighbour to neighbour" if isinstance(self.sync, gossip) else self.via.words()
         if not self.zero:
             parts.append(f"{what} {path}")
         parts.append(self.sync.words())
@@ -93,7 +93,7 @@ class dp(AxisTerm):
         return tuple(promise for promise in both if promise is not None)
 
     def patterns(self) -> tuple[str, ...]:
-        return ("gossip",) if type(self.sync).__name__ == "gossip" else (self.via.pattern(),)
+        return ("gossip",) if isinstance(self.sync, gossip) else (self.via.pattern(),)
 
 
 class pp(AxisTerm):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from shoal.strategy.expression import Strategy, as_strategy
 from shoal.strategy.facts import ModelFacts
-from shoal.strategy.nearest import nearest_legal
+from shoal.strategy.nearest import any_legal, nearest_legal
 from shoal.strategy.rule import Breach, Case, Rule
 from shoal.strategy.rules import RULES
 from shoal.strategy.term import Term
@@ -62,16 +62,19 @@ def check(
     Without `world` and `facts` only the interaction of its terms is judged.
     """
     case = _case(strategy, world, facts)
-    found = list(_breaches(case))
-    return tuple(
-        Refusal(breach.term, rule.name, breach.reason, nearest_legal(case, breach, _first_breach))
-        for rule, breach in found
-    )
+    refusals: list[Refusal] = []
+    far: tuple[Strategy, ...] | None = None
+    for rule, breach in list(_named_breaches(case)):
+        nearest = nearest_legal(case, breach, _breaches)
+        if not nearest:
+            far = any_legal(case, _breaches) if far is None else far
+        refusals.append(Refusal(breach.term, rule.name, breach.reason, nearest or far or ()))
+    return tuple(refusals)
 
 
 def is_legal(strategy: Strategy | Term, *, world: int | None = None, facts: ModelFacts | None = None) -> bool:
     """Whether nothing speaks against the strategy; quicker than `check`, as it looks for no alternatives."""
-    return _first_breach(_case(strategy, world, facts)) is None
+    return next(_breaches(_case(strategy, world, facts)), None) is None
 
 
 def require_legal(
@@ -90,7 +93,7 @@ def _case(strategy: Strategy | Term, world: int | None, facts: ModelFacts | None
     return Case(as_strategy(strategy), facts or UNKNOWN, world)
 
 
-def _breaches(case: Case) -> Iterator[tuple[Rule, Breach]]:
+def _named_breaches(case: Case) -> Iterator[tuple[Rule, Breach]]:
     present = _classes(case.strategy)
     for rule in RULES:
         if present.issuperset(rule.terms):
@@ -98,8 +101,8 @@ def _breaches(case: Case) -> Iterator[tuple[Rule, Breach]]:
                 yield rule, breach
 
 
-def _first_breach(case: Case) -> Breach | None:
-    return next((breach for _, breach in _breaches(case)), None)
+def _breaches(case: Case) -> Iterator[Breach]:
+    return (breach for _, breach in _named_breaches(case))
 
 
 def _classes(strategy: Strategy) -> set[type[Term]]:

@@ -1,59 +1,83 @@
 """The search for the nearest legal strategies: mend one breach after the other, and keep what ends up legal.
 
-Each rule proposes what would mend its own breach. A proposal may break another rule, whose proposals are
-tried next, up to a few steps deep; so every answer has passed all rules, and none is further away than
-needed.
+Each rule proposes what would mend its own breach. A proposal may break another rule, whose proposals are tried
+next, a few steps deep; so every answer has passed all rules, and none is further away than needed. Where very
+much is wrong, a second search follows whatever leaves the fewest breaches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
 from math import log2
 
 from shoal.strategy.expression import Strategy
 from shoal.strategy.rule import Breach, Case
 from shoal.strategy.term import Term
+from shoal.strategy.terms import dp
 
 MOST_ANSWERS = 3
-MOST_STEPS = 5
-"""Breaches mended one after the other."""
-WIDTH = 30
+MOST_STEPS = 4
+"""Breaches mended one after the other in the search for the nearest."""
+WIDTH = 20
 """Proposals followed from each step to the next."""
-MOST_CHECKS = 600
-"""Strategies checked in all, so that a refusal comes at once whatever was asked."""
+MOST_CHECKS = 200
+"""Strategies checked in each search, so that a refusal comes at once whatever was asked."""
+
+Breaches = Callable[[Case], Iterator[Breach]]
 
 
-def nearest_legal(
-    case: Case, breach: Breach, first_breach: Callable[[Case], Breach | None]
-) -> tuple[Strategy, ...]:
-    """Up to three legal strategies near a refused one, the nearest first."""
+def nearest_legal(case: Case, breach: Breach, breaches: Breaches) -> tuple[Strategy, ...]:
+    """Up to three legal strategies near a refused one, found from one of its breaches."""
     seen = {case.strategy}
-    frontier = _fresh(case, breach, seen)
+    frontier = _fresh(breach, seen)
     checks = 0
     for _ in range(MOST_STEPS):
         legal: list[Strategy] = []
-        broken: list[tuple[Case, Breach]] = []
+        broken: list[Breach] = []
         for candidate in sorted(frontier, key=lambda strategy: distance(case.strategy, strategy)):
             if checks == MOST_CHECKS:
                 break
             checks += 1
-            next_case = Case(candidate, case.facts, case.world)
-            left = first_breach(next_case)
+            left = next(breaches(Case(candidate, case.facts, case.world)), None)
             if left is None:
                 legal.append(candidate)
             else:
-                broken.append((next_case, left))
+                broken.append(left)
         if legal:
             return _in_reading_order(legal[:MOST_ANSWERS])
-        frontier = [strategy for near in broken[:WIDTH] for strategy in _fresh(*near, seen)]
+        frontier = [strategy for near in broken[:WIDTH] for strategy in _fresh(near, seen)]
     return ()
 
 
-def _fresh(case: Case, breach: Breach, seen: set[Strategy]) -> list[Strategy]:
+def any_legal(case: Case, breaches: Breaches) -> tuple[Strategy, ...]:
+    """Up to three legal strategies for a case in which much is wrong, by always mending the least broken."""
+    seen = {case.strategy}
+    answers: list[Strategy] = []
+    heap: list[tuple[int, float, int, list[Breach]]] = [(0, 0.0, 0, list(breaches(case)))]
+    while heap and len(seen) <= MOST_CHECKS and not answers:
+        for breach in heappop(heap)[3]:
+            for candidate in _fresh(breach, seen):
+                left = list(breaches(Case(candidate, case.facts, case.world)))
+                if left:
+                    heappush(
+                        heap, (len(left), distance(case.strategy, candidate), len(seen) + len(heap), left)
+                    )
+                else:
+                    answers.append(candidate)
+    if not answers:  # Nothing like it is legal; plain data parallelism may be.
+        plain = Strategy() if case.world in (None, 1) else Strategy(dp(case.world))
+        answers = [plain] if next(breaches(Case(plain, case.facts, case.world)), None) is None else []
+    return _in_reading_order(
+        sorted(answers, key=lambda answer: distance(case.strategy, answer))[:MOST_ANSWERS]
+    )
+
+
+def _fresh(breach: Breach, seen: set[Strategy]) -> list[Strategy]:
     """The proposals for one breach that have not been looked at yet."""
     proposals = []
     for strategy in breach.fixes():
-        if strategy not in seen:
+        if strategy is not None and strategy not in seen:
             seen.add(strategy)
             proposals.append(strategy)
     return proposals

@@ -36,25 +36,34 @@ class Case:
         """The levels of dp, outer to inner, with their indices."""
         return list(self.places(dp))
 
-    def put(self, index: int, *terms: Term) -> Strategy:
+    # What follows proposes changed strategies. A change that cannot be built (a second tp, too large a
+    # number) is no proposal: None.
+
+    def put(self, index: int, *terms: Term) -> Strategy | None:
         """The strategy with the term at an index exchanged for others, or left out."""
-        return Strategy(*self.strategy.terms[:index], *terms, *self.strategy.terms[index + 1 :])
+        return self.built(*self.strategy.terms[:index], *terms, *self.strategy.terms[index + 1 :])
 
-    def changed(self, index: int, **changes: Any) -> Strategy:
+    def changed(self, index: int, **changes: Any) -> Strategy | None:
         """The strategy with some arguments of one term changed."""
-        return self.put(index, self.strategy.terms[index].replace(**changes))
+        with suppress(TermError):
+            return self.put(index, self.strategy.terms[index].replace(**changes))
+        return None
 
-    def resized(self, index: int, sizes: Iterable[int], argument: str = "n") -> Iterator[Strategy]:
-        """The strategy with one number of one term set to each of the values given that it can have."""
-        for size in sizes:
-            with suppress(TermError):
-                yield self.changed(index, **{argument: size})
+    def resized(self, index: int, sizes: Iterable[int], argument: str = "n") -> Iterator[Strategy | None]:
+        """The strategy with one number of one term set to each of the values given."""
+        return (self.changed(index, **{argument: size}) for size in sizes)
 
-    def moved(self, index: int, to: int) -> Strategy:
+    def moved(self, index: int, to: int) -> Strategy | None:
         """The strategy with one axis at another place."""
         terms = list(self.strategy.terms)
         terms.insert(to, terms.pop(index))
-        return Strategy(*terms)
+        return self.built(*terms)
+
+    def built(self, *terms: Term) -> Strategy | None:
+        """The strategy of some terms, if they make one."""
+        with suppress(TermError):
+            return Strategy(*terms)
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +73,7 @@ class Breach:
     term: Term | Strategy
     reason: str
     """Why, with the numbers of this case: the words after "tp(3): "."""
-    fixes: Callable[[], Iterable[Strategy]] = tuple
+    fixes: Callable[[], Iterable[Strategy | None]] = tuple
     """Strategies that would not break the rule here; computed only when someone asks."""
 
 

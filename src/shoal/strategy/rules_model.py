@@ -201,7 +201,7 @@ def the_batch_divides(case: Case, index: int, strategy: Strategy) -> Breach | No
         else f"{counted(replicas, 'replica')}"
     )
 
-    def fixes() -> Iterator[Strategy]:
+    def fixes() -> Iterator[Strategy | None]:
         for place, term in enumerate(strategy.terms):
             name = {dp: "n", ep: "n", accumulate: "k", pp: "micro"}.get(type(term))
             if name is None:

@@ -25,7 +25,7 @@ def a_pipeline_accumulates_already(case: Case, index: int, accumulation: accumul
         accumulation,
         f"{pipeline} accumulates over its {counted(pipeline.micro, 'micro-batch', 'micro-batches')} "
         "already; with pp the count is micro",
-        lambda: [type(case.strategy)(*without), case.put(index)],
+        lambda: [case.built(*without), case.put(index)],
     )
 
 

@@ -18,6 +18,7 @@ from shoal.strategy.arguments import (
     nearest_name,
     nested,
     real,
+    shortened,
     size,
     whole,
 )
@@ -114,7 +115,7 @@ class Term:
                 near = nearest_name(name, list(cls.arguments))
                 has = f"it has {', '.join(cls.arguments)}" if cls.arguments else "it has none"
                 raise TermError(
-                    f"{cls.__name__} has no argument {name}; {has}", argument=name, suggestion=near
+                    f"{cls.__name__} has no argument {shortened(name)}; {has}", argument=name, suggestion=near
                 )
             if name in given:
                 raise TermError(f"{cls.__name__}: {name} is given twice", argument=name)

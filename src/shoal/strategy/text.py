@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shoal.strategy.arguments import TermError, nearest_name
+from shoal.strategy.arguments import TermError, nearest_name, shortened
 from shoal.strategy.expression import SERIAL, Strategy
+from shoal.strategy.place_in_text import StrategyError
 from shoal.strategy.term import FAMILIES, REGISTRY, Term
 
 if TYPE_CHECKING:
@@ -20,34 +21,6 @@ LONGEST_TEXT = 4096
 """Characters of a strategy. The longest sensible one has a few hundred."""
 
 EXAMPLE = "dp(8, zero=1) * tp(2)"
-
-
-class StrategyError(ValueError):
-    """A text that is no strategy: the text, the place, what is wrong with it and what would be right."""
-
-    def __init__(
-        self, message: str, *, text: str, column: int, length: int = 1, suggestion: str | None = None
-    ) -> None:
-        super().__init__(message)
-        self.message = message
-        self.text = text
-        self.column = column
-        """The place as an index into the text, from 0."""
-        self.length = length
-        self.suggestion = suggestion
-
-    def __str__(self) -> str:
-        lines = [self.message + (f". Did you mean {self.suggestion}?" if self.suggestion else "")]
-        if self.text.strip():
-            lines = [*_marked(self.text, self.column, self.length), *lines]
-        return "\n".join(lines)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, (self.message, self.text, self.column, self.length, self.suggestion)
-
-
-def _rebuilt(message: str, text: str, column: int, length: int, suggestion: str | None) -> StrategyError:
-    return StrategyError(message, text=text, column=column, length=length, suggestion=suggestion)
 
 
 def parse(text: str) -> Strategy:
@@ -195,7 +168,7 @@ class _Reader:
                 if near
                 else f"; the axes are {', '.join(n for n, t in REGISTRY.items() if t.family == 'axis')}"
             )
-            raise self.error(f"there is no term {node.id}{known}", node, suggestion=near)
+            raise self.error(f"there is no term {shortened(node.id)}{known}", node, suggestion=near)
         return found
 
     def _call(self, ast: Any, node: ast.Call) -> Term:
@@ -217,7 +190,7 @@ class _Reader:
             if keyword.arg is None:
                 raise self.error("arguments are written out one by one", keyword)
             if keyword.arg in named:
-                raise self.error(f"{cls.__name__}: {keyword.arg} is given twice", keyword)
+                raise self.error(f"{cls.__name__}: {shortened(keyword.arg)} is given twice", keyword)
             if keyword.arg in cls.arguments:
                 named[keyword.arg] = self._value(ast, keyword.value)
                 places[keyword.arg] = keyword.value
@@ -267,7 +240,7 @@ class _Reader:
             near = nearest_name(
                 node.id, [name for name, term in REGISTRY.items() if term.family not in ("axis", "modifier")]
             )
-            raise self.error(f"there is no term {node.id}", node, suggestion=near)
+            raise self.error(f"there is no term {shortened(node.id)}", node, suggestion=near)
         raise self.error(
             "this is no value for an argument; expected a number, a word in quotes or a term", node
         )
@@ -278,29 +251,3 @@ class _Reader:
                 f"{type(term).__name__} is {FAMILIES[term.family].format(name=type(term).__name__)}", node
             )
         return term
-
-
-def _marked(text: str, column: int, length: int) -> list[str]:
-    """The line of the text that holds the place, and a line with carets under it."""
-    start = max(text.rfind(end, 0, column) for end in "\n\r") + 1
-    ends = [at for at in (text.find(end, start) for end in "\n\r") if at >= 0]
-    line = text[start : min(ends, default=len(text))]
-    column -= start
-    length = max(min(length, len(line) - column), 1)
-    if len(line) > 160:  # A long line would wrap and part the caret from its place.
-        cut = max(column - 60, 0)
-        line, column = line[cut : cut + 120], column - cut
-        length = min(length, max(len(line) - column, 1))
-    line = "".join(character if character.isprintable() else " " for character in line)
-    under = "".join(" " * _width(character) for character in line[:column])
-    carets = "".join("^" * _width(character) for character in line[column : column + length])
-    return ["  " + line, "  " + under + (carets or "^")]
-
-
-def _width(character: str) -> int:
-    """The columns a character takes on a terminal."""
-    if character.isascii():
-        return 1
-    from unicodedata import combining, east_asian_width
-
-    return 0 if combining(character) else 2 if east_asian_width(character) in "WF" else 1

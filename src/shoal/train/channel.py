@@ -7,15 +7,20 @@ is sent by a thread, so that a slow reader never holds up a step and nothing is 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
-Receiver = Callable[[int, dict[str, Any]], None]
+from shoal.train.lateness import Verdict
+from shoal.train.watch import Watch
+
+Receiver = Callable[[dict[str, Any]], None]
 
 
 class Line:
@@ -97,7 +102,7 @@ class Channel:
         if self._line is not None:
             self._line.write("say", dict(message))
         elif self._receiver is not None and self.rank == 0:
-            self._receiver(self.rank, dict(message))
+            self._receiver(dict(message))
 
     def stop_on(self, *signals: signal.Signals) -> None:
         """From now on these signals ask for a stop instead of ending the process. Main thread only."""
@@ -107,3 +112,23 @@ class Channel:
 
         for number in signals:
             signal.signal(number, handler)
+
+
+def standalone_channel(*, on_message: Receiver | None = None, hang_after_s: float = 300.0) -> Channel:
+    """The channel of a process that someone else started as a rank, such as torchrun; a watch runs beside it.
+
+    Rank 0's messages go to `on_message`. SIGTERM and Ctrl-C ask for a stop. A hang is printed and ends the process.
+    """
+
+    def report(verdict: Verdict) -> None:
+        print(f"shoal: {verdict.message}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    channel = Channel(
+        rank=int(os.environ.get("RANK", "0")), world=int(os.environ.get("WORLD_SIZE", "1")), receiver=on_message
+    )
+    if threading.current_thread() is threading.main_thread():
+        channel.stop_on(signal.SIGTERM, signal.SIGINT)
+    # Not every launcher can end the ranks that are left (a signal is only a request here), so they end themselves.
+    Watch(hang_after_s=hang_after_s, report=report, on_verdict_of_another=lambda: os._exit(1)).start()
+    return channel

@@ -1,4 +1,4 @@
-"""The folder of checkpoints: what its entries are called, which of them count, and how a file gets onto the disk for good.
+"""The folder of checkpoints: what its entries are called, which of them count, how files get onto the disk.
 
     step-00000120/            a checkpoint: it appears under this name only when it is complete
         checkpoint.json       the manifest: step, progress, parameters, where each piece of them lies
@@ -7,14 +7,15 @@
     step-00000160.partial/    one being written, or what a crash left of it
     step-00000120.replaced/   one whose successor of the same step is being put in its place
 
-Tensor files are written here rather than by safetensors' own function, which holds the file in memory a second time,
-does not flush it to the disk, and hides the operating system's error number.
+Tensor files are written here rather than by safetensors' own function, which does not flush them to the disk,
+does not give their checksum, and hides the operating system's error number.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -34,7 +35,8 @@ CHUNK_BYTES = 16 << 20
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.bool: "BOOL",
 }  # fmt: skip
 """The dtypes a checkpoint holds, by the names that safetensors has for them."""
 
@@ -43,6 +45,26 @@ _STEP = re.compile(r"step-(\d{8,})")
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def to_json(value: Any) -> Any:
+    """The value as strict JSON; NaN and the infinities, which JSON lacks, as {"float": "nan"}."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}
+    if isinstance(value, dict):
+        return {key: to_json(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(entry) for entry in value]
+    return value
+
+
+def from_json(value: Any) -> Any:
+    """What `to_json` was given."""
+    if isinstance(value, dict):
+        if value.keys() == {"float"} and value["float"] in ("nan", "inf", "-inf"):
+            return float(value["float"])
+        return {key: from_json(entry) for key, entry in value.items()}
+    return [from_json(entry) for entry in value] if isinstance(value, list) else value
 
 
 def folder_of(folder: Path, step: int) -> Path:
@@ -68,7 +90,7 @@ def checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 
 def tidy(folder: Path) -> None:
-    """Removes what crashed saves left behind. Only while nobody saves: one process calls it, before it writes."""
+    """Removes what crashed saves left behind. For one process, and only while nobody saves."""
     if not folder.is_dir():
         return
     for path in list(folder.iterdir()):
@@ -98,6 +120,11 @@ def remove(path: Path) -> None:
     gone = path.with_name(path.name.removesuffix(REPLACED) + PARTIAL)
     path.rename(gone)
     shutil.rmtree(gone)
+
+
+def checksums_text(manifest_sha256: str, files: dict[str, str]) -> str:
+    """The text of SHA256SUMS; `files`: the checksum of each tensor file."""
+    return "".join(f"{digest}  {name}\n" for name, digest in {MANIFEST: manifest_sha256, **files}.items())
 
 
 def sync_folder(folder: Path) -> None:

@@ -1,6 +1,7 @@
-"""Every rank tells every other a small JSON object, as bytes in tensors: how ranks agree on what went well and what did not.
+"""Every rank tells every other a small JSON object: how ranks agree on what went well and what did not.
 
-PyTorch's own exchange of objects pickles them; nothing that comes over the network is unpickled here.
+PyTorch's own exchange of objects pickles them. Nothing that comes over the network is unpickled here: the
+objects travel as bytes in tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def world_and_rank() -> tuple[int, int]:
 
 
 def exchange(report: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What every rank reports, in the order of ranks. All ranks call it alike; nobody leaves before all have come."""
+    """What every rank reports, in the order of ranks. Collective: nobody leaves before all have come."""
     text = json.dumps(report, allow_nan=False).encode()
     world, _ = world_and_rank()
     if world == 1:

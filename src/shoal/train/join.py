@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import ipaddress
+import json
 import os
 import socket
 import time
@@ -25,6 +26,8 @@ from shoal.comm.group import BACKENDS, register_backends
 
 MEET_S = 300.0
 """How long ranks wait for each other at the start; hosts of a batch system may come up minutes apart."""
+LEAVE_S = 30.0
+"""How long a rank that is done stays for the others."""
 
 
 class JoinError(ValueError):
@@ -46,45 +49,61 @@ class Rank:
 
 _joined: Rank | None = None
 _times_joined = 0
+_adopted = False
 
 
 def join(*, backend: str | None = None, timeout_s: float = 1800.0, meet_s: float = MEET_S) -> Rank:
     """Makes this process a rank of its job; a second call gives the same Rank.
 
     `backend` is a name of torch.distributed ("gloo" is the plain one); without it the counting backend for this
-    machine's devices is taken. `timeout_s` bounds a collective, `meet_s` the wait for the other ranks.
+    machine's devices is taken. `timeout_s` bounds a collective, `meet_s` the wait for the other ranks. A program
+    that has called init_process_group itself keeps its own world group, and groups made beside it are counted.
     """
-    global _joined, _times_joined
+    global _joined, _times_joined, _adopted
     if _joined is not None:
         return _joined
     register_backends()
-    base, rank, world, local_rank = _meeting_place(os.environ, meet_s)
+    on_gpu = torch.cuda.is_available() and backend in (None, "nccl", BACKENDS["nccl"])
+    chosen = backend or BACKENDS["nccl" if on_gpu else "gloo"]
+    _adopted = dist.is_initialized()
+    if _adopted:
+        base: dist.Store = dist.distributed_c10d._get_default_store()
+        rank, world = dist.get_rank(), dist.get_world_size()
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    else:
+        base, rank, world, local_rank = _meeting_place(os.environ, meet_s)
     store = dist.PrefixStore(_prefix(os.environ, _times_joined), base)
     _times_joined += 1
-    if world > 1:
-        _meet(store, rank, world, meet_s)
-    on_gpu = torch.cuda.is_available() and backend in (None, "nccl", BACKENDS["nccl"])
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    chosen = backend or BACKENDS["nccl" if on_gpu else "gloo"]
-    dist.init_process_group(
-        chosen,
-        store=store,
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=timeout_s),
-    )
-    _joined = Rank(rank=rank, world=world, local_rank=local_rank, device=device, backend=chosen, store=store)
+    # Whoever waits for this rank in vain can then say which process that is.
+    store.set(f"process/{rank}", json.dumps([socket.gethostname(), os.getpid()]))
+    if not _adopted:
+        if world > 1:
+            _meet(store, rank, world, meet_s)
+        time_limit = timedelta(seconds=timeout_s)
+        dist.init_process_group(chosen, store=store, rank=rank, world_size=world, timeout=time_limit)
+    _joined = Rank(rank=rank, world=world, local_rank=local_rank, device=device, store=store, backend=chosen)
+    return _joined
+
+
+def current() -> Rank | None:
+    """What `join` gave, as long as this process has not left."""
     return _joined
 
 
 def leave() -> None:
-    """Takes this process out of its job; it may join again."""
+    """Takes this process out of its job, together with the other ranks; it may join again."""
     global _joined
-    _joined = None
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    joined, _joined = _joined, None
+    if joined is None or _adopted or not dist.is_initialized():
+        return
+    if joined.world > 1:
+        # A rank that closes its connections while a peer still reads from them would fail the peer.
+        joined.store.add(f"left/{joined.rank}", 1)
+        _wait_for([f"left/{rank}" for rank in range(joined.world)], joined.store, LEAVE_S)
+    dist.destroy_process_group()
 
 
 def started_by_a_launcher(environment: Mapping[str, str] = os.environ) -> bool:
@@ -169,23 +188,35 @@ def _port_taken(port: int) -> str:
 
 def _meet(store: dist.Store, rank: int, world: int, meet_s: float) -> None:
     """Waits until every rank is here, so that a missing one is named rather than waited for without end."""
-    if store.add(f"here/{rank}", 1) > 1:
-        raise JoinError(f"two processes say that they are rank {rank}; each rank of a job must have its own RANK.")
-    end = time.monotonic() + meet_s
-    pause_s = 0.002
-    missing = list(range(world))
-    while True:
-        missing = [other for other in missing if not store.check([f"here/{other}"])]
-        if not missing:
-            return
-        if time.monotonic() > end:
-            names = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
+    try:
+        if store.add(f"here/{rank}", 1) > 1:
             raise JoinError(
-                f"{names} of {world} did not come within {meet_s:g} s. Check that every rank was started and holds "
-                "the same SHOAL_TOKEN: ranks with another token belong to another job."
+                f"two processes say that they are rank {rank}; each rank of a job must have its own RANK."
             )
+        missing = _wait_for([f"here/{other}" for other in range(world)], store, meet_s)
+    except dist.DistError as error:
+        raise JoinError(
+            f"rank {rank} lost the meeting place while it waited for the others: the process that holds it (rank 0, or "
+            "the launcher) gave up or ended, and its own message has the reason."
+        ) from error
+    if missing:
+        numbers = ", ".join(key.removeprefix("here/") for key in missing)
+        raise JoinError(
+            f"rank{'s' if len(missing) > 1 else ''} {numbers} of {world} did not come within {meet_s:g} s. Check that "
+            "every rank was started and holds the same SHOAL_TOKEN: ranks with another token belong to another job."
+        )
+
+
+def _wait_for(keys: list[str], store: dist.Store, seconds: float) -> list[str]:
+    """Waits until all keys are set; the keys that are still missing after that time."""
+    end_s = time.monotonic() + seconds
+    pause_s = 0.001
+    while keys := [key for key in keys if not store.check([key])]:
+        if time.monotonic() > end_s:
+            break
         time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.25)
+        pause_s = min(2 * pause_s, 0.1)
+    return keys
 
 
 def _prefix(environment: Mapping[str, str], times_joined: int) -> str:

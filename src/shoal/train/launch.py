@@ -25,8 +25,9 @@ from typing import Any
 from shoal.train.failure import Failure, RankFailed, RankHung, first_cause, from_exception, from_exit, from_hang
 from shoal.train.forkserver import ForkServer, server_for
 from shoal.train.rendezvous import private_directory
+from shoal.train.script import launch_script
 
-__all__ = ["RankFailed", "RankHung", "run_ranks", "warm_up"]
+__all__ = ["RankFailed", "RankHung", "launch_script", "run_ranks", "warm_up"]
 
 OnMessage = Callable[[int, dict[str, Any]], None]
 

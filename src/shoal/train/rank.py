@@ -1,7 +1,7 @@
-"""The life of one rank: take the order, join, call the target, hand back its result, leave.
+"""The life of one rank: take the order, call the target, hand back its result, leave.
 
 The fork server calls `main` in the process it has just forked. Whatever happens to the target, the parent is told
-before the process ends. `run_here` is the same for a process that torchrun started.
+before the process ends.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ import numpy  # noqa: F401  (loaded here so that ranks are forked with it)
 import torch
 
 import shoal.parallel.apply  # noqa: F401
-from shoal.train.channel import Channel, Line, Receiver
-from shoal.train.join import join, leave
+from shoal.train.channel import Channel, Line
+from shoal.train.join import leave
+from shoal.train.lateness import Verdict
 from shoal.train.watch import Watch
 
 Target = Callable[[dict[str, Any], Channel], Any]
@@ -54,46 +55,25 @@ def main(link: socket.socket, server: int) -> None:
 
 
 def _work(order: dict[str, Any], channel: Channel, line: Line, reader: Any) -> int:
+    def report(verdict: Verdict) -> None:
+        line.write("hung", {"late": verdict.late, "message": verdict.message})
+        line.flush(5.0)
+        os._exit(1)
+
+    watch = Watch(hang_after_s=order["hang_after_s"], report=report).start()
     try:
         _settle(order)
-        place = join(timeout_s=max(1800.0, 2 * order["hang_after_s"]))
-        with Watch(
-            place, hang_after_s=order["hang_after_s"], report=lambda hang: _report_hang(line, hang)
-        ) as watch:
-            result = find(order["target"])(order["arguments"], channel)
-            line.write("result", result)
-            watch.done()
-            # No rank leaves before all have their result: the data of the last collective may still be on its way.
-            reader.readline()
+        result = find(order["target"])(order["arguments"], channel)
+        line.write("result", result)
+        watch.done()
+        # No rank leaves before all have their result: the data of the last collective may still be on its way.
+        reader.readline()
     except BaseException as error:
         line.write("failed", describe(error))
         return 1
-    line.flush()
+    watch.stop()
     leave()
     return 0
-
-
-def run_here(
-    target: str,
-    arguments: dict[str, Any],
-    *,
-    on_message: Receiver | None = None,
-    hang_after_s: float = 300.0,
-) -> Any:
-    """Calls the target in this process as one rank of the job it was started for, as under torchrun."""
-    place = join(timeout_s=max(1800.0, 2 * hang_after_s))
-    channel = Channel(rank=place.rank, world=place.world, receiver=on_message)
-    channel.stop_on(signal.SIGTERM, signal.SIGINT)
-
-    def report(hang: dict[str, Any]) -> None:
-        print(f"shoal: {hang['message']}", file=sys.stderr, flush=True)
-        os._exit(1)
-
-    with Watch(place, hang_after_s=hang_after_s, report=report):
-        result = find(target)(arguments, channel)
-        torch.distributed.barrier()
-    leave()
-    return result
 
 
 def find(target: str) -> Target:
@@ -128,12 +108,6 @@ def _settle(order: dict[str, Any]) -> None:
     importlib.invalidate_caches()
     os.chdir(order["directory"])
     torch.set_num_threads(order["threads"])
-
-
-def _report_hang(line: Line, hang: dict[str, Any]) -> None:
-    line.write("hung", hang)
-    line.flush(5.0)
-    os._exit(1)
 
 
 def _die_with(server: int) -> None:

@@ -1,6 +1,6 @@
 """A run as it lies on disk, and what can be read back from it, also from one that crashed.
 
-    run.json           status, strategy, contract, job, settings, environment, seed, times, and at the end a summary
+    run.json           status, strategy, contract, job, settings, environment, seed, times, then a summary
     steps.jsonl        one JSON object a step
     validation.jsonl   one JSON object an evaluation
     ledger.json        what crossed the wire: in a steady step, in all steps recorded, and as predicted
@@ -8,7 +8,8 @@
     trace.json         a few steps, for chrome://tracing or Perfetto; on request
     checkpoints/
 
-A Run has the fields of an Estimate, so that a measurement can be laid beside its prediction. Reading needs no torch.
+A Run has the fields of an Estimate, so that a measurement can be laid beside its prediction. Reading it needs
+no torch.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Run(Estimate):
     started: str
     ended: str | None = None
     summary: Mapping[str, Any] = field(default_factory=dict)
-    """Written at the end: steps, loss, metrics, step times, throughput, memory, target. Empty while it runs."""
+    """Written at the end: steps, loss, metrics, step times, throughput, memory, target."""
     steps: tuple[Mapping[str, Any], ...] = ()
     validation: tuple[Mapping[str, Any], ...] = ()
     ledger_of_run: Ledger = field(default_factory=Ledger)
@@ -66,7 +67,7 @@ class Run(Estimate):
 
 
 def read_run(folder: Path) -> Run:
-    """The run in a folder. The last line of a list may be torn by a crash; anything else that cannot be read is refused."""
+    """The run in a folder. A crash may tear the last line of a list; anything else unreadable is refused."""
     folder = Path(folder)
     facts = read_json(folder / RUN)
     steps, validation = read_lines(folder / STEPS), read_lines(folder / VALIDATION)
@@ -134,7 +135,7 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def plain(value: Any) -> Any:
-    """The value as strict JSON: no NaN and no infinity (null), nothing that JSON has no form for (its text)."""
+    """The value as strict JSON: null for NaN and infinity, its text for what JSON has no form for."""
     if isinstance(value, bool) or value is None or isinstance(value, (str, int)):
         return value
     if isinstance(value, float):
@@ -143,9 +144,10 @@ def plain(value: Any) -> Any:
         return {str(key): plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(entry) for entry in value]
-    if hasattr(value, "item") and getattr(value, "size", None) in (1, ()) or hasattr(value, "__float__"):
-        return plain(float(value))
-    return str(value)
+    try:
+        return plain(value.item())  # numbers of numpy and torch
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        return str(value)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -1,21 +1,195 @@
-"""A hang is named: which rank is late, in which collective, since when.
+"""A hang is named: a thread in each rank notices that nothing moves, asks all ranks where they are, and says who is late.
+
+Ranks meet in the job's store, which works while the process group is stuck. Nothing is written there as long as
+all goes well; when one rank has made no progress for too long it asks, the others answer, and `lateness.py` judges.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import socket
+import sys
+import sysconfig
+import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
 from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shoal.comm import group
+from shoal.train import join
+from shoal.train.lateness import Entered, Report, Verdict, judge
+
+TICK_S = 0.5
+ANSWER_S = 4.0
+"""How long a rank may take to answer: several ticks, on a machine that is busy."""
+OTHERS_JUDGE_S = 15.0
+"""How long the second rank that noticed waits for the first one's verdict to end the run."""
+
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(group.__file__).parent), sysconfig.get_path("stdlib"))
+
+_beats = 0
+
+
+def beat() -> None:
+    """Says that this rank is at work, where it does so for long without a collective."""
+    global _beats
+    _beats += 1
 
 
 class Watch:
-    def __init__(self, place: Any, *, hang_after_s: float, report: Callable[[dict[str, Any]], None]) -> None:
-        self.report = report
+    """The thread. `report` is called once, with the late ranks and the message, and is expected to end the process."""
 
-    def __enter__(self) -> Watch:
+    def __init__(
+        self,
+        *,
+        hang_after_s: float,
+        report: Callable[[Verdict], None],
+        on_verdict_of_another: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._hang_after_s = hang_after_s
+        self._report = report
+        self._on_verdict_of_another = on_verdict_of_another
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="shoal-watch", daemon=True)
+        self._place: join.Rank | None = None
+        self._shared: Any = None
+        self._store: Any = None
+        self._answered = 0
+        self._idle_s = 0.0
+        self._done = False
+        self._seen: tuple[int, dict[str, int]] = (0, {})
+
+    def start(self) -> Watch:
+        self._thread.start()
         return self
 
     def done(self) -> None:
-        pass
+        """The rank's work is over: it no longer judges, but it still answers."""
+        self._done = True
 
-    def __exit__(self, *exception: object) -> None:
-        pass
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        before_s = time.monotonic()
+        while not self._stop.wait(TICK_S):
+            now_s = time.monotonic()
+            # Time in which this thread did not run either (Ctrl-Z, a suspended laptop) is nobody's lateness.
+            passed_s, before_s = min(now_s - before_s, 2 * TICK_S), now_s
+            if self._moved():
+                self._idle_s = 0.0
+            else:
+                self._idle_s += passed_s
+            # A store that fails says that the job is ending; whoever ends it has the reason.
+            with contextlib.suppress(RuntimeError):
+                self._tick()
+
+    def _tick(self) -> None:
+        place = join.current()
+        if place is not None and place is not self._place and place.world > 1:
+            self._place, self._answered = place, 0
+            self._shared = place.store.clone()  # The main thread may be waiting in its own.
+            self._store = dist.PrefixStore("watch", self._shared)
+        if self._store is None:
+            return
+        if self._store.check(["verdict"]):
+            self._on_verdict_of_another()
+        self._answer()
+        if self._idle_s >= self._hang_after_s and not self._done and place is not None:
+            self._judge()
+
+    def _moved(self) -> bool:
+        now = (_beats, {label: call.number for label, call in dict(group.BOOK.last).items()})
+        moved, self._seen = now != self._seen, now
+        return moved
+
+    def _answer(self) -> None:
+        """Says where this rank is to everyone who has asked since the last time."""
+        assert self._place is not None
+        if not self._store.check(["asked"]):
+            return
+        asked = int(self._store.get("asked"))
+        for question in range(self._answered + 1, asked + 1):
+            self._store.set(f"{question}/{self._place.rank}", json.dumps(self._describe().to_json()))
+        self._answered = asked
+
+    def _judge(self) -> None:
+        assert self._place is not None
+        question = self._store.add("asked", 1)
+        self._answer()
+        if question > 1 and not self._still_for(OTHERS_JUDGE_S, until=lambda: False):
+            return
+        world = range(self._place.world)
+        if not self._still_for(ANSWER_S, until=lambda: self._store.check([f"{question}/{r}" for r in world])):
+            return
+        answered = [r for r in world if self._store.check([f"{question}/{r}"])]
+        reports = {r: Report.from_json(json.loads(self._store.get(f"{question}/{r}"))) for r in answered}
+        silent = {r: self._process_of(r) for r in world if r not in reports}
+        verdict = judge(reports, silent)
+        self._store.set("verdict", verdict.message)
+        self._report(verdict)
+
+    def _still_for(self, seconds: float, *, until: Callable[[], bool]) -> bool:
+        """Waits, answering others meanwhile; whether nothing has moved all that time."""
+        end_s = time.monotonic() + seconds
+        while time.monotonic() < end_s and not until() and not self._stop.wait(0.1):
+            self._answer()
+            if self._moved():
+                self._idle_s = 0.0
+                return False
+        return not self._stop.is_set()
+
+    def _describe(self) -> Report:
+        now_s = time.monotonic()
+        known = {each.label: each for each in list(dist.distributed_c10d._world.pg_map) if hasattr(each, "label")}
+        groups = {
+            label: Entered(
+                number=call.number,
+                kind=call.kind,
+                phase=call.phase,
+                axis=known[label].axis,
+                ago_s=now_s - call.since,
+                members=tuple(dist.get_process_group_ranks(known[label])),
+            )
+            for label, call in dict(group.BOOK.last).items()
+            if label in known
+        }
+        return Report(groups=groups, at=where_main_is(), idle_s=self._idle_s, done=self._done)
+
+    def _process_of(self, rank: int) -> str:
+        """What this host knows of a rank that does not answer."""
+        host, pid = json.loads(self._shared.get(f"process/{rank}"))
+        if host != socket.gethostname():
+            return f"it does not answer (process {pid} on {host}: stopped, gone, or cut off from the network)"
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return f"its process {pid} is gone"
+        if state in "Tt":
+            return f"its process {pid} is stopped (SIGSTOP, or a debugger)"
+        return f"it does not answer (process {pid} runs code that does not let other threads run)"
+
+
+def where_main_is() -> str:
+    """ "file.py:88 in function" for the main thread, at the innermost frame that is not a library's."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    shown, innermost = frame, frame
+    while shown is not None and _in_library(shown):
+        shown = shown.f_back
+    shown = shown or innermost
+    if shown is None:
+        return "an unknown place"
+    code = shown.f_code
+    return f"{Path(code.co_filename).name}:{shown.f_lineno} in {code.co_name}"
+
+
+def _in_library(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    return name.startswith(("<", *_LIBRARIES)) and "site-packages/shoal" not in name

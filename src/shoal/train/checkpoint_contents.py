@@ -1,0 +1,153 @@
+"""What one rank writes into a checkpoint: its pieces of parameters and optimiser state, and a table of them.
+
+Every element is written by exactly one rank; what is whole everywhere (buffers, frozen parameters) by rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shoal.parallel.engine import Engine
+from shoal.parallel.optimizer import Numbers, Piece
+from shoal.train.checkpoint_files import dtype_name, file_of, to_json
+from shoal.train.restore import Checkpoint
+
+
+@dataclass(kw_only=True)
+class Contents:
+    """One rank's part: the tensors for its file, and the rows of the manifest that describe them."""
+
+    file: str
+    tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    parameters: dict[str, Any] = field(default_factory=dict)
+    buffers: dict[str, Any] = field(default_factory=dict)
+    numbers: dict[str, Any] = field(default_factory=dict)
+    pieces: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for _, tensor in self.tensors)
+
+    def table(self) -> dict[str, Any]:
+        return {
+            "parameters": self.parameters,
+            "buffers": self.buffers,
+            "numbers": self.numbers,
+            "pieces": self.pieces,
+        }
+
+    def add_parameter(self, piece: Piece, dtype: torch.dtype) -> None:
+        self.parameters[piece.name] = {"shape": list(piece.shape), "dtype": dtype_name(dtype)}
+        self._add(piece, None)
+
+    def add_state(self, key: str, piece: Piece) -> None:
+        self._add(piece, key)
+
+    def add_buffer(self, name: str, values: torch.Tensor) -> None:
+        key = f"buffer {name}"
+        entry = {
+            "shape": list(values.shape),
+            "dtype": dtype_name(values.dtype),
+            "file": self.file,
+            "tensor": key,
+        }
+        self.buffers[name] = entry
+        self.tensors.append((key, values))
+
+    def _add(self, piece: Piece, state: str | None) -> None:
+        start, stop = piece.start, piece.start + piece.values.numel()
+        if start == stop:
+            return
+        key = (
+            f"{piece.name} {state} [{start}:{stop}]"
+            if state is not None
+            else f"{piece.name} [{start}:{stop}]"
+        )
+        self.tensors.append((key, piece.values))
+        row = {
+            "file": self.file,
+            "tensor": key,
+            "parameter": piece.name,
+            "state": state,
+            "start": start,
+            "stop": stop,
+        }
+        self.pieces.append(row)
+
+
+def contents_of(engine: Engine, *, buffers: dict[str, torch.Tensor], rank: int) -> Contents:
+    """What this rank writes of the engine's state; `buffers` are the model's as they shall be saved."""
+    contents = Contents(file=file_of(rank))
+    own = set()
+    for piece in engine.owned_parameters():
+        contents.add_parameter(piece, piece.values.dtype)
+        if piece.start == 0:
+            own.add(piece.name)
+    for key, piece in _state(engine):
+        contents.add_state(key, piece)
+    # Whoever writes a parameter's first element also reports its numbers, so that they are reported once.
+    contents.numbers = {
+        name: {key: [to_json(value), kind] for key, (value, kind) in numbers.items()}
+        for name, numbers in _numbers(engine).items()
+        if name in own
+    }
+    if rank == 0:
+        nothing = torch.empty(0)
+        slots = {slot.name: slot for bucket in engine.buckets for slot in bucket.buffer.slots}
+        for name, slot in slots.items():
+            if not slot.shape.numel():
+                contents.add_parameter(Piece(name, tuple(slot.shape), 0, nothing), slot.param.dtype)
+        for name, param in engine.model.named_parameters():
+            if name not in slots:
+                values = param.detach().reshape(-1)
+                contents.add_parameter(Piece(name, tuple(param.shape), 0, values), param.dtype)
+        for name, values in buffers.items():
+            contents.add_buffer(name, values)
+    return contents
+
+
+def _state(engine: Engine) -> Iterator[tuple[str, Piece]]:
+    if engine.optimizer is not None:
+        _refuse_unknown_state(engine.optimizer.optimizer)
+        yield from engine.owned_state()
+    saved = pending(engine)
+    if saved is not None:
+        for piece in engine.owned_parameters():
+            stop = piece.start + piece.values.numel()
+            for key in saved.keys(piece.name):
+                values = saved.read(piece.name, key, piece.start, stop)
+                yield key, Piece(piece.name, piece.shape, piece.start, values)
+
+
+def _numbers(engine: Engine) -> dict[str, Numbers]:
+    if engine.optimizer is not None:
+        return engine.optimizer.numbers()
+    saved = pending(engine)
+    if saved is None:
+        return {}
+    return {name: saved.numbers(name) for name in saved.parameters if saved.trained(name)}
+
+
+def pending(engine: Engine) -> Checkpoint | None:
+    """What was restored and is yet to be taken up: the optimiser is made at the first step after it."""
+    saved = engine._saved if engine.optimizer is None else None
+    return saved if isinstance(saved, Checkpoint) else None
+
+
+def _refuse_unknown_state(optimizer: torch.optim.Optimizer) -> None:
+    """State that is neither a number nor of its parameter's size has no place here: better said than lost."""
+    for param, state in optimizer.state.items():
+        for key, value in state.items():
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            sized = isinstance(value, torch.Tensor) and (value.dim() == 0 or value.numel() == param.numel())
+            if not number and not sized and value is not None:
+                is_tensor = isinstance(value, torch.Tensor)
+                what = f"a tensor of shape {list(value.shape)}" if is_tensor else f"a {type(value).__name__}"
+                raise ValueError(
+                    f"{type(optimizer).__name__} keeps {key!r} of a parameter of shape {list(param.shape)} "
+                    f"as {what}, but a checkpoint holds numbers and tensors of the parameter's own size"
+                )

@@ -1,0 +1,1 @@
+"""Tests of training: ranks, the loop, checkpoints, the record."""
