@@ -7,7 +7,7 @@ import time
 from typing import NamedTuple
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.strategy import (
@@ -274,7 +274,7 @@ FACTS = st.builds(
 
 
 @given(strategies(), FACTS, st.none() | st.integers(1, 64) | st.just(10**12))
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150)
 def test_whatever_is_asked_the_alternatives_are_legal_and_come_soon(
     strategy: Strategy, facts: ModelFacts, world: int | None
 ) -> None:
@@ -289,7 +289,7 @@ def test_whatever_is_asked_the_alternatives_are_legal_and_come_soon(
 
 
 @given(legal_strategies())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_the_generator_of_legal_strategies_keeps_its_word(strategy: Strategy) -> None:
     assert is_legal(strategy)
 

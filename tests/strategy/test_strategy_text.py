@@ -157,7 +157,7 @@ def test_an_error_points_at_the_place_and_names_what_is_right(
         assert word in shown
     if under:
         assert error.column == text.rindex(under)
-        assert shown.splitlines()[1].index("^") == len("  ") + text.rindex(under)
+        assert shown.splitlines()[2].index("^") == len("  ") + text.rindex(under)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_an_error_points_at_the_place_and_names_what_is_right(
 def test_the_caret_stands_under_the_exact_columns(text: str, line: str, carets: str) -> None:
     with pytest.raises(StrategyError) as caught:
         parse(text)
-    assert str(caught.value).splitlines()[:2] == [line, carets]
+    assert str(caught.value).splitlines()[1:] == [line, carets]
 
 
 def test_the_error_carries_its_parts() -> None:
@@ -235,25 +235,8 @@ def test_arbitrary_text_raises_nothing_but_a_strategy_error(text: str) -> None:
 
 
 SIGNS = [
-    "(",
-    ")",
-    "*",
-    "+",
-    ",",
-    "=",
-    "'",
+    *"()*+,=':.[]{}#\\é日2 \n",
     "**",
-    ":",
-    ".",
-    "[",
-    "]",
-    "{",
-    "}",
-    "#",
-    "\\",
-    "é",
-    "日",
-    "2",
     "-1",
     "0.5",
     "1e400",
@@ -261,12 +244,12 @@ SIGNS = [
     "None",
     "lambda",
     "n",
-    "zero",
-    "sync",
-    "via",
-    "compress",
+    "f'",
+    '"',
+    '"ring"',
 ]
-PIECES = st.sampled_from([*REGISTRY, *SIGNS, "serial", '"', '"ring"', "f'", " ", "\n"])
+NAMES = [*REGISTRY, "serial", "zero", "sync", "via", "compress"]
+PIECES = st.sampled_from([*NAMES, *SIGNS])
 
 
 @given(st.lists(PIECES, max_size=25))

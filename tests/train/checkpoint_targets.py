@@ -1,14 +1,14 @@
 """A small awkward model under any strategy, and what ranks do with its checkpoints in tests.
 
-The model has tied weights, batch norm, a parameter that is never used, a frozen one, a scalar one, one without elements
-and sizes that divide by nothing, so that pieces of parameters fall on every side of every boundary.
+The model has tied weights, batch norm, a parameter that is never used, a frozen one, a scalar one, one
+without elements and sizes that divide by nothing, so that pieces fall on every side of every boundary.
 """
 
 from __future__ import annotations
 
 import errno
 import itertools
-import time
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,14 @@ from shoal.parallel.apply import parallelize
 from shoal.parallel.engine import Engine
 from shoal.strategy import parse
 from shoal.train import checkpoint as checkpoint_module
-from shoal.train.checkpoint import CheckpointFailed, average_buffers, find_intact, open_checkpoint, restore, save
+from shoal.train.checkpoint import (
+    CheckpointFailed,
+    average_buffers,
+    find_intact,
+    open_checkpoint,
+    restore,
+    save,
+)
 from shoal.train.exchange import exchange
 from shoal.train.join import join
 
@@ -74,7 +81,13 @@ class Net(nn.Module):
 
 
 def engine_for(
-    text: str, *, rank: int = 0, optimizer: str = "adamw", dtype: str = "float64", seed: int = 0, **options: Any
+    text: str,
+    *,
+    rank: int = 0,
+    optimizer: str = "adamw",
+    dtype: str = "float64",
+    seed: int = 0,
+    **options: Any,
 ) -> Engine:
     torch.manual_seed(seed)
     model = options.pop("model", Net)().to(getattr(torch, dtype))
@@ -101,13 +114,6 @@ def train(engine: Engine, first: int, steps: int, *, batch: int = 12) -> list[fl
     return losses
 
 
-def make_optimizer(engine: Engine) -> None:
-    """What the first step does before it updates: the optimiser is made and takes up the saved state."""
-    engine.reduction.used = {name for name, p in engine.model.named_parameters() if not name.startswith("unused")}
-    engine._make_optimizer()
-    engine.reduction.used = set()
-
-
 def save_cases(arguments: dict[str, Any], channel: Any) -> list[list[float]]:
     """Each case trains three steps, saves, and goes on for three: the losses of the undisturbed run."""
     me, curves = join(), []
@@ -121,7 +127,7 @@ def save_cases(arguments: dict[str, Any], channel: Any) -> list[list[float]]:
 
 
 def restore_cases(arguments: dict[str, Any], channel: Any) -> list[list[float]]:
-    """Each case restores into another model's engine, saves what it then holds, and goes on for three steps."""
+    """Each case restores into an engine that began otherwise, saves what it then holds, and trains on."""
     me, curves = join(), []
     for case in arguments["cases"]:
         options = {"optimizer": case["optimizer"], "dtype": case["dtype"], "seed": 99, "rank": me.rank}
@@ -130,10 +136,7 @@ def restore_cases(arguments: dict[str, Any], channel: Any) -> list[list[float]]:
         assert found is not None
         restore(engine, found)
         assert engine.model.norm.num_batches_tracked == 3
-        # Before the first step what was restored waits to be taken up; it is saved nevertheless.
-        save(Path(case["waiting"]), engine, step=3, progress={})
-        make_optimizer(engine)
-        save(Path(case["taken_up"]), engine, step=3, progress={})
+        save(Path(case["again"]), engine, step=3, progress={})
         engine.close()
 
         engine = engine_for(case["strategy"], **options)
@@ -164,7 +167,7 @@ def fill_the_disk(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
 
 
 def fail_on_one_rank(arguments: dict[str, Any], channel: Any) -> list[Any]:
-    """The first save succeeds; the second fails on one rank, while it writes or (rank 0) when it puts it in place."""
+    """The first save succeeds; the second fails on one rank."""
     me, folder = join(), Path(arguments["folder"])
     engine = engine_for(f"dp({me.world}, zero=2)", rank=me.rank)
     train(engine, 0, 1)
@@ -193,7 +196,7 @@ def fail_on_one_rank(arguments: dict[str, Any], channel: Any) -> list[Any]:
 
 
 def local_statistics(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
-    """Local batch norm: what each rank holds before and after a save, what was saved, and the mean in place."""
+    """Local batch norm: what a rank holds before and after a save, what was saved, the mean in place."""
     me = join()
     engine = engine_for(f"dp({me.world})", rank=me.rank, batch_norm="local")
     train(engine, 0, 2)
@@ -204,8 +207,14 @@ def local_statistics(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     saved = open_checkpoint(path).buffers()
     dist.barrier()
     average_buffers(engine.model, engine.replicas.everyone)
-    return {"before": before, "after": after, "saved": saved["norm.running_mean"].tolist(), "averaged": own.tolist(),
-            "mask": bool((saved["mask"] == -torch.inf).all()), "count": int(saved["norm.num_batches_tracked"])}  # fmt: skip
+    return {
+        "before": before,
+        "after": after,
+        "saved": saved["norm.running_mean"].tolist(),
+        "averaged": own.tolist(),
+        "mask": bool((saved["mask"] == -torch.inf).all()),
+        "count": int(saved["norm.num_batches_tracked"]),
+    }
 
 
 def only_one_rank_sees_damage(arguments: dict[str, Any], channel: Any) -> list[Any]:
@@ -232,11 +241,11 @@ def exchange_reports(arguments: dict[str, Any], channel: Any) -> list[Any]:
     return exchange(reports[me.rank % 3])
 
 
-def save_for_ever(folder: str, progress: Any) -> None:
-    """For a process that will be killed: goes on from the newest intact checkpoint and saves after every step."""
-    torch.set_num_threads(1)
+def save_for_ever(arguments: dict[str, Any], channel: Any) -> None:
+    """For a process that will be killed: goes on from the newest checkpoint and saves after every step."""
+    folder = Path(arguments["folder"])
     engine = engine_for("serial")
-    found = find_intact(Path(folder), warn=_refuse)
+    found = find_intact(folder, warn=_refuse)
     step = 0
     if found is not None:
         restore(engine, found)
@@ -244,5 +253,5 @@ def save_for_ever(folder: str, progress: Any) -> None:
     while True:
         train(engine, step, 1)
         step += 1
-        save(Path(folder), engine, step=step, progress={"step": step, "at": time.time()})
-        progress.send(step)
+        save(folder, engine, step=step, progress={"step": step})
+        channel.say({"step": step, "pid": os.getpid()})

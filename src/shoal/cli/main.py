@@ -100,7 +100,7 @@ def launch(
     port: Annotated[Optional[int], typer.Option(help="Port of the rendezvous on loopback (default: a free one).")] = None,
 ) -> None:
     """Start a script of your own on several local ranks. Arguments after the script's name are the script's."""
-    from shoal.train.launch import launch_script
+    from shoal.train.script import launch_script
 
     sys.exit(launch_script(script, context.args, ranks=ranks, port=port))
 

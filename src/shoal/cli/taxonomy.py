@@ -4,7 +4,6 @@ Markdown.
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any, Literal
 
 from shoal.strategy import SYSTEMS, contract, place, techniques
@@ -49,7 +48,7 @@ def taxonomy() -> dict[str, list[dict[str, Any]]]:
                 "contract": str(contract(system.strategy)),
             }
         )
-    return {"techniques": [asdict(technique) for technique in techniques()], "systems": systems}
+    return {"techniques": [technique._asdict() for technique in techniques()], "systems": systems}
 
 
 def print_taxonomy(format: Format = "table") -> None:

@@ -63,7 +63,8 @@ def _resume_point(resume: str | None) -> tuple[str | None, Path | None]:
     """The checkpoint to go on from, and the run folder it lies in (if it lies in one)."""
     if resume is None:
         return None, None
-    from shoal.train.restore import find_intact, open_checkpoint
+    from shoal.train.restore import find_intact
+    from shoal.train.saved import open_checkpoint
 
     path = Path(resume)
     if not path.exists():
@@ -82,20 +83,20 @@ def _folder(asked: str | None, kept: Path | None, job_name: str, shared: bool) -
         return Path(asked)
     if kept is not None:
         return kept
-    safe = "".join(c if c.isalnum() or c in "-_." else "-" for c in job_name)
     if shared:
         # Every rank must come to the same name by itself.
+        safe = "".join(c if c.isalnum() or c in "-_." else "-" for c in job_name)
         return Path("runs") / f"{safe}-{os.environ.get('TORCHELASTIC_RUN_ID', 'launched')}"
-    from shoal.train.record import new_run_folder
+    from shoal.train.record import new_folder
 
-    return new_run_folder(Path("runs"), safe)
+    return new_folder(Path("runs"), job_name)
 
 
 def _as_one_rank(arguments: dict[str, Any], hang_after: float) -> int:
     from shoal.train.channel import standalone_channel
     from shoal.train.loop import train_run
 
-    channel = standalone_channel(on_message=_plain_lines(), hang_after_s=hang_after)
+    channel = standalone_channel(on_message=lambda rank, message: _plain_lines()(message), hang_after_s=hang_after)
     outcome = train_run(arguments, channel)
     return 0 if outcome["status"] == "finished" else 130
 

@@ -30,7 +30,7 @@ BUCKET_BYTES = 4 << 20
 """Measured with benchmarks/train.py over Gloo on two cores; PyTorch's 25 MB leaves nothing to overlap there."""
 
 IN_FLIGHT = 2
-"""Buckets of stage 2 and 3 on the wire at a time: more would hold the gradient memory that these stages save."""
+"""Reduce-scatters on the wire at a time: each holds a bucket's worth of what arrives, which sharding is to save."""
 
 
 @dataclass(frozen=True)
@@ -168,8 +168,13 @@ class GradientReduction:
             bucket.whole, bucket.views = None, []
             bucket.filled = [False] * len(bucket.filled)
         self._in_flight.append((bucket, work, whole, target))
-        if bucket.zero >= 2 and len(self._in_flight) > IN_FLIGHT:
-            self._wait_for_oldest()
+        if bucket.zero >= 1:
+            while self._in_flight and (len(self._in_flight) > IN_FLIGHT or self._oldest_has_arrived()):
+                self._wait_for_oldest()
+
+    def _oldest_has_arrived(self) -> bool:
+        work = self._in_flight[0][1]
+        return work is None or work.is_completed()
 
     def _wait_for_oldest(self) -> None:
         bucket, work, _, target = self._in_flight.pop(0)

@@ -7,9 +7,8 @@ it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from shoal.strategy.arguments import TermError
 from shoal.strategy.terms import REGISTRY, AxisTerm, ModifierTerm, Term, accumulate, dp, ensemble, ep, pp, ps
@@ -24,8 +23,7 @@ SERIAL = "serial"
 AnyTerm = TypeVar("AnyTerm", bound=Term)
 
 
-@dataclass(frozen=True)
-class Axis:
+class Axis(NamedTuple):
     """One axis of the mesh of ranks."""
 
     name: str

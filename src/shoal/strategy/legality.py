@@ -8,7 +8,7 @@ strategies, each of which has passed the same rules.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from shoal.strategy.expression import Strategy, as_strategy
 from shoal.strategy.facts import ModelFacts
@@ -21,8 +21,7 @@ from shoal.strategy.terms import dp
 UNKNOWN = ModelFacts()
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(NamedTuple):
     """One reason why a strategy is not legal."""
 
     term: Term | Strategy

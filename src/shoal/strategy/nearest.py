@@ -1,20 +1,21 @@
 """The search for the nearest legal strategies: mend one breach after the other, and keep what ends up legal.
 
-Each rule proposes what would mend its own breach. A proposal may break another rule, whose proposals are tried
-next, a few steps deep; so every answer has passed all rules, and none is further away than needed. Where very
-much is wrong, a second search follows whatever leaves the fewest breaches.
+Each rule proposes what would mend its own breach. A proposal may break another rule, whose proposals are
+tried next, a few steps deep; so every answer has passed all rules, and none is further away than needed.
+Where very much is wrong, a second search follows whatever leaves the fewest breaches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
+from itertools import count
 from math import log2
 
 from shoal.strategy.expression import Strategy
 from shoal.strategy.rule import Breach, Case
 from shoal.strategy.term import Term
-from shoal.strategy.terms import dp
+from shoal.strategy.worlds import strategies_for_world
 
 MOST_ANSWERS = 3
 MOST_STEPS = 4
@@ -54,20 +55,20 @@ def any_legal(case: Case, breaches: Breaches) -> tuple[Strategy, ...]:
     """Up to three legal strategies for a case in which much is wrong, by always mending the least broken."""
     seen = {case.strategy}
     answers: list[Strategy] = []
-    heap: list[tuple[int, float, int, list[Breach]]] = [(0, 0.0, 0, list(breaches(case)))]
+    ticket = count()  # Decides between equals, so that breaches themselves are never compared.
+    heap: list[tuple[int, float, int, list[Breach]]] = [(0, 0.0, next(ticket), list(breaches(case)))]
     while heap and len(seen) <= MOST_CHECKS and not answers:
         for breach in heappop(heap)[3]:
             for candidate in _fresh(breach, seen):
                 left = list(breaches(Case(candidate, case.facts, case.world)))
                 if left:
-                    heappush(
-                        heap, (len(left), distance(case.strategy, candidate), len(seen) + len(heap), left)
-                    )
+                    heappush(heap, (len(left), distance(case.strategy, candidate), next(ticket), left))
                 else:
                     answers.append(candidate)
     if not answers:  # Nothing like it is legal; plain data parallelism may be.
-        plain = Strategy() if case.world in (None, 1) else Strategy(dp(case.world))
-        answers = [plain] if next(breaches(Case(plain, case.facts, case.world)), None) is None else []
+        for plain in (Strategy(), *strategies_for_world(Strategy(), case.world or 1)):
+            if next(breaches(Case(plain, case.facts, case.world)), None) is None:
+                answers.append(plain)
     return _in_reading_order(
         sorted(answers, key=lambda answer: distance(case.strategy, answer))[:MOST_ANSWERS]
     )

@@ -20,9 +20,10 @@ class StrategyError(ValueError):
         self.suggestion = suggestion
 
     def __str__(self) -> str:
+        # The message comes first: whatever a caller writes before it, the caret below stays under its place.
         lines = [self.message + (f". Did you mean {self.suggestion}?" if self.suggestion else "")]
         if self.text.strip():
-            lines = [*_marked(self.text, self.column, self.length), *lines]
+            lines += _marked(self.text, self.column, self.length)
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from shoal.strategy.arguments import TermError
 from shoal.strategy.expression import Strategy
@@ -20,8 +19,7 @@ from shoal.strategy.term import Term
 from shoal.strategy.terms import dp
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
+class Case(NamedTuple):
     """A strategy with what is known about where and what it is to train."""
 
     strategy: Strategy
@@ -66,8 +64,7 @@ class Case:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class Breach:
+class Breach(NamedTuple):
     """One place where a strategy breaks a rule."""
 
     term: Term | Strategy
@@ -81,8 +78,7 @@ Finder = Callable[[Case, int, Any], Breach | None]
 """Looks at one term, given by its index and itself, and says whether it breaks the rule."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(NamedTuple):
     """One row of the table."""
 
     name: str

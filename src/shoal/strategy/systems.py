@@ -7,8 +7,8 @@ taxonomy: that is computed from the strategy.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from shoal.strategy.expression import Strategy
 from shoal.strategy.term import Term
@@ -16,8 +16,7 @@ from shoal.strategy.terms import bsp, dp
 from shoal.strategy.text import parse
 
 
-@dataclass(frozen=True, slots=True)
-class System:
+class System(NamedTuple):
     """One system of the field."""
 
     name: str
@@ -152,8 +151,7 @@ SYSTEMS: tuple[System, ...] = tuple(
 """Every known system, by era and kind."""
 
 
-@dataclass(frozen=True, slots=True)
-class Likeness:
+class Likeness(NamedTuple):
     """A known system beside a strategy."""
 
     system: System

@@ -10,7 +10,7 @@ All of it is computed from the terms, so a table of systems cannot disagree with
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from shoal.strategy.expression import Strategy, as_strategy
 from shoal.strategy.term import Term
@@ -39,8 +39,7 @@ CLASSES = {"batch": "data", "layer": "intra-layer", "layers": "inter-layer"}
 """What an axis cuts, in the words of the comparison of frameworks."""
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(NamedTuple):
     """The place of a strategy in all three orders."""
 
     parallelism: str
@@ -57,7 +56,7 @@ class Placement:
     """"serial", "data", "intra-layer", "inter-layer" or "hybrid: ..."."""
 
     def as_dict(self) -> dict[str, str]:
-        return asdict(self)
+        return self._asdict()
 
 
 def place(strategy: Strategy | Term) -> Placement:

@@ -4,7 +4,7 @@ the terms themselves.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from shoal.strategy.contract import contract
 from shoal.strategy.expression import Strategy
@@ -13,8 +13,7 @@ from shoal.strategy.terms import REGISTRY, AxisTerm, ModifierTerm, hitopk, pp
 from shoal.strategy.text import parse
 
 
-@dataclass(frozen=True, slots=True)
-class Technique:
+class Technique(NamedTuple):
     """One row of the table."""
 
     name: str

@@ -8,6 +8,7 @@ caret under the place, says what was expected, and names the nearest thing that 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from warnings import catch_warnings, simplefilter
 
 from shoal.strategy.arguments import TermError, nearest_name, shortened
 from shoal.strategy.expression import SERIAL, Strategy
@@ -108,7 +109,9 @@ class _Reader:
                     column=column,
                 )
         try:
-            tree: ast.Expression = ast.parse(self.code, mode="eval")
+            with catch_warnings():
+                simplefilter("ignore")  # Python warns of oddities such as 2if; here they are errors anyway.
+                tree: ast.Expression = ast.parse(self.code, mode="eval")
         except SyntaxError as error:
             raise self._unreadable(error) from None
         except (RecursionError, MemoryError, ValueError):

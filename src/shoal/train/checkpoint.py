@@ -18,7 +18,7 @@ from typing import Any
 from shoal.comm.group import BOOK
 from shoal.parallel.engine import Engine
 from shoal.train.buffers import average_buffers, averaged_buffers
-from shoal.train.checkpoint_contents import Contents, contents_of, pending
+from shoal.train.checkpoint_contents import Contents, contents_of
 from shoal.train.checkpoint_files import (
     CHECKSUMS,
     FORMAT,
@@ -106,9 +106,6 @@ class _Save:
         if failures:
             needed_bytes = sum(table.get("bytes", 0) for table in tables)
             raise self._failed(*failures[0], needed_bytes=needed_bytes, free_bytes=outcome.get("free_bytes"))
-        if pending(engine) is not None:
-            # What the engine has yet to take up may have lain in a checkpoint that this one replaced.
-            engine.load_optimizer(open_checkpoint(self.target, verify=False))
         return self.target
 
     def _prepare(self, contents: Contents) -> dict[str, Any]:
@@ -148,6 +145,8 @@ class _Save:
         }
         for what in ("parameters", "buffers", "numbers"):
             manifest[what] = {name: entry for table in tables for name, entry in table[what].items()}
+        known = manifest["parameters"]
+        manifest["parameters"] = {name: known[name] for name, _ in self.engine.model.named_parameters()}
         manifest["pieces"] = [piece for table in tables for piece in table["pieces"]]
         text = json.dumps(manifest, allow_nan=False, indent=1)
         digest = write_bytes(self.partial / MANIFEST, text.encode())

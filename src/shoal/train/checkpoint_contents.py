@@ -5,16 +5,14 @@ Every element is written by exactly one rank; what is whole everywhere (buffers,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from shoal.parallel.engine import Engine
-from shoal.parallel.optimizer import Numbers, Piece
+from shoal.parallel.optimizer import Piece
 from shoal.train.checkpoint_files import dtype_name, file_of, to_json
-from shoal.train.restore import Checkpoint
 
 
 @dataclass(kw_only=True)
@@ -87,14 +85,16 @@ def contents_of(engine: Engine, *, buffers: dict[str, torch.Tensor], rank: int) 
         contents.add_parameter(piece, piece.values.dtype)
         if piece.start == 0:
             own.add(piece.name)
-    for key, piece in _state(engine):
-        contents.add_state(key, piece)
-    # Whoever writes a parameter's first element also reports its numbers, so that they are reported once.
-    contents.numbers = {
-        name: {key: [to_json(value), kind] for key, (value, kind) in numbers.items()}
-        for name, numbers in _numbers(engine).items()
-        if name in own
-    }
+    if engine.optimizer is not None:
+        _refuse_unknown_state(engine.optimizer.optimizer)
+        for key, piece in engine.owned_state():
+            contents.add_state(key, piece)
+        # Whoever writes a parameter's first element also reports its numbers, so that they are reported once.
+        contents.numbers = {
+            name: {key: [to_json(value), kind] for key, (value, kind) in numbers.items()}
+            for name, numbers in engine.optimizer.numbers().items()
+            if name in own
+        }
     if rank == 0:
         nothing = torch.empty(0)
         slots = {slot.name: slot for bucket in engine.buckets for slot in bucket.buffer.slots}
@@ -105,37 +105,10 @@ def contents_of(engine: Engine, *, buffers: dict[str, torch.Tensor], rank: int) 
             if name not in slots:
                 values = param.detach().reshape(-1)
                 contents.add_parameter(Piece(name, tuple(param.shape), 0, values), param.dtype)
+                contents.parameters[name]["frozen"] = True
         for name, values in buffers.items():
             contents.add_buffer(name, values)
     return contents
-
-
-def _state(engine: Engine) -> Iterator[tuple[str, Piece]]:
-    if engine.optimizer is not None:
-        _refuse_unknown_state(engine.optimizer.optimizer)
-        yield from engine.owned_state()
-    saved = pending(engine)
-    if saved is not None:
-        for piece in engine.owned_parameters():
-            stop = piece.start + piece.values.numel()
-            for key in saved.keys(piece.name):
-                values = saved.read(piece.name, key, piece.start, stop)
-                yield key, Piece(piece.name, piece.shape, piece.start, values)
-
-
-def _numbers(engine: Engine) -> dict[str, Numbers]:
-    if engine.optimizer is not None:
-        return engine.optimizer.numbers()
-    saved = pending(engine)
-    if saved is None:
-        return {}
-    return {name: saved.numbers(name) for name in saved.parameters if saved.trained(name)}
-
-
-def pending(engine: Engine) -> Checkpoint | None:
-    """What was restored and is yet to be taken up: the optimiser is made at the first step after it."""
-    saved = engine._saved if engine.optimizer is None else None
-    return saved if isinstance(saved, Checkpoint) else None
 
 
 def _refuse_unknown_state(optimizer: torch.optim.Optimizer) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 ECHO = re.compile(
-    r"connection (was )?(closed|reset|refused)|broken pipe|socket (closed|is closed|not connected)|"
+    r"connection (was )?(likely )?(closed|reset|refused)|broken pipe|socket (closed|is closed|not connected)|"
     r"application timeout|timed out waiting|read error|writev error|recvvalue failed",
     re.IGNORECASE,
 )

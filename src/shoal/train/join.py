@@ -52,12 +52,13 @@ _times_joined = 0
 _adopted = False
 
 
-def join(*, backend: str | None = None, timeout_s: float = 1800.0, meet_s: float = MEET_S) -> Rank:
+def join(*, backend: str | None = None, timeout_s: float | None = None, meet_s: float = MEET_S) -> Rank:
     """Makes this process a rank of its job; a second call gives the same Rank.
 
     `backend` is a name of torch.distributed ("gloo" is the plain one); without it the counting backend for this
-    machine's devices is taken. `timeout_s` bounds a collective, `meet_s` the wait for the other ranks. A program
-    that has called init_process_group itself keeps its own world group, and groups made beside it are counted.
+    machine's devices is taken. `timeout_s` bounds a collective (1800, or more where a hang may take longer to be
+    one), `meet_s` the wait for the other ranks. A program that has called init_process_group itself keeps its own
+    world group, and groups made beside it are counted.
     """
     global _joined, _times_joined, _adopted
     if _joined is not None:
@@ -82,7 +83,8 @@ def join(*, backend: str | None = None, timeout_s: float = 1800.0, meet_s: float
     if not _adopted:
         if world > 1:
             _meet(store, rank, world, meet_s)
-        time_limit = timedelta(seconds=timeout_s)
+        # Longer than the watch waits: what it says of a hang is better than that a collective timed out.
+        time_limit = timedelta(seconds=timeout_s or max(1800.0, 2 * float(os.environ.get("SHOAL_HANG_AFTER_S", 0))))
         dist.init_process_group(chosen, store=store, rank=rank, world_size=world, timeout=time_limit)
     _joined = Rank(rank=rank, world=world, local_rank=local_rank, device=device, store=store, backend=chosen)
     return _joined

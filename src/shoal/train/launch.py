@@ -74,7 +74,7 @@ def run_ranks(
                 "sys_path": [path or os.getcwd() for path in sys.path],
                 "argv": sys.argv,
                 "directory": os.getcwd(),
-                "environment": _rank_environment(variables, rank, ranks, directory),
+                "environment": _rank_environment(variables, rank, ranks, directory, hang_after_s),
             }
             for rank in range(ranks)
         ]
@@ -96,10 +96,12 @@ def _environment(threads: int | None, environment: Mapping[str, str] | None) -> 
     return variables
 
 
-def _rank_environment(variables: dict[str, str], rank: int, world: int, directory: Path) -> dict[str, str]:
+def _rank_environment(
+    variables: dict[str, str], rank: int, world: int, directory: Path, hang_after_s: float
+) -> dict[str, str]:
     own = {k: v for k, v in variables.items() if not k.startswith(("TORCHELASTIC_", "MASTER_"))}
     own |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
-    return own | {"SHOAL_RENDEZVOUS": str(directory / "store")}
+    return own | {"SHOAL_RENDEZVOUS": str(directory / "store"), "SHOAL_HANG_AFTER_S": str(hang_after_s)}
 
 
 @dataclass

@@ -18,9 +18,12 @@ from shoal.estimate.traffic import predict
 from shoal.parallel.batch_norm import batch_norms
 from shoal.parallel.engine import NonFinite
 from shoal.strategy import parse
-from shoal.train.checkpoint import CheckpointFailed, average_buffers, open_checkpoint, restore, save
+from shoal.train.buffers import average_buffers
+from shoal.train.checkpoint import CheckpointFailed, save
 from shoal.train.join import join, leave
 from shoal.train.record import Recorder, tracing
+from shoal.train.restore import restore
+from shoal.train.saved import open_checkpoint
 from shoal.train.setup import Prepared, job_from, prepare
 
 
@@ -138,7 +141,7 @@ class TrainingRun:
             "train_s": self.train_s, "sent_bytes": counted.bytes,
         }  # fmt: skip
         if self.recorder is not None:
-            self.recorder.step(row)
+            self.recorder.step(row, counted)
             self.channel.say({"event": "step", "steps": self.job.steps, **row})
 
     def _evaluate(self) -> None:

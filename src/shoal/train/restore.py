@@ -57,33 +57,43 @@ def restore(engine: Engine, checkpoint: Checkpoint) -> None:
 
     Refuses before it changes anything when the checkpoint is of another model.
     """
-    sharded = {
-        slot.name: (tuple(slot.shape), slot.param.dtype) for b in engine.buckets for slot in b.buffer.slots
+    slots = {slot.name: slot for bucket in engine.buckets for slot in bucket.buffer.slots}
+    # A sharded parameter is empty between its uses; its slot knows its shape.
+    shapes = {
+        name: (tuple(slots[name].shape if name in slots else param.shape), param.dtype)
+        for name, param in engine.model.named_parameters()
     }
-    frozen = {name: param for name, param in engine.model.named_parameters() if name not in sharded}
+    saved_shapes = {name: (whole.shape, whole.dtype) for name, whole in checkpoint.parameters.items()}
+    _require_same("parameters", checkpoint, saved_shapes, shapes)
     buffers = persistent_buffers(engine.model)
-    _require_same(
-        "parameters", checkpoint, {name: (p.shape, p.dtype) for name, p in checkpoint.parameters.items()},
-        sharded | {name: (tuple(param.shape), param.dtype) for name, param in frozen.items()},
-    )  # fmt: skip
-    _require_same(
-        "buffers",
-        checkpoint,
-        checkpoint.buffer_shapes(),
-        {n: (tuple(b.shape), b.dtype) for n, b in buffers.items()},
-    )
+    buffer_shapes = {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in buffers.items()}
+    _require_same("buffers", checkpoint, checkpoint.buffer_shapes(), buffer_shapes)
     with BOOK.during("checkpoint"), torch.no_grad():
-        for name, param in frozen.items():
-            param.copy_(checkpoint.read_parameter(name, 0, param.numel()).view(param.shape))
+        for name, param in engine.model.named_parameters():
+            if name not in slots:
+                param.copy_(checkpoint.read_parameter(name, 0, param.numel()).view(param.shape))
         for name, values in checkpoint.buffers().items():
             buffers[name].copy_(values)
         if engine.gathering is not None:
             # Blocks that a forward without backward left whole would keep the old values.
             engine.gathering.finish()
         engine.load_parameters(checkpoint.read_parameter)
-        # The optimiser is made anew at the next step, from what was saved.
-        engine.optimizer = None
+        _restore_optimizer(engine, checkpoint, list(slots))
+
+
+def _restore_optimizer(engine: Engine, checkpoint: Checkpoint, names: list[str]) -> None:
+    """Makes the optimiser now, over the parameters that the saved one had.
+
+    Left to the first step, it would be made over those that happen to get a gradient in that step, and a model that
+    does not use all of its parameters in every step would not go on as it had.
+    """
+    engine.optimizer = None
+    trained = {name for name in names if checkpoint.trained(name)}
+    if trained:
         engine.load_optimizer(checkpoint)
+        engine.reduction.used = trained | {name for name in names if checkpoint.parameters[name].frozen}
+        engine._make_optimizer()
+        engine.reduction.used = set()
 
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]

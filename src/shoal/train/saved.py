@@ -53,6 +53,7 @@ class _Part:
 class _Whole:
     shape: tuple[int, ...]
     dtype: torch.dtype
+    frozen: bool = False
 
 
 class Checkpoint:
@@ -186,7 +187,8 @@ class Checkpoint:
 
 
 def _whole(entry: dict[str, Any]) -> _Whole:
-    return _Whole(tuple(int(size) for size in entry["shape"]), _DTYPES[entry["dtype"]])
+    shape = tuple(int(size) for size in entry["shape"])
+    return _Whole(shape, _DTYPES[entry["dtype"]], bool(entry.get("frozen", False)))
 
 
 def latest(folder: Path) -> Path | None:

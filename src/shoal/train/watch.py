@@ -99,8 +99,6 @@ class Watch:
             self._store = dist.PrefixStore("watch", self._shared)
         if self._store is None:
             return
-        if self._store.check(["verdict"]):
-            self._on_verdict_of_another()
         self._answer()
         if self._idle_s >= self._hang_after_s and not self._done and place is not None:
             self._judge()
@@ -115,6 +113,8 @@ class Watch:
         assert self._place is not None
         if not self._store.check(["asked"]):
             return
+        if self._store.check(["verdict"]):
+            self._on_verdict_of_another()
         asked = int(self._store.get("asked"))
         for question in range(self._answered + 1, asked + 1):
             self._store.set(f"{question}/{self._place.rank}", json.dumps(self._describe().to_json()))

@@ -1,0 +1,122 @@
+"""The counting group on real ranks: it computes what plain Gloo does and enters what the formulas say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from distributed.collectives import DIRECT, PUBLIC, N
+
+from shoal.comm.group import COUNTED
+from shoal.comm.wire import sent
+
+Ranks = Callable[..., list[Any]]
+P = 2
+PART, WHOLE = 4 * N, 4 * N * P
+
+PUBLIC_ENTRIES: dict[str, list[tuple[str, int, int]]] = {
+    "all_reduce": [("all_reduce", 1, PART)],
+    "all_reduce of two, coalesced": [("all_reduce", 1, 2 * PART)],
+    "all_reduce_coalesced": [("all_reduce", 1, 2 * PART)],
+    "reduce": [("reduce", 1, PART)],
+    "broadcast": [("broadcast", 1, PART)],
+    "all_gather": [("all_gather", 1, WHOLE)],
+    "all_gather_single": [("all_gather", 1, WHOLE)],
+    "all_gather_into_tensor": [("all_gather", 1, WHOLE)],
+    "reduce_scatter": [("reduce_scatter", 1, WHOLE)],
+    "reduce_scatter_single": [("reduce_scatter", 1, WHOLE)],
+    "reduce_scatter_tensor": [("reduce_scatter", 1, WHOLE)],
+    "all_to_all": [("all_to_all", 1, WHOLE)],
+    "all_to_all_single": [("all_to_all", 1, WHOLE)],
+    "gather": [("gather", 1, WHOLE)],
+    "scatter": [("scatter", 1, WHOLE)],
+    "send and recv": [("recv", 1, PART), ("send", 1, PART)],
+    "barrier": [("barrier", 1, 0)],
+    "functional all_reduce": [("all_reduce", 1, PART)],
+    "functional all_gather": [("all_gather", 1, WHOLE)],
+    "functional reduce_scatter": [("reduce_scatter", 1, WHOLE)],
+    "functional all_to_all": [("all_to_all", 1, WHOLE)],
+}
+OF_TWO = ("allreduce_coalesced", "allgather_coalesced")
+UNSUPPORTED: set[str] = set()
+"""What plain Gloo itself does not do."""
+
+
+def rows(entries: list[tuple[str, int, int]]) -> list[dict[str, Any]]:
+    found = []
+    for kind, calls, payload_bytes in entries:
+        cost = sent(kind, payload_bytes=payload_bytes, ranks=P)
+        found.append(
+            {"axis": "world", "phase": "setup", "kind": kind, "calls": calls, "messages": cost.messages * calls,
+             "bytes": cost.bytes * calls}
+        )  # fmt: skip
+    return found
+
+
+def test_every_public_collective_is_entered_and_computes_what_gloo_does(ranks: Ranks) -> None:
+    both = ranks("distributed.collectives:compare_with_plain", {"table": "public"}, ranks=P)
+    for rank, found in enumerate(both):
+        assert set(found) == set(PUBLIC)
+        for name, each in found.items():
+            assert (name, each["same"], each["trouble"], each["plain_trouble"]) == (name, True, "", "")
+            expected = PUBLIC_ENTRIES.get(name)
+            if name == "recv from anyone":
+                expected = [("send", 1, PART)] if rank == 0 else [("recv", 1, PART)]
+            assert expected is not None
+            assert (name, each["ledger"]) == (name, rows(expected))
+
+
+def test_every_counted_method_is_entered_and_computes_what_gloo_does(ranks: Ranks) -> None:
+    both = ranks("distributed.collectives:compare_with_plain", {"table": "direct"}, ranks=P)
+    assert set(COUNTED) <= set(DIRECT)
+    for found in both:
+        for name, each in found.items():
+            if name in UNSUPPORTED:
+                assert each["plain_trouble"]
+                continue
+            assert (name, each["same"], each["trouble"], each["plain_trouble"]) == (name, True, "", "")
+            kind, _ = COUNTED[name.partition(" ")[0]]
+            if kind in ("send", "recv"):
+                expected = [("recv", 1, PART), ("send", 1, PART)]
+            elif kind == "barrier":
+                expected = [("barrier", 1, 0)]
+            else:
+                payload = PART if kind in ("all_reduce", "broadcast", "reduce") else WHOLE
+                expected = [(kind, 1, 2 * payload if name in OF_TWO else payload)]
+            assert (name, each["ledger"]) == (name, rows(expected))
+
+
+@pytest.mark.parametrize("number", [2, 3, 4])
+def test_the_replaced_collectives_equal_a_serial_computation(ranks: Ranks, number: int) -> None:
+    assert ranks("distributed.collectives:against_serial", ranks=number) == [[]] * number
+
+
+def test_completed_means_that_the_result_is_there(ranks: Ranks) -> None:
+    assert ranks("distributed.collectives:polled_to_completion", ranks=3) == [[True, True]] * 3
+
+
+def test_other_reductions_are_left_to_gloo(ranks: Ranks) -> None:
+    assert ranks("distributed.collectives:other_operations", ranks=2) == [{"MAX": True, "MIN": True, "PRODUCT": True}] * 2
+
+
+def test_ddp_and_fully_shard_have_the_gradients_of_plain_gloo(ranks: Ranks) -> None:
+    for found in ranks("distributed.collectives:gradients", ranks=2):
+        assert max(found["differences"].values()) < 1e-14
+        assert found["calls"]["plain ddp"] == found["calls"]["plain fully_shard"] == []
+        assert "all_reduce" in found["calls"]["counted ddp"]
+        assert found["calls"]["counted fully_shard"] == ["all_gather", "reduce_scatter"]
+
+
+def test_what_would_make_uncounted_groups_is_refused(ranks: Ranks) -> None:
+    (words,) = ranks("distributed.collectives:refused", ranks=1)
+    assert len(words) == 2
+    assert all("use torch.distributed.new_group" in each for each in words)
+
+
+def test_the_book_knows_the_last_collective_of_each_group(ranks: Ranks) -> None:
+    first, second, third = ranks("distributed.collectives:last_calls", ranks=3)
+    assert first == second
+    assert [2, "all_reduce", "gradient"] in first.values()
+    assert [1, "broadcast", "setup"] in first.values()
+    assert list(third.values()) == [[2, "all_reduce", "gradient"]]
