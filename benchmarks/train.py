@@ -3,7 +3,7 @@
 Every contestant trains the same job on the same two ranks, a few steps in turn, round after round, so that whatever
 the machine does meets all of them. The limit is the same ranks with the same work and no communication at all.
 
-    python benchmarks/train.py [--job language:small] [--rounds 12] [--json]
+    python benchmarks/train.py [--job language:small] [--batch 16] [--rounds 12] [--json]
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def _contestants(settings: dict[str, Any], me: Any, plain: Any) -> dict[str, Any
     from shoal.train.setup import prepare
     from shoal.train.step import build_model
 
-    job = load_job(settings["job"])
+    job = replace(load_job(settings["job"]), global_batch=settings["batch"])
     order = job.order()
 
     def plain_step(model: Any, optimizer: Any, clip_of: Any) -> Any:
@@ -125,16 +126,18 @@ def _contestants(settings: dict[str, Any], me: Any, plain: Any) -> dict[str, Any
 def main() -> None:
     def extend(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--job", default="language:small")
+        parser.add_argument("--batch", type=int, default=16, help="global batch: small, so that communication shows")
         parser.add_argument("--rounds", type=int, default=12)
         parser.add_argument("--steps", type=int, default=2, help="steps of each contestant in a round")
 
     asked = arguments(__doc__ or "", extend)
     from shoal.train.launch import run_ranks
 
-    settings = {"job": asked.job, "rounds": asked.rounds, "steps": asked.steps}
+    settings = {"job": asked.job, "batch": asked.batch, "rounds": asked.rounds, "steps": asked.steps}
 
     def told(rank: int, message: dict[str, Any]) -> None:
-        print(f"\r{message}"[:78].ljust(78), end="", file=sys.stderr, flush=True)
+        doing = f"round {message['round']} of {asked.rounds}" if "round" in message else f"warming up: {message['name']}"
+        print(f"\r{doing:<60}", end="", file=sys.stderr, flush=True)
 
     times = run_ranks("train:contest", settings, ranks=2, on_message=told)[0]
     print(file=sys.stderr)
@@ -146,7 +149,7 @@ def main() -> None:
             row["peer"] = PEERS[name]
             add_ratio(row, "of_peer", times[name], times[PEERS[name]])
         rows.append(row)
-    report(rows, title=f"{asked.job}, two ranks, {asked.rounds} rounds", as_json=asked.json)
+    report(rows, title=f"{asked.job}, global batch {asked.batch}, two ranks, {asked.rounds} rounds", as_json=asked.json)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,10 @@ def _objects(g: Any, r: int, p: int) -> Sequence[Tensor]:
 def _around_the_ring(g: Any, r: int, p: int) -> Sequence[Tensor]:
     got = empty()
     works = dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, own(r), (r + 1) % p, group=g), dist.P2POp(dist.irecv, got, (r - 1) % p, group=g)]
+        [
+            dist.P2POp(dist.isend, own(r), (r + 1) % p, group=g),
+            dist.P2POp(dist.irecv, got, (r - 1) % p, group=g),
+        ]
     )
     for work in works:
         work.wait()
@@ -99,14 +102,20 @@ PUBLIC: dict[str, Call] = {
     "broadcast": _objects,
     "all_gather": lambda g, r, p: done(dist.all_gather(t := empties(p), own(r), group=g), *t),
     "all_gather_single": lambda g, r, p: done(dist.all_gather_single(t := empty(N * p), own(r), group=g), t),
-    "all_gather_into_tensor": lambda g, r, p: done(dist.all_gather_into_tensor(t := empty(N * p), own(r), group=g), t),
+    "all_gather_into_tensor": lambda g, r, p: done(
+        dist.all_gather_into_tensor(t := empty(N * p), own(r), group=g), t
+    ),
     "reduce_scatter": lambda g, r, p: done(dist.reduce_scatter(t := empty(), owns(r, p), group=g), t),
     "reduce_scatter_single": lambda g, r, p: done(
         dist.reduce_scatter_single(t := empty(), own(r, N * p), group=g), t
     ),
-    "reduce_scatter_tensor": lambda g, r, p: done(dist.reduce_scatter_tensor(t := empty(), own(r, N * p), group=g), t),
+    "reduce_scatter_tensor": lambda g, r, p: done(
+        dist.reduce_scatter_tensor(t := empty(), own(r, N * p), group=g), t
+    ),
     "all_to_all": lambda g, r, p: done(dist.all_to_all(t := empties(p), owns(r, p), group=g), *t),
-    "all_to_all_single": lambda g, r, p: done(dist.all_to_all_single(t := empty(N * p), own(r, N * p), group=g), t),
+    "all_to_all_single": lambda g, r, p: done(
+        dist.all_to_all_single(t := empty(N * p), own(r, N * p), group=g), t
+    ),
     "gather": _gather,
     "scatter": _scatter,
     "send and recv": _around_the_ring,
@@ -114,7 +123,9 @@ PUBLIC: dict[str, Call] = {
     "barrier": lambda g, r, p: done(dist.barrier(group=g)),
     "functional all_reduce": lambda g, r, p: [functional.all_reduce(own(r), "sum", g) + 0],
     "functional all_gather": lambda g, r, p: [functional.all_gather_tensor(own(r), 0, g) + 0],
-    "functional reduce_scatter": lambda g, r, p: [functional.reduce_scatter_tensor(own(r, N * p), "sum", 0, g) + 0],
+    "functional reduce_scatter": lambda g, r, p: [
+        functional.reduce_scatter_tensor(own(r, N * p), "sum", 0, g) + 0
+    ],
     "functional all_to_all": lambda g, r, p: [functional.all_to_all_single(own(r, N * p), None, None, g) + 0],
 }
 
@@ -167,7 +178,8 @@ DIRECT: dict[str, Call] = {
     "allgather": lambda g, r, p: done(g.allgather([t := empties(p)], [own(r)]), *t),
     "allgather_coalesced": lambda g, r, p: done(
         # The outputs are one list a rank, each with a tensor for every input.
-        g.allgather_coalesced(t := [empties(2) for _ in range(p)], owns(r, 2)), *[x for each in t for x in each]
+        g.allgather_coalesced(t := [empties(2) for _ in range(p)], owns(r, 2)),
+        *[x for each in t for x in each],
     ),
     "allgather_into_tensor_coalesced": lambda g, r, p: done(
         g.allgather_into_tensor_coalesced([t := empty(N * p)], [own(r)]), t
@@ -179,7 +191,9 @@ DIRECT: dict[str, Call] = {
     "_allgather_base": lambda g, r, p: done(g._allgather_base(t := empty(N * p), own(r)), t),
     "alltoall": lambda g, r, p: done(g.alltoall(t := empties(p), owns(r, p)), *t),
     "alltoall_base": lambda g, r, p: done(g.alltoall_base(t := empty(N * p), own(r, N * p), [], []), t),
-    "all_to_all_single": lambda g, r, p: done(g.all_to_all_single(t := empty(N * p), own(r, N * p), [], []), t),
+    "all_to_all_single": lambda g, r, p: done(
+        g.all_to_all_single(t := empty(N * p), own(r, N * p), [], []), t
+    ),
     "broadcast": lambda g, r, p: done(g.broadcast([t := own(r)]), t),
     "reduce": _direct_reduce,
     "gather": _direct_gather,
@@ -189,10 +203,16 @@ DIRECT: dict[str, Call] = {
     "recv_anysource": _direct_recv_anysource,
     "barrier": lambda g, r, p: done(g.barrier()),
     "monitored_barrier": lambda g, r, p: done(g.monitored_barrier()),
-    "all_gather_single by name": lambda g, r, p: done(g.all_gather_single(input=own(r), output=(t := empty(N * p))), t),
+    "all_gather_single by name": lambda g, r, p: done(
+        g.all_gather_single(input=own(r), output=(t := empty(N * p))), t
+    ),
     "broadcast of one tensor": lambda g, r, p: done(g.broadcast(t := own(r), root=1), t),
-    "allreduce of one tensor": lambda g, r, p: done(g.allreduce(tensor=(t := own(r)), op=dist.ReduceOp.MAX), t),
-    "allgather by name": lambda g, r, p: done(g.allgather(input_tensors=[own(r)], output_tensors=[t := empties(p)]), *t),
+    "allreduce of one tensor": lambda g, r, p: done(
+        g.allreduce(tensor=(t := own(r)), op=dist.ReduceOp.MAX), t
+    ),
+    "allgather by name": lambda g, r, p: done(
+        g.allgather(input_tensors=[own(r)], output_tensors=[t := empties(p)]), *t
+    ),
 }
 
 
@@ -207,7 +227,9 @@ def compare_with_plain(arguments: dict[str, Any], channel: Channel) -> dict[str,
         BOOK.take()
         got, own_trouble = _attempt(call, dist.group.WORLD, me.rank, me.world)
         ledger = BOOK.take().to_json()
-        same = len(got) == len(expected) and all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+        same = len(got) == len(expected) and all(
+            torch.equal(a, b) for a, b in zip(got, expected, strict=True)
+        )
         found[name] = {"same": same, "trouble": own_trouble, "plain_trouble": trouble, "ledger": ledger}
         dist.barrier(group=plain)
     return found
@@ -240,7 +262,9 @@ def against_serial(arguments: dict[str, Any], channel: Channel) -> list[str]:
 
 def _values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(rank)
-    return torch.randint(-8, 9, shape, generator=generator).to(dtype)  # Small integers: sums are exact in bfloat16.
+    return torch.randint(-8, 9, shape, generator=generator).to(
+        dtype
+    )  # Small integers: sums are exact in bfloat16.
 
 
 def _reduce_scatter_case(
@@ -264,7 +288,9 @@ def _reduce_scatter_case(
     flights = []
     for name, (given, output) in laid_out.items():
         before = given.clone()
-        flights.append((name, given, before, output, dist.reduce_scatter_single(output, given, op=op, async_op=True)))
+        flights.append(
+            (name, given, before, output, dist.reduce_scatter_single(output, given, op=op, async_op=True))
+        )
     for name, given, before, output, work in reversed(flights):
         work.wait()
         work.wait()  # A second wait must not add anything twice.
@@ -289,7 +315,8 @@ def _all_gather_case(rank: int, ranks: int, dtype: torch.dtype, shape: tuple[int
         "in place": (in_place.view(ranks, *shape)[rank], in_place),
     }
     flights = [
-        (name, output, dist.all_gather_single(output, given, async_op=True)) for name, (given, output) in laid_out.items()
+        (name, output, dist.all_gather_single(output, given, async_op=True))
+        for name, (given, output) in laid_out.items()
     ]
     wrong = []
     for name, output, work in reversed(flights):
@@ -297,6 +324,21 @@ def _all_gather_case(rank: int, ranks: int, dtype: torch.dtype, shape: tuple[int
         if not torch.equal(output.reshape(-1), expected):
             wrong.append(f"all_gather {name} {dtype} {shape}")
     return wrong
+
+
+def who_carries(arguments: dict[str, Any], channel: Channel) -> dict[str, str]:
+    """The module whose work object each collective returns: Shoal's where it replaces Gloo's, else torch's."""
+    me = join()
+    whole, part = torch.ones(3 * me.world), torch.ones(3)
+    works = {
+        "sum": dist.reduce_scatter_single(part, whole, async_op=True),
+        "mean": dist.reduce_scatter_single(part, whole, op=dist.ReduceOp.AVG, async_op=True),
+        "max": dist.reduce_scatter_single(part, whole, op=dist.ReduceOp.MAX, async_op=True),
+        "gather": dist.all_gather_single(whole, part, async_op=True),
+    }
+    for work in works.values():
+        work.wait()
+    return {name: type(work).__module__.partition(".")[0] for name, work in works.items()}
 
 
 def polled_to_completion(arguments: dict[str, Any], channel: Channel) -> list[bool]:
@@ -323,7 +365,9 @@ def other_operations(arguments: dict[str, Any], channel: Channel) -> dict[str, A
         outputs = []
         for group in (plain, dist.group.WORLD):
             output = torch.zeros(4)
-            dist.reduce_scatter_single(output, own(me.rank, 4 * me.world), op=getattr(dist.ReduceOp, op), group=group)
+            dist.reduce_scatter_single(
+                output, own(me.rank, 4 * me.world), op=getattr(dist.ReduceOp, op), group=group
+            )
             outputs.append(output.tolist())
         found[op] = outputs[0] == outputs[1]
     return found

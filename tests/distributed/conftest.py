@@ -6,7 +6,7 @@ Targets live in importable modules (pytest's `pythonpath` holds `tests`), never 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -18,10 +18,12 @@ TIMEOUT_S = 60.0
 
 
 @pytest.fixture
-def ranks() -> Iterator[Callable[..., list[Any]]]:
+def ranks() -> Callable[..., list[Any]]:
     """`run_ranks` that gives up after TIMEOUT_S (or `timeout_s=`), so that a deadlock fails its own test only."""
 
-    def run(target: str, arguments: dict[str, Any] | None = None, *, timeout_s: float = TIMEOUT_S, **options: Any) -> Any:
+    def run(
+        target: str, arguments: dict[str, Any] | None = None, *, timeout_s: float = TIMEOUT_S, **options: Any
+    ) -> Any:
         def give_up(number: int, frame: FrameType | None) -> None:
             raise TimeoutError(f"{target} was not done after {timeout_s:g} s")
 
@@ -35,4 +37,4 @@ def ranks() -> Iterator[Callable[..., list[Any]]]:
             signal.setitimer(signal.ITIMER_REAL, left_s)
             signal.signal(signal.SIGALRM, before)
 
-    yield run
+    return run

@@ -40,7 +40,7 @@ def surroundings(arguments: dict[str, Any], channel: Channel) -> dict[str, Any]:
         "asked": os.environ.get(arguments.get("name", "")),
         "directory": os.getcwd(),
         "is_local": channel.is_local,
-        "started_with": open("/proc/self/environ", "rb").read().decode(errors="replace"),  # noqa: SIM115
+        "started_with": open("/proc/self/environ", "rb").read().decode(errors="replace"),
     }
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from distributed.collectives import DIRECT, PUBLIC, N
 
+from distributed.collectives import DIRECT, PUBLIC, N
 from shoal.comm.group import COUNTED
 from shoal.comm.wire import sent
 
@@ -92,12 +92,20 @@ def test_the_replaced_collectives_equal_a_serial_computation(ranks: Ranks, numbe
     assert ranks("distributed.collectives:against_serial", ranks=number) == [[]] * number
 
 
+def test_sums_means_and_gathers_are_really_carried_by_the_replacements(ranks: Ranks) -> None:
+    expected = {"sum": "shoal", "mean": "shoal", "max": "torch", "gather": "shoal"}
+    assert ranks("distributed.collectives:who_carries", ranks=2) == [expected] * 2
+
+
 def test_completed_means_that_the_result_is_there(ranks: Ranks) -> None:
     assert ranks("distributed.collectives:polled_to_completion", ranks=3) == [[True, True]] * 3
 
 
 def test_other_reductions_are_left_to_gloo(ranks: Ranks) -> None:
-    assert ranks("distributed.collectives:other_operations", ranks=2) == [{"MAX": True, "MIN": True, "PRODUCT": True}] * 2
+    assert (
+        ranks("distributed.collectives:other_operations", ranks=2)
+        == [{"MAX": True, "MIN": True, "PRODUCT": True}] * 2
+    )
 
 
 def test_ddp_and_fully_shard_have_the_gradients_of_plain_gloo(ranks: Ranks) -> None:

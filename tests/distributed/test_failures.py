@@ -31,7 +31,9 @@ def said() -> Iterator[list[dict[str, Any]]]:
     pids = [message["pid"] for message in messages if "pid" in message]
     assert pids
     assert not [pid for pid in pids if _alive(pid)]
-    assert not [m["rendezvous"] for m in messages if "rendezvous" in m and Path(m["rendezvous"]).parent.exists()]
+    assert not [
+        m["rendezvous"] for m in messages if "rendezvous" in m and Path(m["rendezvous"]).parent.exists()
+    ]
 
 
 def _alive(pid: int) -> bool:
@@ -41,11 +43,16 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def test_an_exception_names_its_rank_and_ends_the_waiting_others(ranks: Ranks, said: list[dict[str, Any]]) -> None:
+def test_an_exception_names_its_rank_and_ends_the_waiting_others(
+    ranks: Ranks, said: list[dict[str, Any]]
+) -> None:
     start_s = time.monotonic()
     with pytest.raises(RankFailed) as caught:
         ranks(
-            f"{TARGETS}:raise_while_others_wait", {"failing": 1}, ranks=3, on_message=lambda rank, m: said.append(m)
+            f"{TARGETS}:raise_while_others_wait",
+            {"failing": 1},
+            ranks=3,
+            on_message=lambda rank, m: said.append(m),
         )
     assert time.monotonic() - start_s < 10
     error = caught.value
@@ -92,7 +99,9 @@ def test_a_rank_that_dies_by_a_signal_is_named_with_it(
 def test_a_rank_that_exits_before_its_work_is_done_is_named(
     ranks: Ranks, said: list[dict[str, Any]], status: int
 ) -> None:
-    with pytest.raises(RankFailed, match=f"^rank 0 ended with exit status {status} before its work was done$"):
+    with pytest.raises(
+        RankFailed, match=f"^rank 0 ended with exit status {status} before its work was done$"
+    ):
         ranks(
             f"{TARGETS}:end_without_a_word",
             {"failing": 0, "status": status},
@@ -127,7 +136,9 @@ def test_a_rank_that_never_enters_is_named_with_collective_phase_and_time(ranks:
         ranks(f"{TARGETS}:never_enter", ranks=3, hang_after_s=2.0)
     message = caught.value.message
     assert caught.value.rank == 1
-    assert message.startswith("rank 1 is late: it has not entered all_reduce number 4 (axis world, phase gradient), which rank ")
+    assert message.startswith(
+        "rank 1 is late: it has not entered all_reduce number 4 (axis world, phase gradient), which rank "
+    )
     assert " s ago; rank 1 is at targets.py:" in message
     assert "in compute_without_end (no new collective for " in message
 
@@ -137,7 +148,10 @@ def test_a_stopped_process_is_named_as_stopped(ranks: Ranks) -> None:
         ranks(f"{TARGETS}:never_enter", {"signal": int(signal.SIGSTOP)}, ranks=2, hang_after_s=2.0)
     assert caught.value.rank == 1
     assert "is stopped (SIGSTOP" in caught.value.message
-    assert "rank 0 has waited for it in all_reduce number 4 (axis world, phase gradient) for" in caught.value.message
+    assert (
+        "rank 0 has waited for it in all_reduce number 4 (axis world, phase gradient) for"
+        in caught.value.message
+    )
 
 
 def test_a_long_computation_within_the_time_allowed_is_no_hang(ranks: Ranks) -> None:
@@ -159,11 +173,20 @@ class Parent:
     """A program of its own that runs two ranks until it is stopped."""
 
     def __init__(self, *, deaf: bool, directory: Path) -> None:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "TMPDIR": str(directory)}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+            "TMPDIR": str(directory),
+        }
         command = [sys.executable, "-c", PARENT, '{"deaf": true}' if deaf else "{}"]
         self.directory = directory
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,
         )
         assert self.process.stdout is not None
         self.ranks = [self.hears("at work")["pid"] for _ in range(2)]
@@ -180,7 +203,9 @@ class Parent:
     def nothing_left_within(self, seconds: float) -> bool:
         end_s = time.monotonic() + seconds
         while time.monotonic() < end_s:
-            if not any(_alive(pid) for pid in (*self.ranks, self.server)) and not list(self.directory.iterdir()):
+            if not any(_alive(pid) for pid in (*self.ranks, self.server)) and not list(
+                self.directory.iterdir()
+            ):
                 return True
             time.sleep(0.02)
         return False

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,12 @@ leave()
 
 
 @pytest.fixture
-def port() -> Iterator[int]:
+def port() -> int:
     """A port that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         number = probe.getsockname()[1]
-    yield number
+    return number
 
 
 def variables() -> dict[str, str]:
@@ -50,11 +50,15 @@ def test_alone_is_a_world_of_one() -> None:
     assert done.stdout == "rank 0 of 1 on shoal-gloo: 1.0\n", done.stderr
 
 
-def by_variables(ranks: Ranks, port: int, *each: dict[str, object], meet_s: list[float]) -> list[dict[str, Any]]:
+def by_variables(
+    ranks: Ranks, port: int, *each: dict[str, object], meet_s: list[float]
+) -> list[dict[str, Any]]:
     """Ranks that join by variables alone; each may set its own over the common ones."""
     common = {"WORLD_SIZE": len(each), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "SHOAL_TOKEN": "one"}
     settings = [{k: str(v) for k, v in (common | own).items()} for own in each]
-    return ranks("distributed.targets:join_by_variables", {"each": settings, "meet_s": meet_s}, ranks=len(each))
+    return ranks(
+        "distributed.targets:join_by_variables", {"each": settings, "meet_s": meet_s}, ranks=len(each)
+    )
 
 
 def test_ranks_that_share_address_and_token_meet_and_listen_on_loopback_only(ranks: Ranks, port: int) -> None:
@@ -81,7 +85,9 @@ def test_two_processes_of_the_same_rank_are_told_apart(ranks: Ranks, port: int) 
 
 
 def test_a_meeting_place_that_closes_is_told_to_those_who_still_wait(ranks: Ranks, port: int) -> None:
-    found = by_variables(ranks, port, {"RANK": 0, "WORLD_SIZE": 3}, {"RANK": 1, "WORLD_SIZE": 3}, meet_s=[1, 9])
+    found = by_variables(
+        ranks, port, {"RANK": 0, "WORLD_SIZE": 3}, {"RANK": 1, "WORLD_SIZE": 3}, meet_s=[1, 9]
+    )
     assert found[0]["error"].startswith("rank 2 of 3 did not come within 1 s.")
     assert found[1]["error"].startswith("rank 1 lost the meeting place while it waited for the others")
 
@@ -98,7 +104,9 @@ def test_a_port_in_use_is_a_plain_sentence(ranks: Ranks, address: str) -> None:
 
 def test_a_meeting_place_nobody_holds_is_told(ranks: Ranks, port: int) -> None:
     found = by_variables(ranks, port, {"RANK": 1, "WORLD_SIZE": 2}, meet_s=[1])
-    assert found[0]["error"].startswith(f"rank 1 could not reach the meeting place 127.0.0.1:{port} within 1 s.")
+    assert found[0]["error"].startswith(
+        f"rank 1 could not reach the meeting place 127.0.0.1:{port} within 1 s."
+    )
 
 
 @pytest.mark.parametrize(
@@ -124,10 +132,21 @@ def test_variables_that_make_no_sense_are_named(
 def test_torchrun_with_join_works(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SUM.format(meet_s=30))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+    ]
     done = subprocess.run(command, env=variables(), capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.split("\n"))[-2:] == ["rank 0 of 2 on shoal-gloo: 3.0", "rank 1 of 2 on shoal-gloo: 3.0"]
+    assert sorted(done.stdout.split("\n"))[-2:] == [
+        "rank 0 of 2 on shoal-gloo: 3.0",
+        "rank 1 of 2 on shoal-gloo: 3.0",
+    ]
 
 
 HANGS = """
@@ -144,10 +163,21 @@ time.sleep(600) if me.rank == 1 else dist.all_reduce(torch.ones(1))
 def test_under_torchrun_a_hang_is_printed_and_ends_the_job(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(HANGS)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+    ]
     done = subprocess.run(command, env=variables(), capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 1
-    assert "shoal: rank 1 is late: it has not entered all_reduce number 2 (axis world, phase setup)" in done.stderr
+    assert (
+        "shoal: rank 1 is late: it has not entered all_reduce number 2 (axis world, phase setup)"
+        in done.stderr
+    )
     assert "rank 1 is at script.py:8 in <module>" in done.stderr
 
 
@@ -181,7 +211,10 @@ def test_a_script_may_call_join(tmp_path: Path, port: int, capfd: pytest.Capture
 
 @pytest.mark.parametrize(
     ("ending", "status", "words"),
-    [("sys.exit(7)", 7, "failed with exit status 7"), ("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL")],
+    [
+        ("sys.exit(7)", 7, "failed with exit status 7"),
+        ("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL"),
+    ],
 )
 def test_a_script_that_fails_on_one_rank_ends_all(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], ending: str, status: int, words: str
@@ -206,7 +239,7 @@ def test_a_taken_port_is_told_before_a_script_starts(tmp_path: Path) -> None:
 
 
 def test_a_script_that_is_not_there_is_named() -> None:
-    with pytest.raises(LaunchError, match="no script nowhere.py"):
+    with pytest.raises(LaunchError, match=r"no script nowhere\.py"):
         launch_script("nowhere.py", [], ranks=2)
 
 

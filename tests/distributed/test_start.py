@@ -31,18 +31,21 @@ def test_a_second_call_forks_from_the_same_server(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [None, "", "ünï ✂ \u2028 \x00", 10**40, -0.0, 1e308, [], {"": {"deep": [[[1]]]}}, "x" * 3_000_000]
+    "value",
+    [None, "", "ünï ✂ \u2028 \x00", 10**40, -0.0, 1e308, [], {"": {"deep": [[[1]]]}}, "x" * 3_000_000],
 )
 def test_arguments_and_results_travel_unchanged(ranks: Ranks, value: Any) -> None:
     assert ranks("distributed.targets:echo", {"value": value}, ranks=2) == [value, value]
 
 
 def test_a_result_that_is_not_json_is_that_ranks_failure(ranks: Ranks) -> None:
-    with pytest.raises(RankFailed, match="TypeError.*Tensor"):
+    with pytest.raises(RankFailed, match=r"TypeError.*Tensor"):
         ranks("distributed.targets:not_json", ranks=2)
 
 
-@pytest.mark.parametrize("target", ["distributed.targets", ":f", "no_such_module:f", "distributed.targets:no_such"])
+@pytest.mark.parametrize(
+    "target", ["distributed.targets", ":f", "no_such_module:f", "distributed.targets:no_such"]
+)
 def test_a_target_that_is_not_there_is_named(ranks: Ranks, target: str) -> None:
     with pytest.raises(RankFailed) as caught:
         ranks(target, ranks=2)
@@ -74,7 +77,9 @@ def test_one_thread_a_rank_unless_asked(ranks: Ranks, monkeypatch: pytest.Monkey
 
 def test_a_variable_that_libraries_read_at_start_is_there_at_their_start(ranks: Ranks) -> None:
     setting = {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    found = ranks("distributed.targets:surroundings", {"name": "MALLOC_MMAP_THRESHOLD_"}, ranks=1, environment=setting)
+    found = ranks(
+        "distributed.targets:surroundings", {"name": "MALLOC_MMAP_THRESHOLD_"}, ranks=1, environment=setting
+    )
     assert found[0]["asked"] == "65536"
     assert "MALLOC_MMAP_THRESHOLD_=65536" in found[0]["started_with"].split("\x00")
 
@@ -82,7 +87,12 @@ def test_a_variable_that_libraries_read_at_start_is_there_at_their_start(ranks: 
 def test_other_variables_reach_ranks_without_a_new_server(ranks: Ranks) -> None:
     pids = set()
     for value in ("one", "two ü"):
-        found = ranks("distributed.targets:surroundings", {"name": "OF_A_TEST"}, ranks=1, environment={"OF_A_TEST": value})
+        found = ranks(
+            "distributed.targets:surroundings",
+            {"name": "OF_A_TEST"},
+            ranks=1,
+            environment={"OF_A_TEST": value},
+        )
         assert found[0]["asked"] == value
         pids.add(found[0]["started_with"])
     assert len(pids) == 1

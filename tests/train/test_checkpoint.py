@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from shoal.parallel.engine import Engine
 from shoal.train.checkpoint import (
     Checkpoint,
     CheckpointBroken,
@@ -34,7 +34,7 @@ from shoal.train.checkpoint import (
     save,
 )
 from shoal.train.launch import RankFailed, run_ranks
-from train.checkpoint_targets import Net, engine_for, make_optimizer, train
+from train.checkpoint_targets import Net, engine_for, train
 
 TARGETS = "train.checkpoint_targets"
 SAVED_BY = ["serial", "dp(2, zero=1)", "dp(3, zero=2)", "dp(4)", "dp(4, zero=3)", "dp(2) * dp(2, zero=3)"]
@@ -107,23 +107,11 @@ def test_any_strategy_goes_on_from_any_others_checkpoint_to_the_bit(
     strategy: str, saved: tuple[list[dict[str, str]], dict[int, list[float]]], tmp_path: Path
 ) -> None:
     cases, undisturbed = saved
-    again = [
-        {
-            **case,
-            "strategy": strategy,
-            "waiting": str(tmp_path / f"{n}/a"),
-            "taken_up": str(tmp_path / f"{n}/b"),
-        }
-        for n, case in enumerate(cases)
-    ]
+    again = [{**case, "strategy": strategy, "again": str(tmp_path / str(n))} for n, case in enumerate(cases)]
     curves = run_cases("restore_cases", again)
     for n, case in enumerate(cases):
         original = contents(open_checkpoint(Path(case["folder"]) / "step-00000003"))
-        for where in ("waiting", "taken_up"):
-            assert contents(open_checkpoint(Path(again[n][where]) / "step-00000003")) == original, (
-                case,
-                where,
-            )
+        assert contents(open_checkpoint(Path(again[n]["again"]) / "step-00000003")) == original, case
         if case["strategy"] == strategy:
             assert curves[n] == undisturbed[n][3:], case
         tolerance = {"float64": 1e-12, "float32": 1e-4, "bfloat16": 5e-2}[case["dtype"]]
@@ -234,6 +222,55 @@ def test_files_are_plain_safetensors_and_sha256sum_agrees(tmp_path: Path) -> Non
     assert tensors["scale [0:1]"].dtype == torch.bfloat16
     assert tensors["buffer norm.num_batches_tracked"].item() == 1
     subprocess.run(["sha256sum", "--strict", "-c", "SHA256SUMS"], cwd=path, check=True, capture_output=True)
+
+
+class Gated(nn.Module):
+    """Uses one of its parameters in even steps only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.even = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
+        return (x * self.always).sum() + ((x * self.even).sum() ** 2 if step % 2 == 0 else 0.0)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "momentum"])
+def test_a_parameter_that_the_first_step_after_a_restore_does_not_use_stays_in_training(
+    optimizer: str, tmp_path: Path
+) -> None:
+    def gated_steps(engine: Engine, first: int, last: int) -> list[float]:
+        losses = []
+        for step in range(first, last):
+            x = torch.rand(4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+            engine.backward(engine.model(x, step), 1)
+            losses.append(engine.step().loss)
+        return losses
+
+    engine = engine_for("serial", model=Gated, optimizer=optimizer)
+    gated_steps(engine, 0, 3)
+    path = save(tmp_path, engine, step=3, progress={})
+    undisturbed = gated_steps(engine, 3, 8)
+    again = engine_for("serial", model=Gated, optimizer=optimizer)
+    restore(again, open_checkpoint(path))
+    assert gated_steps(again, 3, 8) == undisturbed
+
+
+class Thawed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen.requires_grad_(True)
+
+
+def test_a_parameter_that_was_frozen_trains_once_it_is_not(tmp_path: Path) -> None:
+    engine = engine_for("serial")
+    train(engine, 0, 1)
+    path = save(tmp_path, engine, step=1, progress={})
+    other = engine_for("serial", model=Thawed)
+    restore(other, open_checkpoint(path))
+    before = other.model.frozen.detach().clone()
+    train(other, 1, 2)
+    assert not torch.equal(other.model.frozen, before)
 
 
 # What is kept
@@ -654,23 +691,13 @@ def test_statistics_of_local_batch_norm_are_saved_as_their_mean_and_kept_apart_i
         assert result["count"] == 2
 
 
-def test_a_save_is_entered_as_checkpoint_traffic_alone(tmp_path: Path) -> None:
+def test_a_save_and_a_restore_are_entered_in_phases_of_their_own(tmp_path: Path) -> None:
     assert (
-        run_ranks(f"{TARGETS}:phases_of_a_save", {"folder": str(tmp_path)}, ranks=2) == [["checkpoint"]] * 2
+        run_ranks(f"{TARGETS}:phases_of_a_save", {"folder": str(tmp_path)}, ranks=2)
+        == [["checkpoint", "setup"]] * 2
     )
 
 
 def test_ranks_exchange_reports_of_any_length() -> None:
     expected = [{}, {"text": "größer 🐟" * 50}, {"numbers": [1, 2.5, None]}]
     assert run_ranks(f"{TARGETS}:exchange_reports", {}, ranks=3) == [expected] * 3
-
-
-def test_taking_up_state_leaves_no_warning_and_no_second_load(tmp_path: Path) -> None:
-    engine = engine_for("serial")
-    train(engine, 0, 1)
-    path = save(tmp_path, engine, step=1, progress={})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        restore(engine, open_checkpoint(path))
-        make_optimizer(engine)
-    assert engine._saved is None

@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from shoal.train.failure import Failure, RankFailed, RankHung, first_cause, from_exception, from_exit, from_hang
+from shoal.train.failure import (
+    Failure,
+    RankFailed,
+    RankHung,
+    first_cause,
+    from_exception,
+    from_exit,
+    from_hang,
+)
 
 
 def told(message: str, *, at_s: float = 1.0, network: bool = False, for_user: bool = False) -> dict[str, Any]:
@@ -51,7 +59,13 @@ def test_a_message_is_one_line_and_never_empty() -> None:
 
 @pytest.mark.parametrize(
     ("code", "words"),
-    [(-11, "killed by SIGSEGV"), (-9, "killed by SIGKILL"), (-63, "killed by signal 63"), (3, "exit status 3"), (None, "lost")],
+    [
+        (-11, "killed by SIGSEGV"),
+        (-9, "killed by SIGKILL"),
+        (-63, "killed by signal 63"),
+        (3, "exit status 3"),
+        (None, "lost"),
+    ],
 )
 def test_the_end_of_a_process_is_told_in_words(code: int | None, words: str) -> None:
     failure = from_exit(2, code, 0.0)

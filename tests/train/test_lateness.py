@@ -8,11 +8,15 @@ from typing import Any
 from shoal.train.lateness import Entered, Report, judge
 
 
-def entered(number: int, *, kind: str = "all_reduce", ago_s: float = 12.3, axis: str = "dp", members: Any = (0, 1)) -> Entered:
+def entered(
+    number: int, *, kind: str = "all_reduce", ago_s: float = 12.3, axis: str = "dp", members: Any = (0, 1)
+) -> Entered:
     return Entered(number=number, kind=kind, phase="gradient", axis=axis, ago_s=ago_s, members=tuple(members))
 
 
-def report(at: str = "train.py:88 in compute", *, done: bool = False, idle_s: float = 12.0, **groups: Entered) -> Report:
+def report(
+    at: str = "train.py:88 in compute", *, done: bool = False, idle_s: float = 12.0, **groups: Entered
+) -> Report:
     return Report(groups=groups, at=at, idle_s=idle_s, done=done)
 
 
@@ -41,7 +45,10 @@ def test_several_late_ranks_are_all_named() -> None:
 
 def test_asynchronous_collectives_further_on_are_told_as_such() -> None:
     verdict = judge({0: report(a=entered(59)), 1: report(a=entered(56))}, {})
-    assert "not entered collective number 57 of axis dp, while rank 0 went on to all_reduce number 59" in verdict.message
+    assert (
+        "not entered collective number 57 of axis dp, while rank 0 went on to all_reduce number 59"
+        in verdict.message
+    )
 
 
 def test_a_rank_that_waits_for_another_is_not_the_cause() -> None:
@@ -70,7 +77,9 @@ def test_a_rank_that_ended_its_work_is_told_so() -> None:
 
 
 def test_a_silent_rank_is_late_with_what_is_known_of_its_process() -> None:
-    verdict = judge({0: report(a=entered(4, ago_s=9.0), b=entered(9, ago_s=3.0))}, {1: "its process 12 is gone"})
+    verdict = judge(
+        {0: report(a=entered(4, ago_s=9.0), b=entered(9, ago_s=3.0))}, {1: "its process 12 is gone"}
+    )
     assert verdict.late == (1,)
     assert verdict.message == (
         "rank 1 is late: its process 12 is gone; rank 0 has waited for it in all_reduce number 9 (axis dp, phase "
@@ -80,10 +89,15 @@ def test_a_silent_rank_is_late_with_what_is_known_of_its_process() -> None:
 
 def test_different_collectives_of_one_number_are_a_disagreement() -> None:
     everyone = range(3)
-    reports = {r: report(a=entered(4, kind="broadcast" if r == 2 else "all_reduce", members=everyone)) for r in everyone}
+    reports = {
+        r: report(a=entered(4, kind="broadcast" if r == 2 else "all_reduce", members=everyone))
+        for r in everyone
+    }
     verdict = judge(reports, {})
     assert verdict.late == (2,)
-    assert verdict.message.startswith("ranks entered different collectives: rank 2 entered broadcast number 4")
+    assert verdict.message.startswith(
+        "ranks entered different collectives: rank 2 entered broadcast number 4"
+    )
 
 
 def test_numbers_of_sends_and_receives_are_not_compared() -> None:

@@ -1,9 +1,13 @@
-"""The command line: one subcommand a verb. Nothing heavy is imported until a verb needs it, so help answers at once."""
+"""The command line: one subcommand a verb.
+
+Nothing heavy is imported until a verb needs it, so help answers at once.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -17,10 +21,13 @@ app = typer.Typer(
 )
 
 JOB = typer.Argument(
-    metavar="JOB", help="A Python file that defines `job`, or a built-in task: language, image (also language:small, image:resnet)."
+    metavar="JOB",
+    help="A Python file that defines `job`, or a built-in task: language, image (or language:small, image:resnet).",
 )
 STRATEGY = typer.Option("--strategy", "-s", help="How to train, for example 'dp(2, zero=3)'.")
 SIZE = typer.Option("--size", help="Size of a built-in task: tiny, small, or a real shape.")
+BATCH = typer.Option(min=1, help="Global batch, instead of the job's own.")
+SEED = typer.Option(min=0, help="Seed, instead of the job's own.")
 JSON = typer.Option("--json", help="One JSON object on standard output.")
 
 
@@ -28,9 +35,9 @@ JSON = typer.Option("--json", help="One JSON object on standard output.")
 def explain(
     strategy: Annotated[str, typer.Argument(help="A strategy, for example 'dp(8, zero=1) * tp(2)'.")],
     as_json: Annotated[bool, JSON] = False,
-    ranks: Annotated[Optional[int], typer.Option(help="Check it against this many ranks.")] = None,
+    ranks: Annotated[int | None, typer.Option(help="Check it against this many ranks.")] = None,
 ) -> None:
-    """Say what a strategy is: its terms in words, mesh, contract, place in the taxonomy, and who trains this way."""
+    """Say what a strategy is: its terms in words, mesh, contract, taxonomy, and who trains this way."""
     from shoal.cli.explain import explain_strategy
 
     explain_strategy(strategy, as_json=as_json, world=ranks)
@@ -41,7 +48,7 @@ def taxonomy(
     as_json: Annotated[bool, JSON] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="As Markdown tables.")] = False,
 ) -> None:
-    """List the techniques, and the field's known systems, each written as a strategy and placed by its terms."""
+    """List the techniques, and the field's systems, each written as a strategy and placed by its terms."""
     from shoal.cli.taxonomy import print_taxonomy
 
     print_taxonomy("json" if as_json else "markdown" if markdown else "table")
@@ -50,19 +57,36 @@ def taxonomy(
 @app.command()
 def train(
     job: Annotated[str, JOB],
-    strategy: Annotated[str, STRATEGY] = "serial",
-    size: Annotated[Optional[str], SIZE] = None,
-    ranks: Annotated[Optional[int], typer.Option(help="Ranks there must be; the strategy says how many it needs.")] = None,
-    steps: Annotated[Optional[int], typer.Option(help="Steps, instead of the job's own number.")] = None,
-    batch: Annotated[Optional[int], typer.Option(help="Global batch, instead of the job's own.")] = None,
-    seed: Annotated[Optional[int], typer.Option(help="Seed, instead of the job's own.")] = None,
-    folder: Annotated[Optional[str], typer.Option(help="Where the run is recorded (default: a new folder in runs/).")] = None,
-    resume: Annotated[Optional[str], typer.Option(help="A run's folder or a checkpoint to go on from, under any legal strategy.")] = None,
-    checkpoint_every: Annotated[Optional[int], typer.Option(help="Steps between checkpoints; 0 writes none.")] = None,
-    trace: Annotated[bool, typer.Option("--trace", help="Write a Chrome/Perfetto trace of some steps.")] = False,
-    full: Annotated[bool, typer.Option("--full", help="Go on to the last step, also when the target is reached before.")] = False,
-    hang_after: Annotated[float, typer.Option(help="Seconds without progress after which a late rank is named.")] = 300.0,
-    backend: Annotated[Optional[str], typer.Option(help="gloo or nccl (default: what the device needs).")] = None,
+    strategy: Annotated[str | None, STRATEGY] = None,
+    size: Annotated[str | None, SIZE] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Ranks there must be; the strategy says how many it needs.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps, instead of the job's own number.")] = None,
+    batch: Annotated[int | None, BATCH] = None,
+    seed: Annotated[int | None, SEED] = None,
+    folder: Annotated[
+        str | None, typer.Option(help="Where the run is recorded (default: a new folder in runs/).")
+    ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(help="A run's folder or a checkpoint to go on from; what is not given is as it was there."),
+    ] = None,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(min=0, help="Steps between checkpoints; 0 writes none.")
+    ] = None,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Write a Chrome/Perfetto trace of some steps.")
+    ] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Go on to the last step, also when the target is reached before.")
+    ] = False,
+    hang_after: Annotated[
+        float, typer.Option(min=1.0, help="Seconds without progress after which a late rank is named.")
+    ] = 300.0,
+    backend: Annotated[
+        str | None, typer.Option(help="gloo or nccl (default: what the device needs).")
+    ] = None,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Train a job under a strategy: live progress, a run folder, checkpoints."""
@@ -70,8 +94,9 @@ def train(
 
     sys.exit(
         train_command(
-            job, strategy, size=size, ranks=ranks, steps=steps, batch=batch, seed=seed, folder=folder, resume=resume,
-            checkpoint_every=checkpoint_every, trace=trace, full=full, hang_after=hang_after, backend=backend, as_json=as_json,
+            job, strategy, ranks=ranks, hang_after=hang_after, as_json=as_json, size=size, steps=steps,
+            global_batch=batch, seed=seed, folder=folder, resume=resume, checkpoint_every=checkpoint_every,
+            trace=trace, stop_at_target=not full, backend=backend,
         )
     )  # fmt: skip
 
@@ -80,10 +105,10 @@ def train(
 def verify(
     job: Annotated[str, JOB],
     strategy: Annotated[str, STRATEGY],
-    steps: Annotated[int, typer.Option(help="Optimiser steps to compare.")] = 10,
-    size: Annotated[Optional[str], SIZE] = None,
-    batch: Annotated[Optional[int], typer.Option(help="Global batch, instead of the job's own.")] = None,
-    seed: Annotated[Optional[int], typer.Option(help="Seed, instead of the job's own.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps to compare.")] = 10,
+    size: Annotated[str | None, SIZE] = None,
+    batch: Annotated[int | None, BATCH] = None,
+    seed: Annotated[int | None, SEED] = None,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Prove that a strategy trains the same model as one process does, or say how far it is from it."""
@@ -97,9 +122,11 @@ def launch(
     context: typer.Context,
     script: Annotated[str, typer.Argument(help="A Python script with a training loop of its own.")],
     ranks: Annotated[int, typer.Option(help="Processes to start on this machine.")] = 2,
-    port: Annotated[Optional[int], typer.Option(help="Port of the rendezvous on loopback (default: a free one).")] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port of the rendezvous on loopback (default: a free one).")
+    ] = None,
 ) -> None:
-    """Start a script of your own on several local ranks. Arguments after the script's name are the script's."""
+    """Start a script of your own on several local ranks. What follows the script's name is the script's."""
     from shoal.train.script import launch_script
 
     sys.exit(launch_script(script, context.args, ranks=ranks, port=port))
@@ -117,26 +144,36 @@ def run() -> None:
     """The `shoal` command. Errors that a user can mend are shown as sentences, not as tracebacks."""
     try:
         app(standalone_mode=False)
+        sys.stdout.flush()
     except typer.Exit as done:
         sys.exit(done.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         print("stopped", file=sys.stderr)
         sys.exit(130)
+    except BrokenPipeError:
+        # Whoever read the output has gone (`| head`). What is still buffered has nowhere to go.
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        sys.exit(1)
     except Exception as error:
-        shown = getattr(error, "format_message", None)
-        if shown is not None:
-            print(f"shoal: {shown()}", file=sys.stderr)
-            sys.exit(2)
-        if isinstance(error, (ValueError, FileNotFoundError)):
-            print(f"shoal: {error}", file=sys.stderr)
-            sys.exit(2)
-        if type(error).__module__ == "shoal.train.failure":
-            # One rank's failure ends all; its own traceback is the one that helps.
-            if not error.for_user and error.traceback_text:  # type: ignore[attr-defined]
-                print(error.traceback_text, file=sys.stderr)  # type: ignore[attr-defined]
-            print(f"shoal: {error}", file=sys.stderr)
-            sys.exit(1)
-        raise
+        sys.exit(_tell(error))
+
+
+def _tell(error: Exception) -> int:
+    """Prints the error; the exit status: 2 for what a user can mend, 1 for a rank that failed."""
+    shown = getattr(error, "format_message", None)
+    if shown is not None or isinstance(error, (ValueError, FileNotFoundError)):
+        # The ranks of a launcher all refuse alike: one voice a host is enough.
+        if "RANK" not in os.environ or os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"shoal: {shown() if shown is not None else error}", file=sys.stderr)
+        return 2
+    if type(error).__module__ == "shoal.train.failure":
+        # One rank's failure ends all; its own traceback is the one that helps.
+        if not error.for_user and error.traceback_text:  # type: ignore[attr-defined]
+            print(error.traceback_text, file=sys.stderr)  # type: ignore[attr-defined]
+        print(f"shoal: {error}", file=sys.stderr)
+        return 1
+    raise error
 
 
 if __name__ == "__main__":

@@ -1,126 +1,226 @@
-"""`shoal train`: everything is checked before a process starts, then ranks run and their progress is shown live.
+"""`shoal train`: everything is checked before ranks start, then they run and their progress is shown live.
 
 Started by torchrun (or any launcher that sets RANK and WORLD_SIZE) it becomes one rank of the job instead.
+Elsewhere this process imports no torch: also the check is done by a fork of the server that has it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+INHERITED = ("strategy", "size", "steps", "global_batch", "seed", "checkpoint_every")
+"""What a resumed run takes from the run it goes on with, where the command line does not say."""
+
+
+class CannotTrain(ValueError):
+    """A command that cannot be carried out as it stands."""
+
 
 def train_command(
-    job_spec: str,
-    text: str,
+    job: str,
+    strategy_text: str | None,
     *,
-    size: str | None,
     ranks: int | None,
-    steps: int | None,
-    batch: int | None,
-    seed: int | None,
-    folder: str | None,
-    resume: str | None,
-    checkpoint_every: int | None,
-    trace: bool,
-    full: bool,
     hang_after: float,
-    backend: str | None,
     as_json: bool,
+    **given: Any,
 ) -> int:
+    """`given`: the other options, by the names that `shoal.train.loop` knows them by."""
     from shoal.parallel.runnable import require_runnable
     from shoal.strategy import parse, require_legal
 
-    started_by_launcher = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    world = int(os.environ["WORLD_SIZE"]) if started_by_launcher else ranks
-    strategy = parse(text)
+    resume, folder = given["resume"], given["folder"]
+    run = _run_of(resume) if resume is not None else None
+    arguments: dict[str, Any] = {"job": job, "strategy": strategy_text, **given}
+    if run is not None:
+        arguments = _inherit(arguments, run)
+    strategy = parse(arguments["strategy"] or "serial")
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if launched and not os.environ["WORLD_SIZE"].isdecimal():
+        raise CannotTrain(f"WORLD_SIZE is {os.environ['WORLD_SIZE']!r}: expected the number of ranks")
+    world = int(os.environ["WORLD_SIZE"]) if launched else ranks
+    if ranks is not None and world != ranks:
+        raise CannotTrain(f"--ranks {ranks}: the launcher has started {world} of them; leave --ranks out")
     require_legal(strategy, world=world)
     require_runnable(strategy)
-    if not started_by_launcher:
-        from shoal.train.launch import warm_up
-
-        warm_up()
-    arguments: dict[str, Any] = {
-        "job": job_spec, "size": size, "steps": steps, "global_batch": batch, "seed": seed, "strategy": str(strategy),
-        "trace": trace, "stop_at_target": not full, "backend": backend,
-    }  # fmt: skip
-    from shoal.job import infer_facts
-    from shoal.train.setup import job_from
-
-    job = job_from(arguments)
-    require_legal(strategy, world=world, facts=infer_facts(job))
-    arguments["resume"], kept_folder = _resume_point(resume)
-    arguments["folder"] = str(_folder(folder, kept_folder, job.name, started_by_launcher))
-    arguments["checkpoint_every"] = max(1, job.steps // 4) if checkpoint_every is None else checkpoint_every
-    if started_by_launcher:
-        return _as_one_rank(arguments, hang_after)
-    return _on_local_ranks(arguments, strategy, hang_after=hang_after, as_json=as_json, steps=job.steps)
-
-
-def _resume_point(resume: str | None) -> tuple[str | None, Path | None]:
-    """The checkpoint to go on from, and the run folder it lies in (if it lies in one)."""
-    if resume is None:
-        return None, None
-    from shoal.train.restore import find_intact
-    from shoal.train.saved import open_checkpoint
-
-    path = Path(resume)
-    if not path.exists():
-        raise FileNotFoundError(f"--resume {resume}: there is no such folder; give a run's folder or one of its checkpoints")
-    if (path / "checkpoint.json").exists() or path.name.startswith("step-"):
-        open_checkpoint(path)
-        return str(path), path.parent.parent if path.parent.name == "checkpoints" else None
-    found = find_intact(path / "checkpoints", warn=lambda line: print(f"shoal: {line}", file=sys.stderr))
-    if found is None:
-        raise ValueError(f"--resume {resume}: no intact checkpoint in {path / 'checkpoints'}; start anew without --resume")
-    return str(found.path), path
-
-
-def _folder(asked: str | None, kept: Path | None, job_name: str, shared: bool) -> Path:
-    if asked is not None:
-        return Path(asked)
-    if kept is not None:
-        return kept
-    if shared:
-        # Every rank must come to the same name by itself.
-        safe = "".join(c if c.isalnum() or c in "-_." else "-" for c in job_name)
-        return Path("runs") / f"{safe}-{os.environ.get('TORCHELASTIC_RUN_ID', 'launched')}"
-    from shoal.train.record import new_folder
-
-    return new_folder(Path("runs"), job_name)
-
-
-def _as_one_rank(arguments: dict[str, Any], hang_after: float) -> int:
-    from shoal.train.channel import standalone_channel
-    from shoal.train.loop import train_run
-
-    channel = standalone_channel(on_message=lambda rank, message: _plain_lines()(message), hang_after_s=hang_after)
-    outcome = train_run(arguments, channel)
+    require_known(job, given["size"])
+    if given["backend"] not in (None, "gloo", "nccl"):
+        raise CannotTrain(f"--backend {given['backend']}: expected gloo or nccl")
+    arguments["strategy"] = str(strategy)
+    if folder is None and run is not None:
+        arguments["folder"] = str(run)
+    elif folder is not None and (Path(folder) / "run.json").exists() and not _same(folder, run):
+        raise CannotTrain(
+            f"--folder {folder} holds a run already; resume it (--resume {folder}), or give another folder"
+        )
+    if launched:
+        return _as_one_rank(arguments, hang_after=hang_after, as_json=as_json)
+    with only_json() if as_json else contextlib.nullcontext(_summary) as show:
+        bar = sys.stderr.isatty() and not as_json
+        outcome = _on_local_ranks(arguments, strategy.world, hang_after=hang_after, bar=bar)
+        show(outcome)
     return 0 if outcome["status"] == "finished" else 130
 
 
-def _on_local_ranks(arguments: dict[str, Any], strategy: Any, *, hang_after: float, as_json: bool, steps: int) -> int:
-    from shoal.train.launch import run_ranks
+def require_known(job: str, size: str | None) -> None:
+    """Refuses a name that is none of a built-in job, without loading anything."""
+    from shoal.job import names
 
-    shown = LiveProgress(steps, str(strategy)) if sys.stderr.isatty() and not as_json else None
-    listen = shown.message if shown else _plain_lines()
+    if not names.is_file(job):
+        chosen = names.parse_name(job, size=size)
+        if size is not None and names.parse_name(chosen.task, size=size).size != chosen.size:
+            raise CannotTrain(f"--size {size}: the job {job!r} is of size {chosen.size}; keep one of the two")
+
+def _run_of(resume: str) -> Path | None:
+    """The run folder in which what --resume names lies, if it lies in one."""
+    path = Path(resume)
+    if not path.is_dir():
+        raise CannotTrain(
+            f"--resume {resume}: there is no such folder; give a run's folder or one of its checkpoints"
+        )
+    inside = [path, path.absolute().parent, path.absolute().parent.parent]
+    return next((folder for folder in inside if (folder / "run.json").exists()), None)
+
+
+def _inherit(arguments: dict[str, Any], run: Path) -> dict[str, Any]:
+    from shoal.train.run import RUN, read_json
+
+    before = read_json(run / RUN).get("arguments") or {}
+    return arguments | {name: before.get(name) for name in INHERITED if arguments[name] is None}
+
+
+def _same(folder: str, run: Path | None) -> bool:
+    return run is not None and Path(folder).resolve() == run.resolve()
+
+
+def _default_checkpoints(arguments: dict[str, Any], steps: int) -> None:
+    if arguments["checkpoint_every"] is None:
+        arguments["checkpoint_every"] = max(1, steps // 4)
+
+
+def _as_one_rank(arguments: dict[str, Any], *, hang_after: float, as_json: bool) -> int:
+    from shoal.train.channel import standalone_channel
+    from shoal.train.loop import check_run, train_run
+
+    # The ranks look for the checkpoint together, once they have met.
+    checked = check_run({**arguments, "resume": None}, None)
+    _default_checkpoints(arguments, checked["steps"])
+    channel = standalone_channel(on_message=_plain_lines(), hang_after_s=hang_after)
+    try:
+        with only_json() if as_json else contextlib.nullcontext(_summary) as show:
+            outcome = train_run(arguments, channel)
+            if channel.rank == 0:
+                show(outcome)
+    except Exception as error:
+        _tell(channel.rank, error)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        # Gloo may hang or abort on the interpreter's own way out, and the others wait for this rank's end.
+        os._exit(1)
+    return 0 if outcome["status"] == "finished" else 130
+
+
+def _tell(rank: int, error: Exception) -> None:
+    """Prints why this rank failed: not if another one is the cause, nor what another one has said already."""
+    from shoal.train.failure import from_exception
+    from shoal.train.join import current
+    from shoal.train.rank import describe
+
+    failure, place = from_exception(rank, describe(error)), current()
+    if failure.is_echo:
+        print(f"shoal: rank {rank} ends: another rank has gone", file=sys.stderr)
+        return
+    if failure.error.for_user and place is not None:
+        digest = hashlib.sha256(str(error).encode()).hexdigest()
+        with contextlib.suppress(RuntimeError):  # The store may be gone with the rank that held it.
+            if place.store.add(f"told/{digest}", 1) > 1:
+                return
+    if not failure.error.for_user:
+        print(failure.error.traceback_text, file=sys.stderr)
+    print(f"shoal: {failure.error}", file=sys.stderr)
+
+
+def _on_local_ranks(arguments: dict[str, Any], world: int, *, hang_after: float, bar: bool) -> dict[str, Any]:
+    from shoal.train.failure import RankFailed
+    from shoal.train.launch import run_ranks
+    from shoal.train.record import new_folder
+
+    plain = _plain_lines()
+    try:
+        listen = _ending_at_once(plain)
+        checked = run_ranks("shoal.train.loop:check_run", arguments, ranks=1, on_message=listen)[0]
+    except RankFailed as error:
+        if error.for_user:
+            raise CannotTrain(str(error)) from error
+        raise
+    _default_checkpoints(arguments, checked["steps"])
+    arguments |= {"resume": checked["resume"], "checked": True}
+    if arguments["folder"] is None:
+        arguments["folder"] = str(new_folder(Path("runs"), checked["job"]))
+    shown = LiveProgress(checked["steps"], arguments["strategy"]) if bar else None
+    show = shown.message if shown else plain
     try:
         outcomes = run_ranks(
-            "shoal.train.loop:train_run", arguments, ranks=strategy.world, hang_after_s=hang_after,
-            on_message=lambda rank, message: listen(message),
+            "shoal.train.loop:train_run", arguments, ranks=world, hang_after_s=hang_after,
+            on_message=lambda rank, message: show(message),
         )  # fmt: skip
+    except RankFailed as error:
+        _record_failure(Path(arguments["folder"]), error)
+        raise
     finally:
         if shown:
             shown.close()
-    outcome = outcomes[0]
-    outcome["memory_bytes"] = max(each["memory_bytes"] for each in outcomes)
-    if as_json:
-        print(json.dumps(outcome))
-    else:
-        _summary(outcome, strategy)
-    return 0 if outcome["status"] == "finished" else 130
+    return {**outcomes[0], "memory_bytes": max(each["memory_bytes"] for each in outcomes)}
+
+
+def _ending_at_once(listen: Callable[[dict[str, Any]], None]) -> Callable[[int, dict[str, Any]], None]:
+    """While nothing is trained yet there is nothing to bring to an end: Ctrl-C is final."""
+
+    def message(rank: int, content: dict[str, Any]) -> None:
+        if content["event"] == "stopping":
+            raise KeyboardInterrupt
+        listen(content)
+
+    return message
+
+
+def _record_failure(folder: Path, error: Any) -> None:
+    """Writes the cause down: rank 0 may have known only its echo, or may be the one that was killed."""
+    from shoal.train.run import RUN, RunBroken, read_json, write_json
+
+    with contextlib.suppress(RunBroken, OSError):
+        facts = read_json(folder / RUN)
+        if facts["status"] in ("running", "failed"):
+            write_json(folder / RUN, {**facts, "status": "failed", "reason": str(error)})
+
+
+@contextlib.contextmanager
+def only_json() -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Standard output is for one JSON object: what a job or a library prints there goes to standard error."""
+    from shoal.train.run import plain
+
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+
+    def show(outcome: dict[str, Any]) -> None:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        print(json.dumps(plain(outcome), allow_nan=False), flush=True)
+
+    try:
+        yield show
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _plain_lines() -> Any:
@@ -135,18 +235,24 @@ def _plain_lines() -> Any:
             if time.monotonic() - last[0] > 5 or message["step"] == message["steps"]:
                 last[0] = time.monotonic()
                 print(
-                    f"step {message['step']}/{message['steps']}  loss {message['loss']:.4f}  {1000 * message['step_s']:.0f} ms"
-                    f"  {message['samples_per_s']:.0f} samples/s  {message['memory_bytes'] / 2**20:.0f} MiB",
-                    file=sys.stderr, flush=True,
-                )  # fmt: skip
+                    f"step {message['step']}/{message['steps']}  loss {message['loss']:.4f}"
+                    f"  {1000 * message['step_s']:.0f} ms  {message['samples_per_s']:.0f} samples/s"
+                    f"  {message['memory_bytes'] / 2**20:.0f} MiB",
+                    file=sys.stderr,
+                    flush=True,
+                )
         elif event in _WORDS:
             print(_WORDS[event](message), file=sys.stderr, flush=True)
 
     return line
 
 
-_WORDS = {
-    "metrics": lambda m: "validation at step {}: {}".format(m["step"], "  ".join(f"{k} {v:.4f}" for k, v in m["metrics"].items())),
+def _numbers(values: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+
+
+_WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "metrics": lambda m: f"validation at step {m['step']}: {_numbers(m['metrics'])}",
     "checkpoint": lambda m: f"checkpoint {m['path']}",
     "warning": lambda m: f"warning: {m['text']}",
     "stopping": lambda m: "stopping after this step and writing a checkpoint (Ctrl-C again to end at once)",
@@ -161,8 +267,8 @@ class LiveProgress:
 
         self.progress = Progress(
             TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}  {task.fields[ms]} ms  {task.fields[rate]}/s  {task.fields[memory]}"),
-            TextColumn("left"), TimeRemainingColumn(),
+            TextColumn("loss {task.fields[loss]}  {task.fields[ms]} ms  {task.fields[rate]}/s"),
+            TextColumn("{task.fields[memory]}  left"), TimeRemainingColumn(),
         )  # fmt: skip
         self.task = self.progress.add_task(strategy, total=steps, loss="-", ms="-", rate="-", memory="-")
         self.progress.start()
@@ -171,8 +277,9 @@ class LiveProgress:
         event = message["event"]
         if event == "step":
             self.progress.update(
-                self.task, completed=message["step"], loss=f"{message['loss']:.4f}", ms=f"{1000 * message['step_s']:.0f}",
-                rate=f"{message['samples_per_s']:.0f}", memory=f"{message['memory_bytes'] / 2**20:.0f} MiB",
+                self.task, completed=message["step"], loss=f"{message['loss']:.4f}",
+                ms=f"{1000 * message['step_s']:.0f}", rate=f"{message['samples_per_s']:.0f}",
+                memory=f"{message['memory_bytes'] / 2**20:.0f} MiB",
             )  # fmt: skip
         elif event in _WORDS:
             self.progress.console.print(_WORDS[event](message), style="dim")
@@ -181,7 +288,7 @@ class LiveProgress:
         self.progress.stop()
 
 
-def _summary(outcome: dict[str, Any], strategy: Any) -> None:
+def _summary(outcome: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -189,19 +296,21 @@ def _summary(outcome: dict[str, Any], strategy: Any) -> None:
     table.add_column(style="dim")
     table.add_column()
     table.add_row("status", f"{outcome['status']} after {outcome['step']} steps")
-    table.add_row("strategy", f"{strategy}  ({strategy.world} rank{'s' if strategy.world != 1 else ''})")
+    ranks = f"{outcome['world']} rank{'s' if outcome['world'] != 1 else ''}"
+    table.add_row("strategy", f"{outcome['strategy']}  ({ranks})")
     if outcome["loss"] is not None:
         table.add_row("loss", f"{outcome['loss']:.4f}")
     for name, value in outcome["metrics"].items():
         table.add_row(f"validation {name}", f"{value:.4f}")
     if outcome["time_to_target_s"] is not None:
-        table.add_row("target", f"reached after {outcome['time_to_target_s']:.1f} s of training, {outcome['steps_to_target']} steps")
+        reached = f"{outcome['time_to_target_s']:.1f} s of training, {outcome['steps_to_target']} steps"
+        table.add_row("target", f"reached after {reached}")
     if outcome["step_s"] is not None:
         table.add_row("step", f"{1000 * outcome['step_s']:.0f} ms")
     sent = sum(row["bytes"] for row in outcome["ledger"])
     table.add_row("sent in a step", f"{sent / 1e6:.2f} MB by each rank")
     table.add_row("peak memory", f"{outcome['memory_bytes'] / 2**20:.0f} MiB a rank")
     table.add_row("run", outcome["folder"])
-    if outcome["status"] == "stopped":
+    if outcome["status"] == "stopped" and outcome["saved_step"] is not None:
         table.add_row("go on with", f"--resume {outcome['folder']}")
     Console().print(table)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import sys
+from contextlib import nullcontext
 from typing import Any
 
 
@@ -12,24 +11,30 @@ def verify_command(
 ) -> int:
     from rich.console import Console
 
-    from shoal.strategy import parse
+    from shoal.cli.train import only_json, require_known
+    from shoal.parallel.runnable import require_runnable
+    from shoal.strategy import parse, require_legal
 
     strategy = parse(text)
-    if steps < 1:
-        raise ValueError(f"--steps is {steps}; a proof needs at least one step")
+    require_legal(strategy)
+    require_runnable(strategy)
+    require_known(job, size)
     console = Console(stderr=True)
-    with console.status("importing torch") as status:
-        from shoal.train.verify import verify
 
-        certificate = verify(
-            job, strategy, steps=steps, size=size,
-            overrides={"global_batch": batch, "seed": seed},
-            progress=lambda doing: status.update(doing) if sys.stderr.isatty() else console.print(f"  {doing}", style="dim"),
-        )  # fmt: skip
-    if as_json:
-        print(json.dumps(certificate.to_json()))
-    else:
-        show(certificate)
+    def doing(what: str) -> None:
+        if console.is_terminal:
+            status.update(what)
+        else:
+            console.print(f"  {what}", style="dim")
+
+    with only_json() if as_json else nullcontext(show) as tell:
+        with console.status("importing torch") as status:
+            from shoal.train.verify import verify
+
+            changed = {"global_batch": batch, "seed": seed}
+            certificate = verify(job, strategy, steps=steps, size=size, overrides=changed, progress=doing)
+        told: Any = certificate.to_json() if as_json else certificate
+        tell(told)
     return 0 if certificate.passed else 1
 
 
@@ -49,14 +54,17 @@ def show(certificate: Any) -> None:
     table.add_row("strategy", f"{c.strategy}  ({c.world} rank{'s' if c.world != 1 else ''}, {c.steps} steps)")
     table.add_row("contract", c.contract)
     table.add_row("largest difference", f"{c.max_rel_diff:.2e}  at {c.worst}  (tolerance {c.tolerance:.0e})")
-    table.add_row("ledger", "equals its prediction, to the byte" if c.ledger_matches else "differs from its prediction")
+    equal = "equals its prediction, to the byte" if c.ledger_matches else "differs from its prediction"
+    table.add_row("ledger", equal)
     for line in c.ledger_differences[:6]:
         table.add_row("", line)
     if c.float32_drift is not None:
-        table.add_row("in float32", f"{c.float32_drift:.1e} apart (information: float32 cannot tell a bug from rounding)")
+        apart = f"{c.float32_drift:.1e} apart (information: float32 cannot tell a bug from rounding)"
+        table.add_row("in float32", apart)
     if c.zero_gradient:
-        names = ", ".join(c.zero_gradient[:3]) + (f" and {len(c.zero_gradient) - 3} more" if len(c.zero_gradient) > 3 else "")
-        table.add_row("zero gradient", f"{names}: elements whose true gradient is zero were compared absolutely")
+        more = f" and {len(c.zero_gradient) - 3} more" if len(c.zero_gradient) > 3 else ""
+        names = ", ".join(c.zero_gradient[:3]) + more
+        table.add_row("zero gradient", f"{names}: where the true gradient is zero, compared absolutely")
     if c.widened:
         table.add_row("kept in float64", ", ".join(f"{name} ({times}x)" for name, times in c.widened.items()))
     for note in c.notes:

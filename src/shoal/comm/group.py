@@ -121,9 +121,17 @@ class CountingGroup(dist.ProcessGroup):
         self.inner.shutdown()
 
 
+def _in_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Arguments given by name, laid behind the others as their positions are: outputs before inputs."""
+    named = {name: value for name, value in kwargs.items() if not name.endswith("_sizes")}
+    outputs = [value for name, value in named.items() if name.startswith(("output", "tensor"))]
+    inputs = [value for name, value in named.items() if name.startswith("input")]
+    return (*args, *outputs, *inputs)
+
+
 def _counted(method: str, kind: str, payload: Payload) -> Callable[..., Any]:
     def call(self: CountingGroup, *args: Any, **kwargs: Any) -> Any:
-        self._enter(kind, payload(args or tuple(kwargs.values()), self.size()))
+        self._enter(kind, payload(_in_order(args, kwargs), self.size()))
         return getattr(self.inner, method)(*args, **kwargs)
 
     call.__name__ = method
@@ -162,7 +170,9 @@ class _Finish(Work):  # type: ignore[misc]
         return True
 
     def is_completed(self) -> bool:
-        return self._then is None or all(work.is_completed() for work in self._works)
+        # Gloo's sends and receives never say that they are done unless they are waited for, and what follows
+        # them is still to be computed: an answer of yes must be true, and must come.
+        return self.wait()
 
     def is_success(self) -> bool:
         return self.is_completed()
@@ -190,11 +200,14 @@ class GlooGroup(CountingGroup):
         """Each rank sends every other its part; the parts are summed in the order of ranks, so always alike."""
         self._enter("reduce_scatter", _bytes(input))
         reduce = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
-        if self.size() == 1 or reduce not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) or input.numel() == 0:
+        # In this order of the two sides: the other way round they never compare equal, nor does `in` find them.
+        average = reduce == dist.ReduceOp.AVG
+        replaced = reduce == dist.ReduceOp.SUM or (average and input.is_floating_point())
+        if self.size() == 1 or not replaced or input.numel() == 0:
             options = (opts,) if opts is not None else ()
             return self.inner.reduce_scatter_single(output, input, *options)
-        arrived = torch.empty(input.shape, dtype=input.dtype, device=input.device)
-        work = self.inner.all_to_all_single(arrived, input.contiguous(), [], [])
+        arrived = torch.empty(input.numel(), dtype=input.dtype, device=input.device)
+        work = self.inner.all_to_all_single(arrived, input.contiguous().view(-1), [], [])
 
         def add() -> None:
             parts = arrived.view(self.size(), *output.shape)
@@ -202,7 +215,7 @@ class GlooGroup(CountingGroup):
                 torch.add(parts[0], parts[1], out=output) if output.is_contiguous() else output.copy_(parts.sum(0))
             else:
                 output.copy_(parts.sum(0))
-            if reduce == dist.ReduceOp.AVG:
+            if average:
                 output.div_(self.size())
 
         return _Finish([work], add, [output])
@@ -214,7 +227,7 @@ class GlooGroup(CountingGroup):
         if ranks == 1 or not output.is_contiguous() or input.numel() == 0:
             options = (opts,) if opts is not None else ()
             return self.inner.all_gather_single(output, input, *options)
-        parts = output.view(ranks, *input.shape) if output.dim() != input.dim() else output.view(ranks, -1)
+        parts = output.view(ranks, -1)
         mine = input.contiguous()
         # A tag of its own keeps gathers in flight apart from each other and from other messages.
         self._gather_tag = (self._gather_tag + 1) % (1 << 20)

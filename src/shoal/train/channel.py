@@ -1,11 +1,12 @@
 """What a rank is given to speak with whoever started it: messages up, a request to stop down.
 
-Messages are lines of JSON on a socket. A message goes out at once if the socket takes it; what it does not take
-is sent by a thread, so that a slow reader never holds up a step and nothing is lost.
+Messages are lines of JSON on a socket. A message goes out at once if the socket takes it; what it does not
+take is sent by a thread, so that a slow reader never holds up a step and nothing is lost.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -58,10 +59,8 @@ class Line:
                     self._thread = None
                     return
                 data = self._waiting[0]
-            try:
+            with contextlib.suppress(OSError):
                 self._link.sendall(data)
-            except OSError:
-                pass
             with self._lock:
                 self._waiting.popleft()
 
@@ -117,7 +116,8 @@ class Channel:
 def standalone_channel(*, on_message: Receiver | None = None, hang_after_s: float = 300.0) -> Channel:
     """The channel of a process that someone else started as a rank, such as torchrun; a watch runs beside it.
 
-    Rank 0's messages go to `on_message`. SIGTERM and Ctrl-C ask for a stop. A hang is printed and ends the process.
+    Rank 0's messages go to `on_message`. SIGTERM and Ctrl-C ask for a stop. A hang is printed and ends the
+    process.
     """
 
     def report(verdict: Verdict) -> None:
@@ -125,10 +125,12 @@ def standalone_channel(*, on_message: Receiver | None = None, hang_after_s: floa
         os._exit(1)
 
     channel = Channel(
-        rank=int(os.environ.get("RANK", "0")), world=int(os.environ.get("WORLD_SIZE", "1")), receiver=on_message
+        rank=int(os.environ.get("RANK", "0")),
+        world=int(os.environ.get("WORLD_SIZE", "1")),
+        receiver=on_message,
     )
     if threading.current_thread() is threading.main_thread():
         channel.stop_on(signal.SIGTERM, signal.SIGINT)
-    # Not every launcher can end the ranks that are left (a signal is only a request here), so they end themselves.
+    # A signal is only a request here, so a launcher could not end the ranks that are left: they end themselves.
     Watch(hang_after_s=hang_after_s, report=report, on_verdict_of_another=lambda: os._exit(1)).start()
     return channel

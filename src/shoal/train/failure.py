@@ -1,7 +1,7 @@
 """What a run that failed is called by: the rank that failed first, and its own reason.
 
-When one rank goes, its peers fail too, because their connections close. Those are echoes; the one error a person
-sees must be the cause.
+When one rank goes, its peers fail too, because their connections close. Those are echoes; the one error a
+person sees must be the cause.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RankFailed(RuntimeError):
         self.error_type = error_type
         """The exception's class on the rank, as "package.module.Name"; empty when it was none."""
         self.for_user = for_user
-        """Whether the message was written for the person who started the run and stands without a traceback."""
+        """Whether the message is written for the person who started the run and needs no traceback."""
 
 
 class RankHung(RankFailed):
@@ -69,15 +69,13 @@ def from_exception(rank: int, told: dict[str, Any]) -> Failure:
         lines = text.strip().splitlines()
         name = told["type"].rpartition(".")[2]
         message = f"rank {rank} failed: {name}: {lines[0]}" if lines else f"rank {rank} failed: {name}"
-    error = RankFailed(
-        rank, message, told["traceback"], error_type=told["type"], for_user=told["for_user"]
-    )
+    error = RankFailed(rank, message, told["traceback"], error_type=told["type"], for_user=told["for_user"])
     echo = told["network"] and ECHO.search(text) is not None
     return Failure(rank=rank, at_s=told["at_s"], error=error, is_echo=echo)
 
 
 def from_exit(rank: int, code: int | None, at_s: float) -> Failure:
-    """A failure of a process that ended without a word. `code` is negative for a signal, None if nobody knows."""
+    """The failure of a process that ended without a word; `code` is negative for a signal, None if unknown."""
     if code is None:
         message = f"rank {rank} was lost: the process that starts ranks ended, and its ranks with it"
     elif code < 0:

@@ -1,9 +1,9 @@
 """A process that has torch imported and forks ranks off itself, so that a rank starts in milliseconds.
 
-The parent asks over a socket and hands over the file descriptors the rank shall use; the server answers on a pipe
-per rank with its pid and, later, how it ended. When the parent is gone, however it went, the server kills its
-ranks, removes their directories and ends. The standard library's fork server would pickle the work and run the
-user's main script again in every rank; this one does neither.
+The parent asks over a socket and hands over the file descriptors the rank shall use; the server answers on
+a pipe per rank with its pid and, later, how it ended. When the parent is gone, however it went, the server
+kills its ranks, removes their directories and ends. The standard library's fork server would pickle the
+work and run the user's main script again in every rank; this one does neither.
 """
 
 from __future__ import annotations
@@ -60,14 +60,15 @@ class ForkServer:
     def fork(self, *, link: socket.socket, directory: str) -> int:
         """Starts a rank that holds `link`; returns the descriptor on which its pid and its end are told."""
         read, write = os.pipe()
+        streams = [_copy_of(number) for number in (1, 2)]
         try:
-            descriptors = [link.fileno(), write, *(_standard(number) for number in (1, 2))]
-            self._ask({"do": "fork", "directory": directory}, descriptors)
+            self._ask({"do": "fork", "directory": directory}, [link.fileno(), write, *streams])
         except BaseException:
             os.close(read)
             raise
         finally:
-            os.close(write)
+            for descriptor in (write, *streams):
+                os.close(descriptor)
         return read
 
     def signal(self, pids: Sequence[int], number: signal.Signals) -> None:
@@ -100,7 +101,9 @@ _servers_lock = threading.Lock()
 
 def server_for(environment: Mapping[str, str]) -> ForkServer:
     """The running server whose libraries were loaded under these settings, started if need be."""
-    key = tuple(sorted((name, value) for name, value in environment.items() if name.startswith(READ_AT_START)))
+    key = tuple(
+        sorted((name, value) for name, value in environment.items() if name.startswith(READ_AT_START))
+    )
     with _servers_lock:
         server = _servers.get(key)
         if server is None or not server.alive:
@@ -119,11 +122,10 @@ def stop_servers() -> None:
         _servers.clear()
 
 
-def _standard(number: int) -> int:
+def _copy_of(number: int) -> int:
     """This process's own standard stream, or /dev/null where it has been closed."""
     try:
-        os.fstat(number)
-        return number
+        return os.dup(number)
     except OSError:
         return os.open(os.devnull, os.O_WRONLY)
 

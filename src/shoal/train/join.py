@@ -1,8 +1,8 @@
 """Becoming a rank: from the environment a process was started in to an initialised torch.distributed.
 
-Three ways lead in: the launcher's private rendezvous file, the variables torchrun (or srun, or anyone) sets, or
-nothing at all, which is a world of one. All keys of a job lie under its token, so that a process that holds
-another token never meets it.
+Three ways lead in: the launcher's private rendezvous file, the variables torchrun (or srun, or anyone)
+sets, or nothing at all, which is a world of one. All keys of a job lie under its token, so that a process
+that holds another token never meets it.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ _adopted = False
 def join(*, backend: str | None = None, timeout_s: float | None = None, meet_s: float = MEET_S) -> Rank:
     """Makes this process a rank of its job; a second call gives the same Rank.
 
-    `backend` is a name of torch.distributed ("gloo" is the plain one); without it the counting backend for this
-    machine's devices is taken. `timeout_s` bounds a collective (1800, or more where a hang may take longer to be
-    one), `meet_s` the wait for the other ranks. A program that has called init_process_group itself keeps its own
-    world group, and groups made beside it are counted.
+    `backend` is a name of torch.distributed ("gloo" is the plain one); without it the counting backend for
+    this machine's devices is taken. `timeout_s` bounds a collective (1800, or more where a hang may take
+    longer to be one), `meet_s` the wait for the other ranks. A program that has called init_process_group
+    itself keeps its own world group, and groups made beside it are counted.
     """
     global _joined, _times_joined, _adopted
     if _joined is not None:
@@ -78,13 +78,13 @@ def join(*, backend: str | None = None, timeout_s: float | None = None, meet_s: 
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    # Whoever waits for this rank in vain can then say which process that is.
-    store.set(f"process/{rank}", json.dumps([socket.gethostname(), os.getpid()]))
+    if world > 1:
+        _meet(store, rank, world, meet_s)
     if not _adopted:
-        if world > 1:
-            _meet(store, rank, world, meet_s)
         # Longer than the watch waits: what it says of a hang is better than that a collective timed out.
-        time_limit = timedelta(seconds=timeout_s or max(1800.0, 2 * float(os.environ.get("SHOAL_HANG_AFTER_S", 0))))
+        time_limit = timedelta(
+            seconds=timeout_s or max(1800.0, 2 * float(os.environ.get("SHOAL_HANG_AFTER_S", 0)))
+        )
         dist.init_process_group(chosen, store=store, rank=rank, world_size=world, timeout=time_limit)
     _joined = Rank(rank=rank, world=world, local_rank=local_rank, device=device, store=store, backend=chosen)
     return _joined
@@ -123,9 +123,9 @@ def _meeting_place(environment: Mapping[str, str], meet_s: float) -> tuple[dist.
     missing = [name for name in needed if not environment.get(name)]
     if missing:
         raise JoinError(
-            f"{', '.join(missing)} not set, while {'RANK' if 'RANK' in environment else 'WORLD_SIZE'} is: a rank "
-            "needs all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. torchrun and `shoal launch` set them; "
-            "to run alone, unset them all."
+            f"{', '.join(missing)} not set, while {'RANK' if 'RANK' in environment else 'WORLD_SIZE'} is: "
+            "a rank needs all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. torchrun and `shoal launch` "
+            "set them; to run alone, unset them all."
         )
     rank, world = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
     if not 0 <= rank < world:
@@ -148,21 +148,24 @@ def _tcp_store(environment: Mapping[str, str], rank: int, world: int, meet_s: fl
     listens = rank == 0 and not agent_listens
     wait: dict[str, Any] = {"timeout": timedelta(seconds=meet_s)}
     try:
-        if listens and local:
+        if listens and address in ("localhost", "127.0.0.1"):
             # torch would listen on every interface; handed a socket of ours it stays on this host.
             listener = listen_on(port)
             return dist.TCPStore(
                 address, port, world, True, master_listen_fd=listener.detach(), wait_for_workers=False, **wait
             )
         if listens:
-            return dist.TCPStore(address, port, world, True, multi_tenant=True, wait_for_workers=False, **wait)
+            return dist.TCPStore(
+                address, port, world, True, multi_tenant=True, wait_for_workers=False, **wait
+            )
         return dist.TCPStore(address, port, world, False, wait_for_workers=False, **wait)
     except dist.DistError as error:
         if "EADDRINUSE" in str(error) or "already in use" in str(error):
             raise JoinError(_port_taken(port)) from error
         raise JoinError(
-            f"rank {rank} could not reach the meeting place {address}:{port} within {meet_s:g} s. Check that rank 0 "
-            "was started, that MASTER_ADDR names its host, and that no firewall or other program holds that port."
+            f"rank {rank} could not reach the meeting place {address}:{port} within {meet_s:g} s. Check that "
+            "rank 0 was started, that MASTER_ADDR names its host, and that no firewall or other program holds "
+            "that port."
         ) from error
 
 
@@ -183,14 +186,16 @@ def listen_on(port: int) -> socket.socket:
 
 def _port_taken(port: int) -> str:
     return (
-        f"port {port} is in use by another program on this host. Choose another one (MASTER_PORT, or --port), "
-        "or leave it out and a free one is taken."
+        f"port {port} is in use by another program on this host. Choose another one (MASTER_PORT, or --port); "
+        "`shoal launch` without --port takes a free one."
     )
 
 
 def _meet(store: dist.Store, rank: int, world: int, meet_s: float) -> None:
     """Waits until every rank is here, so that a missing one is named rather than waited for without end."""
     try:
+        # Whoever waits for this rank in vain can then say which process that is.
+        store.set(f"process/{rank}", json.dumps([socket.gethostname(), os.getpid()]))
         if store.add(f"here/{rank}", 1) > 1:
             raise JoinError(
                 f"two processes say that they are rank {rank}; each rank of a job must have its own RANK."
@@ -198,14 +203,15 @@ def _meet(store: dist.Store, rank: int, world: int, meet_s: float) -> None:
         missing = _wait_for([f"here/{other}" for other in range(world)], store, meet_s)
     except dist.DistError as error:
         raise JoinError(
-            f"rank {rank} lost the meeting place while it waited for the others: the process that holds it (rank 0, or "
-            "the launcher) gave up or ended, and its own message has the reason."
+            f"rank {rank} lost the meeting place while it waited for the others: the process that holds it "
+            "(rank 0, or the launcher) gave up or ended, and its own message has the reason."
         ) from error
     if missing:
         numbers = ", ".join(key.removeprefix("here/") for key in missing)
         raise JoinError(
-            f"rank{'s' if len(missing) > 1 else ''} {numbers} of {world} did not come within {meet_s:g} s. Check that "
-            "every rank was started and holds the same SHOAL_TOKEN: ranks with another token belong to another job."
+            f"rank{'s' if len(missing) > 1 else ''} {numbers} of {world} did not come within {meet_s:g} s. "
+            "Check that every rank was started and holds the same SHOAL_TOKEN: ranks with another token belong "
+            "to another job."
         )
 
 
@@ -223,7 +229,8 @@ def _wait_for(keys: list[str], store: dist.Store, seconds: float) -> list[str]:
 
 def _prefix(environment: Mapping[str, str], times_joined: int) -> str:
     token = "/".join(
-        environment.get(name, "") for name in ("SHOAL_TOKEN", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+        environment.get(name, "")
+        for name in ("SHOAL_TOKEN", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
     )
     return f"shoal/{hashlib.sha256(token.encode(errors='surrogateescape')).hexdigest()}/{times_joined}"
 

@@ -118,8 +118,8 @@ def _late(reports: Mapping[int, Report], label: str, late: Sequence[int]) -> Ver
         what = f"not entered {entered}, which rank {first} entered {entered.ago_s:.1f} s ago"
     else:
         what = (
-            f"not entered collective number {least + 1} of axis {entered.axis}, while rank {first} went on to "
-            f"{entered}, entered {entered.ago_s:.1f} s ago"
+            f"not entered collective number {least + 1} of axis {entered.axis}, while rank {first} went on "
+            f"to {entered}, entered {entered.ago_s:.1f} s ago"
         )
     where = "; ".join(_place(rank, reports[rank]) for rank in late[:4])
     return Verdict(late=tuple(late), message=f"{who} {what}; {where}")

@@ -1,7 +1,7 @@
-"""The training loop, as every rank runs it: steps, evaluation, checkpoints, and a record of all of it by rank 0.
+"""The training loop, as every rank runs it: steps, evaluation, checkpoints, and rank 0's record of it all.
 
-A stop (Ctrl-C, SIGTERM) reaches one rank first; it travels with the loss to the others, so that all stop after the
-same step, write a checkpoint and end. Nothing of a run depends on when it was interrupted.
+A stop (Ctrl-C, SIGTERM) reaches one rank first; it travels with the loss to the others, so that all stop
+after the same step, write a checkpoint and end. Nothing of a run depends on when it was interrupted.
 """
 
 from __future__ import annotations
@@ -9,32 +9,88 @@ from __future__ import annotations
 import resource
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from shoal.comm.group import BACKENDS, BOOK
-from shoal.comm.ledger import Ledger
+from shoal.comm.ledger import PHASES, Ledger
 from shoal.estimate.traffic import predict
+from shoal.job import Job, infer_facts
 from shoal.parallel.batch_norm import batch_norms
 from shoal.parallel.engine import NonFinite
-from shoal.strategy import parse
+from shoal.parallel.runnable import require_runnable
+from shoal.strategy import parse, require_legal
 from shoal.train.buffers import average_buffers
 from shoal.train.checkpoint import CheckpointFailed, save
+from shoal.train.exchange import exchange
 from shoal.train.join import join, leave
-from shoal.train.record import Recorder, tracing
-from shoal.train.restore import restore
-from shoal.train.saved import open_checkpoint
+from shoal.train.record import Recorder, new_folder, tracing
+from shoal.train.restore import find_intact, restore
+from shoal.train.run import Status
+from shoal.train.saved import Checkpoint, open_checkpoint
 from shoal.train.setup import Prepared, job_from, prepare
+from shoal.train.watch import beat
 
 
 class TrainingStopped(ValueError):
     """Training cannot go on; the message says at which step and what is kept."""
 
 
+def check_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
+    """In one process, before ranks start: refuses what cannot be trained, and says what will be."""
+    job, strategy = job_from(arguments), parse(arguments["strategy"])
+    facts = infer_facts(job)
+    require_legal(strategy, facts=facts)
+    require_runnable(strategy, elementwise=facts.elementwise_optimizer is not False)
+    if arguments.get("backend") == "nccl" and not torch.cuda.is_available():
+        raise TrainingStopped("--backend nccl: there is no GPU here; leave it out, or use gloo")
+    resume = arguments.get("resume")
+    if resume is not None:
+        checkpoint = resume_point(Path(resume), warn=lambda text: channel.say(warning(text)))
+        require_job_of(checkpoint, job)
+        resume = str(checkpoint.path)
+    return {"job": job.name, "steps": job.steps, "resume": resume}
+
+
+def resume_point(path: Path, *, warn: Callable[[str], None]) -> Checkpoint:
+    """The checkpoint at a path, or the newest intact one of the run there. All ranks call it alike."""
+    if (path / "checkpoint.json").exists() or path.name.startswith("step-"):
+        return open_checkpoint(path)
+    folder = path if path.name == "checkpoints" else path / "checkpoints"
+    found = find_intact(folder, warn=warn)
+    if found is None:
+        raise TrainingStopped(
+            f"--resume {path}: there is no intact checkpoint in {folder}; start anew without --resume"
+        )
+    return found
+
+
+def warning(text: str) -> dict[str, Any]:
+    """The message that carries a warning to whoever started the run."""
+    return {"event": "warning", "text": text}
+
+
+def require_job_of(checkpoint: Checkpoint, job: Job) -> None:
+    """Refuses a checkpoint of another job, or of another order of the data."""
+    of = checkpoint.progress
+    if of["job"] != job.name or of["seed"] != job.seed:
+        raise TrainingStopped(
+            f"{checkpoint.path} is of job {of['job']!r} with seed {of['seed']}, but this is job {job.name!r} "
+            f"with seed {job.seed}; resume with the job it was saved from"
+        )
+
+
 def train_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     """On every rank: a job under a strategy, from its start or from a checkpoint, to its end."""
     me = join(backend=BACKENDS.get(arguments.get("backend") or ""))
     job, strategy = job_from(arguments), parse(arguments["strategy"])
+    if arguments.get("folder") is None:
+        # Where nobody could choose one for all ranks before, rank 0 does.
+        chosen = {"folder": str(new_folder(Path("runs"), job.name)) if me.rank == 0 else None}
+        arguments = {**arguments, "folder": exchange(chosen)[0]["folder"]}
     ready = prepare(job, strategy, rank=me.rank, backend=me.backend, device=me.device)
     run = TrainingRun(ready, arguments, channel, rank=me.rank)
     try:
@@ -61,53 +117,60 @@ class TrainingRun:
         self.reached_step: int | None = None
         self.saved_step: int | None = None
         self.last_loss: float | None = None
+        self.evaluated_step: int | None = None
+        self.stopping = False
         if arguments.get("resume"):
             self._resume(Path(arguments["resume"]))
         self.recorder: Recorder | None = None
         if rank == 0:
             self.recorder = Recorder(
                 self.folder, job_name=self.job.name, strategy=str(ready.strategy), world=ready.strategy.world,
-                seed=self.job.seed, arguments=arguments, resumed_at=self.step if arguments.get("resume") else None,
+                seed=self.job.seed, arguments=arguments,
+                resumed_at=self.step if arguments.get("resume") else None,
             )  # fmt: skip
 
     def _resume(self, path: Path) -> None:
-        checkpoint = open_checkpoint(path)
+        if self.arguments.get("checked"):
+            checkpoint = open_checkpoint(path, verify=False)  # By `check_run`, a moment ago.
+        else:
+            checkpoint = resume_point(path, warn=self._warn)
+        require_job_of(checkpoint, self.job)
         progress = checkpoint.progress
-        if progress["job"] != self.job.name or progress["seed"] != self.job.seed:
-            raise TrainingStopped(
-                f"{path} is of job {progress['job']!r} with seed {progress['seed']}, but this is job {self.job.name!r} "
-                f"with seed {self.job.seed}; resume with the job it was saved from"
-            )
         restore(self.engine, checkpoint)
         self.step, self.counter, self.train_s = checkpoint.step, progress["counter"], progress["train_s"]
-        self.metrics = dict(progress.get("metrics", {}))
+        self.metrics, self.last_loss = dict(progress.get("metrics", {})), progress.get("loss")
         self.reached_s, self.reached_step = progress.get("reached_s"), progress.get("reached_step")
-        self.saved_step = self.step
+        self.saved_step, self.evaluated_step = self.step, progress.get("evaluated_step")
 
     def go(self) -> dict[str, Any]:
         job = self.job
         every = self.arguments.get("checkpoint_every") or 0
-        status = "finished"
         trace = tracing(self.folder, steps=3) if self.rank == 0 and self.arguments.get("trace") else None
+        BOOK.take()
+        self._evaluate_if_due()  # A stop comes before the evaluation of its step.
         while self.step < job.steps and not self._done():
             self._one_step()
             if trace is not None:
                 trace.step()
-            stop = self.stopping
-            if job.evaluate_every and self.step % job.evaluate_every == 0 and self.step < job.steps and not stop:
-                self._evaluate()
-            if stop:
-                status = "stopped"
+            if self.stopping:
                 break
+            self._evaluate_if_due()
             if every and self.step % every == 0 and self.step < job.steps:
                 self._save(final=False)
         if trace is not None:
             trace.close()
-        if status == "finished" and (self.step >= job.steps or not self.metrics):
+        # A stop that comes with the last step has nothing left to stop.
+        status: Status = "stopped" if self.stopping and self.step < job.steps else "finished"
+        if status == "finished" and self.evaluated_step != self.step:
             self._evaluate()
         if every and self.saved_step != self.step:
             self._save(final=True)
         return self._close(status)
+
+    def _evaluate_if_due(self) -> None:
+        every, within = self.job.evaluate_every, 0 < self.step < self.job.steps
+        if every and within and self.step % every == 0 and self.evaluated_step != self.step:
+            self._evaluate()
 
     def _done(self) -> bool:
         return self.reached_s is not None and bool(self.arguments.get("stop_at_target", True))
@@ -119,10 +182,7 @@ class TrainingRun:
         try:
             result = self.runner.step(self.step, self.counter)
         except NonFinite as error:
-            kept = f"the checkpoint of step {self.saved_step} is kept" if self.saved_step is not None else "no checkpoint was written yet"
-            raise TrainingStopped(
-                f"step {self.step + 1}: {error}; {kept} in {self.folder}. A lower learning rate, clipping or another seed may help"
-            ) from error
+            raise self._no_number(self.step + 1, str(error)) from error
         seconds = time.perf_counter() - started
         samples = self.runner.order.next(self.counter) - self.counter
         self.counter += samples
@@ -132,12 +192,13 @@ class TrainingRun:
         self.stopping = result.stop
         self.last_loss = result.loss
         counted = BOOK.take()
-        if len(self.step_times) != 1:
-            self.ledger = counted
+        # The first step also settles who has gradients at all.
+        self.ledger = counted.only(*(phase for phase in PHASES if phase != "setup"))
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         row = {
-            "step": self.step, "samples": self.counter, "loss": result.loss, "count": result.count, "lr_factor": lr_factor,
-            "grad_norm": result.grad_norm, "step_s": seconds, "samples_per_s": samples / seconds, "memory_bytes": memory,
+            "step": self.step, "samples": self.counter, "loss": result.loss, "count": result.count,
+            "lr_factor": lr_factor, "grad_norm": result.grad_norm, "step_s": seconds,
+            "samples_per_s": samples / seconds, "memory_bytes": memory,
             "train_s": self.train_s, "sent_bytes": counted.bytes,
         }  # fmt: skip
         if self.recorder is not None:
@@ -147,32 +208,32 @@ class TrainingRun:
     def _evaluate(self) -> None:
         if self.job.validation is None:
             return
-        self.channel.say({"event": "evaluating"}) if self.rank == 0 else None
         if self.job.batch_norm == "local" and batch_norms(self.engine.model):
             average_buffers(self.engine.model, self.engine.replicas.everyone)
-        self.metrics = self.runner.evaluate()
+        self.metrics = self.runner.evaluate(watch=beat)
+        self.evaluated_step = self.step
         BOOK.take()
         target = self.job.target
         if target is not None and self.reached_s is None and target.reached(self.metrics[target.metric]):
             self.reached_s, self.reached_step = self.train_s, self.step
         if self.recorder is not None:
             self.recorder.metrics(self.step, self.metrics)
-            self.channel.say({"event": "metrics", "step": self.step, "metrics": self.metrics, "reached_s": self.reached_s})
+            self.channel.say({"event": "metrics", "step": self.step, "metrics": self.metrics})
 
     def _save(self, *, final: bool) -> None:
         progress = {
             "job": self.job.name, "seed": self.job.seed, "counter": self.counter, "train_s": self.train_s,
             "strategy": str(self.ready.strategy), "metrics": self.metrics, "reached_s": self.reached_s,
-            "reached_step": self.reached_step, "loss": self.last_loss,
+            "reached_step": self.reached_step, "loss": self.last_loss, "evaluated_step": self.evaluated_step,
         }  # fmt: skip
+        self._require_finite()
         try:
             path = save(self.folder / "checkpoints", self.engine, step=self.step, progress=progress)
         except CheckpointFailed as error:
-            # Half a run is worth more than none: training goes on and tries again, unless this was the last chance.
+            # Half a run is worth more than none: training goes on and tries again, if there is a next time.
             if final:
                 raise
-            if self.rank == 0:
-                self.channel.say({"event": "warning", "text": f"{error}; training goes on"})
+            self._warn(f"{str(error).rstrip('.')}; training goes on")
             return
         finally:
             BOOK.take()
@@ -180,14 +241,39 @@ class TrainingRun:
         if self.rank == 0:
             self.channel.say({"event": "checkpoint", "step": self.step, "path": str(path)})
 
-    def _close(self, status: str) -> dict[str, Any]:
+    def _require_finite(self) -> None:
+        """A checkpoint that cannot be trained on must not take the place of one that can."""
+        pieces = self.engine.owned_parameters()
+        mine = next((piece.name for piece in pieces if not bool(torch.isfinite(piece.values).all())), None)
+        with BOOK.during("checkpoint"):
+            lost = [report["name"] for report in exchange({"name": mine}) if report["name"] is not None]
+        if lost:
+            raise self._no_number(self.step, f"the parameter {lost[0]} is no longer finite")
+
+    def _no_number(self, step: int, what: str) -> TrainingStopped:
+        kept = "no checkpoint was written yet"
+        if self.saved_step is not None:
+            kept = f"the checkpoint of step {self.saved_step} is kept"
+        return TrainingStopped(
+            f"step {step}: {what}; {kept} in {self.folder}. "
+            "A lower learning rate, clipping or another seed may help"
+        )
+
+    def _warn(self, text: str) -> None:
+        if self.rank == 0:
+            self.channel.say(warning(text))
+
+    def _close(self, status: Status) -> dict[str, Any]:
         steady = self.step_times[1:] or self.step_times
         outcome = {
-            "status": status, "step": self.step, "steps": self.job.steps, "loss": self.last_loss, "metrics": self.metrics,
-            "train_s": self.train_s, "step_s": statistics.median(steady) if steady else None,
+            "status": status, "strategy": str(self.ready.strategy), "world": self.ready.strategy.world,
+            "step": self.step, "steps": self.job.steps, "saved_step": self.saved_step, "loss": self.last_loss,
+            "metrics": self.metrics, "train_s": self.train_s,
+            "step_s": statistics.median(steady) if steady else None,
             "memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "steps_to_target": self.reached_step, "time_to_target_s": self.reached_s,
-            "ledger": self.ledger.to_json(), "predicted": predict(self.ready.table).to_json(), "folder": str(self.folder),
+            "ledger": self.ledger.to_json(), "predicted": predict(self.ready.table).to_json(),
+            "folder": str(self.folder),
         }  # fmt: skip
         if self.recorder is not None:
             self.recorder.close(status, outcome)

@@ -1,7 +1,7 @@
 """The life of one rank: take the order, call the target, hand back its result, leave.
 
-The fork server calls `main` in the process it has just forked. Whatever happens to the target, the parent is told
-before the process ends.
+The fork server calls `main` in the process it has just forked. Whatever happens to the target, the parent
+is told before the process ends.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy  # noqa: F401  (loaded here so that ranks are forked with it)
 import torch
+import torch._dynamo  # An optimiser loads it at its first step, in more than a second.
 
 import shoal.parallel.apply  # noqa: F401
 from shoal.train.channel import Channel, Line
@@ -66,7 +67,7 @@ def _work(order: dict[str, Any], channel: Channel, line: Line, reader: Any) -> i
         result = find(order["target"])(order["arguments"], channel)
         line.write("result", result)
         watch.done()
-        # No rank leaves before all have their result: the data of the last collective may still be on its way.
+        # No rank leaves before all have their result: the last collective may still be on its way to a peer.
         reader.readline()
     except BaseException as error:
         line.write("failed", describe(error))
@@ -111,7 +112,7 @@ def _settle(order: dict[str, Any]) -> None:
 
 
 def _die_with(server: int) -> None:
-    """Asks the kernel to kill this rank when the server dies; where it cannot be asked the server's own care must do."""
+    """Asks the kernel to kill this rank when the server dies, where the kernel can be asked."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != server:

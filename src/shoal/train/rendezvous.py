@@ -1,7 +1,7 @@
 """The private directory in which the ranks of one local run meet.
 
-It is removed when the run ends. Its owner holds a lock in it, which the kernel releases however the owner dies, so
-that the next run can tell an abandoned directory from a living one and removes it.
+It is removed when the run ends. Its owner holds a lock in it, which the kernel releases however the owner
+dies, so that the next run can tell an abandoned directory from a living one and removes it.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def restore(engine: Engine, checkpoint: Checkpoint) -> None:
 def _restore_optimizer(engine: Engine, checkpoint: Checkpoint, names: list[str]) -> None:
     """Makes the optimiser now, over the parameters that the saved one had.
 
-    Left to the first step, it would be made over those that happen to get a gradient in that step, and a model that
+    Left to the first step, it would be made over those that happen to get a gradient then, and a model that
     does not use all of its parameters in every step would not go on as it had.
     """
     engine.optimizer = None

@@ -1,7 +1,8 @@
 """Starts a script of the user's own on several ranks of this machine: `shoal launch script.py --ranks 2`.
 
-The launcher itself holds the meeting place, on loopback, the way torchrun's agent does: a script may call Shoal's
-`join` or torch.distributed's init_process_group, and there is no moment in which another program can take the port.
+The launcher itself holds the meeting place, on loopback, the way torchrun's agent does: a script may call
+Shoal's `join` or torch.distributed's init_process_group, and there is no moment in which another program
+can take the port.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from shoal.train.failure import signal_name
 GRACE_S = 5.0
 """Between the request to end and the end, once a rank has failed."""
 
-# Set before the script's own interpreter starts, and kept by it: ranks die with the launcher, even a killed one.
+# Set before the script's own interpreter starts, and kept by it: ranks die with a launcher that is killed.
 _DIE_WITH_PARENT = (
     "import ctypes, os, sys\n"
     "if sys.platform == 'linux': ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)\n"
@@ -36,7 +37,7 @@ class LaunchError(ValueError):
 
 
 def launch_script(path: str, argv: Sequence[str], *, ranks: int, port: int | None = None) -> int:
-    """Runs `python path argv...` on each rank until all have ended; the exit status of the first that failed, or 0."""
+    """Runs `python path argv...` on each rank until all have ended; 0, or the status of the first that failed."""
     if ranks < 1:
         raise LaunchError(f"--ranks {ranks}: expected at least 1.")
     if not Path(path).is_file():
@@ -49,7 +50,9 @@ def launch_script(path: str, argv: Sequence[str], *, ranks: int, port: int | Non
 
     listener = listen_on(port or 0)
     port = int(listener.getsockname()[1])
-    store = TCPStore("127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
+    store = TCPStore(
+        "127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
     shared = {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
@@ -58,7 +61,9 @@ def launch_script(path: str, argv: Sequence[str], *, ranks: int, port: int | Non
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "SHOAL_TOKEN": secrets.token_hex(16),
     }
-    own = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_") and k != "SHOAL_RENDEZVOUS"}
+    own = {
+        k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_") and k != "SHOAL_RENDEZVOUS"
+    }
     own.setdefault("OMP_NUM_THREADS", "1")
     processes: list[subprocess.Popen[bytes]] = []
     try:
@@ -69,7 +74,8 @@ def launch_script(path: str, argv: Sequence[str], *, ranks: int, port: int | Non
                         [sys.executable, "-c", _DIE_WITH_PARENT, str(os.getpid()), path, *argv],
                         env={**own, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                         stdin=subprocess.DEVNULL,
-                        process_group=0,  # A terminal's Ctrl-C comes to the launcher alone, which passes it on once.
+                        # A terminal's Ctrl-C then comes to the launcher alone, which passes it on once.
+                        process_group=0,
                     )
                 )
             return _until_ended(processes, interrupted)
@@ -84,7 +90,9 @@ def _until_ended(processes: list[subprocess.Popen[bytes]], interrupted: list[int
     """Waits for all; the first failure ends the others."""
     failed: tuple[int, int] | None = None
     kill_at_s = float("inf")
-    while any([process.poll() is None for process in processes]):  # Every one is polled: it is how they are reaped.
+    while any(
+        [process.poll() is None for process in processes]
+    ):  # Every one is polled: it is how they are reaped.
         if failed is None:
             failed = _failure(processes)
             if failed is not None:

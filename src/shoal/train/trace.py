@@ -26,6 +26,8 @@ class Tracing:
         from torch.profiler import profile
 
         if self._count == self._begin:
+            # The profiler's library otherwise writes its own progress into the terminal.
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")
             self._profile = profile(acc_events=True)
             self._profile.start()
         elif self._count == self._end:

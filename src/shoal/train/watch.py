@@ -1,7 +1,8 @@
-"""A hang is named: a thread in each rank notices that nothing moves, asks all ranks where they are, and says who is late.
+"""A hang is named: a thread in each rank notices that nothing moves, and finds out who is late.
 
-Ranks meet in the job's store, which works while the process group is stuck. Nothing is written there as long as
-all goes well; when one rank has made no progress for too long it asks, the others answer, and `lateness.py` judges.
+Ranks meet in the job's store, which works while the process group is stuck. Nothing is written there as
+long as all goes well; when one rank has made no progress for too long it asks, the others answer, and
+`lateness.py` judges.
 """
 
 from __future__ import annotations
@@ -31,7 +32,11 @@ ANSWER_S = 4.0
 OTHERS_JUDGE_S = 15.0
 """How long the second rank that noticed waits for the first one's verdict to end the run."""
 
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(group.__file__).parent), sysconfig.get_path("stdlib"))
+_LIBRARIES = (
+    str(Path(torch.__file__).parent),
+    str(Path(group.__file__).parent),
+    sysconfig.get_path("stdlib"),
+)
 
 _beats = 0
 
@@ -43,7 +48,7 @@ def beat() -> None:
 
 
 class Watch:
-    """The thread. `report` is called once, with the late ranks and the message, and is expected to end the process."""
+    """The thread. `report` is called with the verdict and is expected to end the process."""
 
     def __init__(
         self,
@@ -148,7 +153,9 @@ class Watch:
 
     def _describe(self) -> Report:
         now_s = time.monotonic()
-        known = {each.label: each for each in list(dist.distributed_c10d._world.pg_map) if hasattr(each, "label")}
+        known = {
+            each.label: each for each in list(dist.distributed_c10d._world.pg_map) if hasattr(each, "label")
+        }
         groups = {
             label: Entered(
                 number=call.number,
