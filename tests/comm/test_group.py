@@ -1,4 +1,4 @@
-"""Nothing passes the counting group by: every method of ProcessGroup is accounted for. No process is started."""
+"""Nothing passes the counting group by: every method of ProcessGroup is accounted for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every collective, once through torch.distributed's functions and once on the group itself, run on real ranks.
+"""Every collective, through torch.distributed's functions and on the group itself, for real ranks to run.
 
 Each entry of a table is a function of (group, rank, ranks) that returns the tensors the collective filled.
 """
@@ -327,7 +327,7 @@ def _all_gather_case(rank: int, ranks: int, dtype: torch.dtype, shape: tuple[int
 
 
 def who_carries(arguments: dict[str, Any], channel: Channel) -> dict[str, str]:
-    """The module whose work object each collective returns: Shoal's where it replaces Gloo's, else torch's."""
+    """Whose work object each collective returns: Shoal's where it replaces Gloo's, else torch's."""
     me = join()
     whole, part = torch.ones(3 * me.world), torch.ones(3)
     works = {
@@ -357,7 +357,7 @@ def polled_to_completion(arguments: dict[str, Any], channel: Channel) -> list[bo
 
 
 def other_operations(arguments: dict[str, Any], channel: Channel) -> dict[str, Any]:
-    """Reductions that are neither sum nor mean, and what a mean of integers does, as plain Gloo has them."""
+    """Whether reductions that are neither sum nor mean come out as plain Gloo has them."""
     me = join()
     plain = dist.new_group(backend="gloo")
     found: dict[str, Any] = {}
@@ -374,7 +374,7 @@ def other_operations(arguments: dict[str, Any], channel: Channel) -> dict[str, A
 
 
 def gradients(arguments: dict[str, Any], channel: Channel) -> dict[str, Any]:
-    """The largest difference of gradients between the counting group and plain Gloo, for DDP and fully_shard."""
+    """The largest difference of gradients from those over plain Gloo, for DDP and fully_shard."""
     me = join()
     plain = dist.new_group(backend="gloo")
     found: dict[str, list[Tensor]] = {}

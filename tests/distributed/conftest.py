@@ -1,4 +1,4 @@
-"""Real ranks for tests: `ranks("distributed.targets:function", arguments, ranks=2)` runs one and returns its results.
+"""Real ranks for tests: `ranks("distributed.targets:function", arguments, ranks=2)` gives the results.
 
 Targets live in importable modules (pytest's `pythonpath` holds `tests`), never in closures.
 """
@@ -19,7 +19,7 @@ TIMEOUT_S = 60.0
 
 @pytest.fixture
 def ranks() -> Callable[..., list[Any]]:
-    """`run_ranks` that gives up after TIMEOUT_S (or `timeout_s=`), so that a deadlock fails its own test only."""
+    """`run_ranks` that gives up after TIMEOUT_S (or `timeout_s=`): a deadlock fails its own test only."""
 
     def run(
         target: str, arguments: dict[str, Any] | None = None, *, timeout_s: float = TIMEOUT_S, **options: Any

@@ -47,10 +47,8 @@ def rows(entries: list[tuple[str, int, int]]) -> list[dict[str, Any]]:
     found = []
     for kind, calls, payload_bytes in entries:
         cost = sent(kind, payload_bytes=payload_bytes, ranks=P)
-        found.append(
-            {"axis": "world", "phase": "setup", "kind": kind, "calls": calls, "messages": cost.messages * calls,
-             "bytes": cost.bytes * calls}
-        )  # fmt: skip
+        sizes = {"calls": calls, "messages": cost.messages * calls, "bytes": cost.bytes * calls}
+        found.append({"axis": "world", "phase": "setup", "kind": kind, **sizes})
     return found
 
 

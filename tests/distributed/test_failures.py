@@ -165,7 +165,8 @@ from shoal.train.launch import run_ranks
 def tell(rank, message):
     print(json.dumps({"rank": rank, **message}), flush=True)
 
-print(json.dumps({"results": run_ranks("distributed.targets:until_stopped", json.loads(sys.argv[1]), ranks=2, on_message=tell)}), flush=True)
+results = run_ranks("distributed.targets:until_stopped", json.loads(sys.argv[1]), ranks=2, on_message=tell)
+print(json.dumps({"results": results}), flush=True)
 """
 
 
@@ -200,12 +201,13 @@ class Parent:
         found: dict[str, Any] = json.loads(line)
         return found
 
+    def meeting_places(self) -> list[Path]:
+        return list(self.directory.glob(f"{PREFIX}*"))
+
     def nothing_left_within(self, seconds: float) -> bool:
         end_s = time.monotonic() + seconds
         while time.monotonic() < end_s:
-            if not any(_alive(pid) for pid in (*self.ranks, self.server)) and not list(
-                self.directory.iterdir()
-            ):
+            if not any(_alive(pid) for pid in (*self.ranks, self.server)) and not self.meeting_places():
                 return True
             time.sleep(0.02)
         return False
@@ -266,7 +268,7 @@ def test_what_a_killed_parent_and_server_left_is_removed_by_the_next_run(
     os.kill(parent.server, signal.SIGKILL)
     parent.process.kill()
     parent.process.wait(5)
-    assert [path for path in parent.directory.iterdir() if path.name.startswith(PREFIX)]
+    assert parent.meeting_places()
     monkeypatch.setattr(tempfile, "tempdir", str(parent.directory))
     run_ranks(f"{TARGETS}:echo", {"value": 1}, ranks=1)
     assert parent.nothing_left_within(1)
@@ -275,7 +277,7 @@ def test_what_a_killed_parent_and_server_left_is_removed_by_the_next_run(
 def test_a_living_runs_meeting_place_is_left_alone(parent: Parent, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(parent.directory))
     run_ranks(f"{TARGETS}:echo", {"value": 1}, ranks=1)
-    assert [path for path in parent.directory.iterdir() if path.name.startswith(PREFIX)]
+    assert parent.meeting_places()
 
 
 def test_no_shared_memory_is_left(ranks: Ranks) -> None:

@@ -1,4 +1,4 @@
-"""Becoming a rank of a job that someone else started: torchrun, a script of one's own, variables set by hand."""
+"""Becoming a rank of a job that someone else started: torchrun, `shoal launch`, variables set by hand."""
 
 from __future__ import annotations
 
@@ -185,7 +185,8 @@ PLAIN = """
 import os, sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 value = torch.ones(1); dist.all_reduce(value)
-open(sys.argv[1] + os.environ["LOCAL_RANK"], "w").write(f"{value.item()} {sys.argv[2]} {os.environ['LOCAL_WORLD_SIZE']}")
+with open(sys.argv[1] + os.environ["LOCAL_RANK"], "w") as file:
+    file.write(f"{value.item()} {sys.argv[2]} {os.environ['LOCAL_WORLD_SIZE']}")
 from shoal.train.join import join, leave
 me = join()
 assert (me.rank, me.world, me.backend) == (dist.get_rank(), 2, "shoal-gloo")

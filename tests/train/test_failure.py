@@ -18,9 +18,8 @@ from shoal.train.failure import (
 
 
 def told(message: str, *, at_s: float = 1.0, network: bool = False, for_user: bool = False) -> dict[str, Any]:
-    return {
-        "type": "a.b.Broken", "message": message, "traceback": "", "for_user": for_user, "network": network, "at_s": at_s,
-    }  # fmt: skip
+    flags = {"for_user": for_user, "network": network}
+    return {"type": "a.b.Broken", "message": message, "traceback": "", "at_s": at_s, **flags}
 
 
 def test_the_earliest_failure_is_the_cause() -> None:

@@ -24,8 +24,8 @@ def test_the_member_with_the_smallest_number_is_late() -> None:
     verdict = judge({0: report(a=entered(57)), 1: report(a=entered(56, ago_s=12.6))}, {})
     assert verdict.late == (1,)
     assert verdict.message == (
-        "rank 1 is late: it has not entered all_reduce number 57 (axis dp, phase gradient), which rank 0 entered 12.3 s "
-        "ago; rank 1 is at train.py:88 in compute (no new collective for 13 s)"
+        "rank 1 is late: it has not entered all_reduce number 57 (axis dp, phase gradient), which rank 0 "
+        "entered 12.3 s ago; rank 1 is at train.py:88 in compute (no new collective for 13 s)"
     )
 
 
@@ -82,8 +82,8 @@ def test_a_silent_rank_is_late_with_what_is_known_of_its_process() -> None:
     )
     assert verdict.late == (1,)
     assert verdict.message == (
-        "rank 1 is late: its process 12 is gone; rank 0 has waited for it in all_reduce number 9 (axis dp, phase "
-        "gradient) for 3.0 s"
+        "rank 1 is late: its process 12 is gone; rank 0 has waited for it in all_reduce number 9 (axis dp, "
+        "phase gradient) for 3.0 s"
     )
 
 

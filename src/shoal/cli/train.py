@@ -41,7 +41,7 @@ def train_command(
     arguments: dict[str, Any] = {"job": job, "strategy": strategy_text, **given}
     if run is not None:
         arguments = _inherit(arguments, run)
-    strategy = parse(arguments["strategy"] or "serial")
+    strategy = parse("serial" if arguments["strategy"] is None else arguments["strategy"])
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if launched and not os.environ["WORLD_SIZE"].isdecimal():
         raise CannotTrain(f"WORLD_SIZE is {os.environ['WORLD_SIZE']!r}: expected the number of ranks")

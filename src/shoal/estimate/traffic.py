@@ -11,7 +11,7 @@ For k micro-batches and a buffer of n bytes, sharded over S ranks with C copies,
     stage 2   as 1, with k reduce-scatters
     stage 3   k reduce-scatters of n over S, all-reduce n/S over C        gradients
               k all-gathers of n over S in forward, and k in backward     parameters (root and last block: forward only)
-    loss      all-reduce of sum, count and stop flag over P
+    loss      all-reduce of sum, count, stop flag and one use count for each parameter over P
     clipping  all-reduce of one squared norm over S, where there are shards
     batch norm of c channels, synchronised: all-gather of 2c+1 in forward, all-reduce of 2c in backward, k times each
               (recomputed: the all-gather a second time, in backward)
@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 
 from shoal.comm.ledger import Ledger, ledger_of
 
-LOSS_BYTES = 3 * 8
-NORM_BYTES = 8
+NUMBER_BYTES = 8
+"""Sums that steer a step travel in float64."""
 
 Call = tuple[str, str, str, int, int]
 """(axis, phase, kind, payload bytes, ranks)"""
@@ -64,6 +64,8 @@ class ShardTable:
     zero: int
     micro_batches: int
     clips: bool
+    num_parameters: int
+    """Trainable tensors, not elements."""
     replicas: Group
     sharding: Group
     copies: Group
@@ -78,7 +80,7 @@ def predict(table: ShardTable) -> Ledger:
 
 
 def _loss(table: ShardTable) -> Iterator[Call]:
-    yield table.replicas.axis, "loss", "all_reduce", LOSS_BYTES, table.replicas.ranks
+    yield table.replicas.axis, "loss", "all_reduce", (3 + table.num_parameters) * NUMBER_BYTES, table.replicas.ranks
 
 
 def _gradients(table: ShardTable) -> Iterator[Call]:
@@ -106,7 +108,7 @@ def _parameters(table: ShardTable) -> Iterator[Call]:
 
 def _clipping(table: ShardTable) -> Iterator[Call]:
     if table.clips and table.zero:
-        yield table.sharding.axis, "optimizer", "all_reduce", NORM_BYTES, table.sharding.ranks
+        yield table.sharding.axis, "optimizer", "all_reduce", NUMBER_BYTES, table.sharding.ranks
 
 
 def _batch_norm(table: ShardTable) -> Iterator[Call]:

@@ -14,7 +14,7 @@ from torch import nn
 
 from shoal.comm.group import BOOK
 from shoal.comm.mesh import Members, Mesh
-from shoal.parallel.batch_norm import synchronise
+from shoal.parallel.batch_norm import count_once, synchronise
 from shoal.parallel.data import BUCKET_BYTES, Bucket, GradientReduction, Replicas
 from shoal.parallel.engine import Engine
 from shoal.parallel.flat import FlatBuffer, StoredShard
@@ -56,10 +56,14 @@ def parallelize(
 ) -> Engine:
     """Makes the model train by the strategy. All ranks call it alike; rank 0's values are everyone's start."""
     require_runnable(strategy, elementwise=elementwise)
+    if not any(param.requires_grad for param in model.parameters()):
+        raise ValueError(f"{type(model).__name__} has no parameter that requires a gradient; there is nothing to train")
     replicas = replicas_of(strategy, mesh)
+    again = strategy.modifier(recompute)
     if batch_norm == "sync" and replicas.everyone.size > 1:
         synchronise(model, replicas.everyone)
-    again = strategy.modifier(recompute)
+    elif again is not None:
+        count_once(model)
     if again is not None:
         recompute_blocks(model, again.kind)
     known: list[dict[str, Any]] = []
@@ -110,7 +114,7 @@ def parallelize(
         reduction.on_done = {id(bucket): gathering.bucket_done(unit) for bucket, unit in on_done}
     return Engine(
         model=model, replicas=replicas, reduction=reduction, gathering=gathering, factory=optimizer,
-        options=known, elementwise=elementwise, clip=clip, _masters=masters, _offsets=offsets,
+        options=known, elementwise=elementwise, clip=clip, masters=masters, offsets=offsets,
     )  # fmt: skip
 
 

@@ -31,6 +31,20 @@ def synchronise(model: nn.Module, replicas: Members) -> None:
         module.forward = partial(_forward, module, replicas)  # type: ignore[method-assign]
 
 
+def count_once(model: nn.Module) -> None:
+    """Batch norm that stays local: its running statistics take no notice of recomputation."""
+    for _, module in batch_norms(model):
+        module.forward = partial(_forward_alone, module, module.forward)  # type: ignore[method-assign]
+
+
+def _forward_alone(module: _BatchNorm, forward: Any, x: torch.Tensor) -> torch.Tensor:
+    if not (recomputing() and module.training and module.running_mean is not None):
+        return forward(x)
+    # Copies, not None: recomputation must save the same tensors for backward as the first forward did.
+    mean, var = module.running_mean.clone(), module.running_var.clone()  # type: ignore[union-attr]
+    return F.batch_norm(x, mean, var, module.weight, module.bias, training=True, eps=module.eps)
+
+
 def _forward(module: _BatchNorm, replicas: Members, x: torch.Tensor) -> torch.Tensor:
     module._check_input_dim(x)
     if not module.training and module.running_mean is not None:
@@ -38,8 +52,10 @@ def _forward(module: _BatchNorm, replicas: Members, x: torch.Tensor) -> torch.Te
     y, mean, var, count = _Synchronised.apply(x, module.weight, module.bias, module.eps, replicas)
     if module.training and module.track_running_stats and module.running_mean is not None and not recomputing():
         with torch.no_grad():
-            module.num_batches_tracked.add_(1)
-            rate = module.momentum if module.momentum is not None else 1.0 / float(module.num_batches_tracked)
+            # A micro-batch may be empty on every rank (the short one at an epoch's end): then nothing was seen.
+            seen = (count > 0).to(module.running_mean.dtype)
+            module.num_batches_tracked.add_(seen.to(torch.long))
+            rate = seen * module.momentum if module.momentum is not None else seen / module.num_batches_tracked.clamp(min=1)
             unbiased = var * (count / (count - 1).clamp(min=1))
             module.running_mean.lerp_(mean.to(module.running_mean.dtype), rate)
             module.running_var.lerp_(unbiased.to(module.running_var.dtype), rate)  # type: ignore[union-attr]
@@ -66,15 +82,16 @@ class _Synchronised(torch.autograd.Function):
         with BOOK.during(BOOK.phase if BOOK.phase == "evaluate" else "backward" if recomputing() else "forward"):
             dist.all_gather_single(everyone, mine, group=replicas.group)
         counts = everyone[:, -1:]
-        total = counts.sum()
+        count_of_all = counts.sum()
+        total = count_of_all.clamp(min=1)
         mean = (everyone[:, :channels] * counts).sum(0) / total
         squares = everyone[:, channels:-1] + counts * (everyone[:, :channels] - mean) ** 2
         var = squares.sum(0) / total
         y = F.batch_norm(x, mean.to(x.dtype), var.to(x.dtype), weight, bias, training=False, eps=eps)
         ctx.save_for_backward(x, weight, mean, torch.rsqrt(var + eps), total)
         ctx.replicas = replicas
-        ctx.mark_non_differentiable(mean, var, total)
-        return y, mean, var, total
+        ctx.mark_non_differentiable(mean, var, count_of_all)
+        return y, mean, var, count_of_all
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor, *_: Any) -> Any:

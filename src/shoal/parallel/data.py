@@ -113,7 +113,7 @@ class GradientReduction:
     def _hook(self, bucket: Bucket, slot: int, name: str) -> Any:
         def arrived(param: nn.Parameter) -> None:
             assert param.grad is not None
-            bucket.receive(slot, param.grad)
+            bucket.receive(slot, param.grad.to_dense() if param.grad.is_sparse else param.grad)
             param.grad = None
             self.used.add(name)
             if bucket.missing == 0:
@@ -134,6 +134,7 @@ class GradientReduction:
             if bucket.missing:
                 bucket.missing = 0
                 self._done(bucket)
+        self._reduce_ready()
         if self._last_micro:
             while self._in_flight:
                 self._wait_for_oldest()
@@ -142,6 +143,9 @@ class GradientReduction:
     def _done(self, bucket: Bucket) -> None:
         if id(bucket) in self.on_done:
             self.on_done[id(bucket)]()
+        self._reduce_ready()
+
+    def _reduce_ready(self) -> None:
         # In the order of buckets, on every rank alike: collectives must match even if arrivals do not.
         while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
             ready = self.buckets[self._next]

@@ -21,7 +21,7 @@ from torch import nn
 
 from shoal.comm.group import BOOK
 from shoal.parallel.data import Bucket, GradientReduction, Replicas
-from shoal.parallel.optimizer import Factory, Piece, SavedState, SlicedOptimizer
+from shoal.parallel.optimizer import Factory, Piece, SavedState, SlicedOptimizer, unlike_the_rest
 from shoal.parallel.zero import ParameterGathering
 
 
@@ -44,7 +44,7 @@ class NonFinite(ArithmeticError):
 
 @dataclass
 class Engine:
-    """A model under a strategy. Made by `parallelize`; `close` takes everything off the model again."""
+    """A model under a strategy. Made by `parallelize`; `close` gives the model back."""
 
     model: nn.Module
     replicas: Replicas
@@ -54,12 +54,21 @@ class Engine:
     options: list[dict[str, Any]]
     elementwise: bool
     clip: float | None
+    masters: list[torch.Tensor]
+    """For each bucket, the values that this rank updates: the whole buffer at stage 0, its shard otherwise."""
+    offsets: list[int]
+    """Where in the bucket's buffer they begin."""
     stop_requested: bool = False
-    optimizer: SlicedOptimizer | None = None
-    _sums: torch.Tensor | None = None
-    _saved: SavedState | None = None
-    _masters: list[torch.Tensor] = field(default_factory=list)
-    _offsets: list[int] = field(default_factory=list)
+    optimizer: SlicedOptimizer = field(init=False)
+    names: list[str] = field(init=False)
+    """The trainable parameters, in the order in which ranks speak of them."""
+    _sums: torch.Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
+    _shared: tuple[torch.Tensor, Any] | None = None
+    """What all ranks sum at the end of a step's last backward, and the work in flight."""
+
+    def __post_init__(self) -> None:
+        self.names = [slot.name for bucket in self.buckets for slot in bucket.buffer.slots]
+        self.optimizer = self._optimizer(frozenset())
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -74,54 +83,68 @@ class Engine:
 
     def backward(self, loss_sum: torch.Tensor, count: torch.Tensor | float, *, last: bool = True) -> None:
         """Gradients of one micro-batch. `last` says that the step's other micro-batches are done: reduce now."""
-        if self._sums is None:
-            self._sums = torch.zeros(3, dtype=torch.float64)
+        if self._shared is not None:
+            raise RuntimeError(
+                "backward() was called again after the step's last micro-batch, whose gradients are reduced already; "
+                "call step() first, or pass last=False for every micro-batch but the last"
+            )
         self._sums[0] += loss_sum.detach().double().cpu()
         self._sums[1] += float(count)
         self.reduction.start(last_micro=last)
-        if self.gathering:
-            self.gathering.start()
-        self._sums_work = self._share_sums() if last else None
         with BOOK.during("backward"):
             if loss_sum.requires_grad:
                 loss_sum.backward()
+            if last:
+                self._share()
             self.reduction.finish()
         if self.gathering:
             self.gathering.finish()
 
-    def _share_sums(self) -> Any:
-        assert self._sums is not None
+    def _share(self) -> None:
+        """One small sum over all replicas: loss, count, whether to stop, and who has a gradient for each parameter."""
         self._sums[2] = float(self.stop_requested)
-        if self.replicas.everyone.group is None:
-            return None
-        with BOOK.during("loss"):
-            return dist.all_reduce(self._sums, group=self.replicas.everyone.group, async_op=True)
+        used = [float(name in self.reduction.used) for name in self.names]
+        everything = torch.cat([self._sums, torch.tensor(used, dtype=torch.float64)])
+        work = None
+        if self.replicas.everyone.group is not None:
+            with BOOK.during("loss"):
+                work = dist.all_reduce(everything, group=self.replicas.everyone.group, async_op=True)
+        self._shared = everything, work
+        self._sums.zero_()
 
     def step(self, lr_factor: float = 1.0) -> StepResult:
         """Clips, updates, and makes the parameters whole again where their stage keeps them so."""
-        if self._sums is None:
+        if self._shared is None:
             raise RuntimeError("step() was called without backward(); call engine.backward(loss_sum, count) first")
-        if self._sums_work is not None:
-            self._sums_work.wait()
-        loss_sum, count, stop = self._sums.tolist()
-        self._sums = None
+        everything, work = self._shared
+        self._shared = None
+        if work is not None:
+            work.wait()
+        loss_sum, count, stop, *used = everything.tolist()
         loss = loss_sum / count if count else float("nan")
         if not loss - loss == 0:
             self.reduction.clear()
             raise NonFinite(f"the loss is {loss} (sum {loss_sum} over {count:g} tokens or samples)")
+        unused = frozenset(name for name, times in zip(self.names, used, strict=True) if not times)
         with BOOK.during("optimizer"), torch.no_grad():
-            if self.optimizer is None:
-                self._make_optimizer()
             gradients = {id(bucket): bucket.reduced() for bucket in self.buckets}
             norm = self._scale(list(gradients.values()), count)
             if norm is not None and not norm - norm == 0:
                 self.reduction.clear()
                 raise NonFinite(f"the norm of the gradient is {norm} (the loss is {loss})")
-            assert self.optimizer is not None
-            self.optimizer.step(gradients=gradients, lr_factor=lr_factor)
+            if not unused <= self.optimizer.apart:
+                before = self.optimizer
+                self.optimizer = self._optimizer(before.apart | unused)
+                self.optimizer.load(before.held())
+            self.optimizer.step(gradients=gradients, lr_factor=lr_factor, without=unused)
             self._publish()
         self.reduction.clear()
         return StepResult(loss, count, norm, stop > 0)
+
+    def _optimizer(self, apart: frozenset[str]) -> SlicedOptimizer:
+        return SlicedOptimizer(
+            self.factory, self.options, self.buckets, self.masters, self.offsets, elementwise=self.elementwise, apart=apart
+        )
 
     def _scale(self, gradients: list[torch.Tensor], count: float) -> float | None:
         """Sums become means; means are clipped by the norm over all shards."""
@@ -137,7 +160,9 @@ class Engine:
         return norm
 
     def _publish(self) -> None:
-        """Stages 1 and 2: every rank gets the shards that the others updated."""
+        """Stages 1 and 2: every rank gets the shards that the others updated. Stage 3: what is whole is out of date."""
+        if self.gathering is not None:
+            self.gathering.finish()
         if self.replicas.zero in (1, 2) and self.replicas.sharding.group is not None:
             works = []
             for bucket in self.buckets:
@@ -147,23 +172,6 @@ class Engine:
             for work in works:
                 work.wait()
 
-    def _make_optimizer(self) -> None:
-        """At the first step, when it is known which parameters ever get a gradient: the others are left alone,
-        as a serial optimiser leaves a parameter without one."""
-        names = [slot.name for bucket in self.buckets for slot in bucket.buffer.slots]
-        used = torch.tensor([float(name in self.reduction.used) for name in names])
-        if self.replicas.everyone.group is not None:
-            with BOOK.during("setup"):
-                dist.all_reduce(used, group=self.replicas.everyone.group)
-        unused = frozenset(name for name, count in zip(names, used.tolist(), strict=True) if not count)
-        self.optimizer = SlicedOptimizer(
-            self.factory, self.options, self.buckets, self._masters, self._offsets,
-            elementwise=self.elementwise, unused=unused,
-        )  # fmt: skip
-        if self._saved is not None:
-            self.optimizer.load(self._saved)
-            self._saved = None
-
     def owned(self, bucket: Bucket) -> tuple[int, int]:
         """The range of a bucket's buffer that this rank writes to a checkpoint: every element is written by one rank."""
         shard, copies = bucket.buffer.shard, self.replicas.copies
@@ -172,7 +180,7 @@ class Engine:
         return min(low, shard.stop), min(low + size, shard.stop)
 
     def owned_parameters(self) -> Iterator[Piece]:
-        for bucket, master, offset in zip(self.buckets, self._masters, self._offsets, strict=True):
+        for bucket, master, offset in zip(self.buckets, self.masters, self.offsets, strict=True):
             low, high = self.owned(bucket)
             for slot in bucket.buffer.slots:
                 start, stop = max(slot.start, low), min(slot.stop, high)
@@ -181,13 +189,12 @@ class Engine:
 
     def owned_state(self) -> Iterator[tuple[str, Piece]]:
         """Element-wise optimiser state of the same ranges, as (state key, piece)."""
-        if self.optimizer is not None:
-            yield from self.optimizer.state(self.owned)
+        yield from self.optimizer.state(self.owned)
 
     def load_parameters(self, read: Callable[[str, int, int], torch.Tensor]) -> None:
         """Every rank's slice from a checkpoint; `read(parameter, start, stop)` gives elements of it laid out flat."""
         with torch.no_grad():
-            for bucket, master, offset in zip(self.buckets, self._masters, self._offsets, strict=True):
+            for bucket, master, offset in zip(self.buckets, self.masters, self.offsets, strict=True):
                 for slot in bucket.buffer.slots:
                     start, stop = max(slot.start, offset), min(slot.stop, offset + master.numel())
                     if start < stop:
@@ -196,10 +203,12 @@ class Engine:
             self._publish()
 
     def load_optimizer(self, saved: SavedState) -> None:
-        """Kept until the first step, when the optimiser is made."""
-        self._saved = saved
+        """The optimiser's state from a checkpoint."""
+        self.optimizer = self._optimizer(unlike_the_rest(saved, self.names))
+        self.optimizer.load(saved)
 
     def close(self) -> None:
+        """Takes the hooks off; every rank is left with the whole parameters. All ranks call it alike."""
         self.reduction.remove()
         if self.gathering:
             self.gathering.remove()

@@ -74,25 +74,23 @@ class FlatBuffer:
     def views_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         return [buffer[s.start : s.stop].view(s.shape) for s in self.slots]
 
-    def runs(self, start: int, stop: int, *, without: frozenset[str] = frozenset()) -> list[tuple[int, int, int]]:
+    def runs(self, start: int, stop: int, *, apart: frozenset[str] = frozenset()) -> list[tuple[int, int, int]]:
         """The range cut into the longest stretches of equal options, as (start, stop, options).
 
         Padding between parameters belongs to the stretch around it: it is zero, its gradient is zero, and an
-        element-wise optimiser leaves it so. Parameters in `without` end a stretch and belong to none.
+        element-wise optimiser leaves it so. Parameters in `apart` have a stretch of their own.
         """
         found: list[tuple[int, int, int]] = []
-        joined = False
+        before: Slot | None = None
         for slot in self.slots:
             low, high = max(slot.start, start), min(slot.stop, stop)
-            if slot.name in without:
-                joined = False
-                continue
             if low < high:
-                if joined and found and found[-1][2] == slot.options:
+                joins = before is not None and before.options == slot.options
+                if joins and slot.name not in apart and before.name not in apart:  # type: ignore[union-attr]
                     found[-1] = (found[-1][0], high, slot.options)
                 else:
                     found.append((low, high, slot.options))
-                joined = True
+                before = slot
         return found
 
 
@@ -104,7 +102,8 @@ class StoredShard:
         self.shard = buffer.values[buffer.shard].clone()
         self.whole = True
         self._nbytes = buffer.values.untyped_storage().nbytes()
-        self._empty = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
+        nothing = torch.full((), float("nan"), dtype=buffer.dtype, device=buffer.device)
+        self._absent = [nothing.expand(slot.shape) for slot in buffer.slots]
         self.free()
 
     def allocate(self) -> torch.Tensor:
@@ -117,9 +116,9 @@ class StoredShard:
         self.whole = True
 
     def free(self) -> None:
-        # An empty tensor in place of the parameter turns a use outside the unit into a clear error of shapes
-        # instead of a read of freed memory.
-        for slot in self.buffer.slots:
-            slot.param.data = self._empty
+        # A NaN of the same shape in place of the parameter: its size can still be asked, but a use outside the unit
+        # ends in a loss of NaN, never in a plausible number or a read of freed memory.
+        for slot, absent in zip(self.buffer.slots, self._absent, strict=True):
+            slot.param.data = absent
         self.buffer.values.untyped_storage().resize_(0)
         self.whole = False

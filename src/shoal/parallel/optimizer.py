@@ -7,7 +7,8 @@ parameters themselves, which needs them whole: that is stage 0 only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,6 +28,8 @@ class Stretch:
     start: int
     stop: int
     param: nn.Parameter
+    first: str
+    """Name of the first parameter in it; of the only one, if that stands apart."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,21 @@ class SavedState(Protocol):
     def numbers(self, name: str) -> Numbers: ...
 
 
+def unlike_the_rest(saved: SavedState, names: Iterable[str]) -> frozenset[str]:
+    """Parameters whose saved state has a history of its own (another number of steps, or none at all)."""
+    kinds = {name: (tuple(sorted(saved.numbers(name).items())), tuple(sorted(saved.keys(name)))) for name in names}
+    if not kinds:
+        return frozenset()
+    usual, _ = Counter(kinds.values()).most_common(1)[0]
+    return frozenset(name for name, kind in kinds.items() if kind != usual)
+
+
 class SlicedOptimizer:
-    """Builds the optimiser over this rank's slices and maps its state back to named parameters."""
+    """Builds the optimiser over this rank's slices and maps its state back to named parameters.
+
+    Parameters share a tensor as long as they share a history. One that gets no gradient in some step is skipped
+    then, as a serial optimiser skips it, and has to stand `apart` from that step on.
+    """
 
     def __init__(
         self,
@@ -68,33 +84,38 @@ class SlicedOptimizer:
         offsets: Sequence[int],
         *,
         elementwise: bool,
-        unused: frozenset[str],
+        apart: frozenset[str] = frozenset(),
     ) -> None:
         self.stretches: list[Stretch] = []
-        self.unused = unused
+        self.apart = apart
         groups: list[dict[str, Any]] = [{"params": [], **dict(o)} for o in options]
         for bucket, master, offset in zip(buckets, masters, offsets, strict=True):
+            slots = bucket.buffer.slots
             if elementwise:
-                ranges = bucket.buffer.runs(offset, offset + master.numel(), without=unused)
-                for start, stop, which in ranges:
+                for start, stop, which in bucket.buffer.runs(offset, offset + master.numel(), apart=apart):
                     param = nn.Parameter(master[start - offset : stop - offset])
-                    self.stretches.append(Stretch(bucket, start, stop, param))
-                    groups[which]["params"].append(param)
+                    first = next(slot.name for slot in slots if slot.start <= start < slot.stop)
+                    self._add(Stretch(bucket, start, stop, param, first), groups[which])
             else:
-                for slot in bucket.buffer.slots:
-                    if slot.name not in unused:
-                        self.stretches.append(Stretch(bucket, slot.start, slot.stop, slot.param))
-                        groups[slot.options]["params"].append(slot.param)
+                for slot in slots:
+                    self._add(Stretch(bucket, slot.start, slot.stop, slot.param, slot.name), groups[slot.options])
         groups = [group for group in groups if group["params"]]
         if not groups:
-            # A rank whose shard is all padding still steps, on nothing, so that schedules stay in step.
+            # A rank whose shard is all padding still steps, on nothing.
             groups = [{"params": [nn.Parameter(masters[0].new_zeros(0))]}]
         self.optimizer = factory(groups)
         self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
 
-    def step(self, *, gradients: dict[int, torch.Tensor], lr_factor: float) -> None:
-        """`gradients`: by bucket identity, the reduced gradient of this rank's slice (offset as the masters)."""
+    def _add(self, stretch: Stretch, group: dict[str, Any]) -> None:
+        self.stretches.append(stretch)
+        group["params"].append(stretch.param)
+
+    def step(self, *, gradients: dict[int, torch.Tensor], lr_factor: float, without: frozenset[str] = frozenset()) -> None:
+        """`gradients`: by bucket identity, the reduced gradient of this rank's slice (offset as the masters).
+        `without`: parameters that have no gradient in this step; all of them stand apart."""
         for stretch in self.stretches:
+            if stretch.first in without:
+                continue
             offset = 0 if stretch.bucket.zero == 0 else stretch.bucket.buffer.shard.start
             gradient = gradients[id(stretch.bucket)][stretch.start - offset : stretch.stop - offset]
             stretch.param.grad = gradient.view(stretch.param.shape)
@@ -132,25 +153,31 @@ class SlicedOptimizer:
         return found
 
     def load(self, saved: SavedState) -> None:
-        """Fills the state of every slice from a checkpoint, however that one was sliced."""
+        """Fills the state of every slice, however the saved one was sliced."""
         for stretch in self.stretches:
             pieces = list(self._pieces(stretch, stretch.param.detach().reshape(-1)))
-            first = pieces[0].name
             state: dict[str, Any] = {}
-            for key, (value, kind) in saved.numbers(first).items():
+            for key, (value, kind) in saved.numbers(stretch.first).items():
                 if kind in ("int", "float"):
                     state[key] = int(value) if kind == "int" else value
                 else:
                     state[key] = torch.tensor(value, dtype=getattr(torch, kind))
-            for key in saved.keys(first):
-                flat = torch.zeros(stretch.stop - stretch.start, dtype=stretch.param.dtype, device=stretch.param.device)
+            for key in saved.keys(stretch.first):
+                flat: torch.Tensor | None = None
                 for piece in pieces:
                     at = self._slot_start(stretch, piece.name) + piece.start - stretch.start
-                    stop = piece.start + piece.values.numel()
-                    flat[at : at + piece.values.numel()] = saved.read(piece.name, key, piece.start, stop)
+                    values = saved.read(piece.name, key, piece.start, piece.start + piece.values.numel())
+                    if flat is None:
+                        flat = values.new_zeros(stretch.stop - stretch.start, device=stretch.param.device)
+                    flat[at : at + piece.values.numel()] = values
+                assert flat is not None
                 state[key] = flat.view(stretch.param.shape)
             if state:
                 self.optimizer.state[stretch.param] = state
+
+    def held(self) -> SavedState:
+        """The state as it is now, for another SlicedOptimizer over the same slices to load."""
+        return _HeldState(self)
 
     def _slot_start(self, stretch: Stretch, name: str) -> int:
         return next(slot.start for slot in stretch.bucket.buffer.slots if slot.name == name)
@@ -161,6 +188,26 @@ class SlicedOptimizer:
         low, high = max(low, stretch.start), stretch.stop if high is None else min(high, stretch.stop)
         for slot in stretch.bucket.buffer.slots:
             start, stop = max(slot.start, low), min(slot.stop, high)
-            if start < stop and slot.name not in self.unused:
+            if start < stop:
                 values = flat[start - stretch.start : stop - stretch.start]
                 yield Piece(slot.name, tuple(slot.shape), start - slot.start, values)
+
+
+class _HeldState:
+    """A SavedState in memory. Each rank finds in it just the slices it holds."""
+
+    def __init__(self, optimizer: SlicedOptimizer) -> None:
+        self._numbers = optimizer.numbers()
+        self._held: dict[str, dict[str, Piece]] = {}
+        for key, piece in optimizer.state(lambda bucket: (0, bucket.buffer.padded)):
+            self._held.setdefault(piece.name, {})[key] = piece
+
+    def keys(self, name: str) -> list[str]:
+        return list(self._held.get(name, ()))
+
+    def read(self, name: str, key: str, start: int, stop: int) -> torch.Tensor:
+        piece = self._held[name][key]
+        return piece.values[start - piece.start : stop - piece.start]
+
+    def numbers(self, name: str) -> Numbers:
+        return self._numbers.get(name, {})

@@ -1,6 +1,7 @@
 """Which modules are treated as one: the blocks of a network, found from the module tree.
 
-A block is a child of a `ModuleList` or `Sequential` that holds parameters and is not itself such a container.
+A block is a child of a `ModuleList` or `Sequential` that holds parameters and is not itself such a container; a child
+that is never called (a `ModuleDict`, a `ParameterList`) is looked into instead.
 ZeRO-3 gathers a block at a time and recomputation keeps a block's input only. What lies in no block (embeddings,
 the head, tied weights) belongs to the root.
 """
@@ -28,18 +29,19 @@ def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     found: list[tuple[str, nn.Module]] = []
     seen: set[int] = set()
 
-    def walk(module: nn.Module, name: str) -> None:
+    def walk(module: nn.Module, name: str, in_container: bool) -> None:
         for child_name, child in module.named_children():
             path = f"{name}.{child_name}" if name else child_name
-            plain = not isinstance(child, CONTAINERS)
-            if isinstance(module, CONTAINERS) and plain and any(True for _ in child.parameters()):
+            is_called = type(child).forward is not nn.Module.forward
+            plain = is_called and not isinstance(child, CONTAINERS)
+            if in_container and plain and any(True for _ in child.parameters()):
                 if id(child) not in seen:
                     seen.add(id(child))
                     found.append((path, child))
             else:
-                walk(child, path)
+                walk(child, path, isinstance(child, CONTAINERS) or (in_container and not is_called))
 
-    walk(model, "")
+    walk(model, "", isinstance(model, CONTAINERS))
     return found
 
 

@@ -3,7 +3,8 @@
 A block's parameters are gathered before its forward and given back after it, gathered again when the gradient of
 its output arrives and given back when its own gradients have been handed to reduction. The next block's gather is
 started while the present one computes. The root's parameters (embeddings, head, what blocks share) stay from the
-first forward to the end of backward, and so do the last block's, whose backward comes at once.
+first forward to the end of backward, and so do the last block's, whose backward comes at once, and those of a block
+that is used several times in a step or whose output hides its tensors, so that nobody would notice its backward.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from shoal.comm.group import BOOK
 from shoal.comm.mesh import Members
 from shoal.parallel.flat import StoredShard
 
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+"""What may stand beside tensors in a block's output and surely holds none."""
+
 
 class ShardedUnit:
     """A module and the shards it computes with (one for each dtype)."""
@@ -32,6 +36,10 @@ class ShardedUnit:
         self.works: list[Any] | None = None
         self.undone = len(shards)
         """Buckets of this unit whose gradients are still to come."""
+        self.uses = 0
+        """Forwards of this micro-batch that backward will come back to."""
+        self.held = False
+        """Kept whole from forward to backward, for good, as soon as it shows that it must be."""
 
     @property
     def whole(self) -> bool:
@@ -89,7 +97,7 @@ class ParameterGathering:
             at = self._order.index(unit) + step
             if 0 <= at < len(self._order):
                 near = self._order[at]
-                if not near.whole and near.works is None:
+                if not near.whole and near.works is None and near.undone:
                     self._start(near, phase)
 
     def _before_forward(self, unit: ShardedUnit) -> Any:
@@ -105,22 +113,30 @@ class ParameterGathering:
     def _after_forward(self, unit: ShardedUnit) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if not torch.is_grad_enabled():
-                self.free(unit)
+                if not unit.uses:
+                    self.free(unit)
                 return
+            unit.uses += 1
             if unit.is_root:
                 return
             for leaf in tree_leaves(output):
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                    leaf.register_hook(self._before_backward(unit))
-            if not unit.is_last:
+                if isinstance(leaf, torch.Tensor):
+                    if leaf.requires_grad:
+                        leaf.register_hook(self._before_backward(unit))
+                elif not isinstance(leaf, PLAIN):
+                    unit.held = True
+            unit.held = unit.held or unit.uses > 1
+            if not unit.is_last and not unit.held:
                 self.free(unit)
 
         return hook
 
     def _before_backward(self, unit: ShardedUnit) -> Any:
         def hook(gradient: torch.Tensor) -> None:
-            self.gather(unit, "backward")
-            self._neighbour(unit, -1, "backward")
+            # A block that hands its input through hears of it again when its own backward is over.
+            if unit.undone:
+                self.gather(unit, "backward")
+                self._neighbour(unit, -1, "backward")
 
         return hook
 
@@ -134,15 +150,15 @@ class ParameterGathering:
 
         return done
 
-    def start(self) -> None:
-        for unit in self.units:
-            unit.undone = len(unit.shards)
-
     def finish(self) -> None:
         """After backward: nothing stays whole, whatever took part."""
         for unit in self.units:
             self.free(unit)
+            unit.undone, unit.uses = len(unit.shards), 0
 
     def remove(self) -> None:
+        """Takes the hooks off and leaves every parameter whole. Collective."""
         for hook in self._hooks:
             hook.remove()
+        for unit in self.units:
+            self.gather(unit, "setup")

@@ -131,6 +131,6 @@ def standalone_channel(*, on_message: Receiver | None = None, hang_after_s: floa
     )
     if threading.current_thread() is threading.main_thread():
         channel.stop_on(signal.SIGTERM, signal.SIGINT)
-    # A signal is only a request here, so a launcher could not end the ranks that are left: they end themselves.
+    # A signal is only a request here: a launcher could not end the ranks that are left, so they do.
     Watch(hang_after_s=hang_after_s, report=report, on_verdict_of_another=lambda: os._exit(1)).start()
     return channel

@@ -85,16 +85,15 @@ def contents_of(engine: Engine, *, buffers: dict[str, torch.Tensor], rank: int) 
         contents.add_parameter(piece, piece.values.dtype)
         if piece.start == 0:
             own.add(piece.name)
-    if engine.optimizer is not None:
-        _refuse_unknown_state(engine.optimizer.optimizer)
-        for key, piece in engine.owned_state():
-            contents.add_state(key, piece)
-        # Whoever writes a parameter's first element also reports its numbers, so that they are reported once.
-        contents.numbers = {
-            name: {key: [to_json(value), kind] for key, (value, kind) in numbers.items()}
-            for name, numbers in engine.optimizer.numbers().items()
-            if name in own
-        }
+    _refuse_unknown_state(engine.optimizer.optimizer)
+    for key, piece in engine.owned_state():
+        contents.add_state(key, piece)
+    # Whoever writes a parameter's first element also reports its numbers, so that they are reported once.
+    contents.numbers = {
+        name: {key: [to_json(value), kind] for key, (value, kind) in numbers.items()}
+        for name, numbers in engine.optimizer.numbers().items()
+        if name in own
+    }
     if rank == 0:
         nothing = torch.empty(0)
         slots = {slot.name: slot for bucket in engine.buckets for slot in bucket.buffer.slots}

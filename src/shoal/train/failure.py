@@ -75,7 +75,7 @@ def from_exception(rank: int, told: dict[str, Any]) -> Failure:
 
 
 def from_exit(rank: int, code: int | None, at_s: float) -> Failure:
-    """The failure of a process that ended without a word; `code` is negative for a signal, None if unknown."""
+    """The failure of a process that ended without a word; `code` is negative for a signal."""
     if code is None:
         message = f"rank {rank} was lost: the process that starts ranks ended, and its ranks with it"
     elif code < 0:

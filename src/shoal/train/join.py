@@ -28,6 +28,8 @@ MEET_S = 300.0
 """How long ranks wait for each other at the start; hosts of a batch system may come up minutes apart."""
 LEAVE_S = 30.0
 """How long a rank that is done stays for the others."""
+LONGEST_S = 1e7
+"""A bound on timeouts that torch can still represent."""
 
 
 class JoinError(ValueError):
@@ -82,9 +84,8 @@ def join(*, backend: str | None = None, timeout_s: float | None = None, meet_s: 
         _meet(store, rank, world, meet_s)
     if not _adopted:
         # Longer than the watch waits: what it says of a hang is better than that a collective timed out.
-        time_limit = timedelta(
-            seconds=timeout_s or max(1800.0, 2 * float(os.environ.get("SHOAL_HANG_AFTER_S", 0)))
-        )
+        hang_after_s = float(os.environ.get("SHOAL_HANG_AFTER_S", 0))
+        time_limit = timedelta(seconds=timeout_s or min(max(1800.0, 2 * hang_after_s), LONGEST_S))
         dist.init_process_group(chosen, store=store, rank=rank, world_size=world, timeout=time_limit)
     _joined = Rank(rank=rank, world=world, local_rank=local_rank, device=device, store=store, backend=chosen)
     return _joined
@@ -106,11 +107,6 @@ def leave() -> None:
         joined.store.add(f"left/{joined.rank}", 1)
         _wait_for([f"left/{rank}" for rank in range(joined.world)], joined.store, LEAVE_S)
     dist.destroy_process_group()
-
-
-def started_by_a_launcher(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process was started as one rank of several, so that it shall join and not start ranks."""
-    return "RANK" in environment and "WORLD_SIZE" in environment
 
 
 def _meeting_place(environment: Mapping[str, str], meet_s: float) -> tuple[dist.Store, int, int, int]:
@@ -163,9 +159,9 @@ def _tcp_store(environment: Mapping[str, str], rank: int, world: int, meet_s: fl
         if "EADDRINUSE" in str(error) or "already in use" in str(error):
             raise JoinError(_port_taken(port)) from error
         raise JoinError(
-            f"rank {rank} could not reach the meeting place {address}:{port} within {meet_s:g} s. Check that "
-            "rank 0 was started, that MASTER_ADDR names its host, and that no firewall or other program holds "
-            "that port."
+            f"rank {rank} could not reach the meeting place {address}:{port} within {meet_s:g} s. Check "
+            "that rank 0 was started, that MASTER_ADDR names its host, and that no firewall or other program "
+            "holds that port."
         ) from error
 
 
@@ -186,7 +182,7 @@ def listen_on(port: int) -> socket.socket:
 
 def _port_taken(port: int) -> str:
     return (
-        f"port {port} is in use by another program on this host. Choose another one (MASTER_PORT, or --port); "
+        f"port {port} is in use by another program on this host. Choose another (MASTER_PORT, or --port); "
         "`shoal launch` without --port takes a free one."
     )
 
@@ -210,8 +206,8 @@ def _meet(store: dist.Store, rank: int, world: int, meet_s: float) -> None:
         numbers = ", ".join(key.removeprefix("here/") for key in missing)
         raise JoinError(
             f"rank{'s' if len(missing) > 1 else ''} {numbers} of {world} did not come within {meet_s:g} s. "
-            "Check that every rank was started and holds the same SHOAL_TOKEN: ranks with another token belong "
-            "to another job."
+            "Check that every rank was started and holds the same SHOAL_TOKEN: ranks with another token "
+            "belong to another job."
         )
 
 

@@ -36,12 +36,11 @@ def run_ranks(
     threads_per_rank: int | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """Calls `function(arguments, channel)` of "package.module:function" on each rank; results in order of
-    ranks.
+    """Calls `function(arguments, channel)` of "package.module:function" on each rank; its results by rank.
 
     Arguments, messages and results are JSON values. `threads_per_rank` is OMP_NUM_THREADS if that is set,
     else 1. Ctrl-C asks the ranks to stop (`channel.stop_requested`) and waits for them; a second one kills
-    them.
+    them. Raises RankFailed, or RankHung where no rank moved for `hang_after_s`.
     """
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}: expected at least 1")

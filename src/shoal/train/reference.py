@@ -59,7 +59,7 @@ def train_serially(job: Job, *, steps: int, micro_batches: int, parts: int = 1, 
             gradient.div_(count)
         for name, param in named.items():
             if param.grad is not None:
-                torch.maximum(largest[name], param.grad.abs(), out=largest[name])
+                torch.maximum(largest[name], param.grad.to_dense().abs(), out=largest[name])
         if job.clip is not None:
             nn.utils.clip_grad_norm_(named.values(), job.clip)
         for group, lr in zip(optimizer.param_groups, base, strict=True):
@@ -68,10 +68,11 @@ def train_serially(job: Job, *, steps: int, micro_batches: int, parts: int = 1, 
         losses.append(total / count)
         counter = order.next(counter)
     top = max((float(peak.max()) for peak in largest.values() if peak.numel()), default=0.0)
+    keys = {key for param in named.values() for key in _elementwise_state(optimizer, param)}
     return Reference(
         losses=losses,
         parameters={name: param.detach() for name, param in named.items()},
-        state={name: _elementwise_state(optimizer, param) for name, param in named.items()},
+        state={name: _elementwise_state(optimizer, param, keys) for name, param in named.items()},
         buffers=dict(model.named_buffers()),
         rounding={name: (peak > 0) & (peak <= ROUNDING * top) for name, peak in largest.items()},
     )
@@ -87,6 +88,13 @@ def _cut(samples: int, micro_batches: int, parts: int) -> list[np.ndarray]:
     return [piece for piece in pieces if len(piece)]
 
 
-def _elementwise_state(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> dict[str, torch.Tensor]:
+def _elementwise_state(
+    optimizer: torch.optim.Optimizer, param: nn.Parameter, keys: set[str] | None = None
+) -> dict[str, torch.Tensor]:
+    """State with a value for each element. Of a scalar parameter only `keys` tell it from a number such as the step."""
     state: dict[str, Any] = optimizer.state.get(param, {})
-    return {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim() > 0 and v.numel() == param.numel()}
+    return {
+        k: v
+        for k, v in state.items()
+        if isinstance(v, torch.Tensor) and v.numel() == param.numel() and (v.dim() > 0 or (keys and k in keys))
+    }

@@ -78,22 +78,7 @@ def restore(engine: Engine, checkpoint: Checkpoint) -> None:
             # Blocks that a forward without backward left whole would keep the old values.
             engine.gathering.finish()
         engine.load_parameters(checkpoint.read_parameter)
-        _restore_optimizer(engine, checkpoint, list(slots))
-
-
-def _restore_optimizer(engine: Engine, checkpoint: Checkpoint, names: list[str]) -> None:
-    """Makes the optimiser now, over the parameters that the saved one had.
-
-    Left to the first step, it would be made over those that happen to get a gradient then, and a model that
-    does not use all of its parameters in every step would not go on as it had.
-    """
-    engine.optimizer = None
-    trained = {name for name in names if checkpoint.trained(name)}
-    if trained:
         engine.load_optimizer(checkpoint)
-        engine.reduction.used = trained | {name for name in names if checkpoint.parameters[name].frozen}
-        engine._make_optimizer()
-        engine.reduction.used = set()
 
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]

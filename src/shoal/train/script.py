@@ -37,7 +37,7 @@ class LaunchError(ValueError):
 
 
 def launch_script(path: str, argv: Sequence[str], *, ranks: int, port: int | None = None) -> int:
-    """Runs `python path argv...` on each rank until all have ended; 0, or the status of the first that failed."""
+    """Runs `python path argv...` on each rank; 0, or the exit status of the first that failed."""
     if ranks < 1:
         raise LaunchError(f"--ranks {ranks}: expected at least 1.")
     if not Path(path).is_file():

@@ -30,7 +30,11 @@ class Prepared:
     strategy: Strategy
     engine: Engine
     runner: StepRunner
-    table: ShardTable
+
+    @property
+    def table(self) -> ShardTable:
+        """What the traffic formulas read. The first step settles it: only then is it known how blocks are used."""
+        return shard_table(self.job, self.strategy, self.engine)
 
 
 def job_from(arguments: dict[str, Any]) -> Job:
@@ -52,7 +56,7 @@ def prepare(job: Job, strategy: Strategy, *, rank: int, backend: str | None, dev
     runner = StepRunner(
         job, engine, micro_batches=strategy.micro_batches, autocast=strategy.modifier(amp) is not None, dtype=dtype
     )
-    return Prepared(job, strategy, engine, runner, shard_table(job, strategy, engine))
+    return Prepared(job, strategy, engine, runner)
 
 
 def shard_table(job: Job, strategy: Strategy, engine: Engine) -> ShardTable:
@@ -61,13 +65,15 @@ def shard_table(job: Job, strategy: Strategy, engine: Engine) -> ShardTable:
     regathered = set()
     if engine.gathering is not None:
         for unit in engine.gathering.units:
-            if not unit.is_root and not unit.is_last:
+            if not unit.is_root and not unit.is_last and not unit.held:
                 regathered |= {id(shard.buffer) for shard in unit.shards}
     again = strategy.modifier(recompute) is not None
     in_blocks = tuple(name for name, _ in blocks(engine.model)) if again else ()
     norms = []
     if job.batch_norm == "sync" and replicas.everyone.size > 1:
         for name, module in batch_norms(engine.model):
+            if not module.training and module.running_mean is not None:
+                continue  # The model keeps it as it was pretrained.
             inside = any(name == block or name.startswith(block + ".") for block in in_blocks)
             width = torch.promote_types(next(engine.model.parameters()).dtype, torch.float32).itemsize
             norms.append(Norm(channels=module.num_features, itemsize=width, recomputed=inside))
@@ -75,6 +81,7 @@ def shard_table(job: Job, strategy: Strategy, engine: Engine) -> ShardTable:
         zero=replicas.zero,
         micro_batches=strategy.micro_batches,
         clips=job.clip is not None,
+        num_parameters=len(engine.names),
         replicas=Group(axis=replicas.everyone.axis, ranks=replicas.everyone.size),
         sharding=Group(axis=replicas.sharding.axis, ranks=replicas.sharding.size),
         copies=Group(axis=replicas.copies.axis, ranks=replicas.copies.size),

@@ -32,11 +32,8 @@ ANSWER_S = 4.0
 OTHERS_JUDGE_S = 15.0
 """How long the second rank that noticed waits for the first one's verdict to end the run."""
 
-_LIBRARIES = (
-    str(Path(torch.__file__).parent),
-    str(Path(group.__file__).parent),
-    sysconfig.get_path("stdlib"),
-)
+_ENGINES = (str(Path(torch.__file__).parent), str(Path(group.__file__).parent))
+_STANDARD = sysconfig.get_path("stdlib")
 
 _beats = 0
 
@@ -199,4 +196,5 @@ def where_main_is() -> str:
 
 def _in_library(frame: FrameType) -> bool:
     name = frame.f_code.co_filename
-    return name.startswith(("<", *_LIBRARIES)) and "site-packages/shoal" not in name
+    in_python = name.startswith(_STANDARD) and "site-packages" not in name
+    return in_python or name.startswith(("<", *_ENGINES))

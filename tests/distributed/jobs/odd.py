@@ -76,7 +76,7 @@ class Chain(nn.Module):
         return self.head(x)
 
 
-def one_linear() -> nn.Module:
+def only_linear() -> nn.Module:
     return nn.Linear(WIDTH, CLASSES)
 
 
@@ -89,7 +89,7 @@ class Unused(Chain):
         self.blocks[1].spare = nn.Linear(WIDTH, 2)
 
 
-def frozen() -> nn.Module:
+def partly_frozen() -> nn.Module:
     model = Chain()
     for param in model.blocks[1].parameters():
         param.requires_grad_(False)
@@ -105,7 +105,7 @@ class Buffers(Chain):
         self.register_buffer("calls", torch.tensor(0))
         self.register_buffer("mask", torch.arange(WIDTH) % 3 != 1)
         self.register_buffer("empty", torch.zeros(0))
-        self.register_buffer("half", torch.ones(3, dtype=torch.bfloat16))
+        self.register_buffer("narrow", torch.ones(3, dtype=torch.bfloat16))
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -302,6 +302,20 @@ class Late(Chain):
         return super().forward(x if self.calls == 1 else x + self.gate(x))
 
 
+class Sometimes(Chain):
+    """A layer for rare samples only: a rank that has none of them in its share does not call it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rare = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rare = x[:, 0] > 1.0
+        if rare.any():
+            x = torch.where(rare[:, None], self.rare(x), x)
+        return super().forward(x)
+
+
 class Reaching(Chain):
     """Reads a weight of a block from outside the block."""
 
@@ -338,9 +352,9 @@ JOBS: dict[str, Callable[[], Job]] = {
     "dropout": lambda: make(Dropping),
     "tied": lambda: make(Tied, train=tokens()),
     "unused": lambda: make(Unused),
-    "frozen": lambda: make(frozen),
+    "frozen": lambda: make(partly_frozen),
     "buffers": lambda: make(Buffers),
-    "one_linear": lambda: make(one_linear),
+    "one_linear": lambda: make(only_linear),
     "repeated": lambda: make(Repeated),
     "structures": lambda: make(Structures),
     "primes": lambda: make(Primes),
@@ -353,6 +367,7 @@ JOBS: dict[str, Callable[[], Job]] = {
     "frozen_norm": lambda: make(FrozenNorm, train=images()),
     "local_norm": lambda: make(Convolutions, train=images(), batch_norm="local"),
     "late": lambda: make(Late),
+    "sometimes": lambda: make(Sometimes),
     "reaching": lambda: make(Reaching),
     # Batches of 12, 12 and 1, then 12 again: some ranks have no sample in the third.
     "short": lambda: make(Chain, train=vectors(25), last_batch="short"),
