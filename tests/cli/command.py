@@ -75,5 +75,7 @@ class Place:
 
     def left_behind(self) -> list[str]:
         left = [f"process {process.pid}" for process in self.processes()]
-        left += [str(path) for path in (self.folder / "temporary").glob("*")]
-        return left + [str(path) for path in Path("/dev/shm").glob(f"*{self.mark}*")]
+        left += [str(path) for path in Path("/dev/shm").glob("*shoal*")]
+        # torch makes a folder for compiled code as soon as there is an optimiser.
+        files = (self.folder / "temporary").glob("*")
+        return left + [str(path) for path in files if not path.name.startswith("torchinductor_")]

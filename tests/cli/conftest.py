@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from cli.command import Place
 
+from cli.command import Place
 from shoal.cli.main import run
 
 

@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+
 from cli.command import Place
 
 SUBCOMMANDS = ("explain", "taxonomy", "train", "verify", "launch", "demo")

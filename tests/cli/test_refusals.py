@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 
 import pytest
+
 from cli.conftest import Shoal
 from cli.jobs import write_job
 
@@ -194,7 +195,9 @@ def test_a_port_in_use_is_told_before_a_script_starts(shoal: Shoal, tmp_path: Pa
     assert not Path("started").exists()
 
 
-@pytest.mark.parametrize(("variable", "words"), [("3", "the strategy needs 2 ranks, 3 were given"), ("x", "WORLD_SIZE is 'x'")])
+@pytest.mark.parametrize(
+    ("variable", "words"), [("3", "the strategy needs 2 ranks, 3 were given"), ("x", "WORLD_SIZE is 'x'")]
+)
 def test_a_launcher_of_another_size_is_refused_by_one_voice(
     variable: str, words: str, shoal: Shoal, monkeypatch: pytest.MonkeyPatch
 ) -> None:

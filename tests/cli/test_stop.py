@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from cli.command import Place
 from cli.conftest import Shoal
+from cli.jobs import write_job
 
 STEPS = 60
 OPTIONS = ("--steps", str(STEPS), "--checkpoint-every", "20", "--strategy", "dp(2, zero=1)", "--folder", "run")
@@ -89,17 +91,16 @@ def test_ctrl_c_before_the_first_step_ends_everything(after_s: float, place: Pla
     time.sleep(after_s)
     assert end_by(signal.SIGINT, place, process, to_group=True) < 10
     out, err = process.communicate()
-    # The interpreter itself, before Shoal runs, dies of the signal.
-    assert process.returncode in (130, -signal.SIGINT), err
-    assert out == "" or "stopped" in out
+    if process.returncode != -signal.SIGINT:  # So dies an interpreter that has not come to Shoal yet.
+        assert process.returncode == 130, err
+        assert "stopped" in err + out
+        assert "Traceback" not in err
 
 
 @pytest.mark.timeout(60)
 def test_a_second_ctrl_c_ends_at_once(place: Place, tmp_path: Path) -> None:
-    slow = "import time\nfrom shoal.job import load_job\nfrom dataclasses import replace\nbase = load_job('language:tiny')\n"
-    slow += "def loss(output, batch):\n    time.sleep(20)\n    return base.loss(output, batch)\n"
-    (tmp_path / "slow.py").write_text(slow + "job = replace(base, name='slow', loss=loss)\n")
-    process = place.start("train", "slow.py", "--strategy", "dp(2)", "--folder", "run")
+    job = write_job(tmp_path, before="import time", loss="time.sleep(20)")
+    process = place.start("train", job, "--strategy", "dp(2)", "--folder", "run")
     end_s = time.monotonic() + 30
     while not (tmp_path / "run" / "run.json").exists() and time.monotonic() < end_s:
         time.sleep(0.01)

@@ -31,9 +31,7 @@ def said() -> Iterator[list[dict[str, Any]]]:
     pids = [message["pid"] for message in messages if "pid" in message]
     assert pids
     assert not [pid for pid in pids if _alive(pid)]
-    assert not [
-        m["rendezvous"] for m in messages if "rendezvous" in m and Path(m["rendezvous"]).parent.exists()
-    ]
+    assert not [m["rendezvous"] for m in messages if "rendezvous" in m and Path(m["rendezvous"]).parent.exists()]
 
 
 def _alive(pid: int) -> bool:
@@ -43,9 +41,7 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def test_an_exception_names_its_rank_and_ends_the_waiting_others(
-    ranks: Ranks, said: list[dict[str, Any]]
-) -> None:
+def test_an_exception_names_its_rank_and_ends_the_waiting_others(ranks: Ranks, said: list[dict[str, Any]]) -> None:
     start_s = time.monotonic()
     with pytest.raises(RankFailed) as caught:
         ranks(
@@ -99,9 +95,7 @@ def test_a_rank_that_dies_by_a_signal_is_named_with_it(
 def test_a_rank_that_exits_before_its_work_is_done_is_named(
     ranks: Ranks, said: list[dict[str, Any]], status: int
 ) -> None:
-    with pytest.raises(
-        RankFailed, match=f"^rank 0 ended with exit status {status} before its work was done$"
-    ):
+    with pytest.raises(RankFailed, match=f"^rank 0 ended with exit status {status} before its work was done$"):
         ranks(
             f"{TARGETS}:end_without_a_word",
             {"failing": 0, "status": status},
@@ -148,10 +142,7 @@ def test_a_stopped_process_is_named_as_stopped(ranks: Ranks) -> None:
         ranks(f"{TARGETS}:never_enter", {"signal": int(signal.SIGSTOP)}, ranks=2, hang_after_s=2.0)
     assert caught.value.rank == 1
     assert "is stopped (SIGSTOP" in caught.value.message
-    assert (
-        "rank 0 has waited for it in all_reduce number 4 (axis world, phase gradient) for"
-        in caught.value.message
-    )
+    assert "rank 0 has waited for it in all_reduce number 4 (axis world, phase gradient) for" in caught.value.message
 
 
 def test_a_long_computation_within_the_time_allowed_is_no_hang(ranks: Ranks) -> None:
@@ -167,6 +158,42 @@ def tell(rank, message):
 
 results = run_ranks("distributed.targets:until_stopped", json.loads(sys.argv[1]), ranks=2, on_message=tell)
 print(json.dumps({"results": results}), flush=True)
+"""
+
+
+@pytest.mark.parametrize("interrupts", [1, 2])
+def test_ctrl_c_while_the_server_still_loads(tmp_path: Path, interrupts: int) -> None:
+    # The listener is told "stopping" once the first has arrived; a second then comes before any rank is forked.
+    code = PARENT.replace("    print(", SECOND_INTERRUPT + "    print(") if interrupts == 2 else PARENT
+    code = code.replace("results = ", FIRST_INTERRUPT + "results = ")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, "{}"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert '"event": "stopping"' in done.stdout
+    assert ('"results": ["stopped", "stopped"]' in done.stdout) == (interrupts == 1)
+    assert ("KeyboardInterrupt" in done.stderr) == (interrupts == 2)
+    assert not list(tmp_path.glob(f"{PREFIX}*"))
+
+
+FIRST_INTERRUPT = """
+import os, signal, threading
+from shoal.train import supervise
+start = supervise.Supervision._start
+def start_and_interrupt(self, rank, order):
+    start(self, rank, order)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGINT)
+supervise.Supervision._start = start_and_interrupt
+"""
+SECOND_INTERRUPT = """
+    if message["event"] == "stopping":
+        os.kill(os.getpid(), signal.SIGINT)
 """
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +46,7 @@ def test_a_result_that_is_not_json_is_that_ranks_failure(ranks: Ranks) -> None:
         ranks("distributed.targets:not_json", ranks=2)
 
 
-@pytest.mark.parametrize(
-    "target", ["distributed.targets", ":f", "no_such_module:f", "distributed.targets:no_such"]
-)
+@pytest.mark.parametrize("target", ["distributed.targets", ":f", "no_such_module:f", "distributed.targets:no_such"])
 def test_a_target_that_is_not_there_is_named(ranks: Ranks, target: str) -> None:
     with pytest.raises(RankFailed) as caught:
         ranks(target, ranks=2)
@@ -77,9 +78,7 @@ def test_one_thread_a_rank_unless_asked(ranks: Ranks, monkeypatch: pytest.Monkey
 
 def test_a_variable_that_libraries_read_at_start_is_there_at_their_start(ranks: Ranks) -> None:
     setting = {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    found = ranks(
-        "distributed.targets:surroundings", {"name": "MALLOC_MMAP_THRESHOLD_"}, ranks=1, environment=setting
-    )
+    found = ranks("distributed.targets:surroundings", {"name": "MALLOC_MMAP_THRESHOLD_"}, ranks=1, environment=setting)
     assert found[0]["asked"] == "65536"
     assert "MALLOC_MMAP_THRESHOLD_=65536" in found[0]["started_with"].split("\x00")
 
@@ -143,3 +142,23 @@ def _is_lost_pipe(name: str) -> bool:
         return "shoal-ranks" in os.readlink(f"/proc/self/fd/{name}")
     except OSError:
         return False
+
+
+def test_the_parent_needs_no_torch() -> None:
+    code = "import sys, shoal.train.launch; sys.exit('torch' in sys.modules)"
+    paths = os.pathsep.join(path for path in sys.path if path)
+    assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths}).returncode == 0
+
+
+def test_runs_side_by_side_in_threads_do_not_meet() -> None:
+    with ThreadPoolExecutor(3) as pool:
+        runs = [pool.submit(run_ranks, "distributed.targets:add_up", {}, ranks=number) for number in (2, 3, 2)]
+        assert [run.result(60)[0]["sum"] for run in runs] == [1.0, 3.0, 1.0]
+
+
+def test_nothing_piles_up_over_many_runs(ranks: Ranks) -> None:
+    ranks("distributed.targets:echo", {"value": 1}, ranks=2)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(10):
+        ranks("distributed.targets:echo", {"value": 1}, ranks=2)
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -22,7 +22,7 @@ app = typer.Typer(
 
 JOB = typer.Argument(
     metavar="JOB",
-    help="A Python file that defines `job`, or a built-in task: language, image (or language:small, image:resnet).",
+    help="A Python file that defines `job`, or a built-in task: language, image (image:resnet:small).",
 )
 STRATEGY = typer.Option("--strategy", "-s", help="How to train, for example 'dp(2, zero=3)'.")
 SIZE = typer.Option("--size", help="Size of a built-in task: tiny, small, or a real shape.")
@@ -70,7 +70,7 @@ def train(
     ] = None,
     resume: Annotated[
         str | None,
-        typer.Option(help="A run's folder or a checkpoint to go on from; what is not given is as it was there."),
+        typer.Option(help="A run's folder or a checkpoint to go on from, by default with its settings."),
     ] = None,
     checkpoint_every: Annotated[
         int | None, typer.Option(min=0, help="Steps between checkpoints; 0 writes none.")
@@ -143,13 +143,11 @@ def demo() -> None:
 def run() -> None:
     """The `shoal` command. Errors that a user can mend are shown as sentences, not as tracebacks."""
     try:
-        app(standalone_mode=False)
+        # Typer turns an interrupt into a status, which it returns.
+        status = app(standalone_mode=False)
         sys.stdout.flush()
-    except typer.Exit as done:
-        sys.exit(done.exit_code)
     except (KeyboardInterrupt, typer.Abort):
-        print("stopped", file=sys.stderr)
-        sys.exit(130)
+        status = 130
     except BrokenPipeError:
         # Whoever read the output has gone (`| head`). What is still buffered has nowhere to go.
         for stream in (sys.stdout, sys.stderr):
@@ -157,6 +155,9 @@ def run() -> None:
         sys.exit(1)
     except Exception as error:
         sys.exit(_tell(error))
+    if status == 130:
+        print("stopped", file=sys.stderr)
+    sys.exit(status)
 
 
 def _tell(error: Exception) -> int:

@@ -282,7 +282,8 @@ class LiveProgress:
                 memory=f"{message['memory_bytes'] / 2**20:.0f} MiB",
             )  # fmt: skip
         elif event in _WORDS:
-            self.progress.console.print(_WORDS[event](message), style="dim")
+            text = _WORDS[event](message)
+            self.progress.console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         self.progress.stop()
@@ -290,27 +291,25 @@ class LiveProgress:
 
 def _summary(outcome: dict[str, Any]) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.text import Text
 
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(style="dim")
-    table.add_column()
-    table.add_row("status", f"{outcome['status']} after {outcome['step']} steps")
-    ranks = f"{outcome['world']} rank{'s' if outcome['world'] != 1 else ''}"
-    table.add_row("strategy", f"{outcome['strategy']}  ({ranks})")
+    rows = {
+        "status": f"{outcome['status']} after {outcome['step']} steps",
+        "strategy": f"{outcome['strategy']}  ({outcome['world']} rank{'s' if outcome['world'] != 1 else ''})",
+    }
     if outcome["loss"] is not None:
-        table.add_row("loss", f"{outcome['loss']:.4f}")
-    for name, value in outcome["metrics"].items():
-        table.add_row(f"validation {name}", f"{value:.4f}")
+        rows["loss"] = f"{outcome['loss']:.4f}"
+    rows |= {f"validation {name}": f"{value:.4f}" for name, value in outcome["metrics"].items()}
     if outcome["time_to_target_s"] is not None:
-        reached = f"{outcome['time_to_target_s']:.1f} s of training, {outcome['steps_to_target']} steps"
-        table.add_row("target", f"reached after {reached}")
+        seconds, steps = outcome["time_to_target_s"], outcome["steps_to_target"]
+        rows["target"] = f"reached after {seconds:.1f} s of training, {steps} steps"
     if outcome["step_s"] is not None:
-        table.add_row("step", f"{1000 * outcome['step_s']:.0f} ms")
-    sent = sum(row["bytes"] for row in outcome["ledger"])
-    table.add_row("sent in a step", f"{sent / 1e6:.2f} MB by each rank")
-    table.add_row("peak memory", f"{outcome['memory_bytes'] / 2**20:.0f} MiB a rank")
-    table.add_row("run", outcome["folder"])
+        rows["step"] = f"{1000 * outcome['step_s']:.0f} ms"
+    rows["sent in a step"] = f"{sum(row['bytes'] for row in outcome['ledger']) / 1e6:.2f} MB by each rank"
+    rows["peak memory"] = f"{outcome['memory_bytes'] / 2**20:.0f} MiB a rank"
+    rows["run"] = outcome["folder"]
     if outcome["status"] == "stopped" and outcome["saved_step"] is not None:
-        table.add_row("go on with", f"--resume {outcome['folder']}")
-    Console().print(table)
+        rows["go on with"] = f"--resume {outcome['folder']}"
+    console, width = Console(highlight=False), max(map(len, rows)) + 2
+    for name, value in rows.items():
+        console.print(Text.assemble((name.ljust(width), "dim"), value), soft_wrap=True)

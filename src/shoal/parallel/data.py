@@ -128,13 +128,17 @@ class GradientReduction:
         for bucket in self.buckets:
             bucket.missing = len(bucket.buffer.slots)
 
-    def finish(self) -> None:
-        """After a micro-batch's backward: reduces what has not been, and waits."""
+    def flush(self) -> None:
+        """After a micro-batch's backward: what is not on the wire yet goes out now. A bucket may be late on some ranks only
+        (a parameter has no gradient there), so nothing else may be sent over the same ranks before this."""
         for bucket in self.buckets:
             if bucket.missing:
                 bucket.missing = 0
                 self._done(bucket)
-        self._reduce_ready()
+
+    def finish(self) -> None:
+        """Sees the micro-batch's reductions out, and after the last one waits for them all."""
+        self.flush()
         if self._last_micro:
             while self._in_flight:
                 self._wait_for_oldest()
@@ -143,9 +147,6 @@ class GradientReduction:
     def _done(self, bucket: Bucket) -> None:
         if id(bucket) in self.on_done:
             self.on_done[id(bucket)]()
-        self._reduce_ready()
-
-    def _reduce_ready(self) -> None:
         # In the order of buckets, on every rank alike: collectives must match even if arrivals do not.
         while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
             ready = self.buckets[self._next]

@@ -94,6 +94,7 @@ class Engine:
         with BOOK.during("backward"):
             if loss_sum.requires_grad:
                 loss_sum.backward()
+            self.reduction.flush()
             if last:
                 self._share()
             self.reduction.finish()
@@ -124,14 +125,14 @@ class Engine:
         loss = loss_sum / count if count else float("nan")
         if not loss - loss == 0:
             self.reduction.clear()
-            raise NonFinite(f"the loss is {loss} (sum {loss_sum} over {count:g} tokens or samples)")
+            raise NonFinite(f"the loss is {loss} (sum {loss_sum} over {count:g} tokens or samples){self._hint()}")
         unused = frozenset(name for name, times in zip(self.names, used, strict=True) if not times)
         with BOOK.during("optimizer"), torch.no_grad():
             gradients = {id(bucket): bucket.reduced() for bucket in self.buckets}
             norm = self._scale(list(gradients.values()), count)
             if norm is not None and not norm - norm == 0:
                 self.reduction.clear()
-                raise NonFinite(f"the norm of the gradient is {norm} (the loss is {loss})")
+                raise NonFinite(f"the norm of the gradient is {norm} (the loss is {loss}){self._hint()}")
             if not unused <= self.optimizer.apart:
                 before = self.optimizer
                 self.optimizer = self._optimizer(before.apart | unused)
@@ -145,6 +146,11 @@ class Engine:
         return SlicedOptimizer(
             self.factory, self.options, self.buckets, self.masters, self.offsets, elementwise=self.elementwise, apart=apart
         )
+
+    def _hint(self) -> str:
+        if self.gathering is None:
+            return ""
+        return "; with zero=3 a block's parameters read as NaN outside the block's own forward: use them there only"
 
     def _scale(self, gradients: list[torch.Tensor], count: float) -> float | None:
         """Sums become means; means are clipped by the norm over all shards."""

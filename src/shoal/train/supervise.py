@@ -53,9 +53,7 @@ class _Member:
 class Supervision:
     """One call of run_ranks, from the first fork to the end of the last rank."""
 
-    def __init__(
-        self, orders: list[dict[str, Any]], on_message: OnMessage, directory: str, server: ForkServer
-    ) -> None:
+    def __init__(self, orders: list[dict[str, Any]], on_message: OnMessage, directory: str, server: ForkServer) -> None:
         self._on_message = on_message
         self._directory = directory
         self._server = server
@@ -122,6 +120,10 @@ class Supervision:
         elif not self._killed and (now_s >= self._kill_at_s or self._interrupts > 1):
             self._killed = True
             self._signal(signal.SIGKILL, self._members)
+            for member in self._members:
+                if member.pid is None:  # Not forked yet, and without an order it will end as soon as it is.
+                    self._selector.unregister(member.end)
+                    member.ended = True
 
     def _signal(self, number: signal.Signals, members: list[_Member]) -> None:
         with contextlib.suppress(OSError):  # The server is gone; its ranks went with it.
@@ -132,6 +134,7 @@ class Supervision:
 
     def _hear(self, member: _Member) -> None:
         """Takes what the rank has said so far."""
+        line_ended = False
         while True:
             try:
                 data = member.link.recv(1 << 20)
@@ -144,10 +147,12 @@ class Supervision:
                     self._selector.unregister(member.link)
                 break
             member.received += data
-        *lines, rest = bytes(member.received).split(b"\n")
-        member.received = bytearray(rest)
-        for line in lines:
-            self._take(member, *json.loads(line))
+            line_ended |= b"\n" in data
+        if line_ended:  # Not looked for in all of a long line each time a piece of it comes.
+            *lines, rest = bytes(member.received).split(b"\n")
+            member.received = bytearray(rest)
+            for line in lines:
+                self._take(member, *json.loads(line))
 
     def _take(self, member: _Member, kind: str, content: Any) -> None:
         if kind == "say":

@@ -198,7 +198,7 @@ def _train(ready: Prepared, steps: int) -> dict[str, Any]:
         counted = BOOK.take()
         # The first step also settles who has gradients at all; every other one must be as predicted.
         if step > 0 or steps == 1:
-            unlike += counted.only("forward", "backward", "gradient", "optimizer", "loss").differences(predict(ready.table))
+            unlike += counted.differences(predict(ready.table))
         counter = order.next(counter)
     return {"losses": losses, "ledger_differences": sorted(set(unlike)), "predicted": predict(ready.table).to_json()}
 
