@@ -39,8 +39,12 @@ class Place:
 
     def shoal(self, *words: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
         """Runs the command to its end, which must leave nothing behind."""
+        return self.run(*COMMAND[1:], *words, timeout_s=timeout_s)
+
+    def run(self, *words: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+        """The same for any call of the interpreter."""
         done = subprocess.run(
-            [*COMMAND, *words],
+            [sys.executable, *words],
             cwd=self.folder, env=self.environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True,
             timeout=timeout_s, check=False,
         )  # fmt: skip
@@ -76,6 +80,6 @@ class Place:
     def left_behind(self) -> list[str]:
         left = [f"process {process.pid}" for process in self.processes()]
         left += [str(path) for path in Path("/dev/shm").glob("*shoal*")]
-        # torch makes a folder for compiled code as soon as there is an optimiser.
+        # torch makes a folder for compiled code as soon as there is an optimiser, torchrun one for its logs.
         files = (self.folder / "temporary").glob("*")
-        return left + [str(path) for path in files if not path.name.startswith("torchinductor_")]
+        return left + [str(path) for path in files if not path.name.startswith(("torchinductor_", "torchelastic_"))]

@@ -109,6 +109,13 @@ def test_a_folder_that_holds_a_run_is_not_written_over(shoal: Shoal, tmp_path: P
     assert (tmp_path / "one" / "run.json").read_bytes() == before
 
 
+def test_a_folder_that_cannot_be_made_is_refused(shoal: Shoal, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = shoal("train", write_job(tmp_path), "--folder", "file/run")
+    assert done.status == 2
+    assert "shoal: file/run cannot be the run's folder: Not a directory; give another --folder" in done.err
+
+
 def test_resuming_from_nowhere_is_refused(shoal: Shoal, tmp_path: Path) -> None:
     done = shoal("train", write_job(tmp_path), "--resume", "nowhere")
     assert done.status == 2

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from distributed.training_targets import checkpoint_bytes, curve
+from shoal.strategy import parse
 from shoal.train.launch import RankFailed
 
 Ranks = Callable[..., list[Any]]
@@ -28,10 +29,6 @@ KILLS = {"serial": 3, "dp(2)": 5, "dp(2, zero=1)": 4, "dp(2, zero=3) * accumulat
 def arguments(folder: Path, strategy: str, **changes: Any) -> dict[str, Any]:
     common = {"job": "language:tiny", "steps": STEPS, "evaluate_every": 7, "checkpoint_every": 3}
     return {**common, "strategy": strategy, "folder": str(folder), **changes}
-
-
-def world_of(strategy: str) -> int:
-    return 4 if strategy.count("dp(2") == 2 else 1 if strategy == "serial" else 2
 
 
 class Killer:
@@ -70,7 +67,7 @@ def resume_from(folder: Path) -> dict[str, Any]:
 def test_killed_at_random_and_resumed_it_ends_in_the_same_bits(
     strategy: str, seed: int, ranks: Ranks, tmp_path: Path
 ) -> None:
-    world, chance = world_of(strategy), random.Random(f"{strategy} {seed}")
+    world, chance = parse(strategy).world, random.Random(f"{strategy} {seed}")
     undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
     expected = ranks(TRAIN, arguments(undisturbed, strategy), ranks=world)[0]
     assert expected["status"] == "finished"
@@ -94,12 +91,18 @@ def test_killed_at_random_and_resumed_it_ends_in_the_same_bits(
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("dp(2, zero=3)", "serial"), ("serial", "dp(2, zero=1)"), ("dp(2)", "dp(2) * dp(2, zero=3)"), ("dp(3, zero=2)", "dp(2)")],
+    [
+        ("dp(2, zero=3)", "serial"),
+        ("serial", "dp(2, zero=1)"),
+        ("dp(2)", "dp(2) * dp(2, zero=3)"),
+        ("dp(3, zero=2)", "dp(2)"),
+    ],
 )
-def test_resumed_under_another_strategy_the_curve_goes_on(before: str, after: str, ranks: Ranks, tmp_path: Path) -> None:
+def test_resumed_under_another_strategy_the_curve_goes_on(
+    before: str, after: str, ranks: Ranks, tmp_path: Path
+) -> None:
     whole, moved = tmp_path / "whole", tmp_path / "moved"
-    worlds = {"dp(3, zero=2)": 3}
-    first, second = (worlds.get(strategy, world_of(strategy)) for strategy in (before, after))
+    first, second = parse(before).world, parse(after).world
     ranks(TRAIN, arguments(whole, before), ranks=first)
     ranks(TRAIN, arguments(moved, before, steps=STEPS // 2), ranks=first)
     at = curve(moved)
@@ -112,7 +115,8 @@ def test_resumed_under_another_strategy_the_curve_goes_on(before: str, after: st
 def test_an_evaluation_that_a_stop_came_before_is_made_up_for(ranks: Ranks, tmp_path: Path) -> None:
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     ranks(TRAIN, arguments(whole, "dp(2)"), ranks=2)
-    outcome = ranks("distributed.training_targets:train_until", {**arguments(stopped, "dp(2)"), "stop_at": 7}, ranks=2)[0]
+    asked = arguments(stopped, "dp(2)", stop_at=7)
+    outcome = ranks("distributed.training_targets:train_until", asked, ranks=2)[0]
     assert (outcome["status"], outcome["step"]) == ("stopped", 7)
     assert curve(stopped, "validation.jsonl") == []
     ranks(TRAIN, arguments(stopped, "dp(2)", resume=str(stopped)), ranks=2)
@@ -121,7 +125,7 @@ def test_an_evaluation_that_a_stop_came_before_is_made_up_for(ranks: Ranks, tmp_
 
 
 def test_a_stop_with_the_last_step_is_the_end(ranks: Ranks, tmp_path: Path) -> None:
-    asked = {**arguments(tmp_path / "run", "dp(2)"), "stop_at": STEPS}
+    asked = arguments(tmp_path / "run", "dp(2)", stop_at=STEPS)
     outcome = ranks("distributed.training_targets:train_until", asked, ranks=2)[0]
     assert (outcome["status"], outcome["step"]) == ("finished", STEPS)
     assert outcome["metrics"]["loss"] > 0

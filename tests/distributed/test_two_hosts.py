@@ -40,7 +40,7 @@ def schedule(step):
     {first_of_schedule}
     return 1.0
 
-config = GPTConfig(layers=3, heads=4, hidden=128, sequence=16)
+config = GPTConfig(layers=3, heads=4, hidden=128, sequence=32)
 job = replace(language("tiny"), name="two hosts", model=partial(GPT, config), schedule=schedule, steps={steps},
               evaluate_every=0, global_batch=8)
 """
@@ -79,7 +79,7 @@ def bytes_sent_a_step(file: Path) -> float:
 
 @pytest.mark.parametrize(
     ("strategy", "ranks_a_host", "between_hosts"),
-    [("dp(2)", 1, ["dp"]), ("dp(2, zero=3)", 1, ["dp"]), ("dp(2) * dp(2, zero=3)", 2, ["dp.0", "dp"])],
+    [("dp(2)", 1, ["dp"]), ("dp(2, zero=3)", 1, ["dp"]), ("dp(2) * dp(2, zero=3)", 2, ["dp0"])],
 )
 def test_a_job_trains_across_hosts_and_the_kernel_counts_what_the_ledger_says(
     strategy: str, ranks_a_host: int, between_hosts: list[str], hosts: tuple[Host, Host], place: Place, ranks: Ranks
@@ -95,12 +95,10 @@ def test_a_job_trains_across_hosts_and_the_kernel_counts_what_the_ledger_says(
     ledgers = json.loads((run / "ledger.json").read_text())
     step = Ledger.from_json(ledgers["steady_step"])
     assert step.differences(Ledger.from_json(ledgers["predicted"])) == []
-    print(step.to_json())
-    counted = ranks_a_host * sum(step.by_axis()[axis].bytes for axis in between_hosts if axis in step.by_axis())
+    counted = ranks_a_host * sum(step.by_axis()[axis].bytes for axis in between_hosts)
     assert counted > 1e6
     for host in range(2):
         measured = bytes_sent_a_step(place.folder / f"sent-{host * ranks_a_host}")
-        print(host, measured / counted)
         assert measured == pytest.approx(counted, rel=0.05)
 
     alone = place.folder / "alone"

@@ -53,21 +53,27 @@ ODD = [
 MODIFIERS = ("", " * accumulate(2)", ' * recompute("full")', ' * recompute("selective") * accumulate(3)')
 
 
-def odd_strategies(ranks: int, turn: int) -> list[str]:
-    """Every stage, each with another modifier; `turn` deals the modifiers differently from job to job."""
+def odd_strategies(job: str, ranks: int) -> list[str]:
+    """Every stage, each with another modifier; the job's place in ODD deals the modifiers differently."""
+    turn = ODD.index(job)
+    # Selective recomputation keeps the products that this job overwrites in place; PyTorch refuses that, loudly.
+    modifiers = MODIFIERS[:3] if job == "in_place" else MODIFIERS
     if ranks == 1:
         return ['dp(1, zero=3) * recompute("full")', 'dp(1, zero=1) * accumulate(2)']
     if ranks == 4:
         levels = ["dp(2) * dp(2, zero=3)", "dp(2, zero=1) * dp(2)", "dp(1) * dp(4, zero=2)", "dp(2) * dp(2)"]
         return [levels[turn % 4], "dp(4, zero=3)"]
-    return [f"dp({ranks}, zero={zero}){MODIFIERS[(zero + turn) % 4]}" for zero in range(4)]
+    return [f"dp({ranks}, zero={zero}){modifiers[(zero + turn) % len(modifiers)]}" for zero in range(4)]
 
 
 @cache
-def odd_rows(ranks: int) -> dict[str, list[list[dict[str, Any]]]]:
-    """Job -> strategy -> rank -> row."""
-    cases = [(job, text) for turn, job in enumerate(ODD) for text in odd_strategies(ranks, turn)]
-    found = run_ranks("distributed.proofs:prove_many", {"cases": cases, "steps": STEPS}, ranks=ranks, hang_after_s=60)
+def odd_rows(ranks: int) -> dict[str, list[list[dict[str, Any]]]] | Exception:
+    """Job -> strategy -> rank -> row; or why there are none, which is cached as well."""
+    cases = [(job, text) for job in ODD for text in odd_strategies(job, ranks)]
+    try:
+        found = run_ranks("distributed.proofs:prove_many", {"cases": cases, "steps": STEPS}, ranks=ranks, hang_after_s=60)
+    except Exception as error:
+        return error
     rows: dict[str, list[list[dict[str, Any]]]] = {}
     for (job, _), row in zip(cases, zip(*found, strict=True), strict=True):
         rows.setdefault(job, []).append(list(row))
@@ -102,7 +108,9 @@ def test_built_in_jobs_train_exactly_over_the_whole_grid(job: str, strategy: str
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("job", ODD)
 def test_odd_models_train_exactly_as_the_serial_run(job: str, ranks: int) -> None:
-    for row in odd_rows(ranks)[job]:
+    rows = odd_rows(ranks)
+    assert not isinstance(rows, Exception), rows
+    for row in rows[job]:
         for rank in row:
             assert rank["difference"] <= EXACT, (rank["case"], rank["where"])
             assert rank["ledger"] == [], rank["case"]

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +23,18 @@ class CannotTrain(ValueError):
 
 
 def train_command(
-    job: str,
-    strategy_text: str | None,
-    *,
-    ranks: int | None,
-    hang_after: float,
-    as_json: bool,
-    **given: Any,
+    job: str, strategy_text: str | None, *, ranks: int | None, hang_after: float, as_json: bool, **given: Any
 ) -> int:
     """`given`: the other options, by the names that `shoal.train.loop` knows them by."""
+    from shoal.cli.main import only_json
     from shoal.parallel.runnable import require_runnable
     from shoal.strategy import parse, require_legal
 
-    resume, folder = given["resume"], given["folder"]
-    run = _run_of(resume) if resume is not None else None
     arguments: dict[str, Any] = {"job": job, "strategy": strategy_text, **given}
-    if run is not None:
-        arguments = _inherit(arguments, run)
+    if given["resume"] is not None:
+        arguments = _inherit(arguments, _run_of(given["resume"]))
+    elif given["folder"] is not None:
+        _require_free(Path(given["folder"]))
     strategy = parse("serial" if arguments["strategy"] is None else arguments["strategy"])
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if launched and not os.environ["WORLD_SIZE"].isdecimal():
@@ -54,12 +48,6 @@ def train_command(
     if given["backend"] not in (None, "gloo", "nccl"):
         raise CannotTrain(f"--backend {given['backend']}: expected gloo or nccl")
     arguments["strategy"] = str(strategy)
-    if folder is None and run is not None:
-        arguments["folder"] = str(run)
-    elif folder is not None and (Path(folder) / "run.json").exists() and not _same(folder, run):
-        raise CannotTrain(
-            f"--folder {folder} holds a run already; resume it (--resume {folder}), or give another folder"
-        )
     if launched:
         return _as_one_rank(arguments, hang_after=hang_after, as_json=as_json)
     with only_json() if as_json else contextlib.nullcontext(_summary) as show:
@@ -78,6 +66,7 @@ def require_known(job: str, size: str | None) -> None:
         if size is not None and names.parse_name(chosen.task, size=size).size != chosen.size:
             raise CannotTrain(f"--size {size}: the job {job!r} is of size {chosen.size}; keep one of the two")
 
+
 def _run_of(resume: str) -> Path | None:
     """The run folder in which what --resume names lies, if it lies in one."""
     path = Path(resume)
@@ -89,15 +78,24 @@ def _run_of(resume: str) -> Path | None:
     return next((folder for folder in inside if (folder / "run.json").exists()), None)
 
 
-def _inherit(arguments: dict[str, Any], run: Path) -> dict[str, Any]:
+def _inherit(arguments: dict[str, Any], run: Path | None) -> dict[str, Any]:
     from shoal.train.run import RUN, read_json
 
+    folder = arguments["folder"]
+    if folder is not None and (run is None or Path(folder).resolve() != run.resolve()):
+        _require_free(Path(folder))
+    if run is None:
+        return arguments
     before = read_json(run / RUN).get("arguments") or {}
-    return arguments | {name: before.get(name) for name in INHERITED if arguments[name] is None}
+    own = {name: before.get(name) for name in INHERITED if arguments[name] is None}
+    return {**arguments, **own, "folder": folder or str(run)}
 
 
-def _same(folder: str, run: Path | None) -> bool:
-    return run is not None and Path(folder).resolve() == run.resolve()
+def _require_free(folder: Path) -> None:
+    if (folder / "run.json").exists():
+        raise CannotTrain(
+            f"--folder {folder} holds a run already; resume it (--resume {folder}), or give another folder"
+        )
 
 
 def _default_checkpoints(arguments: dict[str, Any], steps: int) -> None:
@@ -106,24 +104,25 @@ def _default_checkpoints(arguments: dict[str, Any], steps: int) -> None:
 
 
 def _as_one_rank(arguments: dict[str, Any], *, hang_after: float, as_json: bool) -> int:
+    from shoal.cli.main import only_json
     from shoal.train.channel import standalone_channel
     from shoal.train.loop import check_run, train_run
 
-    # The ranks look for the checkpoint together, once they have met.
-    checked = check_run({**arguments, "resume": None}, None)
-    _default_checkpoints(arguments, checked["steps"])
-    channel = standalone_channel(on_message=_plain_lines(), hang_after_s=hang_after)
-    try:
-        with only_json() if as_json else contextlib.nullcontext(_summary) as show:
+    with only_json() if as_json else contextlib.nullcontext(_summary) as show:
+        # The ranks look for the checkpoint together, once they have met.
+        checked = check_run({**arguments, "resume": None}, None)
+        _default_checkpoints(arguments, checked["steps"])
+        channel = standalone_channel(on_message=_plain_lines(), hang_after_s=hang_after)
+        try:
             outcome = train_run(arguments, channel)
-            if channel.rank == 0:
-                show(outcome)
-    except Exception as error:
-        _tell(channel.rank, error)
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        # Gloo may hang or abort on the interpreter's own way out, and the others wait for this rank's end.
-        os._exit(1)
+        except Exception as error:
+            _tell(channel.rank, error)
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            # Gloo may hang or abort on the interpreter's own way out, and the others wait for this rank's end.
+            os._exit(1)
+        if channel.rank == 0:
+            show(outcome)
     return 0 if outcome["status"] == "finished" else 130
 
 
@@ -162,8 +161,13 @@ def _on_local_ranks(arguments: dict[str, Any], world: int, *, hang_after: float,
         raise
     _default_checkpoints(arguments, checked["steps"])
     arguments |= {"resume": checked["resume"], "checked": True}
-    if arguments["folder"] is None:
-        arguments["folder"] = str(new_folder(Path("runs"), checked["job"]))
+    try:
+        if arguments["folder"] is None:
+            arguments["folder"] = str(new_folder(Path("runs"), checked["job"]))
+        Path(arguments["folder"]).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        where = arguments["folder"] or "runs"
+        raise CannotTrain(f"{where} cannot be the run's folder: {error.strerror}; give another --folder") from error
     shown = LiveProgress(checked["steps"], arguments["strategy"]) if bar else None
     show = shown.message if shown else plain
     try:
@@ -199,28 +203,6 @@ def _record_failure(folder: Path, error: Any) -> None:
         facts = read_json(folder / RUN)
         if facts["status"] in ("running", "failed"):
             write_json(folder / RUN, {**facts, "status": "failed", "reason": str(error)})
-
-
-@contextlib.contextmanager
-def only_json() -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Standard output is for one JSON object: what a job or a library prints there goes to standard error."""
-    from shoal.train.run import plain
-
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-
-    def show(outcome: dict[str, Any]) -> None:
-        sys.stdout.flush()
-        os.dup2(kept, 1)
-        print(json.dumps(plain(outcome), allow_nan=False), flush=True)
-
-    try:
-        yield show
-    finally:
-        sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
 
 
 def _plain_lines() -> Any:

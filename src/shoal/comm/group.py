@@ -155,9 +155,13 @@ for _method in REFUSED:
 class _Finish(Work):  # type: ignore[misc]
     """Several operations in flight, and what is left to compute when all have arrived."""
 
-    def __init__(self, works: Sequence[Any], then: Callable[[], None], result: list[torch.Tensor]) -> None:
+    def __init__(
+        self, works: Sequence[Any], then: Callable[[], None], result: list[torch.Tensor], *, tells: bool
+    ) -> None:
+        """`tells`: whether the operations say by themselves that they are done. Gloo's sends and receives do not."""
         super().__init__()
         self._works = works
+        self._tells = tells
         self._then: Callable[[], None] | None = then
         self._result = result
 
@@ -170,8 +174,9 @@ class _Finish(Work):  # type: ignore[misc]
         return True
 
     def is_completed(self) -> bool:
-        # Gloo's sends and receives never say that they are done unless they are waited for, and what follows
-        # them is still to be computed: an answer of yes must be true, and must come.
+        # What follows the operations is still to be computed: a yes must be true, and must come some time.
+        if self._then is not None and self._tells and not all(work.is_completed() for work in self._works):
+            return False
         return self.wait()
 
     def is_success(self) -> bool:
@@ -218,7 +223,7 @@ class GlooGroup(CountingGroup):
             if average:
                 output.div_(self.size())
 
-        return _Finish([work], add, [output])
+        return _Finish([work], add, [output], tells=True)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None, **_: Any) -> Any:
         """Each rank sends its part to every other, straight into place."""
@@ -236,7 +241,7 @@ class GlooGroup(CountingGroup):
         works += [self.inner.send([mine], (me + d) % ranks, tag) for d in range(1, ranks)]
         if parts[me].data_ptr() != mine.data_ptr():
             parts[me].view(mine.shape).copy_(mine)
-        return _Finish(works, lambda: None, [output])
+        return _Finish(works, lambda: None, [output], tells=False)
 
     def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         return self.reduce_scatter_single(output, input, opts)

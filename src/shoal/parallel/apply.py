@@ -62,7 +62,7 @@ def parallelize(
     again = strategy.modifier(recompute)
     if batch_norm == "sync" and replicas.everyone.size > 1:
         synchronise(model, replicas.everyone)
-    elif again is not None:
+    else:
         count_once(model)
     if again is not None:
         recompute_blocks(model, again.kind)

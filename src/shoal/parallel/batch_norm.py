@@ -32,13 +32,14 @@ def synchronise(model: nn.Module, replicas: Members) -> None:
 
 
 def count_once(model: nn.Module) -> None:
-    """Batch norm that stays local: its running statistics take no notice of recomputation."""
+    """Batch norm that stays local: its running statistics take no notice of recomputation, nor of empty batches."""
     for _, module in batch_norms(model):
         module.forward = partial(_forward_alone, module, module.forward)  # type: ignore[method-assign]
 
 
 def _forward_alone(module: _BatchNorm, forward: Any, x: torch.Tensor) -> torch.Tensor:
-    if not (recomputing() and module.training and module.running_mean is not None):
+    seen = x.numel() and not recomputing()
+    if seen or not module.training or module.running_mean is None:
         return forward(x)
     # Copies, not None: recomputation must save the same tensors for backward as the first forward did.
     mean, var = module.running_mean.clone(), module.running_var.clone()  # type: ignore[union-attr]
