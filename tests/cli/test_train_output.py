@@ -108,7 +108,8 @@ def test_a_finished_run_that_is_resumed_says_the_same_and_does_nothing(shoal: Sh
     assert done.status == 0
     assert ["loss", f"{loss:.4f}"] in [line.split() for line in done.out.splitlines()]
     assert [file.read_bytes() for file in files] == before
-    done = shoal("train", job, "--resume", "run", "--steps", "14")
+    # As a batch script says it, which does not know whether there is a run yet.
+    done = shoal("train", job, "--resume", "run", "--folder", str(tmp_path / "run"), "--steps", "14")
     assert done.status == 0
     assert len((tmp_path / "run" / "steps.jsonl").read_text().splitlines()) == 14
 

@@ -56,14 +56,14 @@ MODIFIERS = ("", " * accumulate(2)", ' * recompute("full")', ' * recompute("sele
 def odd_strategies(job: str, ranks: int) -> list[str]:
     """Every stage, each with another modifier; the job's place in ODD deals the modifiers differently."""
     turn = ODD.index(job)
-    # Selective recomputation keeps the products that this job overwrites in place; PyTorch refuses that, loudly.
-    modifiers = MODIFIERS[:3] if job == "in_place" else MODIFIERS
     if ranks == 1:
         return ['dp(1, zero=3) * recompute("full")', 'dp(1, zero=1) * accumulate(2)']
     if ranks == 4:
         levels = ["dp(2) * dp(2, zero=3)", "dp(2, zero=1) * dp(2)", "dp(1) * dp(4, zero=2)", "dp(2) * dp(2)"]
-        return [levels[turn % 4], "dp(4, zero=3)"]
-    return [f"dp({ranks}, zero={zero}){modifiers[(zero + turn) % len(modifiers)]}" for zero in range(4)]
+        return [levels[turn % 4]]
+    # More ranks than cores are slow: three ranks take two stages of each job, in turn.
+    stages = range(4) if ranks == 2 else ((0, 2), (1, 3))[turn % 2]
+    return [f"dp({ranks}, zero={zero}){MODIFIERS[(zero + turn // 2) % 4]}" for zero in stages]
 
 
 @cache
@@ -71,7 +71,8 @@ def odd_rows(ranks: int) -> dict[str, list[list[dict[str, Any]]]] | Exception:
     """Job -> strategy -> rank -> row; or why there are none, which is cached as well."""
     cases = [(job, text) for job in ODD for text in odd_strategies(job, ranks)]
     try:
-        found = run_ranks("distributed.proofs:prove_many", {"cases": cases, "steps": STEPS}, ranks=ranks, hang_after_s=60)
+        asked = {"cases": cases, "steps": STEPS}
+        found = run_ranks("distributed.proofs:prove_many", asked, ranks=ranks, hang_after_s=60)
     except Exception as error:
         return error
     rows: dict[str, list[list[dict[str, Any]]]] = {}

@@ -11,7 +11,10 @@ from shoal.comm.ledger import PHASES, Entry, Key, Ledger, ledger_of
 from shoal.comm.wire import FORMULAS
 
 keys = st.builds(
-    Key, axis=st.sampled_from(["dp", "dp0", "tp", "wörld"]), phase=st.sampled_from(PHASES), kind=st.sampled_from(list(FORMULAS))
+    Key,
+    axis=st.sampled_from(["dp", "dp0", "tp", "wörld"]),
+    phase=st.sampled_from(PHASES),
+    kind=st.sampled_from(list(FORMULAS)),
 )
 counts = st.integers(0, 1 << 70)
 ledgers = st.dictionaries(keys, st.builds(Entry, calls=counts, messages=counts, bytes=counts), max_size=8).map(Ledger)

@@ -97,7 +97,8 @@ def test_synchronised_batch_norm_sends_two_numbers_a_channel_each_way() -> None:
     norms = (Norm(channels=channels, itemsize=4),)
     ledger = predict(table(0, ranks, buffers=[], norms=norms, micro_batches=micro))
     assert entry(ledger, "dp", "forward", "all_gather") == (micro, micro * (2 * channels + 1) * 4 * (ranks - 1))
-    assert entry(ledger, "dp", "backward", "all_reduce") == (micro, micro * 2 * (2 * channels * 4) * (ranks - 1) // ranks)
+    sums = 2 * channels * 4
+    assert entry(ledger, "dp", "backward", "all_reduce") == (micro, micro * 2 * sums * (ranks - 1) // ranks)
     again = predict(table(0, ranks, buffers=[], norms=(Norm(channels=channels, itemsize=4, recomputed=True),)))
     assert entry(again, "dp", "backward", "all_gather") == (1, (2 * channels + 1) * 4 * (ranks - 1))
 

@@ -20,7 +20,9 @@ def buffer(sizes: list[tuple[int, ...]], options: list[int], *, shards: int = 1,
 
 @settings(max_examples=60, deadline=None)
 @given(shapes=shapes, data=st.data(), shards=st.integers(1, 9))
-def test_every_element_has_one_place_and_shards_are_even(shapes: list[tuple[int, ...]], data: st.DataObject, shards: int) -> None:
+def test_every_element_has_one_place_and_shards_are_even(
+    shapes: list[tuple[int, ...]], data: st.DataObject, shards: int
+) -> None:
     options = data.draw(st.lists(st.integers(0, 2), min_size=len(shapes), max_size=len(shapes)))
     torch.manual_seed(0)
     values = [torch.randn(shape) for shape in shapes]

@@ -29,7 +29,10 @@ TREES = {
     "nothing but a layer": (linear(), []),
     "a chain": (nn.Sequential(linear(), nn.ReLU(), linear()), ["0", "2"]),
     "chains in chains": (nn.Sequential(nn.Sequential(linear(), linear()), linear()), ["0.0", "0.1", "1"]),
-    "a list in a module": (holding(embed=linear(), layers=nn.ModuleList([linear(), linear()])), ["layers.0", "layers.1"]),
+    "a list in a module": (
+        holding(embed=linear(), layers=nn.ModuleList([linear(), linear()])),
+        ["layers.0", "layers.1"],
+    ),
     "a block with a list inside": (
         holding(layers=nn.ModuleList([holding(inner=nn.Sequential(linear(), linear()))])),
         ["layers.0"],

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 INHERITED = ("strategy", "size", "steps", "global_batch", "seed", "checkpoint_every")
 """What a resumed run takes from the run it goes on with, where the command line does not say."""
@@ -49,7 +49,7 @@ def train_command(
         raise CannotTrain(f"--backend {given['backend']}: expected gloo or nccl")
     arguments["strategy"] = str(strategy)
     if launched:
-        return _as_one_rank(arguments, hang_after=hang_after, as_json=as_json)
+        _as_one_rank(arguments, hang_after=hang_after, as_json=as_json)
     with only_json() if as_json else contextlib.nullcontext(_summary) as show:
         bar = sys.stderr.isatty() and not as_json
         outcome = _on_local_ranks(arguments, strategy.world, hang_after=hang_after, bar=bar)
@@ -103,7 +103,7 @@ def _default_checkpoints(arguments: dict[str, Any], steps: int) -> None:
         arguments["checkpoint_every"] = max(1, steps // 4)
 
 
-def _as_one_rank(arguments: dict[str, Any], *, hang_after: float, as_json: bool) -> int:
+def _as_one_rank(arguments: dict[str, Any], *, hang_after: float, as_json: bool) -> NoReturn:
     from shoal.cli.main import only_json
     from shoal.train.channel import standalone_channel
     from shoal.train.loop import check_run, train_run
@@ -115,15 +115,16 @@ def _as_one_rank(arguments: dict[str, Any], *, hang_after: float, as_json: bool)
         channel = standalone_channel(on_message=_plain_lines(), hang_after_s=hang_after)
         try:
             outcome = train_run(arguments, channel)
+            status = 0 if outcome["status"] == "finished" else 130
+            if channel.rank == 0:
+                show(outcome)
         except Exception as error:
+            status = 1
             _tell(channel.rank, error)
-            for stream in (sys.stdout, sys.stderr):
-                stream.flush()
-            # Gloo may hang or abort on the interpreter's own way out, and the others wait for this rank's end.
-            os._exit(1)
-        if channel.rank == 0:
-            show(outcome)
-    return 0 if outcome["status"] == "finished" else 130
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        # Gloo's threads and the watch may hang or abort the interpreter's own way out; all is done by now.
+        os._exit(status)
 
 
 def _tell(rank: int, error: Exception) -> None:

@@ -56,7 +56,8 @@ def _forward(module: _BatchNorm, replicas: Members, x: torch.Tensor) -> torch.Te
             # A micro-batch may be empty on every rank (the short one at an epoch's end): then nothing was seen.
             seen = (count > 0).to(module.running_mean.dtype)
             module.num_batches_tracked.add_(seen.to(torch.long))
-            rate = seen * module.momentum if module.momentum is not None else seen / module.num_batches_tracked.clamp(min=1)
+            share = module.momentum if module.momentum is not None else 1 / module.num_batches_tracked.clamp(min=1)
+            rate = seen * share
             unbiased = var * (count / (count - 1).clamp(min=1))
             module.running_mean.lerp_(mean.to(module.running_mean.dtype), rate)
             module.running_var.lerp_(unbiased.to(module.running_var.dtype), rate)  # type: ignore[union-attr]

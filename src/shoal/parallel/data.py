@@ -129,8 +129,8 @@ class GradientReduction:
             bucket.missing = len(bucket.buffer.slots)
 
     def flush(self) -> None:
-        """After a micro-batch's backward: what is not on the wire yet goes out now. A bucket may be late on some ranks only
-        (a parameter has no gradient there), so nothing else may be sent over the same ranks before this."""
+        """After a micro-batch's backward: what is not on the wire yet goes out now. A bucket may be late on some ranks
+        only (a parameter has no gradient there), so nothing else may be sent over the same ranks before this."""
         for bucket in self.buckets:
             if bucket.missing:
                 bucket.missing = 0

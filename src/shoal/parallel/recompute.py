@@ -71,7 +71,10 @@ def recompute_blocks(model: nn.Module, mode: str) -> list[str]:
     kept = _kept_products()
     names = []
     for name, block in blocks(model):
-        block.forward = partial(_call, block, block.forward, mode, kept)  # type: ignore[method-assign]
+        # Recurrent layers overwrite their own matrix products, so none can be kept for them.
+        recurrent = any(isinstance(module, nn.RNNBase) for module in block.modules())
+        how = "full" if recurrent else mode
+        block.forward = partial(_call, block, block.forward, how, kept)  # type: ignore[method-assign]
         names.append(name)
     return names
 

@@ -94,10 +94,6 @@ class Checkpoint:
     def numbers(self, name: str) -> Numbers:
         return dict(self._numbers.get(name, {}))
 
-    def trained(self, name: str) -> bool:
-        """Whether the optimiser had it in its care; parameters that never get a gradient it has not."""
-        return name in self._numbers
-
     def read(self, name: str, key: str, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of a parameter's state; one that had no such state starts it at zero."""
         if (name, key) not in self._parts:

@@ -1,0 +1,239 @@
+"""What the tests of the engine run on real ranks: one engine on a small model, looked at from inside."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.comm.group import BOOK
+from shoal.comm.mesh import Members, Mesh
+from shoal.parallel.apply import parallelize
+from shoal.parallel.batch_norm import synchronise
+from shoal.parallel.engine import Engine, NonFinite
+from shoal.strategy import parse
+from shoal.train.join import join, leave
+
+WIDTH = 64
+
+
+def start(text: str, model: nn.Module, *, clip: float | None = None, **options: Any) -> tuple[Engine, Any]:
+    me, strategy = join(), parse(text)
+    mesh = Mesh([(axis.name, axis.size) for axis in strategy.axes], rank=me.rank, backend=me.backend)
+    options.setdefault("optimizer", lambda groups: torch.optim.AdamW(groups, lr=0.01))
+    return parallelize(model, strategy, mesh, clip=clip, **options), me
+
+
+def chain(blocks: int = 4) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(blocks)))
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(model(x)).square().sum()
+
+
+def float_bytes() -> int:
+    """Bytes of all floating-point tensors that are alive, each storage once."""
+    gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, torch.Tensor) and thing.is_floating_point():
+            storage = thing.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+def memory(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
+    """Bytes of parameters and gradients that a stage keeps after backward and between steps."""
+    engine, _ = start(arguments["strategy"], chain())
+    x = torch.randn(8, WIDTH)
+    for _ in range(2):
+        engine.backward(loss_of(engine.model, x), 8.0)
+        gradients = sum(
+            tensor.untyped_storage().nbytes()
+            for bucket in engine.buckets
+            for tensor in (bucket.whole, bucket.shard)
+            if tensor is not None
+        )
+        alive = float_bytes()
+        engine.step()
+    parameters = sum(bucket.buffer.values.untyped_storage().nbytes() for bucket in engine.buckets)
+    parameters += 0 if engine.gathering is None else sum(master.numel() * 4 for master in engine.masters)
+    whole = sum(bucket.buffer.padded * 4 for bucket in engine.buckets)
+    leave()
+    return {"gradients": gradients, "parameters": parameters, "alive_after_backward": alive, "whole": whole}
+
+
+def non_finite(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
+    """A step with a bad loss on one rank, then a good one; what the parameters were in between."""
+    engine, me = start(arguments["strategy"], chain(2), clip=1.0)
+    x = torch.ones(4, WIDTH)
+    engine.backward(loss_of(engine.model, x), 4.0)
+    engine.step()
+    before = [piece.values.clone() for piece in engine.owned_parameters()]
+    bad = float(arguments["bad"]) if me.rank == me.world - 1 else 1.0
+    engine.backward(loss_of(engine.model, x) * bad, 4.0)
+    said = ""
+    try:
+        engine.step()
+    except NonFinite as error:
+        said = str(error)
+    kept = all(torch.equal(piece.values, old) for piece, old in zip(engine.owned_parameters(), before, strict=True))
+    engine.backward(loss_of(engine.model, x), 4.0)
+    after = engine.step()
+    leave()
+    return {"said": said, "kept": kept, "loss_after": after.loss, "norm_after": after.grad_norm}
+
+
+def misuse(arguments: dict[str, Any], channel: Any) -> dict[str, str]:
+    """What the engine says to a loop that calls it in the wrong order."""
+    engine, _ = start("dp(2)", chain(1))
+    x = torch.ones(2, WIDTH)
+    said = {}
+
+    def hear(name: str, call: Any) -> None:
+        try:
+            call()
+            said[name] = ""
+        except RuntimeError as error:
+            said[name] = str(error)
+
+    hear("step first", engine.step)
+    engine.backward(loss_of(engine.model, x), 2.0, last=False)
+    hear("step without last", engine.step)
+    engine.backward(loss_of(engine.model, x), 2.0)
+    hear("backward after last", lambda: engine.backward(loss_of(engine.model, x), 2.0))
+    engine.step()
+    try:
+        start("dp(2)", nn.Linear(2, 2).requires_grad_(False))
+    except ValueError as error:
+        said["nothing to train"] = str(error)
+    leave()
+    return said
+
+
+def closed(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
+    """The model after `close`: whole on every rank, and free of hooks."""
+    engine, _ = start(arguments["strategy"], chain(3))
+    x = torch.ones(2, WIDTH)
+    engine.backward(loss_of(engine.model, x), 2.0)
+    engine.step()
+    with torch.no_grad():
+        under_engine = engine.model(x).tolist()
+    engine.close()
+    BOOK.take()
+    loss_of(engine.model, x).backward()
+    grads = all(param.grad is not None for param in engine.model.parameters())
+    sent = BOOK.take().calls
+    with torch.no_grad():
+        same = engine.model(x).tolist() == under_engine
+    leave()
+    return {"same": same, "grads": grads, "sent": sent}
+
+
+def stale(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
+    """Forwards that nobody asked for, between backward and step and in evaluation, change nothing."""
+    losses: dict[bool, list[float]] = {}
+    for extra in (False, True):
+        torch.manual_seed(1)
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+        model.register_parameter("scale", nn.Parameter(torch.ones(WIDTH)))
+        model.register_forward_hook(lambda module, args, output: output * module.scale)
+        engine, _ = start(arguments["strategy"], model)
+        x = torch.ones(2, WIDTH)
+        losses[extra] = []
+        for _ in range(3):
+            loss = loss_of(engine.model, x)
+            if extra:
+                with torch.no_grad():
+                    engine.model(x)
+            engine.backward(loss, 2.0)
+            if extra:
+                engine.model(x)
+            losses[extra].append(engine.step().loss)
+        engine.close()
+    leave()
+    return {"plain": losses[False], "extra": losses[True]}
+
+
+def norms(arguments: dict[str, Any], channel: Any) -> list[float]:
+    """Synchronised batch norm beside torch's own at the full batch: the largest difference of each case."""
+    me = join()
+    everyone = Mesh([("dp", me.world)], rank=me.rank, backend=me.backend).along("dp")
+    found = [_norm_difference(everyone, case) for case in arguments["cases"]]
+    leave()
+    return found
+
+
+def _norm_difference(everyone: Members, case: dict[str, Any]) -> float:
+    kinds = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+    torch.manual_seed(case["dims"])
+    settings = {key: case[key] for key in ("affine", "momentum", "track_running_stats") if key in case}
+    ours, theirs = (kinds[case["dims"]](3, dtype=torch.float64, **settings) for _ in range(2))
+    if ours.affine:
+        with torch.no_grad():
+            for module in (ours, theirs):
+                module.weight.copy_(torch.tensor([0.5, 2.0, -1.0]))
+                module.bias.copy_(torch.tensor([0.1, 0.0, 3.0]))
+    synchronise(ours, everyone)
+    shares = case["shares"]
+    start_at = sum(shares[: everyone.index])
+    mine = slice(start_at, start_at + shares[everyone.index])
+    apart = 0.0
+    for _ in range(3):
+        # A large mean with a small spread: where sums of squares would cancel.
+        plane = [4] * case["dims"] if case["dims"] > 1 else []
+        x = torch.randn(sum(shares), 3, *plane, dtype=torch.float64) * 1e-2 + 100.0
+        slope = torch.randn_like(x)
+        whole, part = x.clone().requires_grad_(), x[mine].clone().requires_grad_()
+        expected, got = theirs(whole), ours(part)
+        (expected * slope).sum().backward()
+        (got * slope[mine]).sum().backward()
+        assert whole.grad is not None
+        assert part.grad is not None
+        pairs = [(got, expected[mine]), (part.grad, whole.grad[mine])]
+        pairs += [(a.double(), b.double()) for a, b in zip(ours.buffers(), theirs.buffers(), strict=True)]
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            total = a.grad.clone()  # type: ignore[union-attr]
+            torch.distributed.all_reduce(total)
+            pairs.append((total, b.grad))
+            a.grad = b.grad = None
+        for a, b in pairs:
+            if b.numel():
+                apart = max(apart, float((a - b).detach().abs().max()) / max(float(b.detach().abs().max()), 1.0))
+    return apart
+
+
+def reaching(arguments: dict[str, Any], channel: Any) -> dict[str, str]:
+    """A block's weight used outside the block, while it is away."""
+    model = chain(3)
+    model.register_forward_hook(lambda module, args, output: output + module[0].weight.square().sum())
+    engine, _ = start("dp(2, zero=3)", model)
+    said = ""
+    try:
+        engine.backward(loss_of(engine.model, torch.ones(2, WIDTH)), 2.0)
+        engine.step()
+    except NonFinite as error:
+        said = str(error)
+    shapes = [list(param.shape) for param in model.parameters()]
+    leave()
+    return {"said": said, "shapes": str(shapes)}
+
+
+def traffic(arguments: dict[str, Any], channel: Any) -> list[dict[str, Any]]:
+    """The ledger of a third step, as rows."""
+    engine, _ = start(arguments["strategy"], chain(4), clip=arguments.get("clip"))
+    x = torch.ones(2, WIDTH)
+    for _ in range(3):
+        BOOK.take()
+        for micro in range(arguments.get("micro", 1)):
+            with BOOK.during("forward"):
+                loss = loss_of(engine.model, x)
+            engine.backward(loss, 2.0, last=micro == arguments.get("micro", 1) - 1)
+        engine.step()
+    rows = BOOK.take().to_json()
+    leave()
+    return rows

@@ -1,0 +1,88 @@
+"""The engine from inside: what each stage keeps in memory, what it says to misuse, that a bad step leaves no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+
+Run = Callable[..., list[Any]]
+TARGETS = "distributed.engine_targets"
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_each_stage_keeps_just_the_share_of_gradients_and_parameters_it_promises(ranks: Run, zero: int) -> None:
+    for seen in ranks(f"{TARGETS}:memory", {"strategy": f"dp(2, zero={zero})"}, ranks=2):
+        whole = seen["whole"]
+        assert seen["gradients"] == (whole // 2 if zero >= 2 else whole)
+        assert seen["parameters"] == (whole // 2 if zero == 3 else whole)
+
+
+def test_no_whole_gradient_is_alive_after_backward_from_stage_2_on(ranks: Run) -> None:
+    alive = {
+        zero: ranks(f"{TARGETS}:memory", {"strategy": f"dp(2, zero={zero})"}, ranks=2)[0] for zero in (1, 2, 3)
+    }
+    whole = alive[1]["whole"]
+    # Stage 2 gives back half of the gradients, stage 3 half of the parameters too; nothing else of that size is left.
+    assert alive[1]["alive_after_backward"] - alive[2]["alive_after_backward"] >= 0.4 * whole
+    assert alive[2]["alive_after_backward"] - alive[3]["alive_after_backward"] >= 0.4 * whole
+
+
+@pytest.mark.parametrize(("bad", "what"), [("nan", "the loss is nan"), ("inf", "the loss is inf")])
+@pytest.mark.parametrize("zero", range(4))
+def test_a_loss_that_is_no_number_on_one_rank_stops_all_and_changes_nothing(
+    ranks: Run, zero: int, bad: str, what: str
+) -> None:
+    seen = ranks(f"{TARGETS}:non_finite", {"strategy": f"dp(2, zero={zero})", "bad": bad}, ranks=2)
+    for rank in seen:
+        assert what in rank["said"]
+        assert rank["kept"]
+        assert 0 < rank["loss_after"] < 1e6
+        assert 0 < rank["norm_after"] < 1e6
+    assert seen[0]["loss_after"] == seen[1]["loss_after"]
+
+
+def test_calls_in_the_wrong_order_are_refused_in_words(ranks: Run) -> None:
+    said = ranks(f"{TARGETS}:misuse", ranks=2)[0]
+    assert "without backward" in said["step first"]
+    assert said["step without last"] != ""
+    assert "last=False" in said["backward after last"]
+    assert "no parameter that requires a gradient" in said["nothing to train"]
+
+
+@pytest.mark.parametrize("strategy", ["dp(2)", "dp(2, zero=2)", "dp(2, zero=3)"])
+def test_close_gives_back_a_whole_model_that_trains_alone(ranks: Run, strategy: str) -> None:
+    for seen in ranks(f"{TARGETS}:closed", {"strategy": strategy}, ranks=2):
+        assert seen == {"same": True, "grads": True, "sent": 0}
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_forwards_beside_training_do_not_change_it(ranks: Run, zero: int) -> None:
+    seen = ranks(f"{TARGETS}:stale", {"strategy": f"dp(2, zero={zero})"}, ranks=2)[0]
+    assert seen["plain"] == seen["extra"]
+    assert len(set(seen["plain"])) == 3
+
+
+def test_a_parameter_used_outside_its_block_stops_training_and_says_why(ranks: Run) -> None:
+    for seen in ranks(f"{TARGETS}:reaching", ranks=2):
+        assert "outside the block" in seen["said"]
+        assert seen["shapes"] == str([[64, 64], [64]] * 3)
+
+
+def norm_cases(world: int) -> list[dict[str, Any]]:
+    shares = {2: [[4, 4], [5, 2], [6, 0]], 3: [[2, 2, 2], [3, 1, 0], [0, 0, 5]]}[world]
+    cases = [
+        {"dims": dims, "shares": share, "affine": affine, "momentum": momentum}
+        for dims, share, affine, momentum in product((1, 2, 3), shares, (True, False), (0.1, None))
+    ]
+    return [*cases, {"dims": 2, "shares": shares[0], "track_running_stats": False}]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_synchronised_batch_norm_is_torchs_own_at_the_full_batch(ranks: Run, world: int) -> None:
+    cases = norm_cases(world)
+    for found in ranks(f"{TARGETS}:norms", {"cases": cases}, ranks=world):
+        for difference, case in zip(found, cases, strict=True):
+            assert difference < 1e-9, case
