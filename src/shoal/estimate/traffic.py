@@ -12,7 +12,7 @@ For k micro-batches and a buffer of n bytes, sharded over S ranks with C copies,
     stage 3   k reduce-scatters of n over S, all-reduce n/S over C        gradients
               k all-gathers of n over S in forward, and k in backward     parameters (root and last block: forward only)
     loss      all-reduce of sum, count, stop flag and one use count for each parameter over P
-    clipping  all-reduce of one squared norm over S, where there are shards
+    norm      all-reduce of one squared norm over S, where there are shards
     batch norm of c channels, synchronised: all-gather of 2c+1 in forward, all-reduce of 2c in backward, k times each
               (recomputed: the all-gather a second time, in backward)
 """
@@ -63,7 +63,6 @@ class ShardTable:
 
     zero: int
     micro_batches: int
-    clips: bool
     num_parameters: int
     """Trainable tensors, not elements."""
     replicas: Group
@@ -75,7 +74,7 @@ class ShardTable:
 
 def predict(table: ShardTable) -> Ledger:
     """What one rank sends in a steady-state step."""
-    calls = (*_loss(table), *_gradients(table), *_parameters(table), *_clipping(table), *_batch_norm(table))
+    calls = (*_loss(table), *_gradients(table), *_parameters(table), *_norm(table), *_batch_norm(table))
     return ledger_of(call for call in calls if call[-1] > 1)
 
 
@@ -106,8 +105,8 @@ def _parameters(table: ShardTable) -> Iterator[Call]:
                     yield axis, "backward", "all_gather", buffer.padded_bytes, ranks
 
 
-def _clipping(table: ShardTable) -> Iterator[Call]:
-    if table.clips and table.zero:
+def _norm(table: ShardTable) -> Iterator[Call]:
+    if table.zero:
         yield table.sharding.axis, "optimizer", "all_reduce", NUMBER_BYTES, table.sharding.ranks
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 import torch
@@ -32,8 +33,8 @@ class StepResult:
     loss: float
     """Mean over the global batch."""
     count: float
-    grad_norm: float | None
-    """Before clipping; None where the job does not clip."""
+    grad_norm: float
+    """Before clipping."""
     stop: bool
     """Whether some rank was asked to stop."""
 
@@ -123,14 +124,14 @@ class Engine:
             work.wait()
         loss_sum, count, stop, *used = everything.tolist()
         loss = loss_sum / count if count else float("nan")
-        if not loss - loss == 0:
+        if not isfinite(loss):
             self.reduction.clear()
             raise NonFinite(f"the loss is {loss} (sum {loss_sum} over {count:g} tokens or samples){self._hint()}")
         unused = frozenset(name for name, times in zip(self.names, used, strict=True) if not times)
         with BOOK.during("optimizer"), torch.no_grad():
             gradients = {id(bucket): bucket.reduced() for bucket in self.buckets}
             norm = self._scale(list(gradients.values()), count)
-            if norm is not None and not norm - norm == 0:
+            if not isfinite(norm):
                 self.reduction.clear()
                 raise NonFinite(f"the norm of the gradient is {norm} (the loss is {loss}){self._hint()}")
             if not unused <= self.optimizer.apart:
@@ -152,17 +153,16 @@ class Engine:
             return ""
         return "; with zero=3 a block's parameters read as NaN outside the block's own forward: use them there only"
 
-    def _scale(self, gradients: list[torch.Tensor], count: float) -> float | None:
-        """Sums become means; means are clipped by the norm over all shards."""
-        factor, norm = 1.0 / count, None
-        if self.clip is not None:
-            squares = torch.stack([torch.linalg.vector_norm(g).double() ** 2 for g in gradients]).sum()
-            if self.replicas.zero and self.replicas.sharding.group is not None:
-                dist.all_reduce(squares, group=self.replicas.sharding.group)
-            norm = float(squares.sqrt()) / count
-            factor *= min(1.0, self.clip / (norm + 1e-6))
+    def _scale(self, gradients: list[torch.Tensor], count: float) -> float:
+        """Sums become means; means are clipped by the norm over all shards. The norm is taken also where nothing is
+        clipped: a gradient that is no number must not reach the parameters, nor a checkpoint."""
+        squares = torch.stack([torch.linalg.vector_norm(g).double() ** 2 for g in gradients]).sum()
+        if self.replicas.zero and self.replicas.sharding.group is not None:
+            dist.all_reduce(squares, group=self.replicas.sharding.group)
+        norm = float(squares.sqrt()) / count
+        clipping = 1.0 if self.clip is None else min(1.0, self.clip / (norm + 1e-6))
         for gradient in gradients:
-            gradient.mul_(factor)
+            gradient.mul_(clipping / count)
         return norm
 
     def _publish(self) -> None:

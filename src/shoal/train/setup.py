@@ -80,7 +80,6 @@ def shard_table(job: Job, strategy: Strategy, engine: Engine) -> ShardTable:
     return ShardTable(
         zero=replicas.zero,
         micro_batches=strategy.micro_batches,
-        clips=job.clip is not None,
         num_parameters=len(engine.names),
         replicas=Group(axis=replicas.everyone.axis, ranks=replicas.everyone.size),
         sharding=Group(axis=replicas.sharding.axis, ranks=replicas.sharding.size),
