@@ -11,7 +11,7 @@ from typing import Any
 
 
 def ratio(times: Sequence[float], over: Sequence[float]) -> tuple[float, float, float]:
-    """Speed of `times` as a fraction of the speed of `over`: median of paired rounds and its 95% interval (bootstrap)."""
+    """Speed of `times` as a fraction of that of `over`: median of paired rounds and its 95% interval (bootstrap)."""
     pairs = [b / a for a, b in zip(times, over, strict=True)]
     draw = random.Random(0)
     medians = sorted(statistics.median(draw.choices(pairs, k=len(pairs))) for _ in range(2000))

@@ -34,11 +34,6 @@ def contest(settings: dict[str, Any], channel: Any) -> dict[str, list[float]]:
     for size, num_bytes in SIZES.items():
         whole, other = torch.zeros(num_bytes // 4), torch.zeros(num_bytes // 4)
         part = torch.zeros(num_bytes // 4 // me.world)
-        calls = {
-            "all_reduce": lambda group: dist.all_reduce(whole, group=group),
-            "reduce_scatter": lambda group: dist.reduce_scatter_single(part, whole, group=group),
-            "all_gather": lambda group: dist.all_gather_single(whole, part, group=group),
-        }
         repeats = 20 if num_bytes < 1 << 20 else 2
         for turn in range(settings["rounds"] + 1):
             for who in [*groups, "copy"]:
@@ -46,7 +41,14 @@ def contest(settings: dict[str, Any], channel: Any) -> dict[str, list[float]]:
                     dist.barrier(group=groups["gloo"])
                     start = time.perf_counter()
                     for _ in range(repeats):
-                        other.copy_(whole) if who == "copy" else calls[kind](groups[who])
+                        if who == "copy":
+                            other.copy_(whole)
+                        elif kind == "all_reduce":
+                            dist.all_reduce(whole, group=groups[who])
+                        elif kind == "reduce_scatter":
+                            dist.reduce_scatter_single(part, whole, group=groups[who])
+                        else:
+                            dist.all_gather_single(whole, part, group=groups[who])
                     mine = torch.tensor([(time.perf_counter() - start) / repeats], dtype=torch.float64)
                     dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=groups["gloo"])
                     if turn:

@@ -136,7 +136,9 @@ def main() -> None:
     settings = {"job": asked.job, "batch": asked.batch, "rounds": asked.rounds, "steps": asked.steps}
 
     def told(rank: int, message: dict[str, Any]) -> None:
-        doing = f"round {message['round']} of {asked.rounds}" if "round" in message else f"warming up: {message['name']}"
+        doing = (
+            f"round {message['round']} of {asked.rounds}" if "round" in message else f"warming up: {message['name']}"
+        )
         print(f"\r{doing:<60}", end="", file=sys.stderr, flush=True)
 
     times = run_ranks("train:contest", settings, ranks=2, on_message=told)[0]

@@ -9,9 +9,7 @@ from transformers import LlamaConfig, ViTConfig
 from shoal.job import from_transformers
 
 job = from_transformers(
-    LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=256
-    ),
+    LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=256),
     sequence=64,
 )
 

@@ -1,6 +1,6 @@
 """A training loop of one's own, made parallel by three lines (marked 1, 2, 3).
 
-    shoal launch examples/own_loop.py --ranks 2        or        torchrun --nproc-per-node 2 examples/own_loop.py
+shoal launch examples/own_loop.py --ranks 2        or        torchrun --nproc-per-node 2 examples/own_loop.py
 """
 
 import torch

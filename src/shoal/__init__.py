@@ -1,6 +1,6 @@
 """Shoal trains one neural network on many machines by any technique of distributed deep learning.
 
-Strategies are ordinary values: `from shoal import dp, tp` and multiply. What needs torch is loaded when it is asked for.
+Strategies are ordinary values: `from shoal import dp, tp` and multiply. What needs torch is loaded when asked for.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`shoal demo`: explain, verify, train and compare on both built-in tasks, with a closing table, in about two minutes."""
+"""`shoal demo`: explain, verify, train and compare on both built-in tasks, in about two minutes."""
 
 from __future__ import annotations
 
@@ -49,11 +49,15 @@ def run_demo() -> int:
                     status.update(f"verify {job} under {strategy}")
                     certificate = verify(job, strategy, steps=STEPS_PROVEN)
                     sound &= certificate.passed
-                    proof = f"{certificate.contract}: {certificate.max_rel_diff:.0e} {'passed' if certificate.passed else 'FAILED'}"
+                    verdict = "passed" if certificate.passed else "FAILED"
+                    proof = f"{certificate.contract}: {certificate.max_rel_diff:.0e} {verdict}"
                 status.update(f"train {job} under {strategy}")
                 arguments: dict[str, Any] = {
-                    "job": job, "strategy": str(strategy), "folder": str(Path(folder) / f"{job}-{number}"), "stop_at_target": False,
-                }  # fmt: skip
+                    "job": job,
+                    "strategy": str(strategy),
+                    "folder": str(Path(folder) / f"{job}-{number}"),
+                    "stop_at_target": False,
+                }
                 outcome = run_ranks("shoal.train.loop:train_run", arguments, ranks=strategy.world)[0]
                 metrics = "  ".join(f"{name} {value:.3f}" for name, value in list(outcome["metrics"].items())[-1:])
                 sent = sum(row["bytes"] for row in outcome["ledger"]) / 1e6

@@ -44,7 +44,11 @@ def _second(args: tuple[Any, ...], ranks: int) -> int:
 
 def _largest(args: tuple[Any, ...], ranks: int) -> int:
     # gather and scatter: only the root holds the whole vector; the others know it from their part.
-    return max(_bytes(args[0]), _bytes(args[1]), ranks * min(_bytes(args[0]) or _bytes(args[1]), _bytes(args[1]) or _bytes(args[0])))
+    return max(
+        _bytes(args[0]),
+        _bytes(args[1]),
+        ranks * min(_bytes(args[0]) or _bytes(args[1]), _bytes(args[1]) or _bytes(args[0])),
+    )
 
 
 def _no_payload(args: tuple[Any, ...], ranks: int) -> int:

@@ -84,7 +84,14 @@ class Ledger:
 
     def to_json(self) -> list[dict[str, Any]]:
         return [
-            {"axis": k.axis, "phase": k.phase, "kind": k.kind, "calls": e.calls, "messages": e.messages, "bytes": e.bytes}
+            {
+                "axis": k.axis,
+                "phase": k.phase,
+                "kind": k.kind,
+                "calls": e.calls,
+                "messages": e.messages,
+                "bytes": e.bytes,
+            }
             for k, e in sorted(self.entries.items())
         ]
 

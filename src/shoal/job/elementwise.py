@@ -41,9 +41,7 @@ def elementwise(optimizer: OptimizerFactory) -> bool:
     return bool(torch.allclose(joined, whole.detach(), rtol=TOLERANCE, atol=TOLERANCE))
 
 
-def _train(
-    optimizer: OptimizerFactory, parameters: list[torch.nn.Parameter], gradients: list[list[Tensor]]
-) -> None:
+def _train(optimizer: OptimizerFactory, parameters: list[torch.nn.Parameter], gradients: list[list[Tensor]]) -> None:
     running = optimizer([{"params": parameters}])
     for step in gradients:
         for parameter, gradient in zip(parameters, step, strict=True):

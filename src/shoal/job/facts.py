@@ -102,8 +102,7 @@ def _of_model(model: nn.Module) -> dict[str, Any]:
         "heads": heads,
         "kv_heads": first_number(settings, KV_HEADS) or _attribute(model, KV_HEADS) or heads,
         "hidden": first_number(settings, HIDDEN) or (embeddings[0].embedding_dim if embeddings else None),
-        "vocab": first_number(settings, VOCAB)
-        or (max(e.num_embeddings for e in embeddings) if embeddings else None),
+        "vocab": first_number(settings, VOCAB) or (max(e.num_embeddings for e in embeddings) if embeddings else None),
         "experts": first_number(settings, EXPERTS) or _no_experts(model),
         "channels": channels if channels and not heads else None,
         "tied": has_tied_parameters(model),
@@ -167,9 +166,7 @@ def _count_layers(model: nn.Module) -> int | None:
     dimensions.
     """
     lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
-    alike = [
-        len(blocks) for blocks in lists if len(blocks) > 1 and len({type(block) for block in blocks}) == 1
-    ]
+    alike = [len(blocks) for blocks in lists if len(blocks) > 1 and len({type(block) for block in blocks}) == 1]
     if alike:
         return max(alike)
     return sum(isinstance(module, (_ConvNd, nn.Linear)) for module in model.modules()) or None

@@ -74,9 +74,7 @@ def from_transformers(
         data = _built_in(kind, config, "train", sequence=sequence)
         validation = validation or _built_in(kind, config, "validation", sequence=sequence)
     elif sequence is not None:
-        raise JobError(
-            "sequence was given together with data; the length of the samples is then that of the data"
-        )
+        raise JobError("sequence was given together with data; the length of the samples is then that of the data")
     entries = set(data.batch(np.arange(min(1, len(data)))))
     causal = kind == "causal-lm"
     return Job(
@@ -106,8 +104,7 @@ def choose_kind(config: Any, task: Task | None = None) -> Kind:
     model_type = getattr(config, "model_type", None)
     if not isinstance(config, transformers.PretrainedConfig) or not model_type:
         raise JobError(
-            "from_transformers needs a configuration such as LlamaConfig(...), "
-            f"but got a {type(config).__name__}"
+            f"from_transformers needs a configuration such as LlamaConfig(...), but got a {type(config).__name__}"
         )
     tables: dict[Kind, Any] = {
         "causal-lm": known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -124,9 +121,7 @@ def choose_kind(config: Any, task: Task | None = None) -> Kind:
         fitting: list[Kind] = [kind for kind in possible if named & _classes(tables[kind][model_type])]
         possible = fitting or possible
         # Encoders such as BERT can be run as decoders, but mean it only where their configuration says so.
-        encoder = model_type in known.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(
-            config, "is_decoder", False
-        )
+        encoder = model_type in known.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
         if encoder and "text-classifier" in possible:
             possible = ["text-classifier"]
     if getattr(config, "is_encoder_decoder", False) or not possible:
@@ -192,9 +187,7 @@ def _prepared(config: Any, *, dropout: float | None) -> Any:
     if hasattr(config, "use_cache"):
         config.use_cache = False
     if getattr(config, "_experts_implementation", None) is None:
-        config._experts_implementation = (
-            "eager"  # the fused kernels know no float64, in which runs are compared
-        )
+        config._experts_implementation = "eager"  # the fused kernels know no float64, in which runs are compared
     if getattr(config, "pad_token_id", None) is None and first_number(_plain(config), VOCAB):
         config.pad_token_id = (
             config.vocab_size - 1
@@ -222,16 +215,12 @@ def _built_in(kind: Kind, config: Any, split: Literal["train", "validation"], *,
     vocab = config.vocab_size
     if kind == "causal-lm":
         return TextData(standard_library(split), sequence=sequence, vocab=vocab, num_samples=few)
-    return LabelledTextData(
-        split, sequence=sequence, num_labels=config.num_labels, vocab=vocab, num_samples=few
-    )
+    return LabelledTextData(split, sequence=sequence, num_labels=config.num_labels, vocab=vocab, num_samples=few)
 
 
 def _positions(config: Any) -> int:
     """The longest sample that the configuration's table of positions holds."""
-    table = (
-        first_number(_plain(config), ("max_position_embeddings", "n_positions")) or LONGEST_DEFAULT_SEQUENCE
-    )
+    table = first_number(_plain(config), ("max_position_embeddings", "n_positions")) or LONGEST_DEFAULT_SEQUENCE
     # RoBERTa and its kin count positions from behind the padding token's number.
     kin = "roberta" in config.model_type or config.model_type in (
         "camembert",

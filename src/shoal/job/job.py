@@ -48,9 +48,7 @@ class Target:
 
     def __post_init__(self) -> None:
         if self.better not in ("lower", "higher"):
-            raise JobError(
-                f"better is {self.better!r} in Target({self.metric!r}), but must be 'lower' or 'higher'"
-            )
+            raise JobError(f"better is {self.better!r} in Target({self.metric!r}), but must be 'lower' or 'higher'")
 
     def reached(self, value: float) -> bool:
         """Whether a measured value is as good as the target; never true of NaN."""
@@ -109,17 +107,12 @@ class Job:
             self._refuse("name is empty; give the job a name")
         for what in ("model", "loss", "optimizer", "options", "schedule"):
             if not callable(getattr(self, what)):
-                self._refuse(
-                    f"{what} is {getattr(self, what)!r}, but must be a function (or another callable)"
-                )
+                self._refuse(f"{what} is {getattr(self, what)!r}, but must be a function (or another callable)")
         if isinstance(self.model, nn.Module):
-            self._refuse(
-                "model is a module, but must be a function that builds it: write model=lambda: MyModel(...)"
-            )
+            self._refuse("model is a module, but must be a function that builds it: write model=lambda: MyModel(...)")
         if isinstance(self.inputs, str):
             self._refuse(
-                f"inputs is the text {self.inputs!r}, but must be a tuple of batch entries: "
-                f"write ({self.inputs!r},)"
+                f"inputs is the text {self.inputs!r}, but must be a tuple of batch entries: write ({self.inputs!r},)"
             )
         if self.clip is not None and not self.clip > 0:
             self._refuse(f"clip is {self.clip!r}, but must be greater than 0 (or None for no clipping)")

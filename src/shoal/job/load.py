@@ -28,9 +28,7 @@ def load_job(spec: str, *, size: str | None = None) -> Job:
         raise JobError(f"no job was named; give a Python file, or one of {', '.join(names.TASKS)}")
     if names.is_file(spec):
         if size is not None:
-            raise JobError(
-                f"size {size!r} was given, but {spec!r} is a file: sizes belong to the built-in jobs"
-            )
+            raise JobError(f"size {size!r} was given, but {spec!r} is a file: sizes belong to the built-in jobs")
         path, name = names.split_file(spec)
         return load_file(path, name=name)
     chosen = names.parse_name(spec, size=size)
@@ -66,8 +64,7 @@ def load_file(path: str | Path, *, name: str | None = None) -> Job:
                 else did_you_mean(wanted, vars(module))
             )
             raise JobError(
-                f"{file} does not define {wanted!r}; "
-                f"write {wanted} = Job(...), or def {wanted}() -> Job.{hint}"
+                f"{file} does not define {wanted!r}; write {wanted} = Job(...), or def {wanted}() -> Job.{hint}"
             )
         found = getattr(module, wanted)
         if callable(found) and not isinstance(found, (Job, type)):
@@ -77,8 +74,7 @@ def load_file(path: str | Path, *, name: str | None = None) -> Job:
             sys.path.remove(folder)
     if not isinstance(found, Job):
         raise JobError(
-            f"{wanted!r} in {file} is a {type(found).__name__}, "
-            "but must be a Job, or a function that returns one"
+            f"{wanted!r} in {file} is a {type(found).__name__}, but must be a Job, or a function that returns one"
         )
     return found
 
@@ -134,7 +130,5 @@ def _missing(file: Path) -> str:
         nearest = next(path for name, path in near.items() if repr(name) in hint)
         return f"there is no file {file}. Did you mean {nearest}?"
     if near and file.suffix == ".py":
-        return (
-            f"there is no file {file}. There is: {', '.join(str(path) for path in list(near.values())[:5])}"
-        )
+        return f"there is no file {file}. There is: {', '.join(str(path) for path in list(near.values())[:5])}"
     return f"there is no file {file}; a job is a Python file, or one of {', '.join(names.TASKS)}"

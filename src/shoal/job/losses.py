@@ -47,9 +47,5 @@ def classifier_metrics(output: Any, batch: dict[str, Tensor]) -> dict[str, tuple
 def perplexity(values: dict[str, float]) -> float:
     """exp(loss); infinite where that is beyond a float."""
     return (
-        math.exp(values["loss"])
-        if values["loss"] < 700
-        else math.inf
-        if values["loss"] == values["loss"]
-        else math.nan
+        math.exp(values["loss"]) if values["loss"] < 700 else math.inf if values["loss"] == values["loss"] else math.nan
     )

@@ -64,20 +64,14 @@ def parse_name(spec: str, *, size: str | None = None) -> JobName:
     for word in words:
         for what, value in _meaning(word, spec).items():
             if meant.setdefault(what, value) != value:
-                raise JobError(
-                    f"the job {spec!r} names two different {what}s, {meant[what]!r} and {value!r}; keep one"
-                )
+                raise JobError(f"the job {spec!r} names two different {what}s, {meant[what]!r} and {value!r}; keep one")
     if "task" not in meant:
-        raise JobError(
-            f"the job {spec!r} names no task; write one of {', '.join(f'{task}:{spec}' for task in TASKS)}"
-        )
+        raise JobError(f"the job {spec!r} names no task; write one of {', '.join(f'{task}:{spec}' for task in TASKS)}")
     if "size" not in meant and size is not None:
         given = size.strip().lower()
         if given not in SIZES and given not in SHAPES:
             valid = (*SIZES, *(shape for shape, (task, _) in SHAPES.items() if task == meant["task"]))
-            raise JobError(
-                f"unknown size {size!r}; the sizes are {', '.join(valid)}.{did_you_mean(given, valid)}"
-            )
+            raise JobError(f"unknown size {size!r}; the sizes are {', '.join(valid)}.{did_you_mean(given, valid)}")
         for what, value in _meaning(given, spec).items():
             if meant.setdefault(what, value) != value:
                 raise JobError(

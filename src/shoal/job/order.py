@@ -23,9 +23,7 @@ class Order:
     is larger than an epoch); with "short" a batch ends where its epoch does.
     """
 
-    def __init__(
-        self, seed: int, num_samples: int, global_batch: int, last_batch: LastBatch = "wrap"
-    ) -> None:
+    def __init__(self, seed: int, num_samples: int, global_batch: int, last_batch: LastBatch = "wrap") -> None:
         if num_samples < 1:
             raise JobError(f"num_samples is {num_samples}, but an order needs at least one sample")
         if global_batch < 1:

@@ -196,7 +196,9 @@ class GradientReduction:
         if self.replicas.zero == 0 or self.replicas.copies.group is None:
             return
         with BOOK.during("gradient"):
-            works = [dist.all_reduce(b.reduced(), group=self.replicas.copies.group, async_op=True) for b in self.buckets]
+            works = [
+                dist.all_reduce(b.reduced(), group=self.replicas.copies.group, async_op=True) for b in self.buckets
+            ]
         for work in works:
             work.wait()
 

@@ -145,7 +145,13 @@ class Engine:
 
     def _optimizer(self, apart: frozenset[str]) -> SlicedOptimizer:
         return SlicedOptimizer(
-            self.factory, self.options, self.buckets, self.masters, self.offsets, elementwise=self.elementwise, apart=apart
+            self.factory,
+            self.options,
+            self.buckets,
+            self.masters,
+            self.offsets,
+            elementwise=self.elementwise,
+            apart=apart,
         )
 
     def _hint(self) -> str:
@@ -179,7 +185,7 @@ class Engine:
                 work.wait()
 
     def owned(self, bucket: Bucket) -> tuple[int, int]:
-        """The range of a bucket's buffer that this rank writes to a checkpoint: every element is written by one rank."""
+        """The range of a bucket's buffer that this rank writes to a checkpoint: each element is written by one rank."""
         shard, copies = bucket.buffer.shard, self.replicas.copies
         size = -(-(shard.stop - shard.start) // copies.size)
         low = shard.start + copies.index * size
@@ -191,14 +197,16 @@ class Engine:
             for slot in bucket.buffer.slots:
                 start, stop = max(slot.start, low), min(slot.stop, high)
                 if start < stop:
-                    yield Piece(slot.name, tuple(slot.shape), start - slot.start, master[start - offset : stop - offset])
+                    yield Piece(
+                        slot.name, tuple(slot.shape), start - slot.start, master[start - offset : stop - offset]
+                    )
 
     def owned_state(self) -> Iterator[tuple[str, Piece]]:
         """Element-wise optimiser state of the same ranges, as (state key, piece)."""
         yield from self.optimizer.state(self.owned)
 
     def load_parameters(self, read: Callable[[str, int, int], torch.Tensor]) -> None:
-        """Every rank's slice from a checkpoint; `read(parameter, start, stop)` gives elements of it laid out flat."""
+        """This rank's slices from a checkpoint; `read(parameter, start, stop)` gives elements of it laid out flat."""
         with torch.no_grad():
             for bucket, master, offset in zip(self.buckets, self.masters, self.offsets, strict=True):
                 for slot in bucket.buffer.slots:

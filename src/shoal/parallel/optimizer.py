@@ -110,7 +110,9 @@ class SlicedOptimizer:
         self.stretches.append(stretch)
         group["params"].append(stretch.param)
 
-    def step(self, *, gradients: dict[int, torch.Tensor], lr_factor: float, without: frozenset[str] = frozenset()) -> None:
+    def step(
+        self, *, gradients: dict[int, torch.Tensor], lr_factor: float, without: frozenset[str] = frozenset()
+    ) -> None:
         """`gradients`: by bucket identity, the reduced gradient of this rank's slice (offset as the masters).
         `without`: parameters that have no gradient in this step; all of them stand apart."""
         for stretch in self.stretches:
@@ -182,9 +184,7 @@ class SlicedOptimizer:
     def _slot_start(self, stretch: Stretch, name: str) -> int:
         return next(slot.start for slot in stretch.bucket.buffer.slots if slot.name == name)
 
-    def _pieces(
-        self, stretch: Stretch, flat: torch.Tensor, low: int = 0, high: int | None = None
-    ) -> Iterator[Piece]:
+    def _pieces(self, stretch: Stretch, flat: torch.Tensor, low: int = 0, high: int | None = None) -> Iterator[Piece]:
         low, high = max(low, stretch.start), stretch.stop if high is None else min(high, stretch.stop)
         for slot in stretch.bucket.buffer.slots:
             start, stop = max(slot.start, low), min(slot.stop, high)

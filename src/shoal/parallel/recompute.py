@@ -1,4 +1,4 @@
-"""Recomputation: a block keeps its input (and, selectively, its matrix products) and computes the rest again in backward.
+"""Recomputation: a block keeps its input (selectively, also its matrix products) and computes the rest again.
 
 Memory falls, numbers do not change. The block's own hooks stay outside: ZeRO-3 has gathered the block's parameters
 by the time it is computed again. Batch norm asks `recomputing()` so as not to update its running statistics twice.

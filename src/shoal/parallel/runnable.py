@@ -36,6 +36,6 @@ def require_runnable(strategy: Strategy, *, elementwise: bool = True) -> None:
         raise NotRunnable(reason)
     if not elementwise and any(level.zero for level in strategy.dp_levels):
         raise NotRunnable(
-            f"{strategy}: the optimiser looks at whole parameters (it is not element-wise), and zero >= 1 would give it "
-            "slices; use zero=0 or an element-wise optimiser such as AdamW"
+            f"{strategy}: the optimiser looks at whole parameters (it is not element-wise), and zero >= 1 would give "
+            "it slices; use zero=0 or an element-wise optimiser such as AdamW"
         )

@@ -27,7 +27,9 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.d
 class ShardedUnit:
     """A module and the shards it computes with (one for each dtype)."""
 
-    def __init__(self, name: str, module: nn.Module, shards: list[StoredShard], *, is_root: bool, is_last: bool) -> None:
+    def __init__(
+        self, name: str, module: nn.Module, shards: list[StoredShard], *, is_root: bool, is_last: bool
+    ) -> None:
         self.name = name
         self.module = module
         self.shards = shards

@@ -164,9 +164,7 @@ class Choice(Argument):
 
     @property
     def expects(self) -> str:
-        return ("one of " if len(self.choices) > 1 else "") + ", ".join(
-            f'"{choice}"' for choice in self.choices
-        )
+        return ("one of " if len(self.choices) > 1 else "") + ", ".join(f'"{choice}"' for choice in self.choices)
 
     def accept(self, value: Any) -> str:
         if isinstance(value, str) and value in self.choices:

@@ -73,8 +73,7 @@ class dp(AxisTerm):
             parts.append(f"{split[self.zero - 1]} split {shares(self.n)}")
             moved = {
                 1: "gradients are reduce-scattered, and the updated parameters are gathered once a step",
-                2: "gradients are reduce-scattered as they appear, and the updated parameters are gathered "
-                "once a step",
+                2: "gradients are reduce-scattered as they appear, and the updated parameters are gathered once a step",
                 3: "parameters are gathered block by block before use and dropped after, gradients are "
                 "reduce-scattered",
             }
@@ -119,10 +118,8 @@ class pp(AxisTerm):
             "there are stages, then one step",
             "interleaved": "each rank holds several thin pieces of the model, which shortens the time in "
             "which ranks idle",
-            "zero-bubble": "the backward pass is split, and weight gradients fill the time in which ranks "
-            "would idle",
-            "pipedream": "there is no flush: each micro-batch steps, and uses the stashed weights of its "
-            "forward pass",
+            "zero-bubble": "the backward pass is split, and weight gradients fill the time in which ranks would idle",
+            "pipedream": "there is no flush: each micro-batch steps, and uses the stashed weights of its forward pass",
         }[self.schedule]
         stages = f"the layers form {counted(self.n * self.chunks, 'stage')} on {counted(self.n, 'rank')}"
         batches = counted(self.micro, "micro-batch", "micro-batches")
@@ -132,9 +129,7 @@ class pp(AxisTerm):
         if self.schedule != "pipedream" or self.n == 1:
             return ()
         stale = self.n - 1
-        reason = (
-            f"pipedream does not flush: the first stage computes with weights {counted(stale, 'update')} old"
-        )
+        reason = f"pipedream does not flush: the first stage computes with weights {counted(stale, 'update')} old"
         return (Promise("bounded", reason, staleness=stale),)
 
     def patterns(self) -> tuple[str, ...]:
@@ -152,9 +147,7 @@ class tp(AxisTerm):
     cuts = ("layer",)
 
     def words(self) -> str:
-        sequence = (
-            " Between the cut layers activations are cut along the sequence as well." if self.sequence else ""
-        )
+        sequence = " Between the cut layers activations are cut along the sequence as well." if self.sequence else ""
         return (
             f"The matrices of every layer are cut {shares(self.n)}, by columns and then by rows; "
             f"partial results are summed after each pair.{sequence}"
@@ -227,9 +220,7 @@ class spatial(AxisTerm):
 
     def words(self) -> str:
         rows, columns = self.grid
-        along = {"height": "by height", "width": "by width", "both": f"into {rows} x {columns} tiles"}[
-            self.split
-        ]
+        along = {"height": "by height", "width": "by width", "both": f"into {rows} x {columns} tiles"}[self.split]
         return (
             f"Every image is cut {along} for {counted(self.n, 'rank')}; "
             "convolutions fetch the borders that they need from the neighbours."
@@ -251,20 +242,12 @@ class ensemble(AxisTerm):
     where = "slow links"
 
     def words(self) -> str:
-        after = (
-            "then one network learns from all of them"
-            if self.distill
-            else "and their predictions are averaged"
-        )
-        return (
-            f"{capital(count(self.n))} independent {'member' if self.n == 1 else 'members'} train apart, "
-            f"{after}."
-        )
+        after = "then one network learns from all of them" if self.distill else "and their predictions are averaged"
+        return f"{capital(count(self.n))} independent {'member' if self.n == 1 else 'members'} train apart, {after}."
 
     def promises(self) -> tuple[Promise, ...]:
         reason = (
-            f"the {count(self.n)} members are different models from different seeds, judged by their joint "
-            "prediction"
+            f"the {count(self.n)} members are different models from different seeds, judged by their joint prediction"
         )
         return (Promise("statistical", reason, band=SAME_TARGET),) if self.n > 1 or self.distill else ()
 

@@ -78,10 +78,7 @@ class qsgd(CompressTerm):
     loss = "unbiased"
 
     def words(self) -> str:
-        return (
-            f"every element is rounded at random to one of the levels that {counted(self.bits, 'bit')} can "
-            "say"
-        )
+        return f"every element is rounded at random to one of the levels that {counted(self.bits, 'bit')} can say"
 
 
 class ternary(CompressTerm):
@@ -100,10 +97,7 @@ class onebit(CompressTerm):
     title = "1-bit SGD"
 
     def words(self) -> str:
-        return (
-            "one bit per element says above or below zero; two means say how far; the error waits for the "
-            "next step"
-        )
+        return "one bit per element says above or below zero; two means say how far; the error waits for the next step"
 
 
 class sign(CompressTerm):
@@ -151,10 +145,7 @@ class threshold(CompressTerm):
     title = "threshold"
 
     def words(self) -> str:
-        return (
-            f"elements of magnitude {self.t:g} and more are sent with their places; the rest waits for the "
-            "next step"
-        )
+        return f"elements of magnitude {self.t:g} and more are sent with their places; the rest waits for the next step"
 
 
 class dgc(CompressTerm):
@@ -208,8 +199,7 @@ class hitopk(CompressTerm):
 
     def words(self) -> str:
         return (
-            f"hosts sum densely inside; of every shard the largest {percent(self.r)} of the elements go "
-            "between hosts"
+            f"hosts sum densely inside; of every shard the largest {percent(self.r)} of the elements go between hosts"
         )
 
 

@@ -86,22 +86,19 @@ def _notes(strategy: Strategy, facts: ModelFacts) -> tuple[str, ...]:
     if facts.batch_norm is not None and strategy.micro_batches > 1:
         micro = strategy.micro_batches
         notes.append(
-            "batch norm sees one micro-batch at a time: compare with a serial run that accumulates the "
-            f"same {micro}"
+            f"batch norm sees one micro-batch at a time: compare with a serial run that accumulates the same {micro}"
         )
     if facts.batch_norm == "sync" and strategy.replicas > 1:
         notes.append("batch norm is synchronised: statistics are taken over all replicas")
     if facts.dropout and strategy.terms:
         notes.append(
-            "dropout: compare with a serial run that draws its masks per sample and micro-batch, from the "
-            "same seed"
+            "dropout: compare with a serial run that draws its masks per sample and micro-batch, from the same seed"
         )
         if strategy.term(recompute) is not None:
             notes.append("recomputation draws the same dropout masks again")
     if facts.tied and _parts(strategy, pp) > 1:
         notes.append(
-            "tied weights: the gradients of the first and the last stage are summed, and both copies step "
-            "alike"
+            "tied weights: the gradients of the first and the last stage are summed, and both copies step alike"
         )
     cut = _parts(strategy, pp) * _parts(strategy, tp) * _parts(strategy, ep) > 1
     if facts.clips and (cut or any(level.zero for level in strategy.dp_levels)):

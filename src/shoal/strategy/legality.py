@@ -33,11 +33,7 @@ class Refusal(NamedTuple):
     """Up to three legal strategies that differ least."""
 
     def __str__(self) -> str:
-        near = (
-            f"; nearest legal: {', '.join(str(strategy) for strategy in self.nearest)}"
-            if self.nearest
-            else ""
-        )
+        near = f"; nearest legal: {', '.join(str(strategy) for strategy in self.nearest)}" if self.nearest else ""
         return f"{self.term}: {self.reason}{near}"
 
 
@@ -76,9 +72,7 @@ def is_legal(strategy: Strategy | Term, *, world: int | None = None, facts: Mode
     return next(_breaches(_case(strategy, world, facts)), None) is None
 
 
-def require_legal(
-    strategy: Strategy | Term, *, world: int | None = None, facts: ModelFacts | None = None
-) -> Strategy:
+def require_legal(strategy: Strategy | Term, *, world: int | None = None, facts: ModelFacts | None = None) -> Strategy:
     """The strategy itself if it is legal, else an IllegalStrategy that says why not."""
     refusals = check(strategy, world=world, facts=facts)
     if refusals:

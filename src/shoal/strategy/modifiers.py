@@ -29,9 +29,7 @@ class recompute(ModifierTerm):
 
     def words(self) -> str:
         if self.kind == "full":
-            return (
-                "only the input of each block is kept; the block is computed again when its gradient is due"
-            )
+            return "only the input of each block is kept; the block is computed again when its gradient is due"
         return (
             "what is large and cheap (attention, normalisation) is computed again when its gradient is "
             "due; the rest is kept"
@@ -79,7 +77,4 @@ class accumulate(ModifierTerm):
     title = "gradient accumulation"
 
     def words(self) -> str:
-        return (
-            f"the gradients of {counted(self.k, 'micro-batch', 'micro-batches')} are added up before each "
-            "step"
-        )
+        return f"the gradients of {counted(self.k, 'micro-batch', 'micro-batches')} are added up before each step"

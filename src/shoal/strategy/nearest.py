@@ -69,9 +69,7 @@ def any_legal(case: Case, breaches: Breaches) -> tuple[Strategy, ...]:
         for plain in (Strategy(), *strategies_for_world(Strategy(), case.world or 1)):
             if next(breaches(Case(plain, case.facts, case.world)), None) is None:
                 answers.append(plain)
-    return _in_reading_order(
-        sorted(answers, key=lambda answer: distance(case.strategy, answer))[:MOST_ANSWERS]
-    )
+    return _in_reading_order(sorted(answers, key=lambda answer: distance(case.strategy, answer))[:MOST_ANSWERS])
 
 
 def _fresh(breach: Breach, seen: set[Strategy]) -> list[Strategy]:
@@ -110,9 +108,7 @@ def distance(one: Strategy, other: Strategy) -> float:
             changed = there.values()[argument]
             if value == changed or (argument == "via" and here.values()["sync"] != there.values()["sync"]):
                 continue
-            numbers = (
-                isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0 and changed > 0
-            )
+            numbers = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0 and changed > 0
             total += abs(log2(changed / value)) if numbers and argument != "zero" else 1.0
     return total + (list(named_one) != list(named_other))
 

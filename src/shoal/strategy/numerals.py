@@ -52,9 +52,7 @@ def share(parts: int) -> str:
 
 def shares(parts: int) -> str:
     """Cut into so many parts: "in eighths" for 8."""
-    return (
-        "not at all" if parts == 1 else f"in {_SHARES[parts][1] if parts in _SHARES else f'{parts:,} parts'}"
-    )
+    return "not at all" if parts == 1 else f"in {_SHARES[parts][1] if parts in _SHARES else f'{parts:,} parts'}"
 
 
 def every(number: int, noun: str) -> str:

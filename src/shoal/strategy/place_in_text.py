@@ -8,9 +8,7 @@ from typing import Any
 class StrategyError(ValueError):
     """A text that is no strategy: the text, the place, what is wrong with it and what would be right."""
 
-    def __init__(
-        self, message: str, *, text: str, column: int, length: int = 1, suggestion: str | None = None
-    ) -> None:
+    def __init__(self, message: str, *, text: str, column: int, length: int = 1, suggestion: str | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.text = text

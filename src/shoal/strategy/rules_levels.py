@@ -19,13 +19,10 @@ LOOSE = (softsync, ssp, asp)
 
 @rule(
     dp,
-    why="A replica that steps by itself must be whole: levels that are not bsp lie outside all levels that "
-    "are.",
+    why="A replica that steps by itself must be whole: levels that are not bsp lie outside all levels that are.",
 )
 def loose_levels_lie_outside(case: Case, index: int, level: dp) -> Breach | None:
-    outer = next(
-        (place for place, other in case.levels() if place < index and isinstance(other.sync, bsp)), None
-    )
+    outer = next((place for place, other in case.levels() if place < index and isinstance(other.sync, bsp)), None)
     if isinstance(level.sync, bsp) or outer is None:
         return None
     return Breach(
@@ -42,8 +39,7 @@ def shards_step_together(case: Case, index: int, level: dp) -> Breach | None:
         return None
     return Breach(
         level,
-        f"zero={level.zero} splits one optimiser over replicas that {level.sync} lets step at different "
-        "times",
+        f"zero={level.zero} splits one optimiser over replicas that {level.sync} lets step at different times",
         lambda: [case.changed(index, zero=0), case.changed(index, sync=bsp(), via=None)],
     )
 
@@ -82,8 +78,7 @@ def one_level_shards(case: Case, index: int, level: dp) -> Breach | None:
 @rule(
     dp,
     bsp,
-    why="Backup workers leave the slowest replicas behind, and under zero each of them owns a shard nobody "
-    "else has.",
+    why="Backup workers leave the slowest replicas behind, and under zero each of them owns a shard nobody else has.",
 )
 def shards_need_every_owner(case: Case, index: int, level: dp) -> Breach | None:
     if not level.zero or not isinstance(level.sync, bsp) or not level.sync.backup:
@@ -103,8 +98,7 @@ def backups_leave_a_worker(case: Case, index: int, level: dp) -> Breach | None:
         return None
     return Breach(
         level,
-        f"{count(backup)} of {counted(level.n, 'replica')} cannot be backups: at least one gradient must "
-        "count",
+        f"{count(backup)} of {counted(level.n, 'replica')} cannot be backups: at least one gradient must count",
         lambda: [case.changed(index, sync=bsp(backup=level.n - 1)), *case.resized(index, [backup + 1])],
     )
 
@@ -130,8 +124,7 @@ def softsync_waits_for_one(case: Case, index: int, level: dp) -> Breach | None:
         return None
     return Breach(
         level,
-        f"the server would wait for {level.n}/{level.sync.k} of a gradient; k is at most the number of "
-        "replicas",
+        f"the server would wait for {level.n}/{level.sync.k} of a gradient; k is at most the number of replicas",
         lambda: [
             case.changed(index, sync=softsync(level.n)),
             *case.resized(index, [level.sync.values()["k"]]),
@@ -161,11 +154,7 @@ def a_torus_has_two_sides(case: Case, index: int, level: dp) -> Breach | None:
     "other (AD-PSGD).",
 )
 def async_gossip_needs_two_camps(case: Case, index: int, level: dp) -> Breach | None:
-    if (
-        not isinstance(level.sync, gossip)
-        or level.sync.mode != "async"
-        or _two_camps(level.sync.graph, level.n)
-    ):
+    if not isinstance(level.sync, gossip) or level.sync.mode != "async" or _two_camps(level.sync.graph, level.n):
         return None
     graph, even = level.sync.graph, sorted({level.n - level.n % 2, level.n + level.n % 2} - {0})
     return Breach(
@@ -179,17 +168,14 @@ def async_gossip_needs_two_camps(case: Case, index: int, level: dp) -> Breach | 
     )
 
 
-@rule(
-    dp, gossip, why="A member of a gossip sends its model, so all of its own replicas must hold the same one."
-)
+@rule(dp, gossip, why="A member of a gossip sends its model, so all of its own replicas must hold the same one.")
 def gossip_members_agree(case: Case, index: int, level: dp) -> Breach | None:
     outside = any(isinstance(other.sync, gossip) for place, other in case.levels() if place < index)
     if not outside or isinstance(level.sync, bsp):
         return None
     return Breach(
         level,
-        f"replicas under {level.sync} hold different models, and the gossip outside wants one from each "
-        "member",
+        f"replicas under {level.sync} hold different models, and the gossip outside wants one from each member",
         lambda: [case.changed(index, sync=bsp(), via=None)],
     )
 
@@ -214,16 +200,14 @@ def periods_nest(case: Case, index: int, level: dp) -> Breach | None:
 
 @rule(
     ensemble,
-    why="Members never speak to each other, so nothing may span several of them: an ensemble is the "
-    "outermost axis.",
+    why="Members never speak to each other, so nothing may span several of them: an ensemble is the outermost axis.",
 )
 def ensembles_stand_outside(case: Case, index: int, members: ensemble) -> Breach | None:
     if index == 0:
         return None
     return Breach(
         members,
-        f"{case.strategy.terms[0]} outside it would join members that train apart; an ensemble stands "
-        "outermost",
+        f"{case.strategy.terms[0]} outside it would join members that train apart; an ensemble stands outermost",
         lambda: [case.moved(index, 0)],
     )
 

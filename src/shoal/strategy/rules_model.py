@@ -40,8 +40,7 @@ def tp_divides_heads(case: Case, index: int, cut: tp) -> Breach | None:
 
 @rule(
     tp,
-    why="Heads of keys and values are dealt out whole as well, or ranks would attend to keys they do not "
-    "have.",
+    why="Heads of keys and values are dealt out whole as well, or ranks would attend to keys they do not have.",
 )
 def tp_divides_kv_heads(case: Case, index: int, cut: tp) -> Breach | None:
     return _divide_tensor(case, index, cut, case.facts.kv_heads, "key-value heads")
@@ -95,16 +94,13 @@ def cp_divides_tokens(case: Case, index: int, context: cp) -> Breach | None:
 
 @rule(
     cp,
-    why="Ulysses gives each rank whole sequences of some heads, after tensor parallelism has taken its "
-    "share of them.",
+    why="Ulysses gives each rank whole sequences of some heads, after tensor parallelism has taken its share of them.",
 )
 def ulysses_divides_heads(case: Case, index: int, context: cp) -> Breach | None:
     cut = case.strategy.term(tp)
     taken = cut.n if cut else 1
     names = (("heads", case.facts.heads), ("key-value heads", case.facts.kv_heads))
-    odd = next(
-        ((noun, heads) for noun, heads in names if heads is not None and heads % (context.n * taken)), None
-    )
+    odd = next(((noun, heads) for noun, heads in names if heads is not None and heads % (context.n * taken)), None)
     if context.method != "ulysses" or odd is None:
         return None
     split = f"{context.n} x tp {taken}" if taken > 1 else str(context.n)
@@ -177,11 +173,7 @@ def spatial_divides_images(case: Case, index: int, planes: spatial) -> Breach | 
         f"an image {side} of {length} does not divide by {parts}",
         lambda: [
             *case.resized(index, sizes),
-            *[
-                case.changed(index, split=split)
-                for split in ("height", "width", "both")
-                if split != planes.split
-            ],
+            *[case.changed(index, split=split) for split in ("height", "width", "both") if split != planes.split],
         ],
     )
 
@@ -207,9 +199,7 @@ def the_batch_divides(case: Case, index: int, strategy: Strategy) -> Breach | No
             if name is None:
                 continue
             now = term.values()[name]
-            others = (
-                replicas * micro // now if not (isinstance(term, pp) and strategy.term(accumulate)) else 0
-            )
+            others = replicas * micro // now if not (isinstance(term, pp) and strategy.term(accumulate)) else 0
             if others and batch % others == 0:
                 yield from case.resized(place, around(batch // others, now), name)
         if micro > 1 and batch % replicas:  # Neither factor alone can be mended.
@@ -220,9 +210,7 @@ def the_batch_divides(case: Case, index: int, strategy: Strategy) -> Breach | No
                     yield case.changed(place, **{"micro" if isinstance(term, pp) else "k": 1})
 
     blamed = next((term for term in strategy.terms if isinstance(term, (dp, ep, accumulate, pp))), strategy)
-    return Breach(
-        strategy if micro > 1 else blamed, f"a global batch of {batch} does not divide by {among}", fixes
-    )
+    return Breach(strategy if micro > 1 else blamed, f"a global batch of {batch} does not divide by {among}", fixes)
 
 
 @rule(dp, why="LARS and LAMB need the norm of each whole layer, and a shard ends anywhere inside a layer.")

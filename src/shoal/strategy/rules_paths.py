@@ -86,8 +86,7 @@ def shared_memory_sends_nothing(case: Case, index: int, level: dp) -> Breach | N
 @rule(
     dp,
     CompressTerm,
-    why="gTop-k and HiTopKComm are collectives themselves: they replace an all-reduce, not a server or a "
-    "neighbour.",
+    why="gTop-k and HiTopKComm are collectives themselves: they replace an all-reduce, not a server or a neighbour.",
 )
 def sparse_collectives_replace_allreduce(case: Case, index: int, level: dp) -> Breach | None:
     neighbours = isinstance(level.sync, gossip)
@@ -139,9 +138,7 @@ def compression_acts_once_a_step(case: Case, index: int, level: dp) -> Breach | 
     )
 
 
-@rule(
-    dp, gossip, why="Gossip goes from neighbour to neighbour; there is no server and no collective to choose."
-)
+@rule(dp, gossip, why="Gossip goes from neighbour to neighbour; there is no server and no collective to choose.")
 def gossip_speaks_to_neighbours(case: Case, index: int, level: dp) -> Breach | None:
     if not isinstance(level.sync, gossip) or level.via == allreduce():
         return None
@@ -182,8 +179,7 @@ def hierarchies_need_groups(case: Case, index: int, level: dp) -> Breach | None:
 @rule(
     amp,
     shared,
-    why="amp refreshes 16-bit copies of the weights between steps, and without locks there is no moment "
-    "between steps.",
+    why="amp refreshes 16-bit copies of the weights between steps, and without locks there is no moment between steps.",
 )
 def amp_needs_a_moment(case: Case, index: int, precision: amp) -> Breach | None:
     writers = [level for _, level in case.levels() if isinstance(level.sync, hogwild)]

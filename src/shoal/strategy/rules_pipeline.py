@@ -13,8 +13,7 @@ rule = Table()
 @rule(
     accumulate,
     pp,
-    why="A pipeline accumulates over its micro-batches already; a second count of them would contradict "
-    "the first.",
+    why="A pipeline accumulates over its micro-batches already; a second count of them would contradict the first.",
 )
 def a_pipeline_accumulates_already(case: Case, index: int, accumulation: accumulate) -> Breach | None:
     place, pipeline = next(case.places(pp))
@@ -95,8 +94,7 @@ def stashed_weights_stay_whole(case: Case, index: int, pipeline: pp) -> Breach |
     place, level = sharded[0]
     return Breach(
         pipeline,
-        f"pipedream stashes whole weights for every micro-batch in flight, and {level} splits what belongs "
-        "to them",
+        f"pipedream stashes whole weights for every micro-batch in flight, and {level} splits what belongs to them",
         lambda: [case.changed(place, zero=0), case.changed(index, schedule="1f1b")],
     )
 
@@ -110,8 +108,7 @@ def a_global_norm_needs_a_flush(case: Case, index: int, pipeline: pp) -> Breach 
         return None
     return Breach(
         pipeline,
-        "gradients are clipped by their global norm, and pipedream has no moment at which all stages have "
-        "theirs",
+        "gradients are clipped by their global norm, and pipedream has no moment at which all stages have theirs",
         lambda: [case.changed(index, schedule="1f1b")],
     )
 

@@ -46,8 +46,7 @@ class bsp(SyncTerm):
     def words(self) -> str:
         if self.backup:
             return (
-                f"every step waits for all replicas but the slowest {count(self.backup)}, whose gradients "
-                "are dropped"
+                f"every step waits for all replicas but the slowest {count(self.backup)}, whose gradients are dropped"
             )
         return "every step waits for the gradients of all replicas"
 
@@ -55,9 +54,7 @@ class bsp(SyncTerm):
         if not self.backup:
             return None
         slow = counted(self.backup, "replica")
-        return Promise(
-            "statistical", f"the gradients of the slowest {slow} are dropped each step", band=SAME_TARGET
-        )
+        return Promise("statistical", f"the gradients of the slowest {slow} are dropped each step", band=SAME_TARGET)
 
 
 class softsync(SyncTerm):
@@ -70,11 +67,7 @@ class softsync(SyncTerm):
     spectrum = "backup workers / n-softsync"
 
     def words(self) -> str:
-        part = (
-            "as many gradients as there are replicas"
-            if self.k == 1
-            else f"1/{self.k} as many gradients as replicas"
-        )
+        part = "as many gradients as there are replicas" if self.k == 1 else f"1/{self.k} as many gradients as replicas"
         return (
             f"the server steps when {part} have come, from whichever replicas, and lets none grow older "
             f"than {2 * self.k} steps"
@@ -99,10 +92,7 @@ class ssp(SyncTerm):
     def words(self) -> str:
         if self.s == 0:
             return "no replica may run ahead of another, so every step waits for all"
-        return (
-            f"the fastest replica may be at most {counted(self.s, 'step')} ahead of the slowest, then it "
-            "waits"
-        )
+        return f"the fastest replica may be at most {counted(self.s, 'step')} ahead of the slowest, then it waits"
 
     def drift(self, replicas: int) -> Promise | None:
         if replicas == 1 or self.s == 0:
@@ -119,10 +109,7 @@ class asp(SyncTerm):
     spectrum = "asynchronous / HOGWILD"
 
     def words(self) -> str:
-        return (
-            "every gradient is applied when it comes, however old the weights it was computed from; nobody "
-            "waits"
-        )
+        return "every gradient is applied when it comes, however old the weights it was computed from; nobody waits"
 
     def drift(self, replicas: int) -> Promise | None:
         if replicas == 1:
@@ -144,9 +131,7 @@ class hogwild(SyncTerm):
     def drift(self, replicas: int) -> Promise | None:
         if replicas == 1:
             return None
-        return Promise(
-            "statistical", "hogwild() lets replicas overwrite each other's updates", band=SAME_TARGET
-        )
+        return Promise("statistical", "hogwild() lets replicas overwrite each other's updates", band=SAME_TARGET)
 
 
 class local(SyncTerm):
@@ -171,9 +156,7 @@ class local(SyncTerm):
                 "momentum or Adam"
             )
         else:
-            reason = (
-                f"local({self.h}) lets replicas drift apart for {self.h:,} steps before they are averaged"
-            )
+            reason = f"local({self.h}) lets replicas drift apart for {self.h:,} steps before they are averaged"
         return Promise("statistical", reason, band=SAME_TARGET)
 
 
@@ -197,8 +180,7 @@ class diloco(SyncTerm):
 
     def drift(self, replicas: int) -> Promise | None:
         reason = (
-            f"diloco({self.h}) steps an outer optimiser {every(self.h, 'step')}, which the serial run does "
-            "not have"
+            f"diloco({self.h}) steps an outer optimiser {every(self.h, 'step')}, which the serial run does not have"
         )
         return Promise("statistical", reason, band=SAME_TARGET)
 
@@ -221,10 +203,7 @@ class bmuf(SyncTerm):
         )
 
     def drift(self, replicas: int) -> Promise | None:
-        reason = (
-            f"bmuf({self.h}) filters the change of every block with momentum, which the serial run does "
-            "not have"
-        )
+        reason = f"bmuf({self.h}) filters the change of every block with momentum, which the serial run does not have"
         return Promise("statistical", reason, band=SAME_TARGET)
 
 
@@ -251,9 +230,7 @@ class elastic(SyncTerm):
         )
 
     def drift(self, replicas: int) -> Promise | None:
-        reason = (
-            f"elastic({self.h}, {self.rho}) ties replicas to a centre by a force only, so they explore apart"
-        )
+        reason = f"elastic({self.h}, {self.rho}) ties replicas to a centre by a force only, so they explore apart"
         return Promise("statistical", reason, band=SAME_TARGET)
 
 

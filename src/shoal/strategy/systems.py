@@ -197,9 +197,7 @@ def _axis_kinds(strategy: Strategy) -> Kinds:
 
 
 def _modifier_kinds(strategy: Strategy) -> Kinds:
-    return frozenset(
-        (type(term).__name__, choice) for term in strategy.modifiers for choice in ("", *_choices(term))
-    )
+    return frozenset((type(term).__name__, choice) for term in strategy.modifiers for choice in ("", *_choices(term)))
 
 
 def _choices(term: Term) -> list[str]:

@@ -67,8 +67,7 @@ def place(strategy: Strategy | Term) -> Placement:
         parallelism=_one_or_hybrid(PARALLELISM, axes, nothing="none"),
         optimisation=_optimisation(strategy),
         scheduling=_scheduling(strategy),
-        communication=" + ".join(dict.fromkeys(pattern for term in axes for pattern in term.patterns()))
-        or "none",
+        communication=" + ".join(dict.fromkeys(pattern for term in axes for pattern in term.patterns())) or "none",
         spectrum=SPECTRUM[spectrum_position(strategy)],
         comparison=_one_or_hybrid(CLASSES, axes, nothing="serial"),
     )
@@ -83,10 +82,7 @@ def _one_or_hybrid(names: dict[str, str], axes: list[AxisTerm], *, nothing: str)
 
 
 def _optimisation(strategy: Strategy) -> str:
-    apart = (
-        any(level.sync.exchanges == "model" for level in strategy.dp_levels)
-        or strategy.term(ensemble) is not None
-    )
+    apart = any(level.sync.exchanges == "model" for level in strategy.dp_levels) or strategy.term(ensemble) is not None
     return "decentralised" if apart else "centralised"
 
 
@@ -97,9 +93,7 @@ def _scheduling(strategy: Strategy) -> str:
         found.add(level.sync.scheduling)
         served = isinstance(level.via, ps) and isinstance(level.sync, elastic)
         if served or (isinstance(level.sync, gossip) and level.sync.mode == "async"):
-            found.add(
-                "asynchronous"
-            )  # Replicas meet a centre or a neighbour one at a time, whenever they are ready.
+            found.add("asynchronous")  # Replicas meet a centre or a neighbour one at a time, whenever they are ready.
     pipeline = strategy.term(pp)
     if pipeline is not None and pipeline.schedule == "pipedream":
         found.add("bounded asynchronous")

@@ -86,13 +86,9 @@ class Term:
                         f"{type(self).__name__}: {error.message}", argument=where, suggestion=error.suggestion
                     ) from None
             elif name in given and (argument.required or not callable(argument.default)):
-                raise TermError(
-                    f"{type(self).__name__}: {name} is None; expected {argument.expects}", argument=name
-                )
+                raise TermError(f"{type(self).__name__}: {name} is None; expected {argument.expects}", argument=name)
             elif argument.required:
-                raise TermError(
-                    f"{type(self).__name__} needs {name}: {argument.expects}", suggestion=self.example()
-                )
+                raise TermError(f"{type(self).__name__} needs {name}: {argument.expects}", suggestion=self.example())
             else:
                 values[name] = argument.default_for(values)
         self.__dict__.update(values)
@@ -158,13 +154,7 @@ class Term:
             argument = self.arguments[name]
             # After a gap in the positional arguments everything must be named.
             by_place = by_place and not argument.kw_only and len(parts) == list(self.arguments).index(name)
-            text = (
-                f'"{value}"'
-                if isinstance(value, str)
-                else str(value)
-                if isinstance(value, Term)
-                else repr(value)
-            )
+            text = f'"{value}"' if isinstance(value, str) else str(value) if isinstance(value, Term) else repr(value)
             parts.append(text if by_place else f"{name}={text}")
         return f"{type(self).__name__}({', '.join(parts)})"
 

@@ -54,9 +54,7 @@ class _Reader:
         if node is not None:
             column = self._characters(node.col_offset)
             length = max(self._characters(node.end_col_offset or node.col_offset) - column, 1)
-        return StrategyError(
-            message, text=self.text, column=self.start + column, length=length, suggestion=suggestion
-        )
+        return StrategyError(message, text=self.text, column=self.start + column, length=length, suggestion=suggestion)
 
     def _characters(self, utf8_offset: int) -> int:
         """The syntax tree counts bytes; people count characters."""
@@ -91,9 +89,7 @@ class _Reader:
     def _tree(self, ast: Any) -> ast.expr:
         """The syntax tree of the text, or a StrategyError for anything Python itself cannot read."""
         if not self.code:
-            raise self.error(
-                f'the strategy is empty; expected an expression such as {EXAMPLE}, or "{SERIAL}"'
-            )
+            raise self.error(f'the strategy is empty; expected an expression such as {EXAMPLE}, or "{SERIAL}"')
         if len(self.text) > LONGEST_TEXT:
             raise StrategyError(
                 f"the strategy has {len(self.text):,} characters; at most {LONGEST_TEXT:,} are read",
@@ -124,9 +120,7 @@ class _Reader:
         opened, closed = self.code.count("("), self.code.count(")")
         if opened > closed:
             message = (
-                f"{opened - closed} closing parenthesis missing"
-                if opened - closed == 1
-                else "parentheses stay open"
+                f"{opened - closed} closing parenthesis missing" if opened - closed == 1 else "parentheses stay open"
             )
         elif "comma" in message or message == "invalid syntax":
             message = f"cannot read this; terms are joined by *, as in {EXAMPLE}"
@@ -166,11 +160,7 @@ class _Reader:
         found = REGISTRY.get(node.id)
         if found is None:
             near = nearest_name(node.id, [*REGISTRY, SERIAL])
-            known = (
-                ""
-                if near
-                else f"; the axes are {', '.join(n for n, t in REGISTRY.items() if t.family == 'axis')}"
-            )
+            known = "" if near else f"; the axes are {', '.join(n for n, t in REGISTRY.items() if t.family == 'axis')}"
             raise self.error(f"there is no term {shortened(node.id)}{known}", node, suggestion=near)
         return found
 
@@ -244,13 +234,9 @@ class _Reader:
                 node.id, [name for name, term in REGISTRY.items() if term.family not in ("axis", "modifier")]
             )
             raise self.error(f"there is no term {shortened(node.id)}", node, suggestion=near)
-        raise self.error(
-            "this is no value for an argument; expected a number, a word in quotes or a term", node
-        )
+        raise self.error("this is no value for an argument; expected a number, a word in quotes or a term", node)
 
     def _nested(self, term: Term, node: ast.expr) -> Term:
         if term.family in ("axis", "modifier"):
-            raise self.error(
-                f"{type(term).__name__} is {FAMILIES[term.family].format(name=type(term).__name__)}", node
-            )
+            raise self.error(f"{type(term).__name__} is {FAMILIES[term.family].format(name=type(term).__name__)}", node)
         return term

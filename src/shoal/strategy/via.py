@@ -23,9 +23,7 @@ class ViaTerm(Term):
 class allreduce(ViaTerm):
     """A collective among equals; "auto" lets the size of the message choose the algorithm."""
 
-    algorithm: str = choice(
-        "auto", "ring", "tree", "butterfly", "rabenseifner", "hierarchical", default="auto"
-    )
+    algorithm: str = choice("auto", "ring", "tree", "butterfly", "rabenseifner", "hierarchical", default="auto")
 
     title = "all-reduce: ring, tree, butterfly, Rabenseifner, hierarchical"
 

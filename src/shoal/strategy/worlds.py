@@ -46,9 +46,7 @@ def _sizes(sizes: list[int], workers: int) -> list[tuple[int, ...]]:
                 new = list(sizes)
                 for place, part in zip(places, parts, strict=True):
                     new[place] = part
-                found[tuple(new)] = sum(
-                    abs(log2(after / before)) for before, after in zip(sizes, new, strict=True)
-                )
+                found[tuple(new)] = sum(abs(log2(after / before)) for before, after in zip(sizes, new, strict=True))
         if len(found) >= MOST_PROPOSALS:
             break  # Changing more axes would only lead further away.
     if sizes:

@@ -26,9 +26,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 def averaged_buffers(model: nn.Module, members: Members) -> dict[str, torch.Tensor]:
     """The buffers, floating-point ones as the mean over all members; the model's own stay. Collective."""
     buffers = persistent_buffers(model)
-    floating = {
-        name: buffer for name, buffer in buffers.items() if buffer.is_floating_point() and buffer.numel()
-    }
+    floating = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point() and buffer.numel()}
     if members.group is None or not floating:
         return buffers
     mine = torch.cat([buffer.reshape(-1).double() for buffer in floating.values()])

@@ -74,9 +74,7 @@ class Line:
 class Channel:
     """One rank's line to its parent, or to a function where there is no parent of ours (under torchrun)."""
 
-    def __init__(
-        self, *, rank: int, world: int, line: Line | None = None, receiver: Receiver | None = None
-    ) -> None:
+    def __init__(self, *, rank: int, world: int, line: Line | None = None, receiver: Receiver | None = None) -> None:
         self.rank = rank
         self.world = world
         self._line = line

@@ -60,11 +60,7 @@ class Contents:
         start, stop = piece.start, piece.start + piece.values.numel()
         if start == stop:
             return
-        key = (
-            f"{piece.name} {state} [{start}:{stop}]"
-            if state is not None
-            else f"{piece.name} [{start}:{stop}]"
-        )
+        key = f"{piece.name} {state} [{start}:{stop}]" if state is not None else f"{piece.name} [{start}:{stop}]"
         self.tensors.append((key, piece.values))
         row = {
             "file": self.file,

@@ -36,9 +36,7 @@ class Events:
             if resumed_at is not None:
                 # TensorBoard drops what earlier files of this folder say of these steps.
                 start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-                self._writer.write_event(
-                    self._event(wall_time=time.time(), step=resumed_at + 1, session_log=start)
-                )
+                self._writer.write_event(self._event(wall_time=time.time(), step=resumed_at + 1, session_log=start))
             self._writer.flush()
 
     @contextlib.contextmanager

@@ -37,8 +37,7 @@ class ForkServer:
         self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         paths = [path or os.getcwd() for path in sys.path]
         code = (
-            f"import sys; sys.path[:] = {paths!r}; "
-            f"from shoal.train.forkserver import serve; serve({theirs.fileno()})"
+            f"import sys; sys.path[:] = {paths!r}; from shoal.train.forkserver import serve; serve({theirs.fileno()})"
         )
         # A Ctrl-C while the server still loads must not reach it; the mask is inherited, `serve` lifts it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -101,9 +100,7 @@ _servers_lock = threading.Lock()
 
 def server_for(environment: Mapping[str, str]) -> ForkServer:
     """The running server whose libraries were loaded under these settings, started if need be."""
-    key = tuple(
-        sorted((name, value) for name, value in environment.items() if name.startswith(READ_AT_START))
-    )
+    key = tuple(sorted((name, value) for name, value in environment.items() if name.startswith(READ_AT_START)))
     with _servers_lock:
         server = _servers.get(key)
         if server is None or not server.alive:

@@ -151,9 +151,7 @@ def _tcp_store(environment: Mapping[str, str], rank: int, world: int, meet_s: fl
                 address, port, world, True, master_listen_fd=listener.detach(), wait_for_workers=False, **wait
             )
         if listens:
-            return dist.TCPStore(
-                address, port, world, True, multi_tenant=True, wait_for_workers=False, **wait
-            )
+            return dist.TCPStore(address, port, world, True, multi_tenant=True, wait_for_workers=False, **wait)
         return dist.TCPStore(address, port, world, False, wait_for_workers=False, **wait)
     except dist.DistError as error:
         if "EADDRINUSE" in str(error) or "already in use" in str(error):
@@ -193,9 +191,7 @@ def _meet(store: dist.Store, rank: int, world: int, meet_s: float) -> None:
         # Whoever waits for this rank in vain can then say which process that is.
         store.set(f"process/{rank}", json.dumps([socket.gethostname(), os.getpid()]))
         if store.add(f"here/{rank}", 1) > 1:
-            raise JoinError(
-                f"two processes say that they are rank {rank}; each rank of a job must have its own RANK."
-            )
+            raise JoinError(f"two processes say that they are rank {rank}; each rank of a job must have its own RANK.")
         missing = _wait_for([f"here/{other}" for other in range(world)], store, meet_s)
     except dist.DistError as error:
         raise JoinError(
@@ -225,8 +221,7 @@ def _wait_for(keys: list[str], store: dist.Store, seconds: float) -> list[str]:
 
 def _prefix(environment: Mapping[str, str], times_joined: int) -> str:
     token = "/".join(
-        environment.get(name, "")
-        for name in ("SHOAL_TOKEN", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+        environment.get(name, "") for name in ("SHOAL_TOKEN", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
     )
     return f"shoal/{hashlib.sha256(token.encode(errors='surrogateescape')).hexdigest()}/{times_joined}"
 

@@ -92,9 +92,7 @@ def _behind(reports: Mapping[int, Report]) -> Verdict | None:
     if not waited_for:
         return None
     # A rank that is late in one group because it waits in another is not the cause.
-    causes = {
-        label: [rank for rank in late if rank not in waiting] or late for label, late in waited_for.items()
-    }
+    causes = {label: [rank for rank in late if rank not in waiting] or late for label, late in waited_for.items()}
     rooted = {label: late for label, late in causes.items() if not set(late) & waiting} or causes
 
     def waited_s(label: str) -> float:

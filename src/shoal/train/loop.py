@@ -255,8 +255,7 @@ class TrainingRun:
         if self.saved_step is not None:
             kept = f"the checkpoint of step {self.saved_step} is kept"
         return TrainingStopped(
-            f"step {step}: {what}; {kept} in {self.folder}. "
-            "A lower learning rate, clipping or another seed may help"
+            f"step {step}: {what}; {kept} in {self.folder}. A lower learning rate, clipping or another seed may help"
         )
 
     def _warn(self, text: str) -> None:

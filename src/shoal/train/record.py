@@ -105,9 +105,7 @@ class Recorder:
             "arguments": plain(arguments),
             "environment": environment(),
             "started": before.get("started", now),
-            "resumed": [*before.get("resumed", []), {"step": resumed_at, "at": now}]
-            if resumed_at is not None
-            else [],
+            "resumed": [*before.get("resumed", []), {"step": resumed_at, "at": now}] if resumed_at is not None else [],
             "ended": None,
             "summary": None,
         }
@@ -126,9 +124,7 @@ class Recorder:
         entry = plain(row)
         self._steps.add(entry)
         # Kept for the summary: a few numbers of each step.
-        self._rows.append(
-            {k: entry.get(k) for k in ("step", "loss", "step_s", "samples_per_s", "memory_bytes")}
-        )
+        self._rows.append({k: entry.get(k) for k in ("step", "loss", "step_s", "samples_per_s", "memory_bytes")})
         self._events.add(int(row["step"]), {CURVES[key]: row.get(key) for key in CURVES})
         if ledger is not None:
             self._steady, self._total, self._counted_steps = (

@@ -35,7 +35,9 @@ class Reference:
     """Parameter -> mask of the elements whose true gradient is zero."""
 
 
-def train_serially(job: Job, *, steps: int, micro_batches: int, parts: int = 1, dtype: torch.dtype | None = torch.float64) -> Reference:
+def train_serially(
+    job: Job, *, steps: int, micro_batches: int, parts: int = 1, dtype: torch.dtype | None = torch.float64
+) -> Reference:
     """`parts` cuts each micro-batch further, as ranks would: needed only for dropout, whose masks are drawn by part."""
     model = build_model(job, dtype)
     model.train()

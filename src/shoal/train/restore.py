@@ -34,9 +34,7 @@ def find_intact(folder: Path, warn: Callable[[str], None], *, clean: bool = True
         tidy(folder)
     with BOOK.during("checkpoint"):
         # Rank 0's view counts: a shared file system may show it to others a moment later.
-        names = exchange({"names": [path.name for _, path in checkpoints(folder)] if rank == 0 else []})[0][
-            "names"
-        ]
+        names = exchange({"names": [path.name for _, path in checkpoints(folder)] if rank == 0 else []})[0]["names"]
         for name in reversed(names):
             checkpoint, trouble = None, None
             try:

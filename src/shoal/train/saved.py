@@ -68,9 +68,7 @@ class Checkpoint:
         self.files: dict[str, tuple[int, str]] = {
             name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest["files"].items()
         }
-        self._buffers = {
-            name: (_whole(e), str(e["file"]), str(e["tensor"])) for name, e in manifest["buffers"].items()
-        }
+        self._buffers = {name: (_whole(e), str(e["file"]), str(e["tensor"])) for name, e in manifest["buffers"].items()}
         self._numbers = {
             name: {key: (float(from_json(value)), str(kind)) for key, (value, kind) in numbers.items()}
             for name, numbers in manifest["numbers"].items()
@@ -106,9 +104,7 @@ class Checkpoint:
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """The model's buffers by name."""
-        return {
-            name: self._file(file).get_tensor(tensor) for name, (_, file, tensor) in self._buffers.items()
-        }
+        return {name: self._file(file).get_tensor(tensor) for name, (_, file, tensor) in self._buffers.items()}
 
     def buffer_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {name: (whole.shape, whole.dtype) for name, (whole, _, _) in self._buffers.items()}
@@ -155,14 +151,10 @@ class Checkpoint:
 
     def _require_consistent(self) -> None:
         """Every element of everything is there once, in files that the manifest knows."""
-        used = {part.file for parts in self._parts.values() for part in parts} | {
-            e[1] for e in self._buffers.values()
-        }
+        used = {part.file for parts in self._parts.values() for part in parts} | {e[1] for e in self._buffers.values()}
         for file in {*used, *self.files}:
             if file not in self.files or not _FILE.fullmatch(file):
-                raise CheckpointBroken(
-                    f"{self.path / MANIFEST} names the file {file!r}, which is none of its own"
-                )
+                raise CheckpointBroken(f"{self.path / MANIFEST} names the file {file!r}, which is none of its own")
         for name, numbers in self._numbers.items():
             for key, (_, kind) in numbers.items():
                 if kind not in _KINDS:
@@ -199,9 +191,7 @@ def open_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
     if not path.is_dir():
         raise CheckpointBroken(f"there is no checkpoint {path}")
     if not (path / MANIFEST).exists() and latest(path) is not None:
-        raise CheckpointBroken(
-            f"{path} is a folder of checkpoints; name one of them, for example {latest(path)}"
-        )
+        raise CheckpointBroken(f"{path} is a folder of checkpoints; name one of them, for example {latest(path)}")
     checkpoint = from_manifest(path)
     if verify:
         for name in sorted(checkpoint.files):
@@ -232,9 +222,7 @@ def from_manifest(path: Path) -> Checkpoint:
         raise CheckpointBroken(f"{path / MANIFEST} is not a checkpoint's manifest ({error!r})") from error
     recorded = {name: sha256 for name, (_, sha256) in checkpoint.files.items()}
     if sums != checksums_text(digest, recorded).encode():
-        raise CheckpointBroken(
-            f"{path / CHECKSUMS} has been altered since it was written: {MANIFEST} says otherwise"
-        )
+        raise CheckpointBroken(f"{path / CHECKSUMS} has been altered since it was written: {MANIFEST} says otherwise")
     return checkpoint
 
 

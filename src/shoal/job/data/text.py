@@ -89,9 +89,7 @@ class LabelledTextData:
         num_samples: int | None = None,
     ) -> None:
         if min(sequence, num_labels, vocab) < 1:
-            raise JobError(
-                f"sequence {sequence}, num_labels {num_labels} and vocab {vocab} must each be at least 1"
-            )
+            raise JobError(f"sequence {sequence}, num_labels {num_labels} and vocab {vocab} must each be at least 1")
         starts, labels, begin = [], [], 0
         for number, (_, source) in enumerate(read_modules()):
             windows = np.arange(len(source) // sequence, dtype=np.int64)
@@ -131,9 +129,7 @@ def _chance(places: np.ndarray) -> np.ndarray:
 @functools.cache
 def standard_library(split: Split) -> np.ndarray:
     """The bytes of one side of the split, modules in the order of their names."""
-    modules = [
-        (name, text) for name, text in read_modules() if is_validation(name) == (split == "validation")
-    ]
+    modules = [(name, text) for name, text in read_modules() if is_validation(name) == (split == "validation")]
     joined = np.frombuffer(b"\n".join(text for _, text in modules)[:LARGEST_BYTES], dtype=np.uint8)
     if len(joined) < 100_000:
         raise JobError(

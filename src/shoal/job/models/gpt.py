@@ -106,9 +106,7 @@ class GPT(nn.Module):
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
                 residual = name.endswith((".out", ".down"))
-                nn.init.normal_(
-                    module.weight, std=0.02 / math.sqrt(2 * self.config.layers) if residual else 0.02
-                )
+                nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * self.config.layers) if residual else 0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
             elif isinstance(module, nn.Embedding):

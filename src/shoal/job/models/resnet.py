@@ -64,9 +64,7 @@ class ResNet(nn.Module):
         """
         super().__init__()
         if len(blocks) != len(widths) or not blocks:
-            raise ValueError(
-                f"blocks {list(blocks)} and widths {list(widths)} must name the same stages, at least one"
-            )
+            raise ValueError(f"blocks {list(blocks)} and widths {list(widths)} must name the same stages, at least one")
         features = widths[0]
         stem: list[nn.Module] = [
             _conv_norm(channels, features, 7, 2) if large_stem else _conv_norm(channels, features, 3),

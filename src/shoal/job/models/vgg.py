@@ -28,9 +28,7 @@ class VGG(nn.Module):
         super().__init__()
         final = image >> len(stages)
         if final < 1:
-            raise ValueError(
-                f"{len(stages)} stages halve an image of {image} pixels to nothing; use fewer stages"
-            )
+            raise ValueError(f"{len(stages)} stages halve an image of {image} pixels to nothing; use fewer stages")
         layers: list[nn.Module] = []
         for num_convolutions, width in stages:
             for _ in range(num_convolutions):

@@ -56,9 +56,7 @@ SIZES = {
     ),
     # The vocabulary keeps its real size, although bytes use only its first 256 rows.
     "gpt2-medium": Settings(
-        model=GPTConfig(
-            vocab=50257, layers=24, heads=16, hidden=1024, sequence=1024, tied=True, attention_bias=True
-        ),
+        model=GPTConfig(vocab=50257, layers=24, heads=16, hidden=1024, sequence=1024, tied=True, attention_bias=True),
         global_batch=512,
         steps=100_000,
         warmup=2000,
@@ -80,9 +78,7 @@ def language(size: str = "tiny", *, ignore_fraction: float = 0.0, **changes: Any
         name=f"language:gpt:{size}",
         model=partial(GPT, settings.model),
         train=TextData(standard_library("train"), sequence=sequence, ignore_fraction=ignore_fraction),
-        validation=TextData(
-            standard_library("validation"), sequence=sequence, num_samples=settings.validation_samples
-        ),
+        validation=TextData(standard_library("validation"), sequence=sequence, num_samples=settings.validation_samples),
         loss=cross_entropy,
         optimizer=partial(torch.optim.AdamW, lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.1),
         options=DecayMatrices(weight_decay=0.1),
@@ -93,8 +89,6 @@ def language(size: str = "tiny", *, ignore_fraction: float = 0.0, **changes: Any
         metrics=language_metrics,
         derived={"perplexity": perplexity},
         evaluate_every=settings.evaluate_every,
-        target=Target(metric="loss", value=settings.target_loss)
-        if settings.target_loss is not None
-        else None,
+        target=Target(metric="loss", value=settings.target_loss) if settings.target_loss is not None else None,
     )
     return replace(job, **changes) if changes else job
