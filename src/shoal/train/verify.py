@@ -28,7 +28,7 @@ from shoal.train.reference import train_serially
 from shoal.train.setup import Prepared, job_from, prepare
 
 EXACT = 1e-10
-"""Largest relative difference of an exact strategy in float64. Correct ones measure about 1e-15, faults 1e-5 and more."""
+"""Largest relative difference of an exact strategy in float64. Correct ones measure 1e-15, faults 1e-5 and more."""
 BAND = 0.05
 """Largest mean relative difference of the loss curve, for strategies that promise the target, not the numbers."""
 ZERO_GRADIENT = 1e-8
