@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal.comm.group import BOOK
+from shoal.comm.group import BOOK, PLAIN_SENDS_BYTES
 from shoal.train.channel import Channel
 from shoal.train.join import join
 
@@ -243,7 +243,8 @@ def _attempt(call: Call, group: Any, rank: int, ranks: int) -> tuple[Sequence[Te
 
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
-SHAPES = ((1,), (7,), (3, 5), (2, 3, 4), (1, 1), (1000,))
+SHAPES = ((1,), (7,), (3, 5), (2, 3, 4), (1, 1), (1000,), (331, 1601))
+"""The last one is gathered by plain sends in every dtype, the others by Gloo."""
 
 
 def against_serial(arguments: dict[str, Any], channel: Channel) -> list[str]:
@@ -330,11 +331,13 @@ def who_carries(arguments: dict[str, Any], channel: Channel) -> dict[str, str]:
     """Whose work object each collective returns: Shoal's where it replaces Gloo's, else torch's."""
     me = join()
     whole, part = torch.ones(3 * me.world), torch.ones(3)
+    large = torch.ones(PLAIN_SENDS_BYTES // 4 // me.world)
     works = {
         "sum": dist.reduce_scatter_single(part, whole, async_op=True),
         "mean": dist.reduce_scatter_single(part, whole, op=dist.ReduceOp.AVG, async_op=True),
         "max": dist.reduce_scatter_single(part, whole, op=dist.ReduceOp.MAX, async_op=True),
-        "gather": dist.all_gather_single(whole, part, async_op=True),
+        "small gather": dist.all_gather_single(whole, part, async_op=True),
+        "gather": dist.all_gather_single(large.new_empty(large.numel() * me.world), large, async_op=True),
     }
     for work in works.values():
         work.wait()

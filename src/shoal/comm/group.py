@@ -237,9 +237,12 @@ class GlooGroup(CountingGroup):
         """Each rank sends its part to every other, straight into place."""
         self._enter("all_gather", _bytes(output))
         ranks, me = self.size(), self.rank()
-        if ranks == 1 or not output.is_contiguous() or _bytes(output) < PLAIN_SENDS_BYTES:
-            options = (opts,) if opts is not None else ()
+        options = (opts,) if opts is not None else ()
+        if not output.is_contiguous():
             return self.inner.all_gather_single(output, input, *options)
+        if ranks == 1 or _bytes(output) < PLAIN_SENDS_BYTES:
+            # Laid out flat: Gloo wants shapes to match that need not.
+            return self.inner.all_gather_single(output.view(-1), input.contiguous().view(-1), *options)
         parts = output.view(ranks, -1)
         mine = input.contiguous()
         # A tag of its own keeps gathers in flight apart from each other and from other messages.
