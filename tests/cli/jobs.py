@@ -33,7 +33,7 @@ class Model(nn.Module):
 job = Job(
     name="{name}", model=Model, train=data(1), validation=data(2), loss=loss,
     optimizer=lambda groups: torch.optim.AdamW(groups, lr=0.01), global_batch=24, steps={steps}, evaluate_every=4,
-    clip={clip},
+    clip={clip}, schedule=lambda step: {schedule},
 )
 """
 
@@ -48,8 +48,11 @@ def write_job(
     steps: int = 12,
     hidden: int = 16,
     clip: float | None = 1.0,
+    schedule: str = "1.0",
 ) -> str:
-    """Writes a job file and gives its name. `loss` and `forward` are lines that run first in these functions."""
+    """Writes a job file and gives its name. `loss` and `forward` are lines that run first in these functions;
+    `schedule` is an expression in `step`, which counts from 0.
+    """
     text = SMALL.format(
         name=name,
         before=before,
@@ -58,6 +61,7 @@ def write_job(
         steps=steps,
         hidden=hidden,
         clip=clip,
+        schedule=schedule,
     )
     (folder / f"{name}.py").write_text(text, encoding="utf-8")
     return f"{name}.py"

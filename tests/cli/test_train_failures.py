@@ -69,12 +69,24 @@ def test_a_loss_that_is_no_number_stops_at_its_step_and_keeps_the_last_checkpoin
 
 
 @pytest.mark.parametrize("strategy", ["serial", "dp(2, zero=3)"])
+def test_a_gradient_that_is_no_number_stops_at_its_step_also_without_clipping(
+    strategy: str, shoal: Shoal, tmp_path: Path
+) -> None:
+    spoiled = counting("output.register_hook(lambda gradient: gradient * float('nan'))")
+    job = write_job(tmp_path, before="calls = []", loss=spoiled, clip=None)
+    done = shoal("train", job, "-s", strategy, "--folder", "run", "--checkpoint-every", "1")
+    assert done.status == 1
+    assert "shoal: step 5: the norm of the gradient is nan" in done.err
+    assert "the checkpoint of step 4 is kept in run" in done.err
+    assert checkpoints(tmp_path / "run") == ["step-00000003", "step-00000004"]
+
+
+@pytest.mark.parametrize("strategy", ["serial", "dp(2, zero=3)"])
 def test_parameters_that_are_no_numbers_never_replace_a_good_checkpoint(
     strategy: str, shoal: Shoal, tmp_path: Path
 ) -> None:
-    # The loss is finite, its gradient is not; without clipping nobody looks at the gradient's norm.
-    spoiled = counting("output.register_hook(lambda gradient: gradient * float('nan'))")
-    job = write_job(tmp_path, before="calls = []", loss=spoiled, clip=None)
+    # Loss and gradient of the fifth step are finite; its learning rate is not.
+    job = write_job(tmp_path, schedule="float('inf') if step == 4 else 1.0")
     done = shoal("train", job, "-s", strategy, "--folder", "run", "--checkpoint-every", "1")
     assert done.status == 1
     assert "shoal: step 5: the parameter layers." in done.err
