@@ -68,7 +68,7 @@ def peak(settings: dict[str, Any], channel: Any) -> dict[str, float]:
     from shoal.job import Job, TextData, cross_entropy
     from shoal.job.models.gpt import GPT, GPTConfig
     from shoal.strategy import parse
-    from shoal.train.join import join, leave
+    from shoal.train.launch.join import join, leave
     from shoal.train.setup import prepare
 
     me = join()

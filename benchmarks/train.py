@@ -32,7 +32,7 @@ def contest(settings: dict[str, Any], channel: Any) -> dict[str, list[float]]:
     import torch
     import torch.distributed as dist
 
-    from shoal.train.join import join, leave
+    from shoal.train.launch.join import join, leave
 
     me = join()
     plain = dist.new_group(backend="gloo")

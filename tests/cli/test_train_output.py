@@ -17,7 +17,7 @@ from cli.command import COMMAND, Place
 from cli.conftest import Shoal
 from cli.jobs import write_job
 from shoal.comm.ledger import Ledger
-from shoal.train.run import read_run
+from shoal.train.record.run import read_run
 
 FILES = {"run.json", "steps.jsonl", "validation.jsonl", "ledger.json", "events", "trace.json", "checkpoints"}
 

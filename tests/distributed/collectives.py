@@ -17,8 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.comm.group import BOOK, PLAIN_SENDS_BYTES
-from shoal.train.channel import Channel
-from shoal.train.join import join
+from shoal.train.launch.channel import Channel
+from shoal.train.launch.join import join
 
 N = 6
 Call = Callable[[Any, int, int], Sequence[Tensor]]

@@ -14,7 +14,7 @@ from shoal.parallel.apply import parallelize
 from shoal.parallel.batch_norm import synchronise
 from shoal.parallel.engine import Engine, NonFinite
 from shoal.strategy import parse
-from shoal.train.join import join, leave
+from shoal.train.launch.join import join, leave
 
 WIDTH = 64
 

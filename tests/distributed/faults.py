@@ -20,7 +20,7 @@ from shoal.parallel.data import Bucket, GradientReduction
 from shoal.parallel.engine import Engine
 from shoal.parallel.optimizer import SlicedOptimizer
 from shoal.train.step import StepRunner
-from shoal.train.verify import parallel_run
+from shoal.train.verify.certify import parallel_run
 
 SMALL_BUCKET_BYTES = 512
 

@@ -1,7 +1,7 @@
 """Many proofs on ranks that are started once: what `verify` does, for a list of jobs and strategies.
 
 Starting ranks costs more than training a model of fifty parameters, so sweeps over odd models run here; the
-comparison is that of `shoal.train.verify`, function for function.
+comparison is that of `shoal.train.verify.certify`, function for function.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 
 from shoal.parallel.runnable import NotRunnable
 from shoal.strategy import contract, parse
-from shoal.train.float64 import KeepFloat64
-from shoal.train.join import join, leave
+from shoal.train.launch.join import join, leave
 from shoal.train.setup import job_from, prepare
-from shoal.train.verify import _train, compare, serial_run
+from shoal.train.verify.certify import _train, compare, serial_run
+from shoal.train.verify.float64 import KeepFloat64
 
 JOBS = str(Path(__file__).parent / "jobs" / "odd.py")
 

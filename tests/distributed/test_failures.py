@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from shoal.train.launch import RankFailed, RankHung, run_ranks
-from shoal.train.rendezvous import PREFIX
+from shoal.train.launch.rendezvous import PREFIX
 
 Ranks = Callable[..., list[Any]]
 TARGETS = "distributed.targets"
@@ -74,7 +74,7 @@ def test_a_users_mistake_keeps_its_own_words(ranks: Ranks, said: list[dict[str, 
     assert caught.value.message == "this is for the person who started it\nand has two lines"
     assert caught.value.for_user
     assert caught.value.rank == failing
-    assert caught.value.error_type == "shoal.train.join.JoinError"
+    assert caught.value.error_type == "shoal.train.launch.join.JoinError"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT])
@@ -183,7 +183,7 @@ def test_ctrl_c_while_the_server_still_loads(tmp_path: Path, interrupts: int) ->
 
 FIRST_INTERRUPT = """
 import os, signal, threading
-from shoal.train import supervise
+from shoal.train.launch import supervise
 start = supervise.Supervision._start
 def start_and_interrupt(self, rank, order):
     start(self, rank, order)

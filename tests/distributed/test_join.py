@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from shoal.train.script import LaunchError, launch_script
+from shoal.train.launch.script import LaunchError, launch_script
 
 Ranks = Callable[..., list[Any]]
 
 SUM = """
 import torch, torch.distributed as dist
-from shoal.train.join import join, leave
+from shoal.train.launch.join import join, leave
 me = join(meet_s={meet_s})
 value = torch.tensor([float(me.rank + 1)])
 dist.all_reduce(value)
@@ -122,7 +122,7 @@ def test_a_meeting_place_nobody_holds_is_told(ranks: Ranks, port: int) -> None:
 def test_variables_that_make_no_sense_are_named(
     own: dict[str, object], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from shoal.train import join
+    from shoal.train.launch import join
 
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"} if len(own) > 1 else {}
     with pytest.raises(join.JoinError, match=expected):
@@ -151,8 +151,8 @@ def test_torchrun_with_join_works(tmp_path: Path) -> None:
 
 HANGS = """
 import time, torch, torch.distributed as dist
-from shoal.train.channel import standalone_channel
-from shoal.train.join import join
+from shoal.train.launch.channel import standalone_channel
+from shoal.train.launch.join import join
 standalone_channel(hang_after_s=1.5)
 me = join()
 dist.barrier()
@@ -187,7 +187,7 @@ dist.init_process_group("gloo")
 value = torch.ones(1); dist.all_reduce(value)
 with open(sys.argv[1] + os.environ["LOCAL_RANK"], "w") as file:
     file.write(f"{value.item()} {sys.argv[2]} {os.environ['LOCAL_WORLD_SIZE']}")
-from shoal.train.join import join, leave
+from shoal.train.launch.join import join, leave
 me = join()
 assert (me.rank, me.world, me.backend) == (dist.get_rank(), 2, "shoal-gloo")
 leave()
@@ -246,7 +246,7 @@ def test_a_script_that_is_not_there_is_named() -> None:
 
 LAUNCHER = """
 import sys
-from shoal.train.script import launch_script
+from shoal.train.launch.script import launch_script
 sys.exit(launch_script(sys.argv[1], [], ranks=2))
 """
 

@@ -9,9 +9,9 @@ import pytest
 
 from distributed.proofs import JOBS
 from shoal.strategy import parse
-from shoal.train.verify import EXACT, Certificate, verify
+from shoal.train.verify.certify import EXACT, Certificate, verify
 
-HONEST = "shoal.train.verify:parallel_run"
+HONEST = "shoal.train.verify.certify:parallel_run"
 STEPS = 3
 
 NUMBERS = [

@@ -145,7 +145,7 @@ def _is_lost_pipe(name: str) -> bool:
 
 
 def test_the_parent_needs_no_torch() -> None:
-    code = "import sys, shoal.train.launch; sys.exit('torch' in sys.modules)"
+    code = "import sys, shoal.train.launch.start; sys.exit('torch' in sys.modules)"
     paths = os.pathsep.join(path for path in sys.path if path)
     assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths}).returncode == 0
 

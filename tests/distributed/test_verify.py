@@ -20,7 +20,7 @@ import pytest
 from distributed.proofs import JOBS
 from shoal.strategy import parse
 from shoal.train.launch import run_ranks
-from shoal.train.verify import EXACT, Certificate, verify
+from shoal.train.verify.certify import EXACT, Certificate, verify
 
 HERE = Path(__file__).parent
 STEPS = 4

@@ -9,7 +9,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from shoal.train.channel import Channel
+from shoal.train.launch.channel import Channel
 from shoal.train.loop import train_run
 
 

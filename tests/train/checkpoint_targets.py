@@ -23,8 +23,9 @@ from shoal.comm.mesh import Mesh
 from shoal.parallel.apply import parallelize
 from shoal.parallel.engine import Engine
 from shoal.strategy import parse
-from shoal.train import checkpoint as checkpoint_module
-from shoal.train.checkpoint import (
+from shoal.train.checkpoint import save as checkpoint_module
+from shoal.train.checkpoint.exchange import exchange
+from shoal.train.checkpoint.save import (
     CheckpointFailed,
     average_buffers,
     find_intact,
@@ -32,8 +33,7 @@ from shoal.train.checkpoint import (
     restore,
     save,
 )
-from shoal.train.exchange import exchange
-from shoal.train.join import join
+from shoal.train.launch.join import join
 
 WORDS, WIDTH = 37, 11
 

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from shoal.parallel.engine import Engine
-from shoal.train.checkpoint import (
+from shoal.train.checkpoint.save import (
     Checkpoint,
     CheckpointBroken,
     CheckpointFailed,
@@ -333,7 +333,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_no_failure(
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("shoal.train.checkpoint.remove", refuse)
+    monkeypatch.setattr("shoal.train.checkpoint.save.remove", refuse)
     save(tmp_path, engine, step=1, progress={}, keep=1)
     with pytest.warns(UserWarning, match=r"old checkpoint .*step-00000001 could not be removed"):
         save(tmp_path, engine, step=2, progress={}, keep=1)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shoal.train.failure import (
+from shoal.train.launch.failure import (
     Failure,
     RankFailed,
     RankHung,

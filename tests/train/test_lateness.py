@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from shoal.train.lateness import Entered, Report, judge
+from shoal.train.launch.lateness import Entered, Report, judge
 
 
 def entered(

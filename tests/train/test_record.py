@@ -18,7 +18,7 @@ import torch
 
 from shoal.comm.ledger import Entry, Key, Ledger
 from shoal.estimate.estimate import Estimate
-from shoal.train.record import Recorder, Run, RunBroken, new_folder, read_run, tracing
+from shoal.train.record.recorder import Recorder, Run, RunBroken, new_folder, read_run, tracing
 
 SENT = Ledger({Key("dp", "gradient", "all_reduce"): Entry(2, 4, 1000)})
 
@@ -214,7 +214,7 @@ def test_run_json_is_whole_at_every_moment(tmp_path: Path, monkeypatch: pytest.M
     def crash(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("shoal.train.run.os.fsync", crash)
+    monkeypatch.setattr("shoal.train.record.run.os.fsync", crash)
     with pytest.warns(UserWarning, match="is not complete"):
         record.close("finished")
     assert (tmp_path / "run.json").read_text() == before
@@ -312,7 +312,7 @@ def test_every_run_gets_a_folder_of_its_own(tmp_path: Path) -> None:
 def test_reading_a_run_needs_no_torch(tmp_path: Path) -> None:
     recorder(tmp_path).close("finished")
     code = (
-        "import sys; from pathlib import Path; from shoal.train.run import read_run; "
+        "import sys; from pathlib import Path; from shoal.train.record.run import read_run; "
         "print(read_run(Path(sys.argv[1])).status, 'torch' in sys.modules)"
     )
     done = subprocess.run(

@@ -129,7 +129,7 @@ def launch(
     ] = None,
 ) -> None:
     """Start a script of your own on several local ranks. What follows the script's name is the script's."""
-    from shoal.train.script import launch_script
+    from shoal.train.launch.script import launch_script
 
     sys.exit(launch_script(script, context.args, ranks=ranks, port=port))
 
@@ -147,7 +147,7 @@ def only_json() -> Iterator[Callable[[dict[str, Any]], None]]:
     """Standard output is for one JSON object: what a job or a library prints there goes to standard error."""
     import json
 
-    from shoal.train.run import plain
+    from shoal.train.record.run import plain
 
     sys.stdout.flush()
     kept = os.dup(1)
@@ -194,7 +194,7 @@ def _tell(error: Exception) -> int:
         if "RANK" not in os.environ or os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"shoal: {shown() if shown is not None else error}", file=sys.stderr)
         return 2
-    if type(error).__module__ == "shoal.train.failure":
+    if type(error).__module__ == "shoal.train.launch.failure":
         # One rank's failure ends all; its own traceback is the one that helps.
         if not error.for_user and error.traceback_text:  # type: ignore[attr-defined]
             print(error.traceback_text, file=sys.stderr)  # type: ignore[attr-defined]

@@ -79,7 +79,7 @@ def _run_of(resume: str) -> Path | None:
 
 
 def _inherit(arguments: dict[str, Any], run: Path | None) -> dict[str, Any]:
-    from shoal.train.run import RUN, read_json
+    from shoal.train.record.run import RUN, read_json
 
     folder = arguments["folder"]
     if folder is not None and (run is None or Path(folder).resolve() != run.resolve()):
@@ -105,7 +105,7 @@ def _default_checkpoints(arguments: dict[str, Any], steps: int) -> None:
 
 def _as_one_rank(arguments: dict[str, Any], *, hang_after: float, as_json: bool) -> NoReturn:
     from shoal.cli.main import only_json
-    from shoal.train.channel import standalone_channel
+    from shoal.train.launch.channel import standalone_channel
     from shoal.train.loop import check_run, train_run
 
     with only_json() if as_json else contextlib.nullcontext(_summary) as show:
@@ -129,9 +129,9 @@ def _as_one_rank(arguments: dict[str, Any], *, hang_after: float, as_json: bool)
 
 def _tell(rank: int, error: Exception) -> None:
     """Prints why this rank failed: not if another one is the cause, nor what another one has said already."""
-    from shoal.train.failure import from_exception
-    from shoal.train.join import current
-    from shoal.train.rank import describe
+    from shoal.train.launch.failure import from_exception
+    from shoal.train.launch.join import current
+    from shoal.train.launch.rank import describe
 
     failure, place = from_exception(rank, describe(error)), current()
     if failure.is_echo:
@@ -148,9 +148,9 @@ def _tell(rank: int, error: Exception) -> None:
 
 
 def _on_local_ranks(arguments: dict[str, Any], world: int, *, hang_after: float, bar: bool) -> dict[str, Any]:
-    from shoal.train.failure import RankFailed
     from shoal.train.launch import run_ranks
-    from shoal.train.record import new_folder
+    from shoal.train.launch.failure import RankFailed
+    from shoal.train.record.recorder import new_folder
 
     plain = _plain_lines()
     try:
@@ -198,7 +198,7 @@ def _ending_at_once(listen: Callable[[dict[str, Any]], None]) -> Callable[[int, 
 
 def _record_failure(folder: Path, error: Any) -> None:
     """Writes the cause down: rank 0 may have known only its echo, or may be the one that was killed."""
-    from shoal.train.run import RUN, RunBroken, read_json, write_json
+    from shoal.train.record.run import RUN, RunBroken, read_json, write_json
 
     with contextlib.suppress(RunBroken, OSError):
         facts = read_json(folder / RUN)

@@ -23,16 +23,16 @@ from shoal.parallel.batch_norm import batch_norms
 from shoal.parallel.engine import NonFinite
 from shoal.parallel.runnable import require_runnable
 from shoal.strategy import parse, require_legal
-from shoal.train.buffers import average_buffers
-from shoal.train.checkpoint import CheckpointFailed, save
-from shoal.train.exchange import exchange
-from shoal.train.join import join, leave
-from shoal.train.record import Recorder, new_folder, tracing
-from shoal.train.restore import find_intact, restore
-from shoal.train.run import Status
-from shoal.train.saved import Checkpoint, open_checkpoint
+from shoal.train.checkpoint.buffers import average_buffers
+from shoal.train.checkpoint.exchange import exchange
+from shoal.train.checkpoint.restore import find_intact, restore
+from shoal.train.checkpoint.save import CheckpointFailed, save
+from shoal.train.checkpoint.saved import Checkpoint, open_checkpoint
+from shoal.train.launch.join import join, leave
+from shoal.train.launch.watch import beat
+from shoal.train.record.recorder import Recorder, new_folder, tracing
+from shoal.train.record.run import Status
 from shoal.train.setup import Prepared, job_from, prepare
-from shoal.train.watch import beat
 
 
 class TrainingStopped(ValueError):

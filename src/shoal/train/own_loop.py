@@ -19,7 +19,7 @@ from shoal.parallel.apply import Options, parallelize
 from shoal.parallel.engine import Engine
 from shoal.parallel.optimizer import Factory
 from shoal.strategy import Strategy, parse, require_legal
-from shoal.train.join import join
+from shoal.train.launch.join import join
 
 
 def engine(

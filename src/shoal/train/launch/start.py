@@ -12,13 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.train.failure import RankFailed, RankHung
-from shoal.train.forkserver import server_for
-from shoal.train.rendezvous import private_directory
-from shoal.train.script import launch_script
-from shoal.train.supervise import OnMessage, Supervision
-
-__all__ = ["RankFailed", "RankHung", "launch_script", "run_ranks", "warm_up"]
+from shoal.train.launch.forkserver import server_for
+from shoal.train.launch.rendezvous import private_directory
+from shoal.train.launch.supervise import OnMessage, Supervision
 
 
 def warm_up(*, threads_per_rank: int | None = None, environment: Mapping[str, str] | None = None) -> None:

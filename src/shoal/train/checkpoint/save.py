@@ -17,9 +17,10 @@ from typing import Any
 
 from shoal.comm.group import BOOK
 from shoal.parallel.engine import Engine
-from shoal.train.buffers import average_buffers, averaged_buffers
-from shoal.train.checkpoint_contents import Contents, contents_of
-from shoal.train.checkpoint_files import (
+from shoal.train.checkpoint.buffers import average_buffers, averaged_buffers
+from shoal.train.checkpoint.contents import Contents, contents_of
+from shoal.train.checkpoint.exchange import exchange, world_and_rank
+from shoal.train.checkpoint.files import (
     CHECKSUMS,
     FORMAT,
     MANIFEST,
@@ -36,9 +37,8 @@ from shoal.train.checkpoint_files import (
     write_bytes,
     write_tensors,
 )
-from shoal.train.exchange import exchange, world_and_rank
-from shoal.train.restore import CheckpointMismatch, find_intact, restore
-from shoal.train.saved import Checkpoint, CheckpointBroken, latest, open_checkpoint
+from shoal.train.checkpoint.restore import CheckpointMismatch, find_intact, restore
+from shoal.train.checkpoint.saved import Checkpoint, CheckpointBroken, latest, open_checkpoint
 
 __all__ = [
     "Checkpoint", "CheckpointBroken", "CheckpointFailed", "CheckpointMismatch",

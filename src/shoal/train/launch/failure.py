@@ -61,7 +61,7 @@ def first_cause(failures: Iterable[Failure]) -> Failure | None:
 
 
 def from_exception(rank: int, told: dict[str, Any]) -> Failure:
-    """A failure from what `shoal.train.rank.describe` says of an exception."""
+    """A failure from what `shoal.train.launch.rank.describe` says of an exception."""
     text = told["message"]
     if told["for_user"]:
         message = text

@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
-from shoal.train.lateness import Verdict
-from shoal.train.watch import Watch
+from shoal.train.launch.lateness import Verdict
+from shoal.train.launch.watch import Watch
 
 Receiver = Callable[[dict[str, Any]], None]
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from shoal.train.failure import Failure, first_cause, from_exception, from_exit, from_hang
-from shoal.train.forkserver import ForkServer
+from shoal.train.launch.failure import Failure, first_cause, from_exception, from_exit, from_hang
+from shoal.train.launch.forkserver import ForkServer
 
 OnMessage = Callable[[int, dict[str, Any]], None]
 

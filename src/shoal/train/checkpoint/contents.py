@@ -12,7 +12,7 @@ import torch
 
 from shoal.parallel.engine import Engine
 from shoal.parallel.optimizer import Piece
-from shoal.train.checkpoint_files import dtype_name, file_of, to_json
+from shoal.train.checkpoint.files import dtype_name, file_of, to_json
 
 
 @dataclass(kw_only=True)

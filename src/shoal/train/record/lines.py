@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.train.run import parse_line
+from shoal.train.record.run import parse_line
 
 
 class Lines:

@@ -23,9 +23,9 @@ from shoal.estimate.traffic import predict
 from shoal.job import Job, infer_facts
 from shoal.parallel.optimizer import Piece
 from shoal.strategy import Strategy, contract, parse, require_legal
-from shoal.train.float64 import KeepFloat64
-from shoal.train.reference import train_serially
 from shoal.train.setup import Prepared, job_from, prepare
+from shoal.train.verify.float64 import KeepFloat64
+from shoal.train.verify.reference import train_serially
 
 EXACT = 1e-10
 """Largest relative difference of an exact strategy in float64. Correct ones measure 1e-15, faults 1e-5 and more."""
@@ -73,7 +73,7 @@ def verify(
     steps: int = 10,
     size: str | None = None,
     overrides: dict[str, Any] | None = None,
-    target: str = "shoal.train.verify:parallel_run",
+    target: str = "shoal.train.verify.certify:parallel_run",
     progress: Callable[[str], None] = lambda text: None,
 ) -> Certificate:
     """Runs both and compares. `target` names the parallel run's function: tests plant faults there."""
@@ -102,7 +102,7 @@ def verify(
     with tempfile.TemporaryDirectory(prefix="shoal-verify-") as folder:
         arguments["reference"] = str(Path(folder) / "reference.safetensors")
         progress(f"{steps} serial steps in {'float64' if exact else 'float32'}")
-        serial = run_ranks("shoal.train.verify:serial_run", arguments, ranks=1)[0]
+        serial = run_ranks("shoal.train.verify.certify:serial_run", arguments, ranks=1)[0]
         progress(f"{steps} steps on {strategy.world} ranks under {strategy}")
         ranks = run_ranks(target, arguments, ranks=strategy.world)
     losses = ranks[0]["losses"]
@@ -172,7 +172,7 @@ def serial_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
 
 def parallel_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     """On every rank: the run under the strategy, compared slice by slice."""
-    from shoal.train.join import join, leave
+    from shoal.train.launch.join import join, leave
 
     me = join()
     job, strategy = _job_of(arguments), parse(arguments["strategy"])

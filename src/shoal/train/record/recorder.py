@@ -20,9 +20,9 @@ from typing import Any
 from shoal.comm.ledger import Ledger
 from shoal.strategy import parse
 from shoal.strategy.contract import contract as contract_of
-from shoal.train.events import Events
-from shoal.train.lines import Lines, cut
-from shoal.train.run import (
+from shoal.train.record.events import Events
+from shoal.train.record.lines import Lines, cut
+from shoal.train.record.run import (
     EVENTS,
     LEDGER,
     RUN,
@@ -38,7 +38,7 @@ from shoal.train.run import (
     read_run,
     write_json,
 )
-from shoal.train.trace import Tracing, tracing
+from shoal.train.record.trace import Tracing, tracing
 
 __all__ = ["Recorder", "Run", "RunBroken", "Tracing", "new_folder", "read_run", "tracing"]
 

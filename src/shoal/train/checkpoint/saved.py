@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from shoal.parallel.optimizer import Numbers
-from shoal.train.checkpoint_files import (
+from shoal.train.checkpoint.files import (
     CHECKSUMS,
     DTYPES,
     FORMAT,

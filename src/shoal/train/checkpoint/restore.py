@@ -12,10 +12,10 @@ import torch
 
 from shoal.comm.group import BOOK
 from shoal.parallel.engine import Engine
-from shoal.train.buffers import persistent_buffers
-from shoal.train.checkpoint_files import checkpoints, dtype_name, tidy
-from shoal.train.exchange import exchange, world_and_rank
-from shoal.train.saved import Checkpoint, CheckpointBroken, from_manifest
+from shoal.train.checkpoint.buffers import persistent_buffers
+from shoal.train.checkpoint.exchange import exchange, world_and_rank
+from shoal.train.checkpoint.files import checkpoints, dtype_name, tidy
+from shoal.train.checkpoint.saved import Checkpoint, CheckpointBroken, from_manifest
 
 
 class CheckpointMismatch(ValueError):

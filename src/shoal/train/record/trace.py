@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from shoal.train.run import TRACE
+from shoal.train.record.run import TRACE
 
 
 class Tracing:

@@ -23,10 +23,10 @@ import torch
 import torch._dynamo  # An optimiser loads it at its first step, in more than a second.
 
 import shoal.parallel.apply  # noqa: F401
-from shoal.train.channel import Channel, Line
-from shoal.train.join import leave
-from shoal.train.lateness import Verdict
-from shoal.train.watch import Watch
+from shoal.train.launch.channel import Channel, Line
+from shoal.train.launch.join import leave
+from shoal.train.launch.lateness import Verdict
+from shoal.train.launch.watch import Watch
 
 Target = Callable[[dict[str, Any], Channel], Any]
 

@@ -37,7 +37,8 @@ class ForkServer:
         self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         paths = [path or os.getcwd() for path in sys.path]
         code = (
-            f"import sys; sys.path[:] = {paths!r}; from shoal.train.forkserver import serve; serve({theirs.fileno()})"
+            f"import sys; sys.path[:] = {paths!r}; "
+            f"from shoal.train.launch.forkserver import serve; serve({theirs.fileno()})"
         )
         # A Ctrl-C while the server still loads must not reach it; the mask is inherited, `serve` lifts it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -133,7 +134,7 @@ def serve(descriptor: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     parent = os.getppid()
     link = socket.socket(fileno=descriptor)
-    from shoal.train import rank
+    from shoal.train.launch import rank
 
     gc.freeze()  # What is loaded now stays shared between the ranks.
     _Server(link, parent).run(rank.main)

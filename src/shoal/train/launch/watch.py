@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm import group
-from shoal.train import join
-from shoal.train.lateness import Entered, Report, Verdict, judge
+from shoal.train.launch import join
+from shoal.train.launch.lateness import Entered, Report, Verdict, judge
 
 TICK_S = 0.5
 ANSWER_S = 4.0

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.train.run import plain
+from shoal.train.record.run import plain
 
 FLUSH_S = 20.0
 

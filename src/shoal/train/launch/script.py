@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
-from shoal.train.failure import signal_name
+from shoal.train.launch.failure import signal_name
 
 GRACE_S = 5.0
 """Between the request to end and the end, once a rank has failed."""
@@ -46,7 +46,7 @@ def launch_script(path: str, argv: Sequence[str], *, ranks: int, port: int | Non
         raise LaunchError(f"--port {port}: expected a port from 1 to 65535.")
     from torch.distributed import TCPStore
 
-    from shoal.train.join import listen_on
+    from shoal.train.launch.join import listen_on
 
     listener = listen_on(port or 0)
     port = int(listener.getsockname()[1])
