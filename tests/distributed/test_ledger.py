@@ -43,6 +43,7 @@ def test_stage_3_gathers_every_block_but_the_last_twice(ranks: Run) -> None:
         ("dp", "gradient", "reduce_scatter"): (BLOCKS, MODEL_BYTES // 2),
         ("dp", "forward", "all_gather"): (BLOCKS, MODEL_BYTES // 2),
         ("dp", "backward", "all_gather"): (BLOCKS - 1, MODEL_BYTES // 2 * (BLOCKS - 1) // BLOCKS),
+        ("dp", "optimizer", "all_reduce"): (1, 8),
     }
 
 
@@ -52,6 +53,7 @@ def test_an_outer_level_sends_only_its_shard(ranks: Run) -> None:
         ("gradient", "reduce_scatter"): (1, MODEL_BYTES // 2),
         ("gradient", "all_reduce"): (1, MODEL_BYTES // 2),
         ("optimizer", "all_gather"): (1, MODEL_BYTES // 2),
+        ("optimizer", "all_reduce"): (1, 8),
     }
     assert len({key[0] for key in found}) == 3, "two levels, and both together for the loss"
 

@@ -13,6 +13,7 @@ import contextlib
 import gc
 import json
 import os
+import select
 import selectors
 import shutil
 import signal
@@ -55,7 +56,11 @@ class ForkServer:
 
     @property
     def alive(self) -> bool:
-        return self.owner == os.getpid() and self._process.poll() is None
+        if self.owner != os.getpid() or self._process.poll() is not None:
+            return False
+        # The server says nothing on this socket: that it can be read means that the other end is closed. A killed
+        # process closes its files before its end can be waited for.
+        return not select.select([self._link], [], [], 0)[0]
 
     def fork(self, *, link: socket.socket, directory: str) -> int:
         """Starts a rank that holds `link`; returns the descriptor on which its pid and its end are told."""
