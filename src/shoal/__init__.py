@@ -11,7 +11,12 @@ from shoal.strategy import *  # noqa: F403
 
 __version__ = "0.1.0"
 
-_LATER = {"engine": "shoal.train.own_loop", "verify": "shoal.train.verify", "Certificate": "shoal.train.verify"}
+_LATER = {
+    "engine": "shoal.train.own_loop",
+    "train_job": "shoal.train.local",
+    "verify": "shoal.train.verify",
+    "Certificate": "shoal.train.verify",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -10,16 +10,14 @@ import contextlib
 import hashlib
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from shoal.cli.progress import LiveProgress, plain_lines, summary
+from shoal.train.local import CannotTrain, default_checkpoints, train_locally
+
 INHERITED = ("strategy", "size", "steps", "global_batch", "seed", "checkpoint_every")
 """What a resumed run takes from the run it goes on with, where the command line does not say."""
-
-
-class CannotTrain(ValueError):
-    """A command that cannot be carried out as it stands."""
 
 
 def train_command(
@@ -50,9 +48,14 @@ def train_command(
     arguments["strategy"] = str(strategy)
     if launched:
         _as_one_rank(arguments, hang_after=hang_after, as_json=as_json)
-    with only_json() if as_json else contextlib.nullcontext(_summary) as show:
-        bar = sys.stderr.isatty() and not as_json
-        outcome = _on_local_ranks(arguments, strategy.world, hang_after=hang_after, bar=bar)
+    with only_json() if as_json else contextlib.nullcontext(summary) as show:
+        bar = LiveProgress(str(strategy)) if sys.stderr.isatty() and not as_json else None
+        try:
+            listen = bar.message if bar else plain_lines()
+            outcome = train_locally(arguments, strategy.world, hang_after_s=hang_after, on_message=listen)
+        finally:
+            if bar:
+                bar.close()
         show(outcome)
     return 0 if outcome["status"] == "finished" else 130
 
@@ -98,21 +101,16 @@ def _require_free(folder: Path) -> None:
         )
 
 
-def _default_checkpoints(arguments: dict[str, Any], steps: int) -> None:
-    if arguments["checkpoint_every"] is None:
-        arguments["checkpoint_every"] = max(1, steps // 4)
-
-
 def _as_one_rank(arguments: dict[str, Any], *, hang_after: float, as_json: bool) -> NoReturn:
     from shoal.cli.main import only_json
     from shoal.train.launch.channel import standalone_channel
     from shoal.train.loop import check_run, train_run
 
-    with only_json() if as_json else contextlib.nullcontext(_summary) as show:
+    with only_json() if as_json else contextlib.nullcontext(summary) as show:
         # The ranks look for the checkpoint together, once they have met.
         checked = check_run({**arguments, "resume": None}, None)
-        _default_checkpoints(arguments, checked["steps"])
-        channel = standalone_channel(on_message=_plain_lines(), hang_after_s=hang_after)
+        default_checkpoints(arguments, checked["steps"])
+        channel = standalone_channel(on_message=plain_lines(), hang_after_s=hang_after)
         try:
             outcome = train_run(arguments, channel)
             status = 0 if outcome["status"] == "finished" else 130
@@ -145,154 +143,3 @@ def _tell(rank: int, error: Exception) -> None:
     if not failure.error.for_user:
         print(failure.error.traceback_text, file=sys.stderr)
     print(f"shoal: {failure.error}", file=sys.stderr)
-
-
-def _on_local_ranks(arguments: dict[str, Any], world: int, *, hang_after: float, bar: bool) -> dict[str, Any]:
-    from shoal.train.launch import run_ranks
-    from shoal.train.launch.failure import RankFailed
-    from shoal.train.record.recorder import new_folder
-
-    plain = _plain_lines()
-    try:
-        listen = _ending_at_once(plain)
-        checked = run_ranks("shoal.train.loop:check_run", arguments, ranks=1, on_message=listen)[0]
-    except RankFailed as error:
-        if error.for_user:
-            raise CannotTrain(str(error)) from error
-        raise
-    _default_checkpoints(arguments, checked["steps"])
-    arguments |= {"resume": checked["resume"], "checked": True}
-    try:
-        if arguments["folder"] is None:
-            arguments["folder"] = str(new_folder(Path("runs"), checked["job"]))
-        Path(arguments["folder"]).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        where = arguments["folder"] or "runs"
-        raise CannotTrain(f"{where} cannot be the run's folder: {error.strerror}; give another --folder") from error
-    shown = LiveProgress(checked["steps"], arguments["strategy"]) if bar else None
-    show = shown.message if shown else plain
-    try:
-        outcomes = run_ranks(
-            "shoal.train.loop:train_run", arguments, ranks=world, hang_after_s=hang_after,
-            on_message=lambda rank, message: show(message),
-        )  # fmt: skip
-    except RankFailed as error:
-        _record_failure(Path(arguments["folder"]), error)
-        raise
-    finally:
-        if shown:
-            shown.close()
-    return {**outcomes[0], "memory_bytes": max(each["memory_bytes"] for each in outcomes)}
-
-
-def _ending_at_once(listen: Callable[[dict[str, Any]], None]) -> Callable[[int, dict[str, Any]], None]:
-    """While nothing is trained yet there is nothing to bring to an end: Ctrl-C is final."""
-
-    def message(rank: int, content: dict[str, Any]) -> None:
-        if content["event"] == "stopping":
-            raise KeyboardInterrupt
-        listen(content)
-
-    return message
-
-
-def _record_failure(folder: Path, error: Any) -> None:
-    """Writes the cause down: rank 0 may have known only its echo, or may be the one that was killed."""
-    from shoal.train.record.run import RUN, RunBroken, read_json, write_json
-
-    with contextlib.suppress(RunBroken, OSError):
-        facts = read_json(folder / RUN)
-        if facts["status"] in ("running", "failed"):
-            write_json(folder / RUN, {**facts, "status": "failed", "reason": str(error)})
-
-
-def _plain_lines() -> Any:
-    """Progress for a log: about one line in five seconds, and everything that is not a step."""
-    import time
-
-    last = [0.0]
-
-    def line(message: dict[str, Any]) -> None:
-        event = message["event"]
-        if event == "step":
-            if time.monotonic() - last[0] > 5 or message["step"] == message["steps"]:
-                last[0] = time.monotonic()
-                print(
-                    f"step {message['step']}/{message['steps']}  loss {message['loss']:.4f}"
-                    f"  {1000 * message['step_s']:.0f} ms  {message['samples_per_s']:.0f} samples/s"
-                    f"  {message['memory_bytes'] / 2**20:.0f} MiB",
-                    file=sys.stderr,
-                    flush=True,
-                )
-        elif event in _WORDS:
-            print(_WORDS[event](message), file=sys.stderr, flush=True)
-
-    return line
-
-
-def _numbers(values: dict[str, float]) -> str:
-    return "  ".join(f"{name} {value:.4f}" for name, value in values.items())
-
-
-_WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "metrics": lambda m: f"validation at step {m['step']}: {_numbers(m['metrics'])}",
-    "checkpoint": lambda m: f"checkpoint {m['path']}",
-    "warning": lambda m: f"warning: {m['text']}",
-    "stopping": lambda m: "stopping after this step and writing a checkpoint (Ctrl-C again to end at once)",
-}
-
-
-class LiveProgress:
-    """The bar on a terminal: loss, step time, throughput, memory, time left."""
-
-    def __init__(self, steps: int, strategy: str) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self.progress = Progress(
-            TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}  {task.fields[ms]} ms  {task.fields[rate]}/s"),
-            TextColumn("{task.fields[memory]}  left"), TimeRemainingColumn(),
-        )  # fmt: skip
-        self.task = self.progress.add_task(strategy, total=steps, loss="-", ms="-", rate="-", memory="-")
-        self.progress.start()
-
-    def message(self, message: dict[str, Any]) -> None:
-        event = message["event"]
-        if event == "step":
-            self.progress.update(
-                self.task, completed=message["step"], loss=f"{message['loss']:.4f}",
-                ms=f"{1000 * message['step_s']:.0f}", rate=f"{message['samples_per_s']:.0f}",
-                memory=f"{message['memory_bytes'] / 2**20:.0f} MiB",
-            )  # fmt: skip
-        elif event in _WORDS:
-            text = _WORDS[event](message)
-            self.progress.console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
-
-    def close(self) -> None:
-        self.progress.stop()
-
-
-def _summary(outcome: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
-    rows = {
-        "status": f"{outcome['status']} after {outcome['step']} steps",
-        "strategy": f"{outcome['strategy']}  ({outcome['world']} rank{'s' if outcome['world'] != 1 else ''})",
-    }
-    if outcome["loss"] is not None:
-        rows["loss"] = f"{outcome['loss']:.4f}"
-    rows |= {f"validation {name}": f"{value:.4f}" for name, value in outcome["metrics"].items()}
-    if outcome["time_to_target_s"] is not None:
-        seconds, steps = outcome["time_to_target_s"], outcome["steps_to_target"]
-        rows["target"] = f"reached after {seconds:.1f} s of training, {steps} steps"
-    if outcome["step_s"] is not None:
-        rows["step"] = f"{1000 * outcome['step_s']:.0f} ms"
-    rows["sent in a step"] = f"{sum(row['bytes'] for row in outcome['ledger']) / 1e6:.2f} MB by each rank"
-    rows["peak memory"] = f"{outcome['memory_bytes'] / 2**20:.0f} MiB a rank"
-    rows["run"] = outcome["folder"]
-    if outcome["status"] == "stopped" and outcome["saved_step"] is not None:
-        rows["go on with"] = f"--resume {outcome['folder']}"
-    console, width = Console(highlight=False), max(map(len, rows)) + 2
-    for name, value in rows.items():
-        console.print(Text.assemble((name.ljust(width), "dim"), value), soft_wrap=True)

@@ -1,0 +1,102 @@
+"""How a training run looks: lines for a log, a live bar for a terminal, and a summary at the end."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+def plain_lines() -> Any:
+    """Progress for a log: about one line in five seconds, and everything that is not a step."""
+    last = [0.0]
+
+    def line(message: dict[str, Any]) -> None:
+        event = message["event"]
+        if event == "step":
+            if time.monotonic() - last[0] > 5 or message["step"] == message["steps"]:
+                last[0] = time.monotonic()
+                print(
+                    f"step {message['step']}/{message['steps']}  loss {message['loss']:.4f}"
+                    f"  {1000 * message['step_s']:.0f} ms  {message['samples_per_s']:.0f} samples/s"
+                    f"  {message['memory_bytes'] / 2**20:.0f} MiB",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        elif event in _WORDS:
+            print(_WORDS[event](message), file=sys.stderr, flush=True)
+
+    return line
+
+
+def _numbers(values: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+
+
+_WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "metrics": lambda m: f"validation at step {m['step']}: {_numbers(m['metrics'])}",
+    "checkpoint": lambda m: f"checkpoint {m['path']}",
+    "warning": lambda m: f"warning: {m['text']}",
+    "stopping": lambda m: "stopping after this step and writing a checkpoint (Ctrl-C again to end at once)",
+}
+
+
+class LiveProgress:
+    """The bar on a terminal: loss, step time, throughput, memory, time left. It appears with the first step."""
+
+    def __init__(self, strategy: str) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.progress = Progress(
+            TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]}  {task.fields[ms]} ms  {task.fields[rate]}/s"),
+            TextColumn("{task.fields[memory]}  left"), TimeRemainingColumn(),
+        )  # fmt: skip
+        self.strategy = strategy
+        self.task: Any = None
+
+    def message(self, message: dict[str, Any]) -> None:
+        event = message["event"]
+        if event == "step":
+            if self.task is None:
+                nothing: dict[str, Any] = {"loss": "-", "ms": "-", "rate": "-", "memory": "-"}
+                self.task = self.progress.add_task(self.strategy, total=message["steps"], **nothing)
+                self.progress.start()
+            self.progress.update(
+                self.task, completed=message["step"], loss=f"{message['loss']:.4f}",
+                ms=f"{1000 * message['step_s']:.0f}", rate=f"{message['samples_per_s']:.0f}",
+                memory=f"{message['memory_bytes'] / 2**20:.0f} MiB",
+            )  # fmt: skip
+        elif event in _WORDS:
+            text = _WORDS[event](message)
+            self.progress.console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        self.progress.stop()
+
+
+def summary(outcome: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    rows = {
+        "status": f"{outcome['status']} after {outcome['step']} steps",
+        "strategy": f"{outcome['strategy']}  ({outcome['world']} rank{'s' if outcome['world'] != 1 else ''})",
+    }
+    if outcome["loss"] is not None:
+        rows["loss"] = f"{outcome['loss']:.4f}"
+    rows |= {f"validation {name}": f"{value:.4f}" for name, value in outcome["metrics"].items()}
+    if outcome["time_to_target_s"] is not None:
+        seconds, steps = outcome["time_to_target_s"], outcome["steps_to_target"]
+        rows["target"] = f"reached after {seconds:.1f} s of training, {steps} steps"
+    if outcome["step_s"] is not None:
+        rows["step"] = f"{1000 * outcome['step_s']:.0f} ms"
+    rows["sent in a step"] = f"{sum(row['bytes'] for row in outcome['ledger']) / 1e6:.2f} MB by each rank"
+    rows["peak memory"] = f"{outcome['memory_bytes'] / 2**20:.0f} MiB a rank"
+    rows["run"] = outcome["folder"]
+    if outcome["status"] == "stopped" and outcome["saved_step"] is not None:
+        rows["go on with"] = f"--resume {outcome['folder']}"
+    console, width = Console(highlight=False), max(map(len, rows)) + 2
+    for name, value in rows.items():
+        console.print(Text.assemble((name.ljust(width), "dim"), value), soft_wrap=True)

@@ -1,0 +1,104 @@
+"""Training on ranks of this machine: checked in one process, then run on all, then read back.
+
+    run = train_job("language:tiny", "dp(2, zero=1)", folder="runs/first")
+    run.step_s, run.ledger, run.memory_bytes
+
+Nothing here imports torch: what needs it is done by forks of a server that has it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shoal.strategy import Strategy, parse, require_legal
+from shoal.train.launch import RankFailed, run_ranks
+from shoal.train.record.run import RUN, Run, RunBroken, read_json, read_run, write_json
+
+Listener = Callable[[dict[str, Any]], None]
+
+
+class CannotTrain(ValueError):
+    """What was asked for cannot be carried out as it stands."""
+
+
+def train_job(
+    job: str,
+    strategy: str | Strategy = "serial",
+    *,
+    folder: str | Path | None = None,
+    on_message: Listener = lambda message: None,
+    hang_after_s: float = 300.0,
+    **options: Any,
+) -> Run:
+    """Trains a job by name or file, as `shoal train` does, and returns its record.
+
+    `options`: size, steps, global_batch, seed, resume, checkpoint_every, trace, stop_at_target, backend.
+    """
+    chosen = parse(strategy) if isinstance(strategy, str) else strategy
+    require_legal(chosen)
+    arguments = {"job": job, "strategy": str(chosen), "folder": None if folder is None else str(folder), **options}
+    outcome = train_locally(arguments, chosen.world, hang_after_s=hang_after_s, on_message=on_message)
+    return read_run(Path(outcome["folder"]))
+
+
+def train_locally(
+    arguments: dict[str, Any], world: int, *, hang_after_s: float, on_message: Listener
+) -> dict[str, Any]:
+    """Checks, chooses the folder, runs; returns rank 0's outcome with the memory of the rank that needed most."""
+    try:
+        listen = _ending_at_once(on_message)
+        checked = run_ranks("shoal.train.loop:check_run", arguments, ranks=1, on_message=listen)[0]
+    except RankFailed as error:
+        if error.for_user:
+            raise CannotTrain(str(error)) from error
+        raise
+    arguments = {**arguments, "resume": checked["resume"], "checked": True}
+    default_checkpoints(arguments, checked["steps"])
+    from shoal.train.record.recorder import new_folder
+
+    try:
+        if arguments.get("folder") is None:
+            arguments["folder"] = str(new_folder(Path("runs"), checked["job"]))
+        Path(arguments["folder"]).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        where = arguments["folder"] or "runs"
+        raise CannotTrain(f"{where} cannot be the run's folder: {error.strerror}; give another --folder") from error
+    try:
+        outcomes = run_ranks(
+            "shoal.train.loop:train_run",
+            arguments,
+            ranks=world,
+            hang_after_s=hang_after_s,
+            on_message=lambda rank, message: on_message(message),
+        )
+    except RankFailed as error:
+        _record_failure(Path(arguments["folder"]), error)
+        raise
+    return {**outcomes[0], "memory_bytes": max(each["memory_bytes"] for each in outcomes)}
+
+
+def default_checkpoints(arguments: dict[str, Any], steps: int) -> None:
+    if arguments.get("checkpoint_every") is None:
+        arguments["checkpoint_every"] = max(1, steps // 4)
+
+
+def _ending_at_once(listen: Callable[[dict[str, Any]], None]) -> Callable[[int, dict[str, Any]], None]:
+    """While nothing is trained yet there is nothing to bring to an end: Ctrl-C is final."""
+
+    def message(rank: int, content: dict[str, Any]) -> None:
+        if content["event"] == "stopping":
+            raise KeyboardInterrupt
+        listen(content)
+
+    return message
+
+
+def _record_failure(folder: Path, error: Any) -> None:
+    """Writes the cause down: rank 0 may have known only its echo, or may be the one that was killed."""
+    with contextlib.suppress(RunBroken, OSError):
+        facts = read_json(folder / RUN)
+        if facts["status"] in ("running", "failed"):
+            write_json(folder / RUN, {**facts, "status": "failed", "reason": str(error)})
