@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from typing import Any
 
 import torch
@@ -46,6 +47,17 @@ def float_bytes() -> int:
     return sum(storages.values())
 
 
+def settled_float_bytes() -> int:
+    """The same, once it no longer falls: Gloo's thread lets go of what it sent a moment after its work is done."""
+    alive, steady = float_bytes(), 0
+    while steady < 10:
+        time.sleep(0.01)
+        now = float_bytes()
+        steady = steady + 1 if now >= alive else 0
+        alive = min(alive, now)
+    return alive
+
+
 def memory(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     """Bytes of parameters and gradients that a stage keeps after backward and between steps."""
     engine, _ = start(arguments["strategy"], chain())
@@ -58,7 +70,7 @@ def memory(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
             for tensor in (bucket.whole, bucket.shard)
             if tensor is not None
         )
-        alive = float_bytes()
+        alive = settled_float_bytes()
         engine.step()
     parameters = sum(bucket.buffer.values.untyped_storage().nbytes() for bucket in engine.buckets)
     parameters += 0 if engine.gathering is None else sum(master.numel() * 4 for master in engine.masters)

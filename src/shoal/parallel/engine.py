@@ -106,7 +106,8 @@ class Engine:
         """One small sum over all replicas: loss, count, whether to stop, and who has a gradient for each parameter."""
         self._sums[2] = float(self.stop_requested)
         used = [float(name in self.reduction.used) for name in self.names]
-        everything = torch.cat([self._sums, torch.tensor(used, dtype=torch.float64)])
+        # On the parameters' device: a group of GPUs carries nothing else.
+        everything = torch.cat([self._sums, torch.tensor(used, dtype=torch.float64)]).to(self.buckets[0].buffer.device)
         work = None
         if self.replicas.everyone.group is not None:
             with BOOK.during("loss"):

@@ -104,7 +104,7 @@ class StepRunner:
                         sums[1] += float(count)
                 watch()
             names = list(totals)
-            flat = torch.tensor([totals[name] for name in names], dtype=torch.float64)
+            flat = torch.tensor([totals[name] for name in names], dtype=torch.float64, device=self.device)
             if everyone.group is not None:
                 dist.all_reduce(flat, group=everyone.group)
         engine.model.train()
