@@ -72,13 +72,12 @@ def statistics_numel(channels: int) -> int:
 class _Synchronised(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: Any, bias: Any, eps: float, replicas: Members) -> Any:
-        over = [d for d in range(x.dim()) if d != 1]
         channels = x.shape[1]
         wide = torch.promote_types(x.dtype, torch.float32)
         mine = x.new_zeros(statistics_numel(channels), dtype=wide)
         count = x.numel() // channels
         if count:
-            var, mean = torch.var_mean(x.to(wide), dim=over, correction=0)
+            mean, var = torch.batch_norm_update_stats(x.to(wide), None, None, 0.0)
             mine[:channels], mine[channels:-1], mine[-1] = mean, var * count, count
         everyone = mine.new_empty(replicas.size, mine.numel())
         with BOOK.during(BOOK.phase if BOOK.phase == "evaluate" else "backward" if recomputing() else "forward"):
@@ -98,18 +97,25 @@ class _Synchronised(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor, *_: Any) -> Any:
         x, weight, mean, inverse, total = ctx.saved_tensors
-        over = [d for d in range(x.dim()) if d != 1]
-        channels = x.shape[1]
-        shape = [1, channels] + [1] * (x.dim() - 2)
-        centred = x.to(mean.dtype) - mean.view(shape)
-        wide_dy = dy.to(mean.dtype)
-        sums = torch.stack([wide_dy.sum(over), (wide_dy * centred).sum(over)])
-        grad_bias, grad_weight = sums[0].clone(), sums[1] * inverse
+        shape = [1, x.shape[1]] + [1] * (x.dim() - 2)
+        wide_x, wide_dy = x.to(mean.dtype), dy.to(mean.dtype).contiguous()
+        if x.numel():
+            # The library's own kernel for two sums, about the mean of all replicas: of dy * normalised x, and of dy.
+            _, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
+                wide_dy, wide_x, torch.ones_like(mean), None, None, mean, inverse, True, 0.0, [False, True, True]
+            )
+        else:
+            grad_weight, grad_bias = torch.zeros_like(mean), torch.zeros_like(mean)
+        sums = torch.stack([grad_weight, grad_bias])
         with BOOK.during("backward"):
             dist.all_reduce(sums, group=ctx.replicas.group)
-        sums /= total
-        scale = inverse if weight is None else inverse * weight
-        dx = (wide_dy - sums[0].view(shape) - centred * (inverse**2 * sums[1]).view(shape)) * scale.view(shape)
+        # dx = scale * (dy - mean dy - normalised x * mean(dy * normalised x)), as one line in x and dy per channel.
+        scale = inverse if weight is None else inverse * weight.to(mean.dtype)
+        slope = -scale * inverse * sums[0] / total
+        offset = -scale * sums[1] / total - slope * mean
+        dx = wide_x * slope.view(shape)
+        dx += offset.view(shape)
+        dx.addcmul_(wide_dy, scale.view(shape))
         if weight is None:
             return dx.to(x.dtype), None, None, None, None
         return dx.to(x.dtype), grad_weight.to(weight.dtype), grad_bias.to(weight.dtype), None, None
