@@ -129,19 +129,15 @@ def test_variables_that_make_no_sense_are_named(
         join._meeting_place({**place, **{k: str(v) for k, v in own.items()}}, 1.0)
 
 
+def torchrun_two(script: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    return subprocess.run(command, env=variables(), capture_output=True, text=True, timeout=100, check=False)
+
+
 def test_torchrun_with_join_works(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SUM.format(meet_s=30))
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(script),
-    ]
-    done = subprocess.run(command, env=variables(), capture_output=True, text=True, timeout=100, check=False)
+    done = torchrun_two(script)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split("\n"))[-2:] == [
         "rank 0 of 2 on shoal-gloo: 3.0",
@@ -163,16 +159,7 @@ time.sleep(600) if me.rank == 1 else dist.all_reduce(torch.ones(1))
 def test_under_torchrun_a_hang_is_printed_and_ends_the_job(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(HANGS)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(script),
-    ]
-    done = subprocess.run(command, env=variables(), capture_output=True, text=True, timeout=100, check=False)
+    done = torchrun_two(script)
     assert done.returncode == 1
     assert (
         "shoal: rank 1 is late: it has not entered all_reduce number 2 (axis world, phase setup)"
