@@ -67,7 +67,7 @@ def _contestants(settings: dict[str, Any], me: Any, plain: Any) -> dict[str, Any
     from torch.nn.parallel import DistributedDataParallel
 
     from shoal.job import load_job, share
-    from shoal.parallel.units import blocks
+    from shoal.workload.blocks import blocks
     from shoal.strategy import parse
     from shoal.train.setup import prepare
     from shoal.train.step import build_model

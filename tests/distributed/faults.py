@@ -5,6 +5,7 @@ Where it can be done the fault sends what an honest run would send, so that the 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -87,7 +88,7 @@ def unreduced_norm(arguments: dict[str, Any], channel: Any) -> Any:
         bucket = self._in_flight[0][0]
         wait(self)
         for slot, gradient in kept[id(bucket)]:
-            bucket.views[slot].copy_(gradient * self.replicas.everyone.size)
+            bucket.views[slot].copy_(gradient * bucket.replicas.everyone.size)
 
     GradientReduction._reduce, GradientReduction._wait_for_oldest = remember, put_back
     return parallel_run(arguments, channel)
@@ -190,9 +191,7 @@ def unpublished(arguments: dict[str, Any], channel: Any) -> Any:
 def stand_in_counts(arguments: dict[str, Any], channel: Any) -> Any:
     """A rank without samples counts the one it computes in their place."""
     honest = StepRunner._loss
-    StepRunner._loss = lambda self, mine, everyones: honest(
-        self, mine if len(mine) else everyones[:1], everyones
-    )
+    StepRunner._loss = lambda self, part, output: honest(self, replace(part, stand_in=False), output)
     return parallel_run(arguments, channel)
 
 

@@ -16,12 +16,20 @@ MB = 1 << 20
 
 def table(zero: int, ranks: int, *, copies: int = 1, buffers: list[tuple[int, bool]], **changes: object) -> ShardTable:
     sharded = zero > 0
+    replicas = Group(axis="dp", ranks=ranks * copies)
+    sharding = Group(axis="in" if sharded else "dp", ranks=ranks if sharded else 1)
+    outer = Group(axis="out" if sharded else "dp", ranks=copies if sharded else ranks * copies)
+    micro = int(changes.get("micro_batches", 1))  # type: ignore[call-overload]
     settings: dict[str, object] = {
-        "zero": zero, "micro_batches": 1, "num_parameters": 0,
-        "replicas": Group(axis="dp", ranks=ranks * copies),
-        "sharding": Group(axis="in" if sharded else "dp", ranks=ranks if sharded else 1),
-        "copies": Group(axis="out" if sharded else "dp", ranks=copies if sharded else ranks * copies),
-        "buffers": tuple(Buffer(padded_bytes=n, regathered=again) for n, again in buffers),
+        "zero": zero, "micro_batches": 1, "num_parameters": 0, "world": replicas, "samples": replicas, "norm": sharding,
+        "buffers": tuple(
+            Buffer(
+                padded_bytes=n, replicas=replicas, sharding=sharding, copies=outer,
+                reductions=micro if zero >= 2 else 1, forward_gathers=micro if zero == 3 else 0,
+                backward_gathers=micro if zero == 3 and again else 0,
+            )
+            for n, again in buffers
+        ),
     }  # fmt: skip
     return ShardTable(**(settings | changes))  # type: ignore[arg-type]
 

@@ -1,25 +1,126 @@
 """`shoal explain STRATEGY`: what a strategy is, in words, as a mesh, by its contract and by its place in the
-field.
+field; with a timeline, what each rank of its pipeline does when.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shoal.strategy import explanation, parse
+from shoal.strategy import Strategy, explanation, parse
+
+if TYPE_CHECKING:
+    from shoal.estimate.pipeline import Played
+
+TIMELINE_FILE = "timeline.svg"
+
+MOST_BOXES = 20_000
+"""Passes in one timeline. More of them make a picture of several megabytes in which nothing can be seen."""
+
+STYLES = {"F": "bold blue", "B": "bold yellow", "W": "bold magenta", "idle": "dim", "ruler": "dim"}
 
 
-def explain_strategy(text: str, as_json: bool = False, world: int | None = None) -> None:
-    """Print all that can be said of a strategy. A text that is none raises a StrategyError, ready to be
-    shown.
+class CannotDraw(ValueError):
+    """A timeline that does not exist, is too large to be seen, or cannot be written."""
+
+
+def explain_strategy(
+    text: str, as_json: bool = False, world: int | None = None, timeline_file: str | None = None
+) -> None:
+    """Print all that can be said of a strategy, and draw its pipeline into a file if one is named. A text that is
+    none raises a StrategyError, ready to be shown.
     """
-    told = explanation(parse(text), world=world)
+    strategy = parse(text)
+    told = explanation(strategy, world=world)
+    played = None if timeline_file is None else _draw(strategy, timeline_file)
     if as_json:
         import json
 
+        if played is not None:
+            told["timeline"] = {"file": timeline_file, **_timeline_values(strategy, played)}
         print(json.dumps(told, indent=2, ensure_ascii=False))
         return
     _print(told)
+    if played is not None and timeline_file is not None:
+        _print_timeline(played, timeline_file)
+
+
+def _draw(strategy: Strategy, path: str) -> Played:
+    """Plays the strategy's pipeline with a forward of one unit and a backward of two, and writes the picture."""
+    from pathlib import Path
+
+    from shoal.estimate.pipeline import play_term, timeline_svg
+    from shoal.strategy.terms import pp
+
+    term = strategy.term(pp)
+    if term is None:
+        raise CannotDraw(
+            f"{strategy} has no pipeline, so there is no timeline to draw; "
+            "give a strategy with pp, for example \"pp(4, '1f1b', micro=8)\""
+        )
+    passes = 3 if term.schedule == "zero-bubble" else 2
+    boxes = passes * term.n * term.chunks * term.micro
+    if boxes > MOST_BOXES:
+        raise CannotDraw(
+            f"{term}: a timeline of {boxes:,} passes is too large to be seen, at most {MOST_BOXES:,} are drawn; "
+            "the pattern is the same with fewer micro-batches or ranks"
+        )
+    played = play_term(term)
+    try:
+        Path(path).write_text(timeline_svg(played, str(term)), encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CannotDraw(f"--timeline-file {path!r}: {reason}; name a file that can be written") from None
+    return played
+
+
+def _timeline_values(strategy: Strategy, played: Played) -> dict[str, Any]:
+    from shoal.estimate.pipeline import bubble_formula, bubble_formula_text, timeline_text
+    from shoal.strategy.terms import pp
+
+    term = strategy.term(pp)
+    assert term is not None
+    return {
+        "unit": "a forward through one stage; a whole backward takes two",
+        "schedule": term.schedule, "ranks": term.n, "chunks": term.chunks, "micro": term.micro,
+        "makespan": played.makespan_s,
+        "bubble": played.bubble,
+        "bubble_formula": bubble_formula(term),
+        "formula": bubble_formula_text(term),
+        "steady_bubble": played.steady_bubble,
+        "idle": list(played.idle_s),
+        "in_flight": list(played.in_flight),
+        "text": timeline_text(played).splitlines(),
+        "lanes": [
+            [
+                {
+                    "kind": box.action.kind, "stage": box.action.stage, "micro": box.action.micro,
+                    "start": box.start_s, "stop": box.stop_s,
+                }
+                for box in lane
+            ]
+            for lane in played.lanes
+        ],
+    }  # fmt: skip
+
+
+def _print_timeline(played: Played, path: str) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    from shoal.estimate.pipeline.picture import captions, timeline_rows
+
+    console = Console(highlight=False)
+    console.print()
+    console.print(Text("Timeline", style="bold"), Text(" forward 1, backward 2; ranks along pp"))
+    for row in timeline_rows(played, width=console.width - 2):
+        line = Text("  ")
+        for what, piece in row:
+            line.append(piece, style=STYLES.get(what, ""))
+        line.rstrip()
+        console.print(line, soft_wrap=True)
+    for caption in captions(played):
+        console.print(Text(f"  {caption}"), soft_wrap=True)
+    console.print(Text(f"  drawn in {path}"), soft_wrap=True)
 
 
 def _print(told: dict[str, Any]) -> None:
@@ -73,8 +174,6 @@ def _print(told: dict[str, Any]) -> None:
         if refusal["nearest"]:
             line(f"nearest legal: {', '.join(refusal['nearest'])}", indent=4)
     same = any(system["same"] for system in told["systems"])
-    heading(
-        "Known systems that train this way" if same else "No known system trains quite this way; the nearest"
-    )
+    heading("Known systems that train this way" if same else "No known system trains quite this way; the nearest")
     for system in told["systems"]:
         line(f"{system['name']} ({system['year']}): {system['strategy']}")

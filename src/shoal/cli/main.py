@@ -38,11 +38,18 @@ def explain(
     strategy: Annotated[str, typer.Argument(help="A strategy, for example 'dp(8, zero=1) * tp(2)'.")],
     as_json: Annotated[bool, JSON] = False,
     ranks: Annotated[int | None, typer.Option(help="Check it against this many ranks.")] = None,
+    timeline: Annotated[
+        bool, typer.Option("--timeline", help="Draw what each rank of its pipeline does when, here and as SVG.")
+    ] = False,
+    timeline_file: Annotated[
+        str | None, typer.Option(help="Where the SVG goes (default: timeline.svg); implies --timeline.")
+    ] = None,
 ) -> None:
     """Say what a strategy is: its terms in words, mesh, contract, taxonomy, and who trains this way."""
-    from shoal.cli.explain import explain_strategy
+    from shoal.cli.explain import TIMELINE_FILE, explain_strategy
 
-    explain_strategy(strategy, as_json=as_json, world=ranks)
+    drawn = timeline_file if timeline_file is not None else TIMELINE_FILE if timeline else None
+    explain_strategy(strategy, as_json=as_json, world=ranks, timeline_file=drawn)
 
 
 @app.command()
@@ -77,18 +84,14 @@ def train(
     checkpoint_every: Annotated[
         int | None, typer.Option(min=0, help="Steps between checkpoints; 0 writes none.")
     ] = None,
-    trace: Annotated[
-        bool, typer.Option("--trace", help="Write a Chrome/Perfetto trace of some steps.")
-    ] = False,
+    trace: Annotated[bool, typer.Option("--trace", help="Write a Chrome/Perfetto trace of some steps.")] = False,
     full: Annotated[
         bool, typer.Option("--full", help="Go on to the last step, also when the target is reached before.")
     ] = False,
     hang_after: Annotated[
         float, typer.Option(min=1.0, help="Seconds without progress after which a late rank is named.")
     ] = 300.0,
-    backend: Annotated[
-        str | None, typer.Option(help="gloo or nccl (default: what the device needs).")
-    ] = None,
+    backend: Annotated[str | None, typer.Option(help="gloo or nccl (default: what the device needs).")] = None,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Train a job under a strategy: live progress, a run folder, checkpoints."""
@@ -124,9 +127,7 @@ def launch(
     context: typer.Context,
     script: Annotated[str, typer.Argument(help="A Python script with a training loop of its own.")],
     ranks: Annotated[int, typer.Option(help="Processes to start on this machine.")] = 2,
-    port: Annotated[
-        int | None, typer.Option(help="Port of the rendezvous on loopback (default: a free one).")
-    ] = None,
+    port: Annotated[int | None, typer.Option(help="Port of the rendezvous on loopback (default: a free one).")] = None,
 ) -> None:
     """Start a script of your own on several local ranks. What follows the script's name is the script's."""
     from shoal.train.launch.script import launch_script

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from shoal.comm.ledger import Book
+from shoal.comm.wire import even_payload
 
 BACKENDS = {"gloo": "shoal-gloo", "nccl": "shoal-nccl"}
 """The name under which each backend is registered with its counting group around it."""
@@ -142,6 +143,23 @@ def _counted(method: str, kind: str, payload: Payload) -> Callable[..., Any]:
     return call
 
 
+def _counted_by_parts(method: str) -> Callable[..., Any]:
+    """An all-to-all: its parts may be uneven, and the one that stays here is not sent."""
+
+    def call(self: CountingGroup, *args: Any, **kwargs: Any) -> Any:
+        _, given, *splits = _in_order(args, kwargs)
+        rows = kwargs.get("input_split_sizes") or (splits[1] if len(splits) > 1 else None)
+        payload = _bytes(given)
+        if rows or not isinstance(given, torch.Tensor):
+            kept = payload * rows[self.rank()] // max(sum(rows), 1) if rows else _bytes(given[self.rank()])
+            payload = even_payload(bytes_to_others=payload - kept, ranks=self.size())
+        self._enter("all_to_all", payload)
+        return getattr(self.inner, method)(*args, **kwargs)
+
+    call.__name__ = method
+    return call
+
+
 def _refused(method: str) -> Callable[..., Any]:
     def call(self: CountingGroup, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(f"{method} would make a group that the ledger does not see; use torch.distributed.new_group")
@@ -151,7 +169,8 @@ def _refused(method: str) -> Callable[..., Any]:
 
 
 for _method, (_kind, _payload) in COUNTED.items():
-    setattr(CountingGroup, _method, _counted(_method, _kind, _payload))
+    _by_parts = _kind == "all_to_all"
+    setattr(CountingGroup, _method, _counted_by_parts(_method) if _by_parts else _counted(_method, _kind, _payload))
 for _method in REFUSED:
     setattr(CountingGroup, _method, _refused(_method))
 

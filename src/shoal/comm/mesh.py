@@ -51,6 +51,29 @@ class Mesh:
             self._known[key] = self._make(key, label or "+".join(key) or "none")
         return self._known[key]
 
+    def among(self, names: Sequence[str], axis: str, places: Sequence[int]) -> Members:
+        """Members along the named axes and at some places of one more axis. Collective, also for those elsewhere
+        on that axis, who get themselves alone."""
+        key = (*(name for name, _ in self.axes if name in names), f"{axis}{list(places)}")
+        if key not in self._known:
+            label = "+".join(key)
+            mine = self.coordinates(self.rank)
+            found = Members(label, (self.rank,), 0, None)
+            groups: dict[tuple[tuple[str, int], ...], list[int]] = {}
+            for rank in range(self.size):
+                place = self.coordinates(rank)
+                if place[axis] in places:
+                    fixed = tuple((n, at) for n, at in place.items() if n != axis and n not in names)
+                    groups.setdefault(fixed, []).append(rank)
+            for ranks in groups.values():
+                group = dist.new_group(ranks, backend=self._backend, group_desc=label) if len(ranks) > 1 else None
+                if self.rank in ranks and mine[axis] in places:
+                    if group is not None:
+                        group.axis = label
+                    found = Members(label, tuple(ranks), ranks.index(self.rank), group)
+            self._known[key] = found
+        return self._known[key]
+
     def _make(self, key: tuple[str, ...], label: str) -> Members:
         sizes = {name: size for name, size in self.axes}
         fixed = [name for name, _ in self.axes if name not in key]

@@ -6,6 +6,7 @@ them in tests/distributed/test_two_hosts.py.
 
 `payload_bytes` is the whole vector: the reduced tensor for all-reduce, the input of reduce-scatter, the output
 of all-gather. Where ranks send different amounts (a tree, a root) the figure is the mean over ranks, rounded down.
+An all-to-all with uneven parts is exact for each rank: its payload is that of an even one with the same bytes sent.
 """
 
 from __future__ import annotations
@@ -71,6 +72,12 @@ FORMULAS: dict[str, Callable[[int, int], Sent]] = {
     "send": _one_message,
     "recv": _nothing,
 }
+
+
+def even_payload(*, bytes_to_others: int, ranks: int) -> int:
+    """The payload of an all-to-all of which a rank sends this much to others, however uneven the parts are."""
+    # Rounded up, so that the formula's rounding down gives back the very bytes.
+    return -(-bytes_to_others * ranks // (ranks - 1)) if ranks > 1 else 0
 
 
 def sent(kind: str, *, payload_bytes: int, ranks: int) -> Sent:

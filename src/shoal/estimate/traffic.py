@@ -1,5 +1,6 @@
 """The ledger of a steady-state step, in closed form.
 
+What the other axes send (pipeline, tensor, context, experts) has formulas of its own, whose calls the table carries.
 The formulas know the strategy's groups and the real, padded table of flat buffers, and nothing of how the engine
 runs. A step's counted ledger must equal `predict` exactly, on every rank: tests and `shoal verify` hold it to that.
 
@@ -11,8 +12,8 @@ For k micro-batches and a buffer of n bytes, sharded over S ranks with C copies,
     stage 2   as 1, with k reduce-scatters
     stage 3   k reduce-scatters of n over S, all-reduce n/S over C        gradients
               k all-gathers of n over S in forward, and k in backward     parameters (root and last block: forward only)
-    loss      all-reduce of sum, count, stop flag and one use count for each parameter over P
-    norm      all-reduce of one squared norm over S, where there are shards
+    loss      all-reduce of sum, count, stop flag and one use count for each parameter over all ranks
+    norm      all-reduce of one squared norm over the ranks that hold different parts of the model
     batch norm of c channels, synchronised: all-gather of 2c+1 in forward, all-reduce of 2c in backward, k times each
               (recomputed: the all-gather a second time, in backward)
 """
@@ -32,12 +33,26 @@ Call = tuple[str, str, str, int, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Ranks along an axis, as the ledger names it."""
+
+    axis: str
+    ranks: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Buffer:
     """One flat buffer of parameters and gradients."""
 
     padded_bytes: int
-    regathered: bool = False
-    """Stage 3: given back after forward and gathered again for backward."""
+    replicas: Group
+    sharding: Group
+    copies: Group
+    reductions: int = 1
+    """Reduce-scatters in a step."""
+    forward_gathers: int = 0
+    backward_gathers: int = 0
+    """Stage 3: how often it is made whole in a step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,68 +65,60 @@ class Norm:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
-    """Ranks along an axis, as the ledger names it."""
-
-    axis: str
-    ranks: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ShardTable:
     """What the formulas need to know of one rank's engine."""
 
     zero: int
     micro_batches: int
     num_parameters: int
-    """Trainable tensors, not elements."""
-    replicas: Group
-    sharding: Group
-    copies: Group
+    """Trainable tensors of the whole model, not elements."""
+    world: Group
+    norm: Group
+    samples: Group
     buffers: tuple[Buffer, ...]
     norms: tuple[Norm, ...] = field(default=())
+    calls: tuple[Call, ...] = field(default=())
+    """What the other axes send in a step, by their own formulas."""
 
 
 def predict(table: ShardTable) -> Ledger:
     """What one rank sends in a steady-state step."""
-    calls = (*_loss(table), *_gradients(table), *_parameters(table), *_norm(table), *_batch_norm(table))
+    calls = (*_loss(table), *_gradients(table), *_parameters(table), *_norm(table), *_batch_norm(table), *table.calls)
     return ledger_of(call for call in calls if call[-1] > 1)
 
 
 def _loss(table: ShardTable) -> Iterator[Call]:
-    yield table.replicas.axis, "loss", "all_reduce", (3 + table.num_parameters) * NUMBER_BYTES, table.replicas.ranks
+    yield table.world.axis, "loss", "all_reduce", (3 + table.num_parameters) * NUMBER_BYTES, table.world.ranks
 
 
 def _gradients(table: ShardTable) -> Iterator[Call]:
     for buffer in table.buffers:
         n = buffer.padded_bytes
         if table.zero == 0:
-            yield table.replicas.axis, "gradient", "all_reduce", n, table.replicas.ranks
+            yield buffer.replicas.axis, "gradient", "all_reduce", n, buffer.replicas.ranks
             continue
-        for _ in range(1 if table.zero == 1 else table.micro_batches):
-            yield table.sharding.axis, "gradient", "reduce_scatter", n, table.sharding.ranks
-        yield table.copies.axis, "gradient", "all_reduce", n // table.sharding.ranks, table.copies.ranks
+        for _ in range(buffer.reductions):
+            yield buffer.sharding.axis, "gradient", "reduce_scatter", n, buffer.sharding.ranks
+        yield buffer.copies.axis, "gradient", "all_reduce", n // buffer.sharding.ranks, buffer.copies.ranks
 
 
 def _parameters(table: ShardTable) -> Iterator[Call]:
-    axis, ranks = table.sharding.axis, table.sharding.ranks
     for buffer in table.buffers:
+        axis, ranks = buffer.sharding.axis, buffer.sharding.ranks
         if table.zero in (1, 2):
             yield axis, "optimizer", "all_gather", buffer.padded_bytes, ranks
-        if table.zero == 3:
-            for _ in range(table.micro_batches):
-                yield axis, "forward", "all_gather", buffer.padded_bytes, ranks
-                if buffer.regathered:
-                    yield axis, "backward", "all_gather", buffer.padded_bytes, ranks
+        for _ in range(buffer.forward_gathers):
+            yield axis, "forward", "all_gather", buffer.padded_bytes, ranks
+        for _ in range(buffer.backward_gathers):
+            yield axis, "backward", "all_gather", buffer.padded_bytes, ranks
 
 
 def _norm(table: ShardTable) -> Iterator[Call]:
-    if table.zero:
-        yield table.sharding.axis, "optimizer", "all_reduce", NUMBER_BYTES, table.sharding.ranks
+    yield table.norm.axis, "optimizer", "all_reduce", NUMBER_BYTES, table.norm.ranks
 
 
 def _batch_norm(table: ShardTable) -> Iterator[Call]:
-    axis, ranks = table.replicas.axis, table.replicas.ranks
+    axis, ranks = table.samples.axis, table.samples.ranks
     for norm in table.norms:
         statistics = ranks * (2 * norm.channels + 1) * norm.itemsize
         for _ in range(table.micro_batches):

@@ -1,6 +1,8 @@
 """From a model and a strategy to an Engine: the terms are applied to the model one after the other.
 
-The order matters: batch norm and recomputation change what modules compute, sharding then lays hooks around them.
+The order matters. Everyone starts from rank 0's values; then the model is cut (tensors, experts, sequence), then what
+belongs to other stages is dropped; batch norm and recomputation change what modules compute, stages wrap them, and
+sharding lays its hooks around what is left.
 """
 
 from __future__ import annotations
@@ -15,31 +17,22 @@ from torch import nn
 from shoal.comm.group import BOOK
 from shoal.comm.mesh import Members, Mesh
 from shoal.parallel.batch_norm import count_once, synchronise
-from shoal.parallel.data import BUCKET_BYTES, Bucket, GradientReduction, Replicas
+from shoal.parallel.cutting import CutModel, cut_model
+from shoal.parallel.data import BUCKET_BYTES, PLAIN, Bucket, GradientReduction
 from shoal.parallel.engine import Engine
 from shoal.parallel.flat import FlatBuffer, StoredShard
 from shoal.parallel.optimizer import Factory
+from shoal.parallel.pipeline import Pipeline
+from shoal.parallel.placement import Placement
 from shoal.parallel.recompute import recompute_blocks
-from shoal.parallel.runnable import require_runnable
-from shoal.parallel.units import units
+from shoal.parallel.runnable import NotRunnable, require_runnable
 from shoal.parallel.zero import ParameterGathering, ShardedUnit
-from shoal.strategy import Strategy, recompute
+from shoal.strategy import Strategy, pp, recompute
+from shoal.workload.blocks import units
+from shoal.workload.layout import Layout
 
 Options = Callable[[str, torch.Tensor], dict[str, Any]]
 Entry = tuple[str, nn.Parameter, int]
-
-
-def replicas_of(strategy: Strategy, mesh: Mesh) -> Replicas:
-    """Who splits the batch, who shards, who holds copies of a shard: read off the levels of dp."""
-    levels = [axis for axis in strategy.axes if axis.name.startswith("dp")]
-    sharded = [axis for axis in levels if axis.term.zero]  # type: ignore[attr-defined]
-    zero = sharded[0].term.zero if sharded else 0  # type: ignore[attr-defined]
-    everyone = mesh.along(*(axis.name for axis in levels), label="dp")
-    if not zero:
-        alone = Members("dp", (mesh.rank,), 0, None)
-        return Replicas(0, everyone, alone, everyone)
-    copies = mesh.along(*(axis.name for axis in levels if axis is not sharded[0]))
-    return Replicas(zero, everyone, mesh.along(sharded[0].name), copies)
 
 
 def parallelize(
@@ -53,19 +46,16 @@ def parallelize(
     clip: float | None = None,
     batch_norm: Literal["sync", "local"] = "sync",
     bucket_bytes: int = BUCKET_BYTES,
+    layout: Layout | None = None,
 ) -> Engine:
     """Makes the model train by the strategy. All ranks call it alike; rank 0's values are everyone's start."""
     require_runnable(strategy, elementwise=elementwise)
+    cutting = next((axis for axis in strategy.axes if not axis.name.startswith("dp")), None)
+    if layout is None and cutting is not None:
+        raise NotRunnable(f"{cutting.term}: a model is cut by its layout, and none was given; train a Job instead")
     if not any(param.requires_grad for param in model.parameters()):
         raise ValueError(f"{type(model).__name__} has no parameter that requires a gradient; there is nothing to train")
-    replicas = replicas_of(strategy, mesh)
-    again = strategy.modifier(recompute)
-    if batch_norm == "sync" and replicas.everyone.size > 1:
-        synchronise(model, replicas.everyone)
-    else:
-        count_once(model)
-    if again is not None:
-        recompute_blocks(model, again.kind)
+    placement = Placement(strategy, mesh)
     known: list[dict[str, Any]] = []
     labels: dict[str, int] = {}
     for name, param in model.named_parameters():
@@ -73,64 +63,110 @@ def parallelize(
         if mine not in known:
             known.append(mine)
         labels[name] = known.index(mine)
-    _same_start(model, replicas.everyone)
+    names = [name for name, param in model.named_parameters() if param.requires_grad]
+    shapes = {name: (tuple(param.shape), param.dtype) for name, param in model.named_parameters()}
+    _same_start(model, placement.world)
 
-    parts = units(model)
-    sharding = replicas.sharding
-    if replicas.zero < 3:
-        # Backward meets parameters in the reverse of their order, so buckets are filled from the end.
-        entries = [(name, param, labels[name]) for name, param in model.named_parameters() if param.requires_grad]
-        groups = _buckets(entries[::-1], bucket_bytes)
+    cut = cut_model(model, strategy, layout or Layout(), placement)
+    replicas = placement.replicas(PLAIN)
+    if batch_norm == "sync" and placement.samples.size > 1:
+        synchronise(model, placement.samples)
     else:
-        groups = []
-    buckets: list[Bucket] = []
-    masters: list[torch.Tensor] = []
-    offsets: list[int] = []
-    gathering = None
-    on_done: list[tuple[Bucket, ShardedUnit]] = []
-    for group in groups:
-        buffer = FlatBuffer(group, shards=sharding.size, index=sharding.index)
-        buckets.append(Bucket(buffer, replicas.zero))
-        masters.append(buffer.values[buffer.shard])
-        offsets.append(buffer.shard.start)
-    if replicas.zero == 3:
+        count_once(model)
+    again = strategy.modifier(recompute)
+    if again is not None:
+        recompute_blocks(model, again.kind)
+    if cut.staged is not None:
+        cut.staged.install()
+    for family in cut.families():
+        placement.replicas(family)
+
+    own = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    shards = _Shards(placement, cut, labels, bucket_bytes)
+    if replicas.zero < 3:
+        shards.buckets_of(own)
+        gathering = None
+    else:
+        gathering = shards.units_of(model, pipelined=cut.staged is not None)
+    reduction = GradientReduction(shards.buckets, every_micro=cut.staged is None)
+    if gathering is not None:
+        reduction.on_done = {id(bucket): gathering.bucket_done(unit) for bucket, unit in shards.done_with}
+    alike = placement.first_of_tensor or placement.batch_over_tp
+    gathers = cut.sequence is not None and cut.sequence.gathers
+    engine = Engine(
+        model=model, placement=placement, reduction=reduction, gathering=gathering, factory=optimizer,
+        options=known, elementwise=elementwise, clip=clip, masters=shards.masters, offsets=shards.offsets,
+        names=names, shapes=shapes, cut=cut,
+        counts_loss=alike and (placement.context.index == 0 or not gathers),
+        loss_share=1 / placement.context.size if gathers else 1.0,
+    )  # fmt: skip
+    if cut.staged is not None:
+        term = strategy.term(pp)
+        assert term is not None
+        engine.pipeline = Pipeline(engine, cut.staged, placement.pipeline, term)
+    return engine
+
+
+class _Shards:
+    """Parameters laid into flat buffers: buckets for reduction, units for stage 3."""
+
+    def __init__(self, placement: Placement, cut: CutModel, labels: dict[str, int], bucket_bytes: int) -> None:
+        self.placement, self.cut, self.labels, self.bucket_bytes = placement, cut, labels, bucket_bytes
+        self.buckets: list[Bucket] = []
+        self.masters: list[torch.Tensor] = []
+        self.offsets: list[int] = []
+        self.done_with: list[tuple[Bucket, ShardedUnit]] = []
+
+    def buckets_of(self, params: list[tuple[str, nn.Parameter]]) -> None:
+        # Backward meets parameters in the reverse of their order, so buckets are filled from the end.
+        for group in self._groups(params[::-1], self.bucket_bytes):
+            bucket = self._bucket(group)
+            self._add(bucket, bucket.buffer.values[bucket.buffer.shard])
+
+    def units_of(self, model: nn.Module, *, pipelined: bool) -> ParameterGathering:
         sharded_units = []
+        parts = units(model)
         # Blocks from the last to the first, then the root: the order in which backward finishes them.
         for unit in [*parts[1:][::-1], parts[0]]:
-            stored = []
-            for group in _buckets([(name, param, labels[name]) for name, param in unit.params], None):
-                buffer = FlatBuffer(group, shards=sharding.size, index=sharding.index)
-                stored.append(StoredShard(buffer))
-                buckets.append(Bucket(buffer, 3))
-                masters.append(stored[-1].shard)
-                offsets.append(buffer.shard.start)
-            is_root = unit is parts[0]
-            sharded = ShardedUnit(unit.name, unit.module, stored, is_root=is_root, is_last=unit is parts[-1])
+            stored, own = [], []
+            for group in self._groups(list(unit.params), None):
+                bucket = self._bucket(group)
+                stored.append(StoredShard(bucket.buffer))
+                own.append(bucket)
+                self._add(bucket, stored[-1].shard)
+            sharded = ShardedUnit(
+                unit.name, unit.module, stored, is_root=unit is parts[0],
+                is_last=unit is parts[-1] and not pipelined, part=own[0].part if own else 0,
+            )  # fmt: skip
             sharded_units.append(sharded)
-            on_done += [(bucket, sharded) for bucket in buckets[len(buckets) - len(stored) :]]
-        gathering = ParameterGathering(sharded_units, sharding)
-    reduction = GradientReduction(buckets, replicas)
-    if gathering is not None:
-        reduction.on_done = {id(bucket): gathering.bucket_done(unit) for bucket, unit in on_done}
-    return Engine(
-        model=model, replicas=replicas, reduction=reduction, gathering=gathering, factory=optimizer,
-        options=known, elementwise=elementwise, clip=clip, masters=masters, offsets=offsets,
-    )  # fmt: skip
+            self.done_with += [(bucket, sharded) for bucket in own]
+        return ParameterGathering(sharded_units, self.placement.replicas(PLAIN).sharding)
 
+    def _bucket(self, group: list[Entry]) -> Bucket:
+        name = group[0][0]
+        family = self.cut.family(name)
+        replicas = self.placement.replicas(family)
+        buffer = FlatBuffer(group, shards=replicas.sharding.size, index=replicas.sharding.index)
+        return Bucket(buffer, replicas, family=family, part=self.cut.part(name))
 
-def _buckets(entries: list[Entry], most_bytes: int | None) -> list[list[Entry]]:
-    """Consecutive parameters of one dtype, up to `most_bytes` together (a larger one stands alone)."""
-    open_groups: dict[Any, list[Entry]] = {}
-    done: list[list[Entry]] = []
-    for entry in entries:
-        param = entry[1]
-        group = open_groups.setdefault((param.dtype, param.device), [])
-        size = sum(p.numel() * p.element_size() for _, p, _ in group)
-        if group and most_bytes is not None and size + param.numel() * param.element_size() > most_bytes:
-            done.append(group)
-            group = open_groups[(param.dtype, param.device)] = []
-        group.append(entry)
-    return done + [group for group in open_groups.values() if group]
+    def _add(self, bucket: Bucket, master: torch.Tensor) -> None:
+        self.buckets.append(bucket)
+        self.masters.append(master)
+        self.offsets.append(bucket.buffer.shard.start)
+
+    def _groups(self, params: list[tuple[str, nn.Parameter]], most_bytes: int | None) -> list[list[Entry]]:
+        """Consecutive parameters of one kind, up to `most_bytes` together (a larger one stands alone)."""
+        open_groups: dict[Any, list[Entry]] = {}
+        done: list[list[Entry]] = []
+        for name, param in params:
+            key = (param.dtype, param.device, self.cut.family(name), self.cut.part(name))
+            group = open_groups.setdefault(key, [])
+            size = sum(p.numel() * p.element_size() for _, p, _ in group)
+            if group and most_bytes is not None and size + param.numel() * param.element_size() > most_bytes:
+                done.append(group)
+                group = open_groups[key] = []
+            group.append((name, param, self.labels[name]))
+        return done + [group for group in open_groups.values() if group]
 
 
 def _same_start(model: nn.Module, everyone: Members) -> None:

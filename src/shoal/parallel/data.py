@@ -15,7 +15,6 @@ are sums, so gradients are sums too; `Engine.step` divides by the global count.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,8 +22,8 @@ import torch.distributed as dist
 from torch import nn
 
 from shoal.comm.group import BOOK
-from shoal.comm.mesh import Members
 from shoal.parallel.flat import FlatBuffer
+from shoal.parallel.placement import Family, Replicas
 
 BUCKET_BYTES = 8 << 20
 """Measured with benchmarks/train.py over Gloo on two cores; PyTorch's 25 MB leaves nothing to overlap there."""
@@ -33,29 +32,29 @@ IN_FLIGHT = 2
 """Reduce-scatters on the wire at a time: each holds a bucket's worth of what arrives, which sharding is to save."""
 
 
-@dataclass(frozen=True)
-class Replicas:
-    """The ranks among which the batch is split, and how they share the work of reduction."""
+PLAIN = Family()
 
-    zero: int
-    everyone: Members
-    """All ranks that hold different data."""
-    sharding: Members
-    """Those that also hold different shards; one rank when nothing is sharded."""
-    copies: Members
-    """Those that hold the same shard of different data."""
+SHARED = -1
+"""The part of a bucket whose gradients come from several stages on this rank: it is reduced when all are done."""
+
+NEVER = 1 << 60
+"""So many gradients are missing before a bucket that waits for a word is full."""
 
 
 class Bucket:
     """A flat buffer of parameters, the gradient that belongs to it, and how far this step's reduction has come."""
 
-    def __init__(self, buffer: FlatBuffer, zero: int) -> None:
+    def __init__(self, buffer: FlatBuffer, replicas: Replicas, *, family: Family = PLAIN, part: int = 0) -> None:
         self.buffer = buffer
-        self.zero = zero
+        self.replicas = replicas
+        self.zero = replicas.zero
+        self.family = family
+        self.part = part
+        """Which of the rank's pipeline stages its parameters belong to; SHARED if to several."""
         self.whole: torch.Tensor | None = None
         self.views: list[torch.Tensor] = []
         self.filled = [False] * len(buffer.slots)
-        self.missing = len(buffer.slots)
+        self.missing = len(buffer.slots) if part != SHARED else NEVER
         self.shard: torch.Tensor | None = None
         """Gradient of this rank's shard; stages 2 and 3 keep it apart from the whole."""
 
@@ -95,11 +94,14 @@ class Bucket:
 class GradientReduction:
     """Watches the parameters of all buckets and reduces each bucket when its last gradient has arrived."""
 
-    def __init__(self, buckets: Sequence[Bucket], replicas: Replicas) -> None:
+    def __init__(self, buckets: Sequence[Bucket], *, every_micro: bool = True) -> None:
         self.buckets = list(buckets)
-        self.replicas = replicas
+        self.every_micro = every_micro
+        """Whether stages 2 and 3 reduce after every micro-batch. A pipeline does so after the last one only: its
+        stages are small, and one reduction for all micro-batches moves that much less."""
         self.used: set[str] = set()
         """Parameters that had a gradient in the step under way."""
+        self._at_work: list[Bucket] = []
         self._next = 0
         self._last_micro = True
         self._in_flight: list[tuple[Bucket, Any, torch.Tensor, torch.Tensor | None]] = []
@@ -112,46 +114,60 @@ class GradientReduction:
 
     def _hook(self, bucket: Bucket, slot: int, name: str) -> Any:
         def arrived(param: nn.Parameter) -> None:
-            assert param.grad is not None
-            bucket.receive(slot, param.grad.to_dense() if param.grad.is_sparse else param.grad)
+            if param.grad is None:
+                return  # A backward that leaves this parameter out for now.
+            gradient = param.grad.to_dense() if param.grad.is_sparse else param.grad
             param.grad = None
-            self.used.add(name)
-            if bucket.missing == 0:
-                self._done(bucket)
+            self.deliver(bucket, slot, name, gradient)
 
         return arrived
 
-    def start(self, *, last_micro: bool) -> None:
-        """Before a micro-batch's backward."""
+    def deliver(self, bucket: Bucket, slot: int, name: str, gradient: torch.Tensor) -> None:
+        """Takes in the gradient of one parameter."""
+        bucket.receive(slot, gradient)
+        self.used.add(name)
+        if bucket.missing == 0:
+            self._done(bucket)
+
+    def start(self, *, last_micro: bool, part: int = 0) -> None:
+        """Before a micro-batch's backward through one of this rank's stages."""
+        self._at_work = [bucket for bucket in self.buckets if bucket.part == part]
         self._next = 0
         self._last_micro = last_micro
-        for bucket in self.buckets:
+        for bucket in self._at_work:
             bucket.missing = len(bucket.buffer.slots)
+
+    def hold(self, part: int) -> None:
+        """Takes gradients of a stage in without reducing anything, until `start` and `flush`."""
+        for bucket in self.buckets:
+            if bucket.part == part:
+                bucket.missing = NEVER
 
     def flush(self) -> None:
         """After a micro-batch's backward: what is not on the wire yet goes out now. A bucket may be late on some ranks
         only (a parameter has no gradient there), so nothing else may be sent over the same ranks before this."""
-        for bucket in self.buckets:
+        for bucket in self._at_work:
             if bucket.missing:
                 bucket.missing = 0
                 self._done(bucket)
 
     def finish(self) -> None:
-        """Sees the micro-batch's reductions out, and after the last one waits for them all."""
-        self.flush()
-        if self._last_micro:
-            while self._in_flight:
-                self._wait_for_oldest()
-            self._reduce_copies()
+        """After the step's last backward: sees out the reductions of all buckets."""
+        if any(bucket.part == SHARED for bucket in self.buckets):
+            self.start(last_micro=True, part=SHARED)
+            self.flush()
+        while self._in_flight:
+            self._wait_for_oldest()
+        self._reduce_copies()
 
     def _done(self, bucket: Bucket) -> None:
         if id(bucket) in self.on_done:
             self.on_done[id(bucket)]()
         # In the order of buckets, on every rank alike: collectives must match even if arrivals do not.
-        while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
-            ready = self.buckets[self._next]
+        while self._next < len(self._at_work) and self._at_work[self._next].missing == 0:
+            ready = self._at_work[self._next]
             self._next += 1
-            if self._last_micro or ready.zero >= 2:
+            if self._last_micro or (ready.zero >= 2 and self.every_micro):
                 self._reduce(ready)
 
     def _reduce(self, bucket: Bucket) -> None:
@@ -159,14 +175,14 @@ class GradientReduction:
         work, target = None, None
         with BOOK.during("gradient"):
             if bucket.zero == 0:
-                if self.replicas.everyone.group is not None:
-                    work = dist.all_reduce(whole, group=self.replicas.everyone.group, async_op=True)
+                if bucket.replicas.everyone.group is not None:
+                    work = dist.all_reduce(whole, group=bucket.replicas.everyone.group, async_op=True)
             else:
                 target = whole[bucket.buffer.shard]
                 if bucket.zero >= 2:
                     target = torch.empty_like(target)
-                if self.replicas.sharding.group is not None:
-                    work = dist.reduce_scatter_single(target, whole, group=self.replicas.sharding.group, async_op=True)
+                if bucket.replicas.sharding.group is not None:
+                    work = dist.reduce_scatter_single(target, whole, group=bucket.replicas.sharding.group, async_op=True)
                 elif bucket.zero >= 2:
                     target.copy_(whole)
         if bucket.zero >= 2:
@@ -193,11 +209,11 @@ class GradientReduction:
                 bucket.shard.add_(target)
 
     def _reduce_copies(self) -> None:
-        if self.replicas.zero == 0 or self.replicas.copies.group is None:
-            return
         with BOOK.during("gradient"):
             works = [
-                dist.all_reduce(b.reduced(), group=self.replicas.copies.group, async_op=True) for b in self.buckets
+                dist.all_reduce(bucket.reduced(), group=bucket.replicas.copies.group, async_op=True)
+                for bucket in self.buckets
+                if bucket.zero and bucket.replicas.copies.group is not None
             ]
         for work in works:
             work.wait()
@@ -207,6 +223,8 @@ class GradientReduction:
         self.used = set()
         for bucket in self.buckets:
             bucket.filled = [False] * len(bucket.filled)
+            if bucket.part == SHARED:
+                bucket.missing = NEVER
             if bucket.zero >= 2:
                 bucket.shard = None
 

@@ -11,7 +11,7 @@ counts, exact for any split of any batch; the division is done once, after reduc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
@@ -21,9 +21,12 @@ import torch.distributed as dist
 from torch import nn
 
 from shoal.comm.group import BOOK
-from shoal.parallel.data import Bucket, GradientReduction, Replicas
+from shoal.parallel.cutting import CutModel
+from shoal.parallel.data import PLAIN, Bucket, GradientReduction
 from shoal.parallel.optimizer import Factory, Piece, SavedState, SlicedOptimizer, unlike_the_rest
+from shoal.parallel.placement import Placement, Replicas
 from shoal.parallel.zero import ParameterGathering
+from shoal.workload.cuts import Part
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Engine:
     """A model under a strategy. Made by `parallelize`; `close` gives the model back."""
 
     model: nn.Module
-    replicas: Replicas
+    placement: Placement
     reduction: GradientReduction
     gathering: ParameterGathering | None
     factory: Factory
@@ -59,17 +62,41 @@ class Engine:
     """For each bucket, the values that this rank updates: the whole buffer at stage 0, its shard otherwise."""
     offsets: list[int]
     """Where in the bucket's buffer they begin."""
+    names: list[str]
+    """The trainable parameters of all ranks, in the order in which ranks speak of them."""
+    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    """All parameters of the model as it was built, whole: shape and type."""
+    cut: CutModel
+    """What the axes that cut the model have made of it."""
     stop_requested: bool = False
+    pipeline: Any = None
+    """Runs the step where the model is in stages."""
     optimizer: SlicedOptimizer = field(init=False)
-    names: list[str] = field(init=False)
-    """The trainable parameters, in the order in which ranks speak of them."""
+    loss_share: float = 1.0
+    """The part of its loss that this rank learns from, where several compute the same loss and share its gradient."""
+    counts_loss: bool = True
+    """Whether what this rank says of the loss counts; ranks that compute the same loss say it once."""
     _sums: torch.Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
     _shared: tuple[torch.Tensor, Any] | None = None
     """What all ranks sum at the end of a step's last backward, and the work in flight."""
 
     def __post_init__(self) -> None:
-        self.names = [slot.name for bucket in self.buckets for slot in bucket.buffer.slots]
         self.optimizer = self._optimizer(frozenset())
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether several micro-batches are under way at a time."""
+        return self.cut.staged is not None
+
+    @property
+    def absent(self) -> set[str]:
+        """Parameters and buffers that only other ranks hold."""
+        return self.cut.absent
+
+    @property
+    def replicas(self) -> Replicas:
+        """Those among whom plain parameters are replicated."""
+        return self.placement.replicas(PLAIN)
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -77,7 +104,7 @@ class Engine:
 
     def share(self, samples: int) -> slice:
         """This rank's part of a batch of so many samples."""
-        everyone = self.replicas.everyone
+        everyone = self.placement.samples
         size, larger = divmod(samples, everyone.size)
         start = everyone.index * size + min(everyone.index, larger)
         return slice(start, start + size + (everyone.index < larger))
@@ -89,29 +116,49 @@ class Engine:
                 "backward() was called again after the step's last micro-batch, whose gradients are reduced already; "
                 "call step() first, or pass last=False for every micro-batch but the last"
             )
-        self._sums[0] += loss_sum.detach().double().cpu()
-        self._sums[1] += float(count)
-        self.reduction.start(last_micro=last)
+        self.count(loss_sum, count)
+        loss = self.learns_from(loss_sum)
+        self.run_backward(loss.backward if loss.requires_grad else lambda: None, last=last)
+        if last:
+            self.close_backward()
+
+    def count(self, loss_sum: torch.Tensor, count: torch.Tensor | float) -> None:
+        """Adds a micro-batch's loss and count to the step's."""
+        if self.counts_loss:
+            self._sums[0] += loss_sum.detach().double().cpu()
+            self._sums[1] += float(count)
+
+    def learns_from(self, loss_sum: torch.Tensor) -> torch.Tensor:
+        """What backward starts from."""
+        return loss_sum if self.loss_share == 1.0 else loss_sum * self.loss_share
+
+    def run_backward(self, backward: Callable[[], None], *, last: bool, part: int = 0) -> None:
+        """One micro-batch's backward through one stage; `last` says that this stage's others are done."""
+        self.reduction.start(last_micro=last, part=part)
         with BOOK.during("backward"):
-            if loss_sum.requires_grad:
-                loss_sum.backward()
+            backward()
             self.reduction.flush()
-            if last:
-                self._share()
+        if self.gathering:
+            self.gathering.finish(root=not self.pipelined)
+
+    def close_backward(self) -> None:
+        """After the step's last backward."""
+        with BOOK.during("backward"):
+            self._share()
             self.reduction.finish()
         if self.gathering:
-            self.gathering.finish()
+            self.gathering.finish(root=True)
 
     def _share(self) -> None:
-        """One small sum over all replicas: loss, count, whether to stop, and who has a gradient for each parameter."""
+        """One small sum over all ranks: loss, count, whether to stop, and who has a gradient for each parameter."""
         self._sums[2] = float(self.stop_requested)
         used = [float(name in self.reduction.used) for name in self.names]
         # On the parameters' device: a group of GPUs carries nothing else.
         everything = torch.cat([self._sums, torch.tensor(used, dtype=torch.float64)]).to(self.buckets[0].buffer.device)
         work = None
-        if self.replicas.everyone.group is not None:
+        if self.placement.world.group is not None:
             with BOOK.during("loss"):
-                work = dist.all_reduce(everything, group=self.replicas.everyone.group, async_op=True)
+                work = dist.all_reduce(everything, group=self.placement.world.group, async_op=True)
         self._shared = everything, work
         self._sums.zero_()
 
@@ -131,7 +178,7 @@ class Engine:
         unused = frozenset(name for name, times in zip(self.names, used, strict=True) if not times)
         with BOOK.during("optimizer"), torch.no_grad():
             gradients = {id(bucket): bucket.reduced() for bucket in self.buckets}
-            norm = self._scale(list(gradients.values()), count)
+            norm = self._scale(gradients, count)
             if not isfinite(norm):
                 self.reduction.clear()
                 raise NonFinite(f"the norm of the gradient is {norm} (the loss is {loss}){self._hint()}")
@@ -160,34 +207,41 @@ class Engine:
             return ""
         return "; with zero=3 a block's parameters read as NaN outside the block's own forward: use them there only"
 
-    def _scale(self, gradients: list[torch.Tensor], count: float) -> float:
+    def _scale(self, gradients: dict[int, torch.Tensor], count: float) -> float:
         """Sums become means; means are clipped by the norm over all shards. The norm is taken also where nothing is
         clipped: a gradient that is no number must not reach the parameters, nor a checkpoint."""
-        squares = torch.stack([torch.linalg.vector_norm(g).double() ** 2 for g in gradients]).sum()
-        if self.replicas.zero and self.replicas.sharding.group is not None:
-            dist.all_reduce(squares, group=self.replicas.sharding.group)
+        squares = torch.zeros((), dtype=torch.float64, device=self.buckets[0].buffer.device)
+        for bucket in self.buckets:
+            # Each part of the model counts once, however many of the summing ranks hold it.
+            times = self.placement.multiplicity(bucket.family)
+            squares += torch.linalg.vector_norm(gradients[id(bucket)]).double() ** 2 / times
+        if self.placement.norm.group is not None:
+            dist.all_reduce(squares, group=self.placement.norm.group)
         norm = float(squares.sqrt()) / count
         clipping = 1.0 if self.clip is None else min(1.0, self.clip / (norm + 1e-6))
-        for gradient in gradients:
+        for gradient in gradients.values():
             gradient.mul_(clipping / count)
         return norm
 
     def _publish(self) -> None:
         """Stages 1 and 2: every rank gets the shards that the others updated. Stage 3: what is whole is out of date."""
         if self.gathering is not None:
-            self.gathering.finish()
-        if self.replicas.zero in (1, 2) and self.replicas.sharding.group is not None:
+            self.gathering.finish(root=True)
+        if self.placement.zero in (1, 2):
             works = []
             for bucket in self.buckets:
-                values = bucket.buffer.values
-                shard = values[bucket.buffer.shard]
-                works.append(dist.all_gather_single(values, shard, group=self.replicas.sharding.group, async_op=True))
+                values, sharding = bucket.buffer.values, bucket.replicas.sharding
+                if sharding.group is not None:
+                    shard = values[bucket.buffer.shard]
+                    works.append(dist.all_gather_single(values, shard, group=sharding.group, async_op=True))
             for work in works:
                 work.wait()
 
     def owned(self, bucket: Bucket) -> tuple[int, int]:
         """The range of a bucket's buffer that this rank writes to a checkpoint: each element is written by one rank."""
-        shard, copies = bucket.buffer.shard, self.replicas.copies
+        shard, copies = bucket.buffer.shard, bucket.replicas.copies
+        if not self.placement.writes(bucket.family):
+            return shard.start, shard.start
         size = -(-(shard.stop - shard.start) // copies.size)
         low = shard.start + copies.index * size
         return min(low, shard.stop), min(low + size, shard.stop)
@@ -198,16 +252,30 @@ class Engine:
             for slot in bucket.buffer.slots:
                 start, stop = max(slot.start, low), min(slot.stop, high)
                 if start < stop:
-                    yield Piece(
-                        slot.name, tuple(slot.shape), start - slot.start, master[start - offset : stop - offset]
-                    )
+                    values = master[start - offset : stop - offset]
+                    yield Piece(slot.name, tuple(slot.shape), start - slot.start, values)
 
     def owned_state(self) -> Iterator[tuple[str, Piece]]:
         """Element-wise optimiser state of the same ranges, as (state key, piece)."""
         yield from self.optimizer.state(self.owned)
 
+    def part_of(self, name: str) -> Part | None:
+        """Which part of a parameter this rank holds; None if all of it."""
+        cut = self.cut.cuts.get(name)
+        if cut is None:
+            return None
+        members = self.placement.experts if name in self.cut.experts else self.placement.tensor
+        return Part(cut, members.size, members.index)
+
+    def speaks_for(self, name: str) -> bool:
+        """Whether this rank writes what is not sharded (a buffer, a frozen parameter) to a checkpoint."""
+        place = self.placement
+        first = place.samples.index == 0 and place.context.index == 0
+        return first and (place.tensor.index == 0 or name in self.cut.cuts)
+
     def load_parameters(self, read: Callable[[str, int, int], torch.Tensor]) -> None:
-        """This rank's slices from a checkpoint; `read(parameter, start, stop)` gives elements of it laid out flat."""
+        """This rank's slices from a checkpoint; `read(parameter, start, stop)` gives elements of this rank's part of
+        it laid out flat."""
         with torch.no_grad():
             for bucket, master, offset in zip(self.buckets, self.masters, self.offsets, strict=True):
                 for slot in bucket.buffer.slots:
@@ -219,7 +287,8 @@ class Engine:
 
     def load_optimizer(self, saved: SavedState) -> None:
         """The optimiser's state from a checkpoint."""
-        self.optimizer = self._optimizer(unlike_the_rest(saved, self.names))
+        mine = [slot.name for bucket in self.buckets for slot in bucket.buffer.slots]
+        self.optimizer = self._optimizer(unlike_the_rest(saved, mine))
         self.optimizer.load(saved)
 
     def close(self) -> None:

@@ -28,13 +28,15 @@ class ShardedUnit:
     """A module and the shards it computes with (one for each dtype)."""
 
     def __init__(
-        self, name: str, module: nn.Module, shards: list[StoredShard], *, is_root: bool, is_last: bool
+        self, name: str, module: nn.Module, shards: list[StoredShard], *, is_root: bool, is_last: bool, part: int = 0
     ) -> None:
         self.name = name
         self.module = module
         self.shards = shards
         self.is_root = is_root
         self.is_last = is_last
+        self.part = part
+        """The pipeline stage on this rank that it belongs to."""
         self.works: list[Any] | None = None
         self.undone = len(shards)
         """Buckets of this unit whose gradients are still to come."""
@@ -54,6 +56,8 @@ class ParameterGathering:
     def __init__(self, units: list[ShardedUnit], sharding: Members) -> None:
         self.units = units
         self.sharding = sharding
+        self.part: int | None = None
+        """The pipeline stage on this rank that computes; units of its other stages stay as they are."""
         self._order: list[ShardedUnit] = []
         self._hooks: list[Any] = []
         for unit in units:
@@ -99,11 +103,13 @@ class ParameterGathering:
             at = self._order.index(unit) + step
             if 0 <= at < len(self._order):
                 near = self._order[at]
-                if not near.whole and near.works is None and near.undone:
+                if near.part == unit.part and not near.whole and near.works is None and near.undone:
                     self._start(near, phase)
 
     def _before_forward(self, unit: ShardedUnit) -> Any:
         def hook(module: nn.Module, args: Any) -> None:
+            if self._elsewhere(unit):
+                return
             self.gather(unit, "forward")
             if not unit.is_root:
                 if unit not in self._order:
@@ -114,6 +120,8 @@ class ParameterGathering:
 
     def _after_forward(self, unit: ShardedUnit) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if self._elsewhere(unit):
+                return
             if not torch.is_grad_enabled():
                 if not unit.uses:
                     self.free(unit)
@@ -147,15 +155,25 @@ class ParameterGathering:
 
         def done() -> None:
             unit.undone -= 1
-            if unit.undone == 0 and not unit.is_root:
+            if unit.undone == 0 and not unit.is_root and not (unit.held and self.part is not None):
                 self.free(unit)
 
         return done
 
-    def finish(self) -> None:
-        """After backward: nothing stays whole, whatever took part."""
+    def _elsewhere(self, unit: ShardedUnit) -> bool:
+        return self.part is not None and not unit.is_root and unit.part != self.part
+
+    def begin_forward(self, part: int) -> None:
+        """Before one of several forwards whose backwards come later: each is counted by itself."""
+        self.part = part
         for unit in self.units:
-            self.free(unit)
+            unit.uses = 0
+
+    def finish(self, *, root: bool = True) -> None:
+        """After backward: nothing stays whole, whatever took part; the root may, for the next micro-batch."""
+        for unit in self.units:
+            if root or not (unit.is_root or unit.held):
+                self.free(unit)
             unit.undone, unit.uses = len(unit.shards), 0
 
     def remove(self) -> None:

@@ -16,6 +16,20 @@ class ModelFacts:
 
     layers: int | None = None
     """Blocks that a pipeline may deal out."""
+    layers_why: str = ""
+    """What keeps the model from being cut into more of them, if that is known."""
+    tensor_parts: tuple[tuple[str, str, int], ...] | None = None
+    """What tensor parallelism may cut, where the model was looked into: (module, what is dealt out, into how many
+    parts it can be cut). Empty if nothing can.
+    """
+    tensor_why: str = ""
+    """Why nothing more can be cut by tensor parallelism."""
+    sequence_why: str = ""
+    """Why the stream between cut layers cannot be cut along the sequence; empty if it can, or is not known."""
+    context_why: str = ""
+    """Why the sequence cannot be cut for context parallelism; empty if it can, or is not known."""
+    experts_why: str = ""
+    """Why what looks like experts cannot be dealt out."""
     heads: int | None = None
     """Attention heads (of queries)."""
     kv_heads: int | None = None

@@ -33,8 +33,58 @@ def _divide_tensor(case: Case, index: int, cut: tp, parts: int | None, noun: str
     )
 
 
+@rule(tp, why="Tensor parallelism cuts projections in pairs; a model without such pairs has nothing to cut.")
+def tp_needs_projections(case: Case, index: int, cut: tp) -> Breach | None:
+    if cut.n == 1 or case.facts.tensor_parts is None or case.facts.tensor_parts:
+        return None
+    return Breach(
+        cut,
+        f"nothing of the model can be cut: {case.facts.tensor_why}",
+        lambda: [case.put(index, dp(cut.n)), case.put(index)],
+    )
+
+
+@rule(tp, why="Each rank gets the same number of heads, features or channels of every layer that is cut.")
+def tp_divides_regions(case: Case, index: int, cut: tp) -> Breach | None:
+    odd = next((row for row in case.facts.tensor_parts or () if row[2] % cut.n), None)
+    if odd is None:
+        return None
+    module, noun, parts = odd
+    fitting = gcd(*(row[2] for row in case.facts.tensor_parts or ()))
+    return Breach(
+        cut,
+        f"{module}: {parts} {noun} do not divide by {cut.n}",
+        lambda: case.resized(index, around(fitting, cut.n)),
+    )
+
+
+@rule(tp, why="With sequence=True everything between cut layers must treat tokens one by one.")
+def tp_sequence_needs_tokens(case: Case, index: int, cut: tp) -> Breach | None:
+    if not cut.sequence or not case.facts.sequence_why:
+        return None
+    return Breach(
+        cut,
+        f"the tokens cannot be cut between layers: {case.facts.sequence_why}",
+        lambda: [case.changed(index, sequence=False)],
+    )
+
+
+@rule(cp, why="Outside attention every operation must treat positions one by one.")
+def cp_needs_positions_apart(case: Case, index: int, context: cp) -> Breach | None:
+    if context.n == 1 or not case.facts.context_why:
+        return None
+    return Breach(
+        context,
+        f"the sequence cannot be cut: {case.facts.context_why}",
+        lambda: [case.put(index, dp(context.n)), case.put(index)],
+    )
+
+
 @rule(tp, why="Attention heads are dealt out whole, the same number to every rank.")
 def tp_divides_heads(case: Case, index: int, cut: tp) -> Breach | None:
+    # Where the model was looked into, it is known what is cut: `tp_divides_regions`.
+    if case.facts.tensor_parts is not None:
+        return None
     return _divide_tensor(case, index, cut, case.facts.heads, "heads")
 
 
@@ -43,16 +93,22 @@ def tp_divides_heads(case: Case, index: int, cut: tp) -> Breach | None:
     why="Heads of keys and values are dealt out whole as well, or ranks would attend to keys they do not have.",
 )
 def tp_divides_kv_heads(case: Case, index: int, cut: tp) -> Breach | None:
+    if case.facts.tensor_parts is not None:
+        return None
     return _divide_tensor(case, index, cut, case.facts.kv_heads, "key-value heads")
 
 
 @rule(tp, why="Columns and rows of the matrices are dealt out evenly.")
 def tp_divides_hidden(case: Case, index: int, cut: tp) -> Breach | None:
+    if case.facts.tensor_parts is not None:
+        return None
     return _divide_tensor(case, index, cut, case.facts.hidden, "hidden units")
 
 
 @rule(tp, why="Filters of a convolution are dealt out whole, the same number to every rank.")
 def tp_divides_channels(case: Case, index: int, cut: tp) -> Breach | None:
+    if case.facts.tensor_parts is not None:
+        return None
     odd = next((channels for channels in case.facts.channels or () if channels % cut.n), None)
     return _divide_tensor(case, index, cut, odd, "channels")
 
@@ -131,7 +187,7 @@ def ep_needs_experts(case: Case, index: int, experts: ep) -> Breach | None:
         return None
     return Breach(
         experts,
-        "the model has no experts to deal out",
+        "the model has no experts to deal out" + (f": {case.facts.experts_why}" if case.facts.experts_why else ""),
         lambda: [case.put(index, dp(experts.n)), case.put(index)],
     )
 

@@ -135,7 +135,8 @@ def stages_hold_layers(case: Case, index: int, pipeline: pp) -> Breach | None:
         return None
     return Breach(
         pipeline,
-        f"{counted(layers, 'layer')} cannot fill {counted(stages, 'stage')}",
+        f"{counted(layers, 'layer')} cannot fill {counted(stages, 'stage')}"
+        + (f": {case.facts.layers_why}" if case.facts.layers_why else ""),
         lambda: [
             *case.resized(index, [layers // pipeline.chunks]),
             *case.resized(index, [layers // pipeline.n] if pipeline.chunks > 1 else [], "chunks"),

@@ -18,7 +18,7 @@ import torch
 from shoal.comm.group import BACKENDS, BOOK
 from shoal.comm.ledger import PHASES, Ledger
 from shoal.estimate.traffic import predict
-from shoal.job import Job, infer_facts
+from shoal.job import Job
 from shoal.parallel.batch_norm import batch_norms
 from shoal.parallel.engine import NonFinite
 from shoal.parallel.runnable import require_runnable
@@ -33,6 +33,7 @@ from shoal.train.launch.watch import beat
 from shoal.train.record.recorder import Recorder, new_folder, tracing
 from shoal.train.record.run import Status
 from shoal.train.setup import Prepared, job_from, prepare
+from shoal.workload.layout import facts_of, layout_of
 
 
 class TrainingStopped(ValueError):
@@ -42,7 +43,7 @@ class TrainingStopped(ValueError):
 def check_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     """In one process, before ranks start: refuses what cannot be trained, and says what will be."""
     job, strategy = job_from(arguments), parse(arguments["strategy"])
-    facts = infer_facts(job)
+    facts = facts_of(job, layout_of(job, strategy))
     require_legal(strategy, facts=facts)
     require_runnable(strategy, elementwise=facts.elementwise_optimizer is not False)
     if arguments.get("backend") == "nccl" and not torch.cuda.is_available():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,13 @@ import torch.distributed as dist
 from torch import nn
 
 from shoal.comm.group import BOOK
+from shoal.estimate.traffic import Call
 from shoal.job import Batch, Job, share
 from shoal.parallel.batch_norm import batch_norms
 from shoal.parallel.engine import Engine, StepResult
+from shoal.strategy import Strategy
+from shoal.train.checkpoint.exchange import exchange
+from shoal.train.traffic import axis_calls, forget_calls
 
 
 def seed_at(seed: int, sample: int) -> int:
@@ -33,16 +38,34 @@ def cast(batch: Batch, dtype: torch.dtype | None) -> Batch:
     return {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
 
 
+@dataclass(frozen=True)
+class Part:
+    """One rank's part of a micro-batch."""
+
+    batch: Batch
+    seed: int
+    """Of what is drawn at random in its forward."""
+    stand_in: bool
+    """Whether it counts for nothing."""
+
+    @property
+    def shapes(self) -> tuple[Any, ...]:
+        return tuple((name, tuple(entry.shape)) for name, entry in self.batch.items())
+
+
 class StepRunner:
     """Runs a job's steps through an engine."""
 
     def __init__(
-        self, job: Job, engine: Engine, *, micro_batches: int, autocast: bool = False, dtype: torch.dtype | None = None
+        self, job: Job, engine: Engine, strategy: Strategy, *, autocast: bool = False, dtype: torch.dtype | None = None
     ) -> None:
         self.job = job
         self.engine = engine
         self.order = job.order()
-        self.micro_batches = micro_batches
+        self.strategy = strategy
+        self.micro_batches = strategy.micro_batches
+        self.calls: list[Call] = []
+        """What the axes other than dp sent in the last step, by their formulas."""
         self.autocast = autocast
         self.dtype = dtype
         self.couples_samples = bool(batch_norms(engine.model))
@@ -51,26 +74,47 @@ class StepRunner:
     def step(self, step: int, counter: int) -> StepResult:
         """Trains on the global batch that starts at `counter`."""
         job, engine = self.job, self.engine
-        everyone = engine.replicas.everyone
         indices = self.order.indices(counter)
-        positions = np.arange(len(indices))
         engine.model.train()
-        for micro in range(self.micro_batches):
-            mine = share(positions, rank=everyone.index, ranks=everyone.size, micro=micro, micros=self.micro_batches)
-            first = int(mine[0]) if len(mine) else len(indices)
-            torch.manual_seed(seed_at(job.seed, counter + first))
-            loss, count = self._loss(indices[mine], indices)
-            engine.backward(loss, count, last=micro == self.micro_batches - 1)
+        forget_calls(engine)
+        parts = [self._part(micro, indices, counter) for micro in range(self.micro_batches)]
+        if engine.pipeline is not None:
+            engine.pipeline.step(lambda m: parts[m].shapes, lambda m: self._forward(parts[m]), self._loss_of(parts))
+        else:
+            for micro, part in enumerate(parts):
+                loss, count = self._loss(part, self._forward(part))
+                engine.backward(loss, count, last=micro == self.micro_batches - 1)
+        self.calls = list(axis_calls(self.strategy, engine))
         return engine.step(job.schedule(step))
 
-    def _loss(self, mine: np.ndarray, everyones: np.ndarray) -> tuple[torch.Tensor, Any]:
+    def _part(self, micro: int, indices: np.ndarray, counter: int) -> Part:
+        """This rank's part of a micro-batch."""
+        samples = self.engine.placement.samples
+        positions = np.arange(len(indices))
+        mine = share(positions, rank=samples.index, ranks=samples.size, micro=micro, micros=self.micro_batches)
+        first = int(mine[0]) if len(mine) else len(indices)
         # A rank without samples (the short batch at an epoch's end) still takes part in every collective. Batch norm
         # must not see a stand-in, so there it computes on nothing; elsewhere on one sample that counts for nothing.
         stand_in = not len(mine) and not self.couples_samples
-        batch = self._fetch(self.job.train, everyones[:1] if stand_in else mine)
+        batch = self._fetch(self.job.train, indices[:1] if stand_in else indices[mine])
+        return Part(batch, seed_at(self.job.seed, counter + first), stand_in)
+
+    def _forward(self, part: Part) -> Any:
+        torch.manual_seed(part.seed)
         with BOOK.during("forward"), self._precision():
-            loss, count = self.job.loss(self.job.run_model(self.engine.model, batch), batch)
-        return (loss * 0.0, 0.0) if stand_in else (loss, count)
+            return self.job.run_model(self.engine.model, part.batch)
+
+    def _loss(self, part: Part, output: Any) -> tuple[torch.Tensor, Any]:
+        with BOOK.during("forward"), self._precision():
+            loss, count = self.job.loss(output, self._as_the_loss_reads(part.batch))
+        return (loss * 0.0, 0.0) if part.stand_in else (loss, count)
+
+    def _as_the_loss_reads(self, batch: Batch) -> Batch:
+        sequence = self.engine.cut.sequence
+        return batch if sequence is None else sequence.batch(batch)
+
+    def _loss_of(self, parts: list[Part]) -> Callable[[int, Any], tuple[torch.Tensor, Any]]:
+        return lambda micro, output: self._loss(parts[micro], output)
 
     def _fetch(self, data: Any, indices: np.ndarray) -> Batch:
         batch = cast(data.batch(indices), self.dtype)
@@ -87,28 +131,45 @@ class StepRunner:
         job, engine = self.job, self.engine
         if job.validation is None:
             return {}
-        everyone = engine.replicas.everyone
+        samples = engine.placement.samples
         totals: dict[str, list[float]] = {}
         engine.model.eval()
         with BOOK.during("evaluate"), torch.no_grad(), self._precision():
             for start in range(0, len(job.validation), job.global_batch):
                 batch_of_all = np.arange(start, min(start + job.global_batch, len(job.validation)))
-                mine = share(batch_of_all, rank=everyone.index, ranks=everyone.size)
+                mine = share(batch_of_all, rank=samples.index, ranks=samples.size)
                 # Every rank runs every batch: with ZeRO-3 a forward is a collective.
                 batch = self._fetch(job.validation, mine if len(mine) else batch_of_all[:1])
-                measured = job.measure(job.run_model(engine.model, batch), batch)
-                for name, (total, count) in measured.items():
+                for name, (total, count) in self._measure(batch).items():
                     sums = totals.setdefault(name, [0.0, 0.0])
-                    if len(mine):
+                    if len(mine) and engine.counts_loss:
                         sums[0] += float(total)
                         sums[1] += float(count)
                 watch()
-            names = list(totals)
-            flat = torch.tensor([totals[name] for name in names], dtype=torch.float64, device=self.device)
-            if everyone.group is not None:
-                dist.all_reduce(flat, group=everyone.group)
+            totals = self._of_all(totals)
         engine.model.train()
-        return job.summarise({name: (row[0], row[1]) for name, row in zip(names, flat.tolist(), strict=True)})
+        return job.summarise({name: (row[0], row[1]) for name, row in totals.items()})
+
+    def _measure(self, batch: Batch) -> dict[str, Any]:
+        """What the job measures on a batch; nothing where another rank has the end of the model."""
+        job, pipeline = self.job, self.engine.pipeline
+        if pipeline is None:
+            return job.measure(job.run_model(self.engine.model, batch), self._as_the_loss_reads(batch))
+        shapes = Part(batch, 0, False).shapes
+        output = pipeline.evaluate(shapes, lambda: job.run_model(self.engine.model, batch))
+        return job.measure(output, self._as_the_loss_reads(batch)) if pipeline.holds_loss else {}
+
+    def _of_all(self, totals: dict[str, list[float]]) -> dict[str, list[float]]:
+        """Sums over all ranks, some of which may not know what is measured."""
+        world = self.engine.placement.world
+        if world.group is None:
+            return totals
+        if self.engine.pipeline is not None:
+            names = next(row["names"] for row in exchange({"names": list(totals)}) if row["names"])
+            totals = {name: totals.get(name, [0.0, 0.0]) for name in names}
+        flat = torch.tensor(list(totals.values()), dtype=torch.float64, device=self.device)
+        dist.all_reduce(flat, group=world.group)
+        return dict(zip(totals, flat.tolist(), strict=True))
 
 
 def build_model(job: Job, dtype: torch.dtype | None = None) -> nn.Module:

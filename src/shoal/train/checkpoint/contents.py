@@ -1,6 +1,7 @@
 """What one rank writes into a checkpoint: its pieces of parameters and optimiser state, and a table of them.
 
-Every element is written by exactly one rank; what is whole everywhere (buffers, frozen parameters) by rank 0.
+Every element is written by exactly one rank; what is whole everywhere (buffers, frozen parameters) by the first of
+those that hold it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from shoal.parallel.engine import Engine
 from shoal.parallel.optimizer import Piece
 from shoal.train.checkpoint.files import dtype_name, file_of, to_json
+from shoal.workload.cuts import Part
 
 
 @dataclass(kw_only=True)
@@ -38,15 +40,24 @@ class Contents:
             "pieces": self.pieces,
         }
 
-    def add_parameter(self, piece: Piece, dtype: torch.dtype) -> None:
-        self.parameters[piece.name] = {"shape": list(piece.shape), "dtype": dtype_name(dtype)}
-        self._add(piece, None)
+    def add_parameter(self, piece: Piece, dtype: torch.dtype, part: Part | None = None) -> None:
+        shape = piece.shape if part is None else part.whole_shape(piece.shape)
+        self.parameters[piece.name] = {"shape": list(shape), "dtype": dtype_name(dtype)}
+        self._add(piece, None, part)
 
-    def add_state(self, key: str, piece: Piece) -> None:
-        self._add(piece, key)
+    def add_state(self, key: str, piece: Piece, part: Part | None = None) -> None:
+        self._add(piece, key, part)
 
-    def add_buffer(self, name: str, values: torch.Tensor) -> None:
+    def add_buffer(self, name: str, values: torch.Tensor, part: Part | None = None) -> None:
         key = f"buffer {name}"
+        if part is not None:
+            shape = part.whole_shape(tuple(values.shape))
+            self.buffers[f"{name} part {part.index}"] = {
+                "buffer": name, "shape": list(shape), "dtype": dtype_name(values.dtype), "file": self.file,
+                "tensor": key, "part": part.to_json(),
+            }  # fmt: skip
+            self.tensors.append((key, values))
+            return
         entry = {
             "shape": list(values.shape),
             "dtype": dtype_name(values.dtype),
@@ -56,7 +67,7 @@ class Contents:
         self.buffers[name] = entry
         self.tensors.append((key, values))
 
-    def _add(self, piece: Piece, state: str | None) -> None:
+    def _add(self, piece: Piece, state: str | None, part: Part | None = None) -> None:
         start, stop = piece.start, piece.start + piece.values.numel()
         if start == stop:
             return
@@ -70,6 +81,8 @@ class Contents:
             "start": start,
             "stop": stop,
         }
+        if part is not None:
+            row["part"] = part.to_json()
         self.pieces.append(row)
 
 
@@ -78,31 +91,31 @@ def contents_of(engine: Engine, *, buffers: dict[str, torch.Tensor], rank: int) 
     contents = Contents(file=file_of(rank))
     own = set()
     for piece in engine.owned_parameters():
-        contents.add_parameter(piece, piece.values.dtype)
+        contents.add_parameter(piece, piece.values.dtype, engine.part_of(piece.name))
         if piece.start == 0:
             own.add(piece.name)
     _refuse_unknown_state(engine.optimizer.optimizer)
     for key, piece in engine.owned_state():
-        contents.add_state(key, piece)
+        contents.add_state(key, piece, engine.part_of(piece.name))
     # Whoever writes a parameter's first element also reports its numbers, so that they are reported once.
     contents.numbers = {
         name: {key: [to_json(value), kind] for key, (value, kind) in numbers.items()}
         for name, numbers in engine.optimizer.numbers().items()
         if name in own
     }
-    if rank == 0:
-        nothing = torch.empty(0)
-        slots = {slot.name: slot for bucket in engine.buckets for slot in bucket.buffer.slots}
-        for name, slot in slots.items():
-            if not slot.shape.numel():
-                contents.add_parameter(Piece(name, tuple(slot.shape), 0, nothing), slot.param.dtype)
-        for name, param in engine.model.named_parameters():
-            if name not in slots:
-                values = param.detach().reshape(-1)
-                contents.add_parameter(Piece(name, tuple(param.shape), 0, values), param.dtype)
-                contents.parameters[name]["frozen"] = True
-        for name, values in buffers.items():
-            contents.add_buffer(name, values)
+    nothing = torch.empty(0)
+    slots = {slot.name: slot for bucket in engine.buckets for slot in bucket.buffer.slots}
+    for name, slot in slots.items():
+        if not slot.shape.numel() and engine.speaks_for(name):
+            contents.add_parameter(Piece(name, tuple(slot.shape), 0, nothing), slot.param.dtype)
+    for name, param in engine.model.named_parameters():
+        if name not in slots and name not in engine.absent and engine.speaks_for(name):
+            values = param.detach().reshape(-1)
+            contents.add_parameter(Piece(name, tuple(param.shape), 0, values), param.dtype, engine.part_of(name))
+            contents.parameters[name]["frozen"] = True
+    for name, values in buffers.items():
+        if name not in engine.absent and engine.speaks_for(name):
+            contents.add_buffer(name, values, engine.part_of(name))
     return contents
 
 

@@ -5,13 +5,16 @@ A rank reads only what its strategy gives it, whatever strategy wrote it; the re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from shoal.comm.group import BOOK
 from shoal.parallel.engine import Engine
+from shoal.parallel.optimizer import Numbers
 from shoal.train.checkpoint.buffers import persistent_buffers
 from shoal.train.checkpoint.exchange import exchange, world_and_rank
 from shoal.train.checkpoint.files import checkpoints, dtype_name, tidy
@@ -55,34 +58,75 @@ def restore(engine: Engine, checkpoint: Checkpoint) -> None:
 
     Refuses before it changes anything when the checkpoint is of another model.
     """
-    slots = {slot.name: slot for bucket in engine.buckets for slot in bucket.buffer.slots}
-    # A sharded parameter is empty between its uses; its slot knows its shape.
-    shapes = {
-        name: (tuple(slots[name].shape if name in slots else param.shape), param.dtype)
-        for name, param in engine.model.named_parameters()
-    }
+    slots = {slot.name for bucket in engine.buckets for slot in bucket.buffer.slots}
     saved_shapes = {name: (whole.shape, whole.dtype) for name, whole in checkpoint.parameters.items()}
-    _require_same("parameters", checkpoint, saved_shapes, shapes)
+    _require_same("parameters", checkpoint, saved_shapes, engine.shapes)
     buffers = persistent_buffers(engine.model)
-    buffer_shapes = {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in buffers.items()}
-    _require_same("buffers", checkpoint, checkpoint.buffer_shapes(), buffer_shapes)
+    _require_same("buffers", checkpoint, checkpoint.buffer_shapes(), _buffer_shapes(engine, buffers))
+    saved = _Own(checkpoint, engine)
     with BOOK.during("checkpoint"), torch.no_grad():
         for name, param in engine.model.named_parameters():
-            if name not in slots:
-                param.copy_(checkpoint.read_parameter(name, 0, param.numel()).view(param.shape))
+            if name not in slots and name not in engine.absent:
+                param.copy_(saved.read_parameter(name, 0, param.numel()).view(param.shape))
         for name, values in checkpoint.buffers().items():
-            buffers[name].copy_(values)
+            if name in buffers and name not in engine.absent:
+                part = engine.part_of(name)
+                buffers[name].copy_(values if part is None else part.of(values))
         if engine.gathering is not None:
             # Blocks that a forward without backward left whole would keep the old values.
             engine.gathering.finish()
-        engine.load_parameters(checkpoint.read_parameter)
-        engine.load_optimizer(checkpoint)
+        engine.load_parameters(saved.read_parameter)
+        engine.load_optimizer(saved)
+
+
+class _Own:
+    """A checkpoint as one rank reads it: of what is cut, ranges of the rank's own part."""
+
+    def __init__(self, checkpoint: Checkpoint, engine: Engine) -> None:
+        self.checkpoint, self.engine = checkpoint, engine
+        self._part: tuple[tuple[str, str | None], torch.Tensor] | None = None
+
+    def keys(self, name: str) -> list[str]:
+        return self.checkpoint.keys(name)
+
+    def numbers(self, name: str) -> Numbers:
+        return self.checkpoint.numbers(name)
+
+    def read(self, name: str, key: str, start: int, stop: int) -> torch.Tensor:
+        return self._read(name, key, start, stop)
+
+    def read_parameter(self, name: str, start: int, stop: int) -> torch.Tensor:
+        return self._read(name, None, start, stop)
+
+    def _read(self, name: str, key: str | None, start: int, stop: int) -> torch.Tensor:
+        part = self.engine.part_of(name)
+        if part is None:
+            return self._range(name, key, start, stop)
+        if self._part is None or self._part[0] != (name, key):
+            shape = self.checkpoint.parameters[name].shape
+            whole = self._range(name, key, 0, prod(shape)).view(shape)
+            self._part = ((name, key), part.of(whole).reshape(-1))
+        return self._part[1][start:stop]
+
+    def _range(self, name: str, key: str | None, start: int, stop: int) -> torch.Tensor:
+        if key is None:
+            return self.checkpoint.read_parameter(name, start, stop)
+        return self.checkpoint.read(name, key, start, stop)
+
+
+def _buffer_shapes(engine: Engine, buffers: dict[str, torch.Tensor]) -> Shapes:
+    shapes = {}
+    for name, buffer in buffers.items():
+        part = engine.part_of(name)
+        shape = tuple(buffer.shape)
+        shapes[name] = (shape if part is None else part.whole_shape(shape), buffer.dtype)
+    return shapes
 
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-def _require_same(what: str, checkpoint: Checkpoint, saved: Shapes, model: Shapes) -> None:
+def _require_same(what: str, checkpoint: Checkpoint, saved: Shapes, model: Mapping[str, Any]) -> None:
     start = f"{checkpoint.path} is of another model: "
     if saved.keys() != model.keys():
         only_model = [name for name in model if name not in saved]

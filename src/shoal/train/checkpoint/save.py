@@ -144,7 +144,7 @@ class _Save:
         for what in ("parameters", "buffers", "numbers"):
             manifest[what] = {name: entry for table in tables for name, entry in table[what].items()}
         known = manifest["parameters"]
-        manifest["parameters"] = {name: known[name] for name, _ in self.engine.model.named_parameters()}
+        manifest["parameters"] = {name: known[name] for name in self.engine.shapes}
         manifest["pieces"] = [piece for table in tables for piece in table["pieces"]]
         text = json.dumps(manifest, allow_nan=False, indent=1)
         digest = write_bytes(self.partial / MANIFEST, text.encode())

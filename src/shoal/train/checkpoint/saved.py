@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from shoal.train.checkpoint.files import (
     dtype_name,
     from_json,
 )
+from shoal.workload.cuts import Part
 
 _FILE = re.compile(r"rank-\d{5,}\.safetensors")
 _DTYPES = {dtype_name(dtype): dtype for dtype in DTYPES}
@@ -41,12 +42,14 @@ class CheckpointBroken(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Elements [start, stop) of a tensor laid out flat, and where they lie."""
+    """Elements [start, stop) of a tensor (or of one rank's part of it) laid out flat, and where they lie."""
 
     start: int
     stop: int
     file: str
     tensor: str
+    of: Part | None = None
+    """Which part of the tensor, if it was cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,21 +71,26 @@ class Checkpoint:
         self.files: dict[str, tuple[int, str]] = {
             name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest["files"].items()
         }
-        self._buffers = {name: (_whole(e), str(e["file"]), str(e["tensor"])) for name, e in manifest["buffers"].items()}
+        self._buffers: dict[str, list[tuple[_Whole, str, str, Part | None]]] = {}
+        for name, e in manifest["buffers"].items():
+            row = (_whole(e), str(e["file"]), str(e["tensor"]), _cut_part(e.get("part")))
+            self._buffers.setdefault(str(e.get("buffer", name)), []).append(row)
         self._numbers = {
             name: {key: (float(from_json(value)), str(kind)) for key, (value, kind) in numbers.items()}
             for name, numbers in manifest["numbers"].items()
         }
         self._parts: dict[tuple[str, str | None], list[_Part]] = {}
         for piece in manifest["pieces"]:
-            part = _Part(int(piece["start"]), int(piece["stop"]), str(piece["file"]), str(piece["tensor"]))
+            of = _cut_part(piece.get("part"))
+            part = _Part(int(piece["start"]), int(piece["stop"]), str(piece["file"]), str(piece["tensor"]), of)
             self._parts.setdefault((str(piece["parameter"]), piece["state"]), []).append(part)
         self._keys: dict[str, list[str]] = {}
         for (name, key), parts in self._parts.items():
-            parts.sort(key=lambda part: part.start)
+            parts.sort(key=lambda part: (part.of.index if part.of else 0, part.start))
             if key is not None:
                 self._keys.setdefault(name, []).append(key)
         self._open: dict[str, Any] = {}
+        self._assembled: tuple[tuple[str, str | None], torch.Tensor] | None = None
         self._require_consistent()
 
     def keys(self, name: str) -> list[str]:
@@ -104,17 +112,30 @@ class Checkpoint:
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """The model's buffers by name."""
-        return {name: self._file(file).get_tensor(tensor) for name, (_, file, tensor) in self._buffers.items()}
+        found = {}
+        for name, rows in self._buffers.items():
+            whole, file, tensor, part = rows[0]
+            if part is None:
+                found[name] = self._file(file).get_tensor(tensor)
+                continue
+            found[name] = torch.empty(whole.shape, dtype=whole.dtype)
+            for _, file, tensor, part in rows:
+                assert part is not None
+                part.fill(found[name], self._file(file).get_tensor(tensor))
+        return found
 
     def buffer_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        return {name: (whole.shape, whole.dtype) for name, (whole, _, _) in self._buffers.items()}
+        return {name: (rows[0][0].shape, rows[0][0].dtype) for name, rows in self._buffers.items()}
 
     def _read(self, name: str, key: str | None, start: int, stop: int) -> torch.Tensor:
         numel = prod(self.parameters[name].shape)
         if not 0 <= start <= stop <= numel:
             raise ValueError(f"elements {start} to {stop} of {name} were asked for, but it has {numel}")
+        parts = self._parts.get((name, key), [])
+        if parts and parts[0].of is not None:
+            return self._assemble(name, key, parts).reshape(-1)[start:stop]
         found = []
-        for part in self._parts.get((name, key), ()):
+        for part in parts:
             low, high = max(start, part.start), min(stop, part.stop)
             if low < high:
                 values = self._file(part.file).get_slice(part.tensor)
@@ -122,6 +143,25 @@ class Checkpoint:
         if not found:
             return torch.empty(0, dtype=self.parameters[name].dtype)
         return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _assemble(self, name: str, key: str | None, parts: list[_Part]) -> torch.Tensor:
+        """The whole of a tensor that was cut when it was saved. The last one stays: ranges of it are asked in turn."""
+        if self._assembled is None or self._assembled[0] != (name, key):
+            shape = self.parameters[name].shape
+            pieces: dict[int, list[torch.Tensor]] = {}
+            for part in parts:
+                assert part.of is not None
+                pieces.setdefault(part.of.index, []).append(self._file(part.file).get_tensor(part.tensor).reshape(-1))
+            whole: torch.Tensor | None = None
+            for part in parts:
+                assert part.of is not None
+                if part.start == 0:
+                    values = torch.cat(pieces[part.of.index])
+                    whole = torch.empty(shape, dtype=values.dtype) if whole is None else whole
+                    part.of.fill(whole, values.view(part.of.local_shape(shape)))
+            assert whole is not None
+            self._assembled = ((name, key), whole)
+        return self._assembled[1]
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
@@ -151,7 +191,8 @@ class Checkpoint:
 
     def _require_consistent(self) -> None:
         """Every element of everything is there once, in files that the manifest knows."""
-        used = {part.file for parts in self._parts.values() for part in parts} | {e[1] for e in self._buffers.values()}
+        used = {part.file for parts in self._parts.values() for part in parts}
+        used |= {row[1] for rows in self._buffers.values() for row in rows}
         for file in {*used, *self.files}:
             if file not in self.files or not _FILE.fullmatch(file):
                 raise CheckpointBroken(f"{self.path / MANIFEST} names the file {file!r}, which is none of its own")
@@ -163,15 +204,35 @@ class Checkpoint:
                     )
         whole = [(name, None) for name in self.parameters]
         for name, key in {*whole, *self._parts}:
-            at = 0
-            for part in self._parts.get((name, key), ()):
-                if part.start != at or part.stop <= part.start:
-                    break
-                at = part.stop
-            if name not in self.parameters or at != prod(self.parameters[name].shape):
+            parts = self._parts.get((name, key), [])
+            if name not in self.parameters or not _complete(parts, self.parameters[name].shape):
                 raise CheckpointBroken(
                     f"{self.path} is incomplete: elements of {key or 'the values'} of {name} are missing"
                 )
+
+
+def _complete(parts: list[_Part], shape: tuple[int, ...]) -> bool:
+    """Whether sorted parts make up a tensor of this shape, without gap or overlap."""
+    if not parts or parts[0].of is None:
+        return all(part.of is None for part in parts) and _gapless(parts, prod(shape))
+    of = parts[0].of
+    groups = [[part for part in parts if part.of == replace(of, index=index)] for index in range(of.ranks)]
+    sizes = [prod(replace(of, index=index).local_shape(shape)) for index in range(of.ranks)]
+    every = all(_gapless(group, size) for group, size in zip(groups, sizes, strict=True))
+    return every and sum(map(len, groups)) == len(parts) and of.cut.size == shape[of.cut.dim]
+
+
+def _gapless(parts: list[_Part], numel: int) -> bool:
+    at = 0
+    for part in parts:
+        if part.start != at or part.stop <= part.start:
+            return False
+        at = part.stop
+    return at == numel
+
+
+def _cut_part(row: dict[str, Any] | None) -> Part | None:
+    return None if row is None else Part.from_json(row)
 
 
 def _whole(entry: dict[str, Any]) -> _Whole:

@@ -20,12 +20,13 @@ from torch import nn
 
 from shoal.comm.group import BOOK
 from shoal.estimate.traffic import predict
-from shoal.job import Job, infer_facts
+from shoal.job import Job
 from shoal.parallel.optimizer import Piece
 from shoal.strategy import Strategy, contract, parse, require_legal
 from shoal.train.setup import Prepared, job_from, prepare
 from shoal.train.verify.float64 import KeepFloat64
 from shoal.train.verify.reference import train_serially
+from shoal.workload.layout import facts_of, layout_of
 
 EXACT = 1e-10
 """Largest relative difference of an exact strategy in float64. Correct ones measure 1e-15, faults 1e-5 and more."""
@@ -88,7 +89,7 @@ def verify(
         "steps_to_verify": steps,
     }
     job = job_from(arguments)
-    facts = infer_facts(job)
+    facts = facts_of(job, layout_of(job, strategy))
     require_legal(strategy, facts=facts)
     promised = contract(strategy, facts)
     exact = promised.kind == "exact"
@@ -96,9 +97,11 @@ def verify(
     # Dropout draws its masks by micro-batch and rank. Batch norm, on the other hand, wants whole micro-batches.
     parts = strategy.data_parallel if facts.dropout and not facts.batch_norm else 1
     arguments |= {"exact": exact, "parts": parts}
-    if facts.dropout and facts.batch_norm:
+    cut = [axis.name for axis in strategy.axes if not axis.name.startswith("dp")]
+    if facts.dropout and (facts.batch_norm or cut):
         arguments["dropout_off"] = True
-        notes.append("dropout is off in this proof: with batch norm no serial run draws the same masks")
+        because = "batch norm" if facts.batch_norm else " and ".join(cut)
+        notes.append(f"dropout is off in this proof: with {because} no serial run draws the same masks")
     with tempfile.TemporaryDirectory(prefix="shoal-verify-") as folder:
         arguments["reference"] = str(Path(folder) / "reference.safetensors")
         progress(f"{steps} serial steps in {'float64' if exact else 'float32'}")
@@ -218,10 +221,14 @@ def compare(ready: Prepared, path: str) -> dict[str, Any]:
     with safe_open(path, framework="pt") as reference:
         known = set(reference.keys())
 
+        def own(name: str, whole: torch.Tensor) -> torch.Tensor:
+            part = engine.part_of(name)
+            return whole if part is None else part.of(whole)
+
         def check(kind: str, piece: Piece, label: str) -> None:
-            whole = reference.get_tensor(f"{kind}:{piece.name}").reshape(-1)
+            whole = own(piece.name, reference.get_tensor(f"{kind}:{piece.name}")).reshape(-1)
             there = slice(piece.start, piece.start + piece.values.numel())
-            rounding = reference.get_tensor(f"rounding:{piece.name}").reshape(-1)[there]
+            rounding = own(piece.name, reference.get_tensor(f"rounding:{piece.name}")).reshape(-1)[there]
             apart = (piece.values.double().cpu() - whole[there].double()).abs()
             if rounding.any():
                 noisy.add(piece.name)
@@ -243,8 +250,8 @@ def compare(ready: Prepared, path: str) -> dict[str, Any]:
             check(key, piece, f"{key} of {piece.name}")
         drifts = any(reference.get_tensor(key).any() for key in known if key.startswith("rounding:"))
         for name, buffer in engine.model.named_buffers():
-            if buffer.numel() and not buffer.is_complex() and f"buffer:{name}" in known:
-                other = reference.get_tensor(f"buffer:{name}").double()
+            if buffer.numel() and not buffer.is_complex() and f"buffer:{name}" in known and name not in engine.absent:
+                other = own(name, reference.get_tensor(f"buffer:{name}")).double()
                 drift = float((buffer.double().cpu() - other).abs().max())
                 relative = drift / (float(other.abs().max()) or 1.0)
                 if drifts and relative > EXACT and drift <= ZERO_GRADIENT:

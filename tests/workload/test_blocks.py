@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.parallel.units import blocks, units
+from shoal.workload.blocks import blocks, units
 
 
 def names(model: nn.Module) -> list[str]:

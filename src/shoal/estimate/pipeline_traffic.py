@@ -1,0 +1,34 @@
+"""What a pipeline sends, in closed form.
+
+For every micro-batch and every border between stages that lie on different ranks: each tensor that crosses the border
+goes forward once, and a gradient of the same size comes back for each that learns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+Call = tuple[str, str, str, int, int]
+"""(axis, phase, kind, payload bytes, ranks)"""
+
+Crossing = tuple[int, bool]
+"""(bytes for one micro-batch, whether a gradient comes back)"""
+
+
+def pipeline_traffic(
+    *, axis: str, ranks: int, micro_batches: int, before: Mapping[int, Sequence[Crossing]],
+    behind: Mapping[int, Sequence[Crossing]],
+) -> Iterator[Call]:  # fmt: skip
+    """`before` and `behind`: for each stage of this rank what crosses the border before (behind) it, where the other
+    side is another rank."""
+    for _ in range(micro_batches):
+        for crossings in before.values():
+            for size, learns in crossings:
+                yield axis, "forward", "recv", size, ranks
+                if learns:
+                    yield axis, "backward", "send", size, ranks
+        for crossings in behind.values():
+            for size, learns in crossings:
+                yield axis, "forward", "send", size, ranks
+                if learns:
+                    yield axis, "backward", "recv", size, ranks

@@ -1,0 +1,125 @@
+"""Parameters and buffers replaced by this rank's parts of them.
+
+A tied parameter is cut once and stays tied. Modules that remember the sizes of their parameters (in_features,
+num_groups, ...) are told the new ones, so that they still describe and compute what they hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+
+from shoal.comm.mesh import Members
+from shoal.workload.cuts import Cut
+
+
+class PlanDoesNotFit(ValueError):
+    """A plan does not fit the model or the number of ranks."""
+
+
+def cut_parameters(
+    model: nn.Module,
+    cuts: Mapping[str, Cut],
+    members: Members,
+    *,
+    even: bool,
+    keep: Collection[tuple[nn.Module, str]] = (),
+) -> dict[str, Cut]:
+    """Replaces what `cuts` names by this rank's part; returns the cuts by the names that the model itself gives.
+
+    `even` demands that every segment divides among the ranks. `keep` are attributes that somebody else scales.
+    """
+    places: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for held in (module._parameters, module._buffers):
+            for attribute, tensor in held.items():
+                if tensor is not None:
+                    name = f"{path}.{attribute}" if path else attribute
+                    tensors[name] = tensor
+                    places.setdefault(id(tensor), []).append((name, module, attribute))
+    done: dict[str, Cut] = {}
+    for name, cut in cuts.items():
+        if name not in tensors:
+            raise PlanDoesNotFit(f"the plan cuts {name!r}, but the model has no parameter or buffer of that name")
+        whole = tensors[name]
+        first = places[id(whole)][0][0]
+        if first in done:
+            if done[first] != cut:
+                raise PlanDoesNotFit(f"{name!r} and {first!r} are one tensor, but the plan cuts them in different ways")
+            continue
+        done[first] = cut
+        part = _part(name, whole, cut, members, even=even)
+        for _, module, attribute in places[id(whole)]:
+            held = module._parameters if attribute in module._parameters else module._buffers
+            held[attribute] = part  # type: ignore[assignment]
+    kept = {(id(module), attribute) for module, attribute in keep}
+    touched = {id(m): (m, done[name]) for name in done for _, m, a in places[id(tensors[name])] if a != "bias"}
+    for module, cut in touched.values():
+        _remember_sizes(module, cut, members, kept)
+    return done
+
+
+def _part(name: str, whole: torch.Tensor, cut: Cut, members: Members, *, even: bool) -> Any:
+    if not 0 <= cut.dim < whole.dim() or whole.shape[cut.dim] != cut.size:
+        raise PlanDoesNotFit(
+            f"the plan cuts {name!r} into {cut.segments} along dimension {cut.dim}, "
+            f"but its shape is {list(whole.shape)}"
+        )
+    uneven = [size for size in cut.segments if size % members.size]
+    if even and uneven:
+        raise PlanDoesNotFit(f"{name!r}: {uneven[0]} does not divide among the {members.size} ranks of {members.axis}")
+    if min(cut.segments) < members.size:
+        raise PlanDoesNotFit(
+            f"{name!r}: {min(cut.segments)} is too little for the {members.size} ranks of {members.axis}"
+        )
+    with torch.no_grad():
+        part = cut.part(whole.detach(), members.size, members.index).clone(memory_format=torch.contiguous_format)
+    if isinstance(whole, nn.Parameter):
+        part = nn.Parameter(part, requires_grad=whole.requires_grad)
+        part.__dict__.update(whole.__dict__)  # What others noted on it, for example for their optimiser.
+    return part
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a module computes x @ weight + bias with a weight of [inputs, outputs], as GPT-2's projections do."""
+    weight = getattr(module, "weight", None)
+    sizes = (getattr(module, "nx", None), getattr(module, "nf", None))
+    return isinstance(weight, nn.Parameter) and weight.dim() == 2 and not isinstance(module, nn.Linear) and all(sizes)
+
+
+def _remember_sizes(module: nn.Module, cut: Cut, members: Members, kept: set[tuple[int, str]]) -> None:
+    def tell(**sizes: int) -> None:
+        for attribute, size in sizes.items():
+            if (id(module), attribute) not in kept:
+                setattr(module, attribute, size)
+
+    def divided(attribute: str) -> int:
+        size = getattr(module, attribute)
+        if size % members.size:
+            raise PlanDoesNotFit(
+                f"{type(module).__name__}.{attribute} = {size} does not divide among {members.size} ranks"
+            )
+        return size // members.size
+
+    weight: Any = getattr(module, "weight", None)
+    if isinstance(module, nn.Linear):
+        tell(out_features=weight.shape[0], in_features=weight.shape[1])
+    elif isinstance(module, _ConvNd):
+        if module.groups > 1 and cut.dim == 0:
+            tell(groups=divided("groups"))
+        inner, outer = weight.shape[1] * module.groups, weight.shape[0]
+        tell(in_channels=outer if module.transposed else inner, out_channels=inner if module.transposed else outer)
+    elif isinstance(module, nn.GroupNorm):
+        tell(num_groups=divided("num_groups"), num_channels=divided("num_channels"))
+    elif isinstance(module, _NormBase):
+        tell(num_features=divided("num_features"))
+    elif isinstance(module, nn.Embedding):
+        tell(num_embeddings=weight.shape[0], embedding_dim=weight.shape[1])
+    elif is_transposed(module):
+        tell(nx=weight.shape[0], nf=weight.shape[1])

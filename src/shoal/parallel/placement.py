@@ -1,0 +1,133 @@
+"""Where this rank stands: which ranks share its batch, its parameters, and the sums of a step.
+
+Every parameter belongs to a family. The gradient of a family is summed over the axes along which its members see
+different data and hold the same parameter: data and context for all of them, experts for what is no expert, tensor
+for what is whole but sees only part of the tokens, and the stages that share a tied weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.comm.mesh import Members, Mesh
+from shoal.strategy import Strategy, cp, ep, pp, tp
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """The ranks whose gradients of a family are summed, and how they share the work of it."""
+
+    zero: int
+    everyone: Members
+    """All ranks that hold the same parameters and see different data."""
+    sharding: Members
+    """Those that also hold different shards; one rank when nothing is sharded."""
+    copies: Members
+    """Those that hold the same shard of different data."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What parameters have in common that are reduced together."""
+
+    cut: bool = False
+    """Each rank of tp holds a part."""
+    partial: bool = False
+    """Whole on each rank of tp, which sees part of the tokens only."""
+    expert: bool = False
+    """Each rank of ep holds experts of its own."""
+    stages: tuple[int, ...] = ()
+    """Ranks along pp that hold it, where there are several (a tied weight)."""
+
+
+class Placement:
+    """The groups of ranks that a strategy makes of a mesh."""
+
+    def __init__(self, strategy: Strategy, mesh: Mesh, *, batch_over_tp: bool = False) -> None:
+        self.mesh = mesh
+        self.levels = [axis.name for axis in strategy.axes if axis.name.startswith("dp")]
+        sharded = [axis for axis in strategy.axes if axis.name in self.levels and axis.term.zero]  # type: ignore[attr-defined]
+        self.zero: int = sharded[0].term.zero if sharded else 0  # type: ignore[attr-defined]
+        self.sharded = sharded[0].name if sharded else None
+        self.pipeline = self._axis(strategy, pp)
+        self.tensor = self._axis(strategy, tp)
+        self.context = self._axis(strategy, cp)
+        self.experts = self._axis(strategy, ep)
+        data = mesh.along(*self.levels, label="dp")
+        every = tuple(axis.name for axis in strategy.axes)
+        sampling = [*self.levels, *self._names(self.experts), *(self._names(self.tensor) if batch_over_tp else ())]
+        self.samples = data if sampling == self.levels else mesh.along(*sampling)
+        """Who splits the samples of a batch."""
+        self.world = data if set(every) == set(self.levels) else mesh.along(*every, label="world")
+        """Everybody: they share the loss, the count and the wish to stop."""
+        self.batch_over_tp = batch_over_tp
+        cuts = [self.sharded] if self.sharded else []
+        cuts += [name for axis in (self.pipeline, self.tensor, self.experts) for name in self._names(axis)]
+        self.norm = mesh.along(*cuts)
+        """Those that hold different parts of the model: the squares of their gradients add up."""
+        self._known: dict[Family, Replicas] = {}
+        self._tied: dict[tuple[int, ...], Members] = {}
+
+    def _axis(self, strategy: Strategy, cls: type) -> Members:
+        term = strategy.term(cls)
+        if term is None:
+            return Members("none", (self.mesh.rank,), 0, None)
+        name = next(axis.name for axis in strategy.axes if axis.term is term)
+        return self.mesh.along(name)
+
+    def _names(self, members: Members) -> tuple[str, ...]:
+        return () if members.axis == "none" else (members.axis,)
+
+    @property
+    def first_of_tensor(self) -> bool:
+        return self.tensor.index == 0
+
+    def over(self, family: Family) -> list[str]:
+        """The axes over which a family's gradients are summed."""
+        names = [*self.levels, *self._names(self.context)]
+        if not family.expert:
+            names += self._names(self.experts)
+        if family.partial:
+            names += self._names(self.tensor)
+        return names
+
+    def replicas(self, family: Family) -> Replicas:
+        """Collective: every rank asks for the same families in the same order."""
+        if family not in self._known:
+            self._known[family] = self._make(family)
+        return self._known[family]
+
+    def _make(self, family: Family) -> Replicas:
+        over = self.over(family)
+        label = "dp" if set(over) == set(self.levels) else None
+        if not self.zero:
+            everyone = self._members(over, family.stages, label)
+            return Replicas(0, everyone, Members("dp", (self.mesh.rank,), 0, None), everyone)
+        rest = [name for name in over if name != self.sharded]
+        assert self.sharded is not None
+        return Replicas(
+            self.zero,
+            self.mesh.along(*over, label=label),
+            self.mesh.along(self.sharded),
+            self._members(rest, family.stages, None),
+        )
+
+    def _members(self, names: Sequence[str], stages: tuple[int, ...], label: str | None) -> Members:
+        if len(stages) < 2:
+            return self.mesh.along(*names, label=label)
+        return self.mesh.among(names, self.pipeline.axis, stages)
+
+    def multiplicity(self, family: Family) -> int:
+        """How many ranks of `norm` hold the same gradient of a family after reduction."""
+        times = max(1, len(family.stages))
+        if not family.cut:
+            times *= self.tensor.size
+        if not family.expert:
+            times *= self.experts.size
+        return times
+
+    def writes(self, family: Family) -> bool:
+        """Whether this rank is the one, of those along tp that hold the same, to write it to a checkpoint."""
+        return family.cut or family.partial or self.first_of_tensor
+

@@ -1,0 +1,166 @@
+"""One stage of a model: the model's own forward, with the pieces of other stages left out.
+
+Nothing of the user's model is rewritten or traced into a graph. Each stage calls the whole forward: pieces before the
+stage hand something of the right shape through, the stage's first piece gets what the stage before sent in place of
+it, and the first piece behind the stage ends the forward. What lies between pieces and depends on no parameter (masks,
+rotary tables, positions) is thus computed by the model's own code, where it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from shoal.workload.chain import Chain
+
+Range = tuple[int, int]
+
+
+class StageDone(BaseException):
+    """Ends a forward where the next stage begins. Not an Exception: the model's code must not catch it."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.tensors = tensors
+
+
+class StagedModel:
+    """A model of which this rank runs some stages."""
+
+    def __init__(self, model: nn.Module, chain: Chain, stages: Sequence[Range], mine: Sequence[int]) -> None:
+        self.model, self.chain, self.stages, self.mine = model, chain, list(stages), list(mine)
+        self.held = [name for name, _ in model.named_parameters() if self._holders(name) & set(mine)]
+        self.absent = self._drop()
+        self._now: Range = (0, len(chain.links))
+        self._received: dict[tuple[int, int, bool], torch.Tensor] = {}
+        self._kept: dict[tuple[int, int], torch.Tensor] = {}
+        self._shapes: dict[Any, Any] = {}
+        wanted = {(wire.piece, wire.leaf) for link in chain.links for wire in link.wires if not wire.is_argument}
+        self._wanted = wanted
+
+    def install(self) -> None:
+        """Wraps the pieces, outside of whatever else wraps them."""
+        for number, link in enumerate(self.chain.links):
+            module = self.model.get_submodule(link.path)
+            module.forward = partial(self._forward, number, module.forward)  # type: ignore[method-assign]
+            module.register_forward_pre_hook(partial(self._before, number), prepend=True, with_kwargs=True)
+
+    def _holders(self, name: str) -> set[int]:
+        """The stages that hold a parameter. One that nothing reads is the first stage's."""
+        found = {
+            stage
+            for stage, (first, stop) in enumerate(self.stages)
+            if any(name in link.parameters for link in self.chain.links[first:stop])
+        }
+        return found or {0}
+
+    def runs(self, path: str) -> bool:
+        """Whether a module lies in one of this rank's stages."""
+        local = (self.chain.links[n].path for stage in self.mine for n in range(*self.stages[stage]))
+        return any(path == piece or path.startswith(piece + ".") for piece in local)
+
+    def holders(self, name: str) -> tuple[int, ...]:
+        return tuple(sorted(self._holders(name)))
+
+    def _drop(self) -> frozenset[str]:
+        """Lets go of what belongs to other stages: a zero of the same shape takes its place, without memory."""
+        held, gone = set(self.held), {}
+        absent = set()
+        for name, param in self.model.named_parameters():
+            if name not in held:
+                nothing = torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape)
+                gone[id(param)] = nn.Parameter(nothing, requires_grad=False)
+                absent.add(name)
+        for module in self.model.modules():
+            for name, param in module._parameters.items():
+                if param is not None and id(param) in gone:
+                    module._parameters[name] = gone[id(param)]
+        local = {n for stage in self.mine for n in range(*self.stages[stage])}
+        for number, link in enumerate(self.chain.links):
+            if number not in local:
+                names = self.model.get_submodule(link.path).named_buffers()
+                absent |= {f"{link.path}.{name}" for name, _ in names}
+        return frozenset(absent)
+
+    def run(
+        self, stage: int, call: Callable[[], Any], received: Sequence[torch.Tensor]
+    ) -> tuple[Any, list[torch.Tensor]]:
+        """The stage's part of a forward: (what the model gave back, if it is the last stage; what goes on)."""
+        first, _ = self._now = self.stages[stage]
+        wires = self.chain.links[first].wires if first else ()
+        self._received = {
+            (wire.piece, wire.leaf, wire.is_argument): tensor for wire, tensor in zip(wires, received, strict=True)
+        }
+        self._kept = {(p, leaf): t for (p, leaf, is_argument), t in self._received.items() if not is_argument}
+        try:
+            return call(), []
+        except StageDone as done:
+            return None, done.tensors
+        finally:
+            self._received, self._kept = {}, {}
+            self._now = (0, len(self.chain.links))
+
+    def _before(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """At the stage's borders: ends the forward, or puts in what the stage before sent."""
+        first, stop = self._now
+        if number == stop:
+            leaves = tree_leaves((args, kwargs))
+            wires = self.chain.links[number].wires
+            raise StageDone([leaves[w.leaf] if w.is_argument else self._kept[w.piece, w.leaf] for w in wires])
+        if number == first and first:
+            leaves, shape = tree_flatten((args, kwargs))
+            for (piece, leaf, is_argument), tensor in self._received.items():
+                if is_argument and piece == number:
+                    leaves[leaf] = tensor
+            return tree_unflatten(leaves, shape)
+        return None
+
+    def _forward(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if number >= self._now[0]:
+            output = forward(*args, **kwargs)
+            if any(piece == number for piece, _ in self._wanted):
+                for leaf, value in enumerate(tree_leaves(output)):
+                    if (number, leaf) in self._wanted:
+                        self._kept[number, leaf] = value
+            return output
+        return self._stand_in(number, forward, args, kwargs)
+
+    def _stand_in(self, number: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Something of the shape that the piece would give back; what was received of it, if anything was."""
+        link = self.chain.links[number]
+        received = {leaf: t for (piece, leaf, is_arg), t in self._received.items() if piece == number and not is_arg}
+        leaves = tree_leaves((args, kwargs))
+        if link.same_as_argument is not None:
+            return received.get(0, leaves[link.same_as_argument])
+        key = (number, tuple(tuple(x.shape) if isinstance(x, torch.Tensor) else None for x in leaves))
+        if key not in self._shapes:
+            self._shapes[key] = _shapes_of(forward, args, kwargs)
+        outputs, shape = tree_flatten(tree_map(_zeros, self._shapes[key], is_leaf=lambda x: isinstance(x, _Like)))
+        for leaf, tensor in received.items():
+            outputs[leaf] = tensor
+        return tree_unflatten(outputs, shape)
+
+
+class _Like:
+    """The shape and type of a tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
+
+
+def _zeros(like: Any) -> Any:
+    return torch.zeros(like.shape, dtype=like.dtype) if isinstance(like, _Like) else like
+
+
+def _shapes_of(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What a piece would give back, found on fakes: nothing is computed."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    args, kwargs = tree_map(lambda x: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x, (args, kwargs))
+    with mode, torch.no_grad(), torch.random.fork_rng(devices=[]):
+        output = forward(*args, **kwargs)
+    return tree_map(lambda x: _Like(x) if isinstance(x, FakeTensor) else x, output)

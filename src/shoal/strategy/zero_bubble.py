@@ -1,0 +1,115 @@
+"""The order of a zero-bubble pipeline, found by a greedy list scheduler rather than read from a table.
+
+The backward pass is split (Qi et al. 2023): B, the gradient of a stage's inputs, is what the stage before waits for; W,
+the gradient of its weights, can wait, and fills the time in which the rank would idle. Every pass is taken to cost one
+unit. No rank ever keeps more than n micro-batches, from the first F to the last W, which is what 1F1B keeps on its
+first rank; that bound also makes the order free of deadlock: micro-batches enter every rank in their order, so the
+oldest one that is not done always has room.
+
+With one chunk this is ZB-H1, and it is optimal: max(3m + n - 1, 2m + 2n - 1) units for m micro-batches on n ranks. With
+more chunks no rule of choice is best everywhere, so a few are tried and the shortest result is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Told = tuple[Literal["F", "B", "W"], int, int]
+"""(kind, stage, micro-batch)"""
+
+WITHOUT_BOUND = 1 << 62
+
+FIRST: tuple[Literal["F"], Literal["B"]] = ("F", "B")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """What a rank does when it could do several things."""
+
+    first: Literal["F", "B"]
+    """Which of a forward and an input gradient goes first; weight gradients come after both."""
+    most_owed: int
+    """So many weight gradients may be put off; beyond that they go before everything."""
+    like_1f1b: bool = False
+    """Whether rank r computes at most n - r forwards ahead of its backwards."""
+
+
+def zero_bubble(*, held: Sequence[Sequence[int]], micro: int) -> list[list[Told]]:
+    """For each rank its order, given the stages that each rank holds (from the input towards the loss)."""
+    ranks, chunks = len(held), len(held[0])
+    if chunks == 1:
+        rules = [Rule(first="F", most_owed=WITHOUT_BOUND, like_1f1b=True)]
+    else:
+        bounds = sorted({chunks, ranks, ranks * chunks // 2, ranks * (chunks - 1), WITHOUT_BOUND})
+        rules = [Rule(first=first, most_owed=bound) for first in FIRST for bound in bounds]
+    found = [_Scheduler(held=held, micro=micro, rule=rule).run() for rule in rules]
+    return min(found, key=lambda one: one[0])[1]
+
+
+class _Scheduler:
+    """Unit by unit, every rank picks the best of what it can do now."""
+
+    def __init__(self, *, held: Sequence[Sequence[int]], micro: int, rule: Rule) -> None:
+        self.held = held
+        self.micro = micro
+        self.rule = rule
+        self.stages = len(held) * len(held[0])
+        # How many micro-batches have had each pass at each stage. They go in order, so a count says which.
+        self.forwards = [0] * self.stages
+        self.inputs = [0] * self.stages
+        self.weights = [0] * self.stages
+
+    def run(self) -> tuple[int, list[list[Told]]]:
+        """(units until the last rank is done, order of each rank)"""
+        orders: list[list[Told]] = [[] for _ in self.held]
+        units, left = 0, 3 * self.stages * self.micro
+        done = {"F": self.forwards, "B": self.inputs, "W": self.weights}
+        while left:
+            # All ranks choose before any of them counts: what is computed in this unit arrives in the next.
+            chosen = [self._choice(rank) for rank in range(len(self.held))]
+            for order, told in zip(orders, chosen, strict=True):
+                if told is not None:
+                    order.append(told)
+                    done[told[0]][told[1]] += 1
+                    left -= 1
+            units += 1
+        return units, orders
+
+    def _choice(self, rank: int) -> Told | None:
+        """The oldest micro-batch first; of one micro-batch the forward nearest to the loss, the backward nearest to
+        the input.
+        """
+        held = self.held[rank]
+        owed = min(
+            ((self.weights[stage], stage) for stage in held if self.weights[stage] < self.inputs[stage]), default=None
+        )  # fmt: skip
+        weight: Told | None = None if owed is None else ("W", owed[1], owed[0])
+        if weight and sum(self.inputs[stage] - self.weights[stage] for stage in held) > self.rule.most_owed:
+            return weight
+        forward, backward = self._forward(rank), self._backward(held)
+        return (forward or backward or weight) if self.rule.first == "F" else (backward or forward or weight)
+
+    def _forward(self, rank: int) -> Told | None:
+        held, ranks = self.held[rank], len(self.held)
+        best: tuple[int, int] | None = None
+        for stage in held:
+            m = self.forwards[stage]
+            if m == self.micro or (stage and self.forwards[stage - 1] == m):
+                continue
+            if self.rule.like_1f1b and m - self.inputs[stage] >= ranks - rank:
+                continue
+            if stage == held[0] and m - min(self.weights[other] for other in held) >= ranks:
+                continue
+            best = min(best or (m, -stage), (m, -stage))
+        return None if best is None else ("F", -best[1], best[0])
+
+    def _backward(self, held: Sequence[int]) -> Told | None:
+        ready = [
+            (self.inputs[stage], stage)
+            for stage in held
+            if self.inputs[stage] < self.forwards[stage]
+            and (stage == self.stages - 1 or self.inputs[stage] < self.inputs[stage + 1])
+        ]
+        return ("B", min(ready)[1], min(ready)[0]) if ready else None

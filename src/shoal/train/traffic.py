@@ -1,0 +1,104 @@
+"""What the traffic formulas need to know of a rank, read off its engine: the shard table, and what its other axes sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from shoal.comm.mesh import Members
+from shoal.estimate.attention_traffic import attention_calls
+from shoal.estimate.expert_traffic import expert_traffic
+from shoal.estimate.pipeline_traffic import pipeline_traffic
+from shoal.estimate.tensor_traffic import crossing_calls
+from shoal.estimate.traffic import Buffer, Call, Group, Norm, ShardTable
+from shoal.job import Job
+from shoal.parallel.batch_norm import batch_norms
+from shoal.parallel.engine import Engine
+from shoal.parallel.expert import take_routed
+from shoal.strategy import Strategy, recompute
+from shoal.workload.blocks import blocks
+from shoal.workload.crossings import Crossing
+
+
+def shard_table(job: Job, strategy: Strategy, engine: Engine, calls: Sequence[Call]) -> ShardTable:
+    """What the traffic formulas need to know, read off the engine's buffers and the model's batch norms."""
+    placement = engine.placement
+    again = strategy.modifier(recompute) is not None
+    in_blocks = tuple(name for name, _ in blocks(engine.model)) if again else ()
+    norms = []
+    if job.batch_norm == "sync" and placement.samples.size > 1:
+        for name, module in batch_norms(engine.model):
+            if not module.training and module.running_mean is not None:
+                continue  # The model keeps it as it was pretrained.
+            if f"{name}.running_mean" in engine.absent:
+                continue
+            inside = any(name == block or name.startswith(block + ".") for block in in_blocks)
+            width = torch.promote_types(next(engine.model.parameters()).dtype, torch.float32).itemsize
+            norms.append(Norm(channels=module.num_features, itemsize=width, recomputed=inside))
+    return ShardTable(
+        zero=placement.zero,
+        micro_batches=strategy.micro_batches,
+        num_parameters=len(engine.names),
+        world=_group(placement.world),
+        norm=_group(placement.norm),
+        samples=_group(placement.samples),
+        buffers=tuple(_buffers(strategy, engine)),
+        norms=tuple(norms),
+        calls=tuple(calls),
+    )
+
+
+def _group(members: Members) -> Group:
+    return Group(axis=members.axis, ranks=members.size)
+
+
+def _buffers(strategy: Strategy, engine: Engine) -> Iterator[Buffer]:
+    """The engine's flat buffers, and how often each moves in a step."""
+    micro, pipelined = strategy.micro_batches, engine.pipelined
+    forward: dict[int, int] = {}
+    backward: dict[int, int] = {}
+    for unit in engine.gathering.units if engine.gathering is not None else ():
+        stays = unit.is_root or unit.held
+        for shard in unit.shards:
+            forward[id(shard.buffer)] = 1 if pipelined and stays else micro
+            backward[id(shard.buffer)] = 0 if stays or unit.is_last else micro
+    for bucket in engine.buckets:
+        replicas = bucket.replicas
+        yield Buffer(
+            padded_bytes=bucket.buffer.bytes,
+            replicas=_group(replicas.everyone),
+            sharding=_group(replicas.sharding),
+            copies=_group(replicas.copies),
+            reductions=micro if replicas.zero >= 2 and not pipelined else 1,
+            forward_gathers=forward.get(id(bucket.buffer), 0),
+            backward_gathers=backward.get(id(bucket.buffer), 0),
+        )
+
+
+def axis_calls(strategy: Strategy, engine: Engine) -> Iterator[Call]:
+    """What the axes other than dp sent in the step just made, by their formulas."""
+    pipeline, cut, placement = engine.pipeline, engine.cut, engine.placement
+    if pipeline is not None:
+        yield from pipeline_traffic(
+            axis=pipeline.members.axis, ranks=pipeline.members.size, micro_batches=strategy.micro_batches,
+            before=pipeline.crossings(before=True), behind=pipeline.crossings(before=False),
+        )  # fmt: skip
+    yield from crossing_calls(_group(placement.tensor), cut.crossings.take())
+    if cut.sequence is not None:
+        calls, gathered = cut.sequence.take()
+        yield from attention_calls(calls, cut.sequence.method, _group(placement.context))
+        for size, learns in gathered:
+            yield from crossing_calls(
+                _group(placement.context), {Crossing(how="gather", whole_bytes=size, gradient=learns): 1}
+            )
+    yield from expert_traffic(take_routed(engine.model))
+
+
+def forget_calls(engine: Engine) -> None:
+    """Before a step: what was sent until now (in an evaluation) is not the step's."""
+    engine.cut.crossings.take()
+    if engine.cut.sequence is not None:
+        engine.cut.sequence.take()
+    take_routed(engine.model)

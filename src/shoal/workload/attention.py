@@ -1,0 +1,22 @@
+"""One call of attention over a cut sequence, as one rank saw it: what the formulas for its traffic read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionCall:
+    """`length` counts the rank's own positions, heads those before any exchange."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    length: int
+    head_dim: int
+    value_dim: int
+    itemsize: int
+    trained: bool
+    again: bool
+    """Whether it is a repetition inside backward."""
+    evaluating: bool

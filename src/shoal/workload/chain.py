@@ -1,0 +1,238 @@
+"""Where a model may be cut into pipeline stages: its pieces in the order in which they run, and what lies between.
+
+A piece is a module with parameters: a block, or what stands beside the blocks (an embedding, a final norm, a head). A
+cut before a piece is possible if everything computed so far that is still needed reaches this piece as an argument,
+or is what an earlier piece gave back (a skip connection). What depends on no parameter (masks, rotary tables) need
+not be sent: every stage computes it for itself, with the model's own code.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from shoal.workload.blocks import blocks
+from shoal.workload.cost import cost
+from shoal.workload.trace import Call, Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """A tensor that crosses a cut: an argument of the piece behind it, or the result of a piece before it."""
+
+    piece: int
+    """The piece that is given it, or gave it."""
+    leaf: int
+    """Which of its arguments (or results), laid flat."""
+    is_argument: bool
+    shape: tuple[int, ...]
+    itemsize: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """One piece of the model."""
+
+    path: str
+    is_block: bool
+    cost: float
+    """Of one forward, from here to the next piece."""
+    parameters: frozenset[str]
+    """Names of the parameters that it holds, or that are read from here to the next piece."""
+    wires: tuple[Wire, ...]
+    """What crosses a cut just before it."""
+    why_not: str
+    """Why there can be no cut just before it; empty if there can."""
+    same_as_argument: int | None
+    """If it gives back one tensor, of the same shape and type as one of its arguments: which."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chain:
+    """The pieces of a model, first to last."""
+
+    links: tuple[Link, ...]
+    tied: frozenset[str]
+    """Parameters that are read by more than one piece."""
+
+    def cuts(self) -> list[int]:
+        """Pieces before which the model can be cut."""
+        return [number for number, link in enumerate(self.links) if number and not link.why_not]
+
+    def stages(self, num: int, *, balanced: bool = True) -> list[tuple[int, int]]:
+        """The pieces of each stage, so that the dearest stage is as cheap as can be (or, not balanced, by count)."""
+        costs = [link.cost if balanced else 1.0 for link in self.links]
+        borders = [0, *self.cuts(), len(self.links)]
+        if len(borders) - 1 < num:
+            raise CannotCut(
+                f"the model can be cut into {len(borders) - 1} stages at most, not {num}: {self.why_not_more()}"
+            )
+        return _partition(costs, borders, num)
+
+    def why_not_more(self) -> str:
+        """The first place at which the model cannot be cut, with the reason; empty if it can be cut everywhere."""
+        blocked = next((link for link in self.links[1:] if link.why_not), None)
+        return f"{blocked.path} {blocked.why_not}" if blocked is not None else ""
+
+
+class CannotCut(ValueError):
+    """The model has too few places at which it can be cut."""
+
+
+def chain(trace: Trace) -> Chain:
+    """The pieces of the traced model."""
+    paths, block_paths = _pieces(trace)
+    calls = {path: [call for call in trace.calls if call.path == path] for path in paths}
+    order = sorted((path for path in paths if calls[path]), key=lambda path: calls[path][0].first)
+    starts = [calls[path][0].first for path in order]
+    again = [max(call.stop for call in calls[path]) for path in order]
+    inside = _inside(trace, [call for path in order for call in calls[path]])
+    users = trace.users()
+    names = trace.parameter_names()
+    local = [value.learned or value.number in inside for value in trace.values]
+    last_use = {value: max(ops) for value, ops in users.items()}
+    end = len(trace.ops)
+    for number in [*trace.output, trace.loss]:
+        if number is not None:
+            last_use[number] = end
+    costs = [0.0] * len(order)
+    read: list[set[str]] = [set() for _ in order]
+    for at, path in enumerate(order):
+        # What a piece holds is its own, also if this forward did not read it (an expert that was not chosen).
+        read[at] |= {name for name in trace.parameters if name.startswith(path + ".")}
+    for op in trace.ops:
+        at = max(bisect_right(starts, op.number) - 1, 0)
+        costs[at] += cost(trace, op)
+        read[at] |= {names[value] for value in op.inputs if value in names}
+    links = []
+    for number, path in enumerate(order):
+        call = calls[path][0]
+        wires, why_not = _wires(trace, number, order, calls, starts, local, last_use)
+        for before in range(number):
+            if again[before] > starts[number] and len(calls[order[before]]) > 1:
+                why_not = f"lies between two uses of {order[before]}"
+        links.append(
+            Link(
+                path=path, is_block=path in block_paths, cost=costs[number], parameters=frozenset(read[number]),
+                wires=wires, why_not=why_not, same_as_argument=_same_as_argument(trace, call),
+            )  # fmt: skip
+        )
+    seen: dict[str, int] = {}
+    for link in links:
+        for name in link.parameters:
+            seen[name] = seen.get(name, 0) + 1
+    return Chain(links=tuple(links), tied=frozenset(name for name, times in seen.items() if times > 1))
+
+
+def _pieces(trace: Trace) -> tuple[list[str], set[str]]:
+    """Blocks, and the largest other modules with parameters that hold no block."""
+    model = trace.model
+    block_paths = {path for path, _ in blocks(model)}
+    called = {call.path for call in trace.calls}
+    holders = {""}
+    for path in block_paths:
+        parts = path.split(".")
+        holders |= {".".join(parts[:n]) for n in range(len(parts))}
+    while True:
+        found = _largest(model, holders, block_paths, called)
+        alone = [path for path in found if path not in block_paths]
+        # One module that is the whole model is a wrapper: its parts are the pieces.
+        if len(found) == 1 and alone and any(True for _ in model.get_submodule(alone[0]).children()):
+            holders.add(alone[0])
+            continue
+        return found, block_paths
+
+
+def _largest(model: nn.Module, holders: set[str], block_paths: set[str], called: set[str]) -> list[str]:
+    found: list[str] = []
+
+    def walk(path: str, module: nn.Module) -> None:
+        for name, child in module.named_children():
+            there = f"{path}.{name}" if path else name
+            if not any(True for _ in child.parameters()):
+                continue
+            if there in block_paths or (there not in holders and there in called):
+                if there in called:
+                    found.append(there)
+            else:
+                walk(there, child)
+
+    walk("", model)
+    return found
+
+
+def _inside(trace: Trace, calls: Sequence[Call]) -> set[int]:
+    """Values made inside a piece."""
+    return {value for call in calls for op in trace.ops[call.first : call.stop] for value in op.outputs}
+
+
+def _wires(
+    trace: Trace,
+    number: int,
+    order: list[str],
+    calls: dict[str, list[Call]],
+    starts: list[int],
+    local: list[bool],
+    last_use: dict[int, int],
+) -> tuple[tuple[Wire, ...], str]:
+    """What crosses the cut before a piece, or why there can be none."""
+    start = starts[number]
+    arguments = calls[order[number]][0].arguments
+    given: dict[int, tuple[int, int]] = {}
+    for before in range(number):
+        for leaf, result in enumerate(calls[order[before]][0].results):
+            if result is not None:
+                given[result] = (before, leaf)
+    wires = []
+    for value in trace.values:
+        made = value.source == "op" and value.producer < start
+        if not (made and local[value.number] and last_use.get(value.number, -1) >= start):
+            continue
+        if value.number in arguments:
+            wires.append(Wire(number, arguments.index(value.number), True, value.shape, value.dtype.itemsize))
+        elif value.number in given:
+            piece, leaf = given[value.number]
+            wires.append(Wire(piece, leaf, False, value.shape, value.dtype.itemsize))
+        else:
+            maker = trace.ops[value.producer]
+            where = maker.module or type(trace.model).__name__
+            return (), f"needs more than it is given: a result of {maker.name} in {where} is used behind it as well"
+    return tuple(wires), ""
+
+
+def _same_as_argument(trace: Trace, call: Call) -> int | None:
+    if not call.bare or call.results[0] is None:
+        return None
+    result = trace.values[call.results[0]]
+    for leaf, number in enumerate(call.arguments):
+        if number is not None:
+            argument = trace.values[number]
+            if argument.shape == result.shape and argument.dtype == result.dtype:
+                return leaf
+    return None
+
+
+def _partition(costs: Sequence[float], borders: Sequence[int], num: int) -> list[tuple[int, int]]:
+    """Ranges between borders with the smallest largest sum; among equals, the earliest cuts that achieve it."""
+    sums = [0.0]
+    for value in costs:
+        sums.append(sums[-1] + value)
+    reach = len(borders)
+    best = [[float("inf")] * reach for _ in range(num + 1)]
+    cut_at = [[0] * reach for _ in range(num + 1)]
+    best[0][0] = 0.0
+    for stage in range(1, num + 1):
+        for end in range(stage, reach):
+            for begin in range(stage - 1, end):
+                dearest = max(best[stage - 1][begin], sums[borders[end]] - sums[borders[begin]])
+                if dearest < best[stage][end]:
+                    best[stage][end], cut_at[stage][end] = dearest, begin
+    found, end = [], reach - 1
+    for stage in range(num, 0, -1):
+        begin = cut_at[stage][end]
+        found.append((borders[begin], borders[end]))
+        end = begin
+    return found[::-1]

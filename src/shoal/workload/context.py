@@ -1,0 +1,253 @@
+"""What context parallelism may cut of a model: the sequence, from the first block to the last one, or to the loss.
+
+Inside the blocks every operation but attention must treat positions one by one. What else a block is given for every
+position (rotary tables, masks) is cut along with the sequence where a block gets it as an argument; what the block's own
+code makes for all positions cannot be. Behind the blocks the sequence stays cut if the loss treats positions one by one,
+else it is gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from shoal.workload.blocks import blocks
+from shoal.workload.cuts import Cut
+from shoal.workload.segments import NeedsSegments, Refuted
+from shoal.workload.spread import Graph
+from shoal.workload.trace import Call, Op, Trace
+
+Leaves = dict[int, int]
+"""Argument of a block, laid flat -> the dimension that is the sequence."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContextPlan:
+    """How the sequence is cut."""
+
+    length: int
+    dim: int
+    """The sequence's dimension of the stream between blocks."""
+    blocks: tuple[str, ...]
+    stream: int
+    """Which argument of a block, laid flat, is the stream."""
+    extras: Mapping[str, Leaves]
+    """Block -> its other arguments that are cut."""
+    masks: Mapping[str, tuple[int, ...]]
+    """Block -> its arguments that are masks of positions by positions."""
+    causal: bool
+    batch: Mapping[str, int] | None
+    """Entries of the batch that the loss reads position by position -> their dimension; None: the loss needs the whole
+    sequence, which is gathered behind the last block."""
+    why_whole: str = ""
+
+
+@dataclass
+class _Follower:
+    graph: Graph
+    calls: list[Call]
+    closed: list[Call]
+    """Calls that are not looked into: what they give back is cut as what they are given."""
+    cuts: dict[int, Cut] = field(default_factory=dict)
+    extras: dict[str, Leaves] = field(default_factory=dict)
+    open_values: list[int] = field(default_factory=list)
+
+    def call_at(self, op: int) -> Call | None:
+        return next((call for call in self.calls if call.first <= op < call.stop), None)
+
+
+class CannotCutSequence(ValueError):
+    """Some operation needs the whole sequence."""
+
+
+def context_plan(trace: Trace, *, by_position: Collection[str] = ()) -> ContextPlan:
+    """Raises CannotCutSequence, with the module and the reason, where the model mixes positions outside attention.
+    `by_position`: modules known to treat positions one by one, whatever their code looks like (experts)."""
+    paths = {path for path, _ in blocks(trace.model)}
+    inside = {attention.module for attention in trace.attention}
+    calls = [c for c in trace.calls if c.path in paths and any(_within(c, m) for m in inside)]
+    if not trace.attention:
+        raise CannotCutSequence(
+            "no attention was found: it must be called as scaled_dot_product_attention for ranks to share a sequence"
+        )
+    outside = next((m for m in inside if not any(_within(call, m) for call in calls)), None)
+    if outside is not None:
+        raise CannotCutSequence(f"{outside} attends outside the blocks")
+    graph = Graph(trace)
+    stream, leaf = _stream(trace, calls[0])
+    shape = trace.values[stream].shape
+    dim = 1 if shape[0] == trace.samples else 0
+    follower = _Follower(graph, calls, [call for call in trace.calls if call.path in by_position])
+    masks = _through_blocks(follower, stream, Cut(dim, (shape[dim],)))
+    batch, why = _to_the_loss(graph, calls[-1], follower.cuts)
+    return ContextPlan(
+        length=shape[dim], dim=dim, blocks=tuple(call.path for call in calls), stream=leaf,
+        extras=follower.extras, masks=masks, causal=any(a.causal or a.mask is not None for a in trace.attention),
+        batch=batch, why_whole=why,
+    )  # fmt: skip
+
+
+def _within(call: Call, module: str) -> bool:
+    return module == call.path or module.startswith(call.path + ".")
+
+
+def _stream(trace: Trace, call: Call) -> tuple[int, int]:
+    for leaf, value in enumerate(call.arguments):
+        if value is not None and trace.values[value].learned and len(trace.values[value].shape) == 3:
+            return value, leaf
+    raise CannotCutSequence(f"{call.path} is given no sequence of vectors (samples, positions, features)")
+
+
+def _through_blocks(follower: _Follower, stream: int, cut: Cut) -> dict[str, tuple[int, ...]]:
+    """Follows the cut from block to block, around attention; gives the masks that blocks are given."""
+    graph, trace = follower.graph, follower.graph.trace
+    first, stop = follower.calls[0].first, max(call.stop for call in follower.calls)
+    barred = {number for a in trace.attention for number in range(a.first, a.stop)}
+    barred |= {number for call in follower.closed for number in range(call.first, call.stop)}
+    follower.cuts = {stream: cut}
+    follower.open_values = [stream]
+    while follower.open_values:
+        value = follower.open_values.pop(0)
+        for attention in trace.attention:
+            if value == attention.query:
+                _enter(follower, attention.output, follower.cuts[value], first)
+        for call in follower.closed:
+            result = call.results[0]
+            if value in call.arguments and result is not None:
+                if trace.values[result].shape == trace.values[value].shape and trace.values[value].learned:
+                    _enter(follower, result, follower.cuts[value], first)
+        producer = graph.values[value].producer
+        before = [producer] if first <= producer < stop else []
+        users = [n for n in graph.users.get(value, ()) if first <= n < stop and graph.live[n]]
+        for number in before + users:
+            if number not in barred:
+                _step(follower, number, value, first)
+    masks: dict[str, tuple[int, ...]] = {}
+    for attention in trace.attention:
+        for operand in (attention.query, attention.key, attention.value):
+            there = follower.cuts.get(operand)
+            if there is None or there.dim != len(trace.values[operand].shape) - 2:
+                raise CannotCutSequence(f"{attention.module} attends over something other than the sequence")
+        if attention.mask is not None:
+            block = follower.call_at(attention.first)
+            assert block is not None
+            leaf = _argument_behind(graph, block, attention.mask)
+            if leaf is None:
+                raise CannotCutSequence(f"{attention.module} makes its own mask, for the positions that it sees")
+            masks[block.path] = (*masks.get(block.path, ()), leaf)
+    return masks
+
+
+def _argument_behind(graph: Graph, call: Call, value: int) -> int | None:
+    """The block's argument that a value is, looked at through views of it."""
+    while value not in call.arguments:
+        producer = graph.values[value].producer
+        if producer < call.first or graph.ops[producer].name not in ("expand", "slice", "view", "unsqueeze", "_to_copy"):
+            return None
+        value = graph.ops[producer].inputs[0]
+    return call.arguments.index(value)
+
+
+def _step(follower: _Follower, number: int, value: int, first: int) -> None:
+    graph = follower.graph
+    op = graph.ops[number]
+    where = f"{op.module or 'the model'} ({op.name})"
+    try:
+        others, sums = graph.follow(op, value, follower.cuts[value], follower.cuts)
+    except Refuted as refusal:
+        raise CannotCutSequence(f"{where} mixes positions: {refusal}") from None
+    except NeedsSegments:
+        raise CannotCutSequence(f"{where} takes the sequence apart") from None
+    if sums:
+        raise CannotCutSequence(f"{where} sums over positions")
+    for other, found in others.items():
+        if other in follower.cuts:
+            if follower.cuts[other] != found:
+                raise CannotCutSequence(f"{where} mixes positions")
+            continue
+        made = graph.values[other]
+        if made.producer < first:
+            call = follower.call_at(number)
+            leaf = _argument_behind(graph, call, other) if call is not None else None
+            if call is None or leaf is None or made.learned:
+                what = made.name or f"a tensor of {list(made.shape)}"
+                raise CannotCutSequence(f"{where} meets {what}, which is there for all positions and is no argument")
+            follower.extras.setdefault(call.path, {})[leaf] = found.dim
+            continue
+        _enter(follower, other, found, first)
+
+
+def _enter(follower: _Follower, value: int, cut: Cut, first: int) -> None:
+    if value in follower.cuts:
+        return
+    made = follower.graph.values[value]
+    if made.source != "op" or not (made.learned or any(v in follower.cuts for v in _sources(follower.graph, value))):
+        if made.source != "op" or not follower.graph.ops[made.producer].inputs:
+            where = follower.graph.ops[made.producer].module if made.producer >= 0 else "the model"
+            raise CannotCutSequence(f"{where} makes a tensor for the positions that it sees, of {list(made.shape)}")
+    follower.cuts[value] = cut
+    follower.open_values.append(value)
+
+
+def _sources(graph: Graph, value: int) -> tuple[int, ...]:
+    producer = graph.values[value].producer
+    return graph.ops[producer].inputs if producer >= 0 else ()
+
+
+def _to_the_loss(graph: Graph, last: Call, cuts: Mapping[int, Cut]) -> tuple[dict[str, int] | None, str]:
+    """Which entries of the batch the loss reads position by position, or None and why it cannot."""
+    trace = graph.trace
+    result = next((v for v in last.results if v is not None and v in cuts), None)
+    if result is None:
+        return None, f"{last.path} gives back no cut sequence"
+    known, open_values, batch = {result: cuts[result]}, [result], {}
+    while open_values:
+        value = open_values.pop(0)
+        for number in [n for n in graph.users.get(value, ()) if n >= last.stop and graph.live[n]]:
+            op = graph.ops[number]
+            try:
+                others, sums = _follow_loss(graph, op, value, known)
+            except (Refuted, NeedsSegments):
+                return None, f"{op.name} in {op.module or 'the loss'} needs the whole sequence"
+            for other, found in others.items():
+                if known.get(other, found) != found:
+                    return None, f"{op.name} in {op.module or 'the loss'} mixes positions"
+                if other in known or (sums and other in op.outputs):
+                    continue
+                made = graph.values[other]
+                entry, dim = _batch_entry(graph, other, found)
+                if entry is not None:
+                    batch[entry] = dim
+                elif made.producer < last.stop:
+                    return None, f"{op.name} in {op.module or 'the loss'} meets a tensor made for all positions"
+                else:
+                    open_values.append(other)
+                known[other] = found
+            if sums and (number < trace.model_stop or op.name not in ("sum", "nll_loss_forward", "nll_loss2d_forward")):
+                return None, f"{op.name} in {op.module or 'the loss'} sums over positions"
+    return batch, ""
+
+
+def _follow_loss(graph: Graph, op: Op, value: int, known: dict[int, Cut]) -> tuple[dict[int, Cut], bool]:
+    """As `Graph.follow`; a negative log likelihood reads its targets sample by sample, and sums."""
+    if op.name in ("nll_loss_forward", "nll_loss2d_forward") and value == op.inputs[0] and known[value].dim != 1:
+        cut = known[value]
+        return {op.inputs[1]: Cut(cut.dim if cut.dim == 0 else cut.dim - 1, cut.segments)}, True
+    return graph.follow(op, value, known[value], known)
+
+
+def _batch_entry(graph: Graph, value: int, cut: Cut) -> tuple[str | None, int]:
+    """The entry of the batch that a value is a view of, and its dimension that is cut."""
+    while graph.values[value].source != "batch":
+        producer = graph.values[value].producer
+        if producer < 0 or len(graph.ops[producer].inputs) != 1:
+            return None, 0
+        source = graph.ops[producer].inputs[0]
+        try:
+            others, _ = graph.follow(graph.ops[producer], value, cut, {value: cut})
+        except (Refuted, NeedsSegments):
+            return None, 0
+        if source not in others:
+            return None, 0
+        value, cut = source, others[source]
+    return graph.values[value].name, cut.dim

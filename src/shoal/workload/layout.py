@@ -1,0 +1,108 @@
+"""`Layout`: how a job's model may be cut. Its pieces and where a pipeline may cut between them, the projections that
+tensor parallelism may cut, the sequence, the experts. Inferred from one traced forward; what the job declares wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from shoal.job import Job, infer_facts
+from shoal.strategy import ModelFacts, Strategy, cp, ep, pp, tp
+from shoal.workload.chain import Chain, chain
+from shoal.workload.context import CannotCutSequence, ContextPlan, context_plan
+from shoal.workload.experts import Survey, survey_experts
+from shoal.workload.roles import tensor_plan
+from shoal.workload.tensor_plan import TensorPlan
+from shoal.workload.trace import SAMPLES, Trace, trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What may be cut of a model, and how. None: not asked for."""
+
+    chain: Chain | None = None
+    balanced: bool = True
+    """Whether stages are balanced by estimated cost, or by the number of pieces."""
+    tensor: TensorPlan | None = None
+    context: ContextPlan | None = None
+    why_no_context: str = ""
+    experts: Survey | None = None
+
+    def stages(self, num: int) -> list[tuple[int, int]]:
+        assert self.chain is not None
+        return self.chain.stages(num, balanced=self.balanced)
+
+
+def layout_of(job: Job, strategy: Strategy | None = None) -> Layout:
+    """The parts of the Layout that the strategy needs; without one, all of it."""
+
+    def wanted(cls: type[Any]) -> bool:
+        return strategy is None or strategy.term(cls) is not None
+
+    if not any(wanted(cls) for cls in (pp, tp, cp, ep)):
+        return Layout()
+    samples = SAMPLES
+    if strategy is not None:
+        samples = max(SAMPLES, job.global_batch // (strategy.replicas * strategy.micro_batches))
+    traced = trace(job, samples=samples) if wanted(pp) or wanted(tp) or wanted(cp) else None
+    experts = _experts(job) if wanted(ep) or (wanted(cp) and traced is not None and not traced.fake) else None
+    context, why = None, ""
+    if wanted(cp):
+        assert traced is not None
+        try:
+            context = context_plan(traced, by_position=_by_position(experts))
+        except CannotCutSequence as refusal:
+            why = str(refusal)
+    return Layout(
+        chain=chain(traced) if traced is not None and wanted(pp) else None,
+        tensor=_tensor(job, traced) if traced is not None and wanted(tp) else None,
+        context=context,
+        why_no_context=why,
+        experts=experts,
+    )
+
+
+def _tensor(job: Job, traced: Trace) -> TensorPlan:
+    declared: Mapping[str, str] = getattr(job, "roles", None) or {}
+    return tensor_plan(traced, declared=declared)
+
+
+def _experts(job: Job) -> Survey:
+    """Who is chosen depends on values, so this is a run of a few real samples."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(job.seed)
+        model = job.model()
+        batch = job.train.batch(np.arange(min(SAMPLES, len(job.train))))
+        return survey_experts(model, lambda: job.run_model(model, batch))
+
+
+def _by_position(experts: Survey | None) -> list[str]:
+    """A mixture of experts sends each position to its experts: whatever its code looks like, it mixes none."""
+    return [layer.owner for layer in experts.layers] if experts is not None else []
+
+
+def facts_of(job: Job, layout: Layout) -> ModelFacts:
+    """What legality needs to know: the facts of the model, and what its layout adds to them."""
+    facts = infer_facts(job)
+    if layout.chain is not None:
+        facts = replace(facts, layers=len(layout.chain.cuts()) + 1, layers_why=layout.chain.why_not_more())
+    if layout.tensor is not None:
+        regions = layout.tensor.regions
+        parts = tuple((region.columns[0], region.kind, region.parts) for region in regions)
+        why = next((f"{path}: {why}" for path, why in layout.tensor.whole.items()), "it has no projections")
+        no_sequence = "" if layout.tensor.sequence_dim is not None else layout.tensor.why_no_sequence
+        facts = replace(facts, tensor_parts=parts, tensor_why=why, sequence_why=no_sequence)
+    if layout.why_no_context:
+        facts = replace(facts, context_why=layout.why_no_context)
+    if layout.context is not None:
+        facts = replace(facts, sequence=layout.context.length)
+    if layout.experts is not None:
+        counts = [layer.count for layer in layout.experts.layers]
+        passed = next((row.reason for row in layout.experts.passed_over), "")
+        facts = replace(facts, experts=int(np.gcd.reduce(counts)) if counts else 0, experts_why=passed)
+    return facts
