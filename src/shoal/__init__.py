@@ -12,7 +12,9 @@ from shoal.strategy import *  # noqa: F403
 __version__ = "0.1.0"
 
 _LATER = {
+    "LayoutHints": "shoal.job.hints",
     "engine": "shoal.train.own_loop",
+    "layout_of": "shoal.workload.layout",
     "train_job": "shoal.train.local",
     "verify": "shoal.train.verify",
     "Certificate": "shoal.train.verify",

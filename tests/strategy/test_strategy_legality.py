@@ -38,6 +38,8 @@ class Sample(NamedTuple):
 GPT = ModelFacts(layers=12, heads=16, kv_heads=8, hidden=1024, sequence=512, experts=8, global_batch=64)
 VGG = ModelFacts(channels=(64, 128, 512), image=(224, 112), experts=0)
 
+FOUR_HEADS = (("attention.query", "heads", 4),)
+
 SAMPLES: dict[str, list[Sample]] = {
     "loose-levels-lie-outside": [
         Sample("dp(2) * dp(2, sync=diloco(5))", "dp(2, sync=diloco(5)) * dp(2)"),
@@ -116,6 +118,23 @@ SAMPLES: dict[str, list[Sample]] = {
     "stages-hold-layers": [
         Sample("pp(16)", "pp(8)", GPT, GPT),
         Sample('pp(4, "interleaved", chunks=4)', 'pp(4, "interleaved", chunks=3)', ModelFacts(layers=12), ModelFacts(layers=12)),
+    ],
+    "tp-needs-projections": [Sample("tp(2)", "dp(2)", ModelFacts(tensor_parts=()), ModelFacts(tensor_parts=()))],
+    "tp-divides-regions": [
+        Sample("tp(3)", "tp(4)", ModelFacts(tensor_parts=FOUR_HEADS), ModelFacts(tensor_parts=FOUR_HEADS)),
+    ],
+    "tp-sequence-needs-tokens": [
+        Sample(
+            "tp(2, sequence=True)", "tp(2)", ModelFacts(sequence_why="it sums over tokens"),
+            ModelFacts(sequence_why="it sums over tokens"),
+        ),
+    ],
+    "tp-cuts-one-dimension": [Sample("tp(2, sequence=True, batch=True)", "tp(2, batch=True)")],
+    "tp-batch-needs-features": [
+        Sample("tp(2, batch=True)", "tp(2)", ModelFacts(tensor_parts=FOUR_HEADS), ModelFacts(tensor_parts=FOUR_HEADS)),
+    ],
+    "cp-needs-positions-apart": [
+        Sample("cp(2)", "dp(2)", ModelFacts(context_why="no attention"), ModelFacts(context_why="no attention")),
     ],
     "tp-divides-heads": [Sample("tp(3)", "tp(4)", ModelFacts(heads=16), ModelFacts(heads=16))],
     "tp-divides-kv-heads": [Sample("tp(16)", "tp(8)", GPT, GPT)],

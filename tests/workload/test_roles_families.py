@@ -196,7 +196,7 @@ def test_a_norm_over_each_heads_width_is_partial_and_no_other_parameter_is() -> 
 
 def test_the_entry_is_where_one_tensor_feeds_all_columns() -> None:
     assert [region.entry for region in plan("llama").regions[:2]] == ["model.layers.0.self_attn", "model.layers.0.mlp"]
-    assert plan("gpt2").regions[0].entry == "transformer.h.0.attn.c_attn"
+    assert plan("gpt2").regions[0].entry == "transformer.h.0.attn"
     assert plan("bert").regions[0].entry == "bert.encoder.layer.0.attention.self"
 
 

@@ -92,6 +92,9 @@ def train(
         float, typer.Option(min=1.0, help="Seconds without progress after which a late rank is named.")
     ] = 300.0,
     backend: Annotated[str | None, typer.Option(help="gloo or nccl (default: what the device needs).")] = None,
+    no_gate: Annotated[
+        bool, typer.Option("--no-gate", help="Do not check a layout by one step in float64 before its first use.")
+    ] = False,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Train a job under a strategy: live progress, a run folder, checkpoints."""
@@ -101,7 +104,7 @@ def train(
         train_command(
             job, strategy, ranks=ranks, hang_after=hang_after, as_json=as_json, size=size, steps=steps,
             global_batch=batch, seed=seed, folder=folder, resume=resume, checkpoint_every=checkpoint_every,
-            trace=trace, stop_at_target=not full, backend=backend,
+            trace=trace, stop_at_target=not full, backend=backend, gate=not no_gate,
         )
     )  # fmt: skip
 

@@ -107,8 +107,8 @@ def _as_one_rank(arguments: dict[str, Any], *, hang_after: float, as_json: bool)
     from shoal.train.loop import check_run, train_run
 
     with only_json() if as_json else contextlib.nullcontext(summary) as show:
-        # The ranks look for the checkpoint together, once they have met.
-        checked = check_run({**arguments, "resume": None}, None)
+        # The ranks look for the checkpoint, and check the layout, together, once they have met.
+        checked = check_run({**arguments, "resume": None, "gate": False}, None)
         default_checkpoints(arguments, checked["steps"])
         channel = standalone_channel(on_message=plain_lines(), hang_after_s=hang_after)
         try:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from shoal.job.errors import JobError
     from shoal.job.facts import infer_facts
     from shoal.job.groups import DecayMatrices, no_options, param_groups
+    from shoal.job.hints import LayoutHints
     from shoal.job.huggingface import from_transformers
     from shoal.job.job import Batch, Data, Job, Target
     from shoal.job.load import load_file, load_job
@@ -29,6 +30,7 @@ _HOME = {
     "ImageData": "data.mnist",
     "Job": "job",
     "JobError": "errors",
+    "LayoutHints": "hints",
     "Order": "order",
     "StepDecay": "schedule",
     "Target": "job",
@@ -57,6 +59,7 @@ __all__ = [
     "ImageData",
     "Job",
     "JobError",
+    "LayoutHints",
     "Order",
     "StepDecay",
     "Target",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from shoal.job.errors import JobError
 from shoal.job.groups import Options, no_options
+from shoal.job.hints import LayoutHints, WithBlocks
 from shoal.job.order import LastBatch, Order
 from shoal.job.schedule import constant
 
@@ -93,6 +94,8 @@ class Job:
     seed: int = 0
     facts: ModelFacts | None = None
     """What legality needs to know of the model. Missing fields are inferred from the module."""
+    layout: LayoutHints | None = None
+    """How the model may be cut, where that should not be inferred."""
 
     def __post_init__(self) -> None:
         for what, value, least in (
@@ -120,6 +123,13 @@ class Job:
             self._refuse(f"batch_norm is {self.batch_norm!r}, but must be 'sync' or 'local'")
         if self.last_batch not in ("wrap", "short"):
             self._refuse(f"last_batch is {self.last_batch!r}, but must be 'wrap' or 'short'")
+        if self.layout is not None and not isinstance(self.layout, LayoutHints):
+            self._refuse(f"layout is {self.layout!r}, but must be LayoutHints(...) (or None: all of it is inferred)")
+        patterns = self.layout.blocks if self.layout is not None else None
+        if patterns is not None:
+            object.__setattr__(self, "model", WithBlocks(self.model, patterns))
+        elif isinstance(self.model, WithBlocks):
+            object.__setattr__(self, "model", self.model.build)
         for what, data in (("train", self.train), ("validation", self.validation)):
             if data is None and what == "validation":
                 continue

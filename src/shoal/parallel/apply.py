@@ -27,7 +27,7 @@ from shoal.parallel.placement import Placement
 from shoal.parallel.recompute import recompute_blocks
 from shoal.parallel.runnable import NotRunnable, require_runnable
 from shoal.parallel.zero import ParameterGathering, ShardedUnit
-from shoal.strategy import Strategy, pp, recompute
+from shoal.strategy import Strategy, pp, recompute, tp
 from shoal.workload.blocks import units
 from shoal.workload.layout import Layout
 
@@ -55,7 +55,8 @@ def parallelize(
         raise NotRunnable(f"{cutting.term}: a model is cut by its layout, and none was given; train a Job instead")
     if not any(param.requires_grad for param in model.parameters()):
         raise ValueError(f"{type(model).__name__} has no parameter that requires a gradient; there is nothing to train")
-    placement = Placement(strategy, mesh)
+    tensor = strategy.term(tp)
+    placement = Placement(strategy, mesh, batch_over_tp=tensor is not None and tensor.batch)
     known: list[dict[str, Any]] = []
     labels: dict[str, int] = {}
     for name, param in model.named_parameters():

@@ -126,6 +126,8 @@ class SequenceCut:
                 again=recomputing(), evaluating=BOOK.phase == "evaluate",
             )
         )  # fmt: skip
+        if k.shape[1] == 1 and q.shape[1] > 1:
+            given["enable_gqa"] = True  # One head of keys for all: plain attention broadcasts it.
         length = q.shape[-2] * self.members.size
         return BY_METHOD[self.method](q, k, v, self.members, balanced=self.balanced(length), **given)
 

@@ -37,6 +37,8 @@ class CutModel:
     """Whole parameters of which each rank of tp sees part of the gradient."""
     experts: set[str] = field(default_factory=set)
     """Parameters of experts, also those that other ranks hold."""
+    stacks: set[str] = field(default_factory=set)
+    """Those of them that hold several experts, and are cut among the ranks of ep."""
     absent: set[str] = field(default_factory=set)
     """Parameters and buffers that other ranks hold."""
     staged: StagedModel | None = None
@@ -49,7 +51,7 @@ class CutModel:
     def family(self, name: str) -> Family:
         stages = self.stage_ranks.get(name, ())
         return Family(
-            cut=name in self.cuts and name not in self.experts,
+            cut=name in self.cuts and name not in self.stacks,
             partial=name in self.partial,
             expert=name in self.experts,
             stages=stages if len(stages) > 1 else (),
@@ -158,6 +160,7 @@ def _experts(cut: CutModel, model: nn.Module, strategy: Strategy, layout: Layout
     for layer in layout.experts.layers:
         cut.experts |= set(layer.parameter_names)
         if layer.form == "stacked":
+            cut.stacks |= set(layer.parameter_names)
             cut.cuts |= {name: Cut(0, (layer.count,)) for name in layer.parameter_names}
 
 

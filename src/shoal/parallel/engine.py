@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shoal.comm.group import BOOK
+from shoal.comm.mesh import Members
 from shoal.parallel.cutting import CutModel
 from shoal.parallel.data import PLAIN, Bucket, GradientReduction
 from shoal.parallel.optimizer import Factory, Piece, SavedState, SlicedOptimizer, unlike_the_rest
@@ -151,16 +152,21 @@ class Engine:
 
     def _share(self) -> None:
         """One small sum over all ranks: loss, count, whether to stop, and who has a gradient for each parameter."""
-        self._sums[2] = float(self.stop_requested)
         used = [float(name in self.reduction.used) for name in self.names]
         # On the parameters' device: a group of GPUs carries nothing else.
-        everything = torch.cat([self._sums, torch.tensor(used, dtype=torch.float64)]).to(self.buckets[0].buffer.device)
+        sums = self.take_sums()
+        everything = torch.cat([sums, torch.tensor(used, dtype=torch.float64)]).to(self.buckets[0].buffer.device)
         work = None
         if self.placement.world.group is not None:
             with BOOK.during("loss"):
                 work = dist.all_reduce(everything, group=self.placement.world.group, async_op=True)
         self._shared = everything, work
-        self._sums.zero_()
+
+    def take_sums(self) -> torch.Tensor:
+        """This rank's loss, count and wish to stop since this was last asked."""
+        self._sums[2] = float(self.stop_requested)
+        sums, self._sums = self._sums, torch.zeros_like(self._sums)
+        return sums
 
     def step(self, lr_factor: float = 1.0) -> StepResult:
         """Clips, updates, and makes the parameters whole again where their stage keeps them so."""
@@ -182,14 +188,23 @@ class Engine:
             if not isfinite(norm):
                 self.reduction.clear()
                 raise NonFinite(f"the norm of the gradient is {norm} (the loss is {loss}){self._hint()}")
-            if not unused <= self.optimizer.apart:
-                before = self.optimizer
-                self.optimizer = self._optimizer(before.apart | unused)
-                self.optimizer.load(before.held())
-            self.optimizer.step(gradients=gradients, lr_factor=lr_factor, without=unused)
+            self.update(gradients, lr_factor, unused)
             self._publish()
         self.reduction.clear()
         return StepResult(loss, count, norm, stop > 0)
+
+    def update(self, gradients: dict[int, torch.Tensor], lr_factor: float, unused: frozenset[str]) -> None:
+        """The optimiser's step on this rank's slices; parameters without a gradient are skipped."""
+        if not unused <= self.optimizer.apart:
+            before = self.optimizer
+            self.optimizer = self._optimizer(before.apart | unused)
+            self.optimizer.load(before.held())
+        self.optimizer.step(gradients=gradients, lr_factor=lr_factor, without=unused)
+
+    def settle(self) -> None:
+        """Sees out what is under way between steps, before the parameters are read. All ranks call it alike."""
+        if self.pipeline is not None:
+            self.pipeline.drain()
 
     def _optimizer(self, apart: frozenset[str]) -> SlicedOptimizer:
         return SlicedOptimizer(
@@ -207,16 +222,17 @@ class Engine:
             return ""
         return "; with zero=3 a block's parameters read as NaN outside the block's own forward: use them there only"
 
-    def _scale(self, gradients: dict[int, torch.Tensor], count: float) -> float:
+    def _scale(self, gradients: dict[int, torch.Tensor], count: float, over: Members | None = None) -> float:
         """Sums become means; means are clipped by the norm over all shards. The norm is taken also where nothing is
         clipped: a gradient that is no number must not reach the parameters, nor a checkpoint."""
+        over = over or self.placement.norm
         squares = torch.zeros((), dtype=torch.float64, device=self.buckets[0].buffer.device)
         for bucket in self.buckets:
             # Each part of the model counts once, however many of the summing ranks hold it.
             times = self.placement.multiplicity(bucket.family)
             squares += torch.linalg.vector_norm(gradients[id(bucket)]).double() ** 2 / times
-        if self.placement.norm.group is not None:
-            dist.all_reduce(squares, group=self.placement.norm.group)
+        if over.group is not None:
+            dist.all_reduce(squares, group=over.group)
         norm = float(squares.sqrt()) / count
         clipping = 1.0 if self.clip is None else min(1.0, self.clip / (norm + 1e-6))
         for gradient in gradients.values():
@@ -264,7 +280,7 @@ class Engine:
         cut = self.cut.cuts.get(name)
         if cut is None:
             return None
-        members = self.placement.experts if name in self.cut.experts else self.placement.tensor
+        members = self.placement.experts if name in self.cut.stacks else self.placement.tensor
         return Part(cut, members.size, members.index)
 
     def speaks_for(self, name: str) -> bool:
@@ -293,6 +309,7 @@ class Engine:
 
     def close(self) -> None:
         """Takes the hooks off; every rank is left with the whole parameters. All ranks call it alike."""
+        self.settle()
         self.reduction.remove()
         if self.gathering:
             self.gathering.remove()

@@ -8,6 +8,7 @@ rotary tables, positions) is thus computed by the model's own code, where it is 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -34,6 +35,7 @@ class StagedModel:
 
     def __init__(self, model: nn.Module, chain: Chain, stages: Sequence[Range], mine: Sequence[int]) -> None:
         self.model, self.chain, self.stages, self.mine = model, chain, list(stages), list(mine)
+        self._skeleton = _skeleton(model)
         self.held = [name for name, _ in model.named_parameters() if self._holders(name) & set(mine)]
         self.absent = self._drop()
         self._now: Range = (0, len(chain.links))
@@ -128,9 +130,9 @@ class StagedModel:
                     if (number, leaf) in self._wanted:
                         self._kept[number, leaf] = value
             return output
-        return self._stand_in(number, forward, args, kwargs)
+        return self._stand_in(number, args, kwargs)
 
-    def _stand_in(self, number: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _stand_in(self, number: int, args: Any, kwargs: Any) -> Any:
         """Something of the shape that the piece would give back; what was received of it, if anything was."""
         link = self.chain.links[number]
         received = {leaf: t for (piece, leaf, is_arg), t in self._received.items() if piece == number and not is_arg}
@@ -139,7 +141,7 @@ class StagedModel:
             return received.get(0, leaves[link.same_as_argument])
         key = (number, tuple(tuple(x.shape) if isinstance(x, torch.Tensor) else None for x in leaves))
         if key not in self._shapes:
-            self._shapes[key] = _shapes_of(forward, args, kwargs)
+            self._shapes[key] = _shapes_of(self._skeleton.get_submodule(link.path), args, kwargs)
         outputs, shape = tree_flatten(tree_map(_zeros, self._shapes[key], is_leaf=lambda x: isinstance(x, _Like)))
         for leaf, tensor in received.items():
             outputs[leaf] = tensor
@@ -157,10 +159,23 @@ def _zeros(like: Any) -> Any:
     return torch.zeros(like.shape, dtype=like.dtype) if isinstance(like, _Like) else like
 
 
-def _shapes_of(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """What a piece would give back, found on fakes: nothing is computed."""
+def _skeleton(model: nn.Module) -> nn.Module:
+    """A copy of the model as it was built, of fakes: it computes nothing but shapes."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    known: dict[int, Any] = {}
+    with mode:
+        for tensor in [*model.parameters(), *model.buffers()]:
+            like = torch.empty(tensor.shape, dtype=tensor.dtype)
+            known[id(tensor)] = nn.Parameter(like, requires_grad=False) if isinstance(tensor, nn.Parameter) else like
+    # Copied around its tensors: each is known already, as its fake.
+    return copy.deepcopy(model, known)
+
+
+def _shapes_of(piece: nn.Module, args: Any, kwargs: Any) -> Any:
+    """What a piece would give back, found on fakes: nothing is computed."""
+    fakes = [p for p in piece.parameters() if isinstance(p, FakeTensor)]
+    mode = fakes[0].fake_mode if fakes else FakeTensorMode(allow_non_fake_inputs=True)
     args, kwargs = tree_map(lambda x: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x, (args, kwargs))
     with mode, torch.no_grad(), torch.random.fork_rng(devices=[]):
-        output = forward(*args, **kwargs)
+        output = piece(*args, **kwargs)
     return tree_map(lambda x: _Like(x) if isinstance(x, FakeTensor) else x, output)

@@ -137,10 +137,15 @@ class pp(AxisTerm):
 
 
 class tp(AxisTerm):
-    """Tensor parallelism: the matrices (or channels) of each layer are cut by columns and rows."""
+    """Tensor parallelism: the matrices (or channels) of each layer are cut by columns and rows.
+
+    Between the cut layers activations are whole, or cut along the `sequence`, or along the `batch`: then only fully
+    connected layers are cut, and for the rest of the model these ranks are replicas ("one weird trick").
+    """
 
     n: int = size()
     sequence: bool = flag(default=False, kw_only=True)
+    batch: bool = flag(default=False, kw_only=True)
 
     title = "tensor parallelism: columns and rows, channels and filters"
     where = "fast links"
@@ -148,6 +153,12 @@ class tp(AxisTerm):
 
     def words(self) -> str:
         sequence = " Between the cut layers activations are cut along the sequence as well." if self.sequence else ""
+        if self.batch:
+            return (
+                f"The matrices of the fully connected layers are cut {shares(self.n)}, by columns and then by rows; "
+                "for the other layers these ranks are replicas, each with its part of the batch, which is gathered "
+                "before a pair of cut layers and dealt out again behind it."
+            )
         return (
             f"The matrices of every layer are cut {shares(self.n)}, by columns and then by rows; "
             f"partial results are summed after each pair.{sequence}"

@@ -11,7 +11,7 @@ from math import prod
 from typing import Any, NamedTuple, TypeVar
 
 from shoal.strategy.arguments import TermError
-from shoal.strategy.terms import REGISTRY, AxisTerm, ModifierTerm, Term, accumulate, dp, ensemble, ep, pp, ps
+from shoal.strategy.terms import REGISTRY, AxisTerm, ModifierTerm, Term, accumulate, dp, ensemble, ep, pp, ps, tp
 
 MOST_LEVELS = 8
 """Levels of dp in one strategy. A network has three or four kinds of link; more levels than this is a slip.
@@ -133,11 +133,11 @@ class Strategy:
 
     @property
     def replicas(self) -> int:
-        """The parts into which a global batch is dealt out: dp, and ep, whose ranks take different samples
-        too.
+        """The parts into which a global batch is dealt out: dp, and ep and tp(batch=True), whose ranks take
+        different samples too.
         """
-        experts = self.term(ep)
-        return self.data_parallel * (experts.n if experts else 1)
+        experts, tensor = self.term(ep), self.term(tp)
+        return self.data_parallel * (experts.n if experts else 1) * (tensor.n if tensor and tensor.batch else 1)
 
     @property
     def micro_batches(self) -> int:

@@ -46,11 +46,12 @@ def tp_needs_projections(case: Case, index: int, cut: tp) -> Breach | None:
 
 @rule(tp, why="Each rank gets the same number of heads, features or channels of every layer that is cut.")
 def tp_divides_regions(case: Case, index: int, cut: tp) -> Breach | None:
-    odd = next((row for row in case.facts.tensor_parts or () if row[2] % cut.n), None)
+    cuttable = [row for row in case.facts.tensor_parts or () if not cut.batch or row[1] == "features"]
+    odd = next((row for row in cuttable if row[2] % cut.n), None)
     if odd is None:
         return None
     module, noun, parts = odd
-    fitting = gcd(*(row[2] for row in case.facts.tensor_parts or ()))
+    fitting = gcd(*(row[2] for row in cuttable))
     return Breach(
         cut,
         f"{module}: {parts} {noun} do not divide by {cut.n}",
@@ -66,6 +67,29 @@ def tp_sequence_needs_tokens(case: Case, index: int, cut: tp) -> Breach | None:
         cut,
         f"the tokens cannot be cut between layers: {case.facts.sequence_why}",
         lambda: [case.changed(index, sequence=False)],
+    )
+
+
+@rule(tp, why="Between cut layers activations can be cut along the sequence or along the batch, not both.")
+def tp_cuts_one_dimension(case: Case, index: int, cut: tp) -> Breach | None:
+    if not (cut.sequence and cut.batch):
+        return None
+    return Breach(
+        cut,
+        "activations between the layers cannot be cut along the sequence and along the batch",
+        lambda: [case.changed(index, batch=False), case.changed(index, sequence=False)],
+    )
+
+
+@rule(tp, why="With batch=True fully connected layers are cut; a model without a pair of them has nothing to cut.")
+def tp_batch_needs_features(case: Case, index: int, cut: tp) -> Breach | None:
+    parts = case.facts.tensor_parts
+    if not cut.batch or cut.n == 1 or parts is None or any(noun == "features" for _, noun, _ in parts):
+        return None
+    return Breach(
+        cut,
+        "no pair of fully connected layers can be cut, which batch=True needs",
+        lambda: [case.changed(index, batch=False), case.put(index, dp(cut.n))],
     )
 
 
@@ -251,7 +275,9 @@ def the_batch_divides(case: Case, index: int, strategy: Strategy) -> Breach | No
 
     def fixes() -> Iterator[Strategy | None]:
         for place, term in enumerate(strategy.terms):
-            name = {dp: "n", ep: "n", accumulate: "k", pp: "micro"}.get(type(term))
+            name = {dp: "n", ep: "n", tp: "n", accumulate: "k", pp: "micro"}.get(type(term))
+            if isinstance(term, tp) and not term.batch:
+                continue
             if name is None:
                 continue
             now = term.values()[name]

@@ -79,7 +79,7 @@ SYSTEMS: tuple[System, ...] = tuple(
         ("Horovod", 2018, "Sergeev and Del Balso", 'dp(8, via=allreduce("ring"))', "ring all-reduce with fused tensors"),
         ("LBANN", 2015, "Van Essen et al., MLHPC; Dryden et al., IPDPS 2019", "dp(4) * spatial(4)",
          "data and spatial parallelism of convolutions"),
-        ("One weird trick", 2014, "Krizhevsky", "dp(2) * tp(4)", "convolutions split by data, fully connected layers by model"),
+        ("One weird trick", 2014, "Krizhevsky", "tp(8, batch=True)", "convolutions split by data, fully connected layers by model"),
         # Compression.
         ("QSGD", 2017, "Alistarh et al., NIPS", "dp(8, compress=qsgd(4))", "random rounding, right on average"),
         ("TernGrad", 2017, "Wen et al., NIPS", "dp(8, via=ps(1), compress=ternary())", "three values per element, through a server"),

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.strategy import Strategy, parse, require_legal
+from shoal.train.gate import gate_locally
 from shoal.train.launch import RankFailed, run_ranks
 from shoal.train.record.run import RUN, Run, RunBroken, read_json, read_run, write_json
 
@@ -31,15 +32,18 @@ def train_job(
     folder: str | Path | None = None,
     on_message: Listener = lambda message: None,
     hang_after_s: float = 300.0,
+    gate: bool = True,
     **options: Any,
 ) -> Run:
     """Trains a job by name or file, as `shoal train` does, and returns its record.
 
+    `gate`: whether a layout that has not been proven yet is checked first, by one step in float64.
     `options`: size, steps, global_batch, seed, resume, checkpoint_every, trace, stop_at_target, backend.
     """
     chosen = parse(strategy) if isinstance(strategy, str) else strategy
     require_legal(chosen)
     arguments = {"job": job, "strategy": str(chosen), "folder": None if folder is None else str(folder), **options}
+    arguments["gate"] = gate
     outcome = train_locally(arguments, chosen.world, hang_after_s=hang_after_s, on_message=on_message)
     return read_run(Path(outcome["folder"]))
 
@@ -51,11 +55,13 @@ def train_locally(
     try:
         listen = _ending_at_once(on_message)
         checked = run_ranks("shoal.train.loop:check_run", arguments, ranks=1, on_message=listen)[0]
+        if checked["question"] is not None:
+            gate_locally(checked["question"], arguments, hang_after_s=hang_after_s, on_message=listen)
     except RankFailed as error:
         if error.for_user:
             raise CannotTrain(str(error)) from error
         raise
-    arguments = {**arguments, "resume": checked["resume"], "checked": True}
+    arguments = {**arguments, "resume": checked["resume"], "checked": True, "gate": False}
     default_checkpoints(arguments, checked["steps"])
     from shoal.train.record.recorder import new_folder
 

@@ -79,13 +79,17 @@ class StepRunner:
         forget_calls(engine)
         parts = [self._part(micro, indices, counter) for micro in range(self.micro_batches)]
         if engine.pipeline is not None:
-            engine.pipeline.step(lambda m: parts[m].shapes, lambda m: self._forward(parts[m]), self._loss_of(parts))
+            result: StepResult = engine.pipeline.step(
+                lambda m: parts[m].shapes, lambda m: self._forward(parts[m]), self._loss_of(parts),
+                lr_factor=job.schedule(step),
+            )  # fmt: skip
         else:
             for micro, part in enumerate(parts):
                 loss, count = self._loss(part, self._forward(part))
                 engine.backward(loss, count, last=micro == self.micro_batches - 1)
+            result = engine.step(job.schedule(step))
         self.calls = list(axis_calls(self.strategy, engine))
-        return engine.step(job.schedule(step))
+        return result
 
     def _part(self, micro: int, indices: np.ndarray, counter: int) -> Part:
         """This rank's part of a micro-batch."""
@@ -133,6 +137,7 @@ class StepRunner:
             return {}
         samples = engine.placement.samples
         totals: dict[str, list[float]] = {}
+        engine.settle()
         engine.model.eval()
         with BOOK.during("evaluate"), torch.no_grad(), self._precision():
             for start in range(0, len(job.validation), job.global_batch):

@@ -1,7 +1,8 @@
 """Which modules are treated as one: the blocks of a network, found from the module tree.
 
 A block is a child of a `ModuleList` or `Sequential` that holds parameters and is not itself such a container; a child
-that is never called (a `ModuleDict`, a `ParameterList`) is looked into instead.
+that is never called (a `ModuleDict`, a `ParameterList`) is looked into instead. Patterns that the job declares take
+the place of all that.
 ZeRO-3 gathers a block at a time and recomputation keeps a block's input only. What lies in no block (embeddings,
 the head, tied weights) belongs to the root.
 """
@@ -9,8 +10,12 @@ the head, tied weights) belongs to the root.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from torch import nn
+
+from shoal.job.errors import JobError, did_you_mean
+from shoal.job.hints import BLOCKS_ATTRIBUTE
 
 CONTAINERS = (nn.Sequential, nn.ModuleList)
 
@@ -26,6 +31,9 @@ class Unit:
 
 def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The outermost blocks, in the order of the module tree; each module once."""
+    declared = getattr(model, BLOCKS_ATTRIBUTE, None)
+    if declared is not None:
+        return _declared(model, declared)
     found: list[tuple[str, nn.Module]] = []
     seen: set[int] = set()
 
@@ -43,6 +51,43 @@ def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
     walk(model, "", isinstance(model, CONTAINERS))
     return found
+
+
+def _declared(model: nn.Module, patterns: tuple[str, ...]) -> list[tuple[str, nn.Module]]:
+    """The outermost modules that match a pattern, are called and hold parameters."""
+    found: list[tuple[str, nn.Module]] = []
+    used: set[str] = set()
+    seen: set[int] = set()
+
+    def walk(module: nn.Module, name: str) -> None:
+        for child_name, child in module.named_children():
+            path = f"{name}.{child_name}" if name else child_name
+            matching = [pattern for pattern in patterns if fnmatchcase(path, pattern)]
+            is_called = type(child).forward is not nn.Module.forward
+            if matching and is_called and any(True for _ in child.parameters()):
+                used.update(matching)
+                if id(child) not in seen:
+                    seen.add(id(child))
+                    found.append((path, child))
+            else:
+                walk(child, path)
+
+    walk(model, "")
+    unused = next((pattern for pattern in patterns if pattern not in used), None)
+    if unused is not None:
+        within = next((path for path, _ in found if any(fnmatchcase(p, unused) for p in _below(path, model))), None)
+        if within is not None:
+            raise JobError(f"layout: blocks names {unused!r}, which lies within the block {within}; name one of them")
+        there = [path for path, module in model.named_modules() if path and any(True for _ in module.parameters())]
+        raise JobError(
+            f"layout: blocks names {unused!r}, but no module with parameters is called so; "
+            f"the model has {', '.join(there[:8])}{', ...' if len(there) > 8 else ''}.{did_you_mean(unused, there)}"
+        )
+    return found
+
+
+def _below(path: str, model: nn.Module) -> list[str]:
+    return [f"{path}.{name}" for name, _ in model.get_submodule(path).named_modules() if name]
 
 
 def units(model: nn.Module) -> list[Unit]:

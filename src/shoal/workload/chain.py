@@ -11,9 +11,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import nn
 
+from shoal.job.errors import did_you_mean
 from shoal.workload.blocks import blocks
 from shoal.workload.cost import cost
 from shoal.workload.trace import Call, Trace
@@ -62,8 +64,13 @@ class Chain:
         """Pieces before which the model can be cut."""
         return [number for number, link in enumerate(self.links) if number and not link.why_not]
 
-    def stages(self, num: int, *, balanced: bool = True) -> list[tuple[int, int]]:
-        """The pieces of each stage, so that the dearest stage is as cheap as can be (or, not balanced, by count)."""
+    def stages(
+        self, num: int, *, balanced: bool = True, declared: Sequence[str] | None = None
+    ) -> list[tuple[int, int]]:
+        """The pieces of each stage, so that the dearest stage is as cheap as can be (or, not balanced, by count).
+        `declared`: paths of the pieces before which to cut; then nothing is chosen."""
+        if declared is not None:
+            return self._declared(num, declared)
         costs = [link.cost if balanced else 1.0 for link in self.links]
         borders = [0, *self.cuts(), len(self.links)]
         if len(borders) - 1 < num:
@@ -71,6 +78,27 @@ class Chain:
                 f"the model can be cut into {len(borders) - 1} stages at most, not {num}: {self.why_not_more()}"
             )
         return _partition(costs, borders, num)
+
+    def _declared(self, num: int, declared: Sequence[str]) -> list[tuple[int, int]]:
+        numbers = {link.path: number for number, link in enumerate(self.links)}
+        for path in declared:
+            if path not in numbers:
+                there = ", ".join(self.links[number].path for number in self.cuts()[:8]) or "nowhere"
+                raise CannotCut(
+                    f"layout: stages names {path!r}, which is no piece of the model; it can be cut before {there}"
+                    f"{', ...' if len(self.cuts()) > 8 else ''}.{did_you_mean(path, numbers)}"
+                )
+            if not numbers[path]:
+                raise CannotCut(f"layout: stages names {path!r}, which is the first piece: nothing lies before it")
+            if why := self.links[numbers[path]].why_not:
+                raise CannotCut(f"layout: stages names {path!r}, but no cut can be before it: it {why}")
+        if len(declared) + 1 != num:
+            raise CannotCut(
+                f"layout: stages names the cuts {', '.join(declared)}, which make {len(declared) + 1} stages, but the "
+                f"strategy has {num}; name as many pieces as there are cuts, {num - 1}, or leave stages out"
+            )
+        borders = [0, *sorted(numbers[path] for path in declared), len(self.links)]
+        return list(pairwise(borders))
 
     def why_not_more(self) -> str:
         """The first place at which the model cannot be cut, with the reason; empty if it can be cut everywhere."""

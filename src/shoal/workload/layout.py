@@ -4,21 +4,20 @@ tensor parallelism may cut, the sequence, the experts. Inferred from one traced 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from shoal.job import Job, infer_facts
+from shoal.job import Job, LayoutHints, infer_facts
 from shoal.strategy import ModelFacts, Strategy, cp, ep, pp, tp
 from shoal.workload.chain import Chain, chain
 from shoal.workload.context import CannotCutSequence, ContextPlan, context_plan
-from shoal.workload.experts import Survey, survey_experts
+from shoal.workload.experts import PassedOver, Survey, survey_experts
 from shoal.workload.roles import tensor_plan
 from shoal.workload.tensor_plan import TensorPlan
-from shoal.workload.trace import SAMPLES, Trace, trace
+from shoal.workload.trace import SAMPLES, trace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +27,8 @@ class Layout:
     chain: Chain | None = None
     balanced: bool = True
     """Whether stages are balanced by estimated cost, or by the number of pieces."""
+    borders: tuple[str, ...] | None = None
+    """Pieces before which the job wants the pipeline cut; None: wherever stages come out balanced."""
     tensor: TensorPlan | None = None
     context: ContextPlan | None = None
     why_no_context: str = ""
@@ -35,11 +36,12 @@ class Layout:
 
     def stages(self, num: int) -> list[tuple[int, int]]:
         assert self.chain is not None
-        return self.chain.stages(num, balanced=self.balanced)
+        return self.chain.stages(num, balanced=self.balanced, declared=self.borders)
 
 
 def layout_of(job: Job, strategy: Strategy | None = None) -> Layout:
-    """The parts of the Layout that the strategy needs; without one, all of it."""
+    """The parts of the Layout that the strategy needs; without one, all of it. What `job.layout` declares wins."""
+    hints = job.layout or LayoutHints()
 
     def wanted(cls: type[Any]) -> bool:
         return strategy is None or strategy.term(cls) is not None
@@ -58,18 +60,29 @@ def layout_of(job: Job, strategy: Strategy | None = None) -> Layout:
             context = context_plan(traced, by_position=_by_position(experts))
         except CannotCutSequence as refusal:
             why = str(refusal)
-    return Layout(
+    layout = Layout(
         chain=chain(traced) if traced is not None and wanted(pp) else None,
-        tensor=_tensor(job, traced) if traced is not None and wanted(tp) else None,
+        balanced=hints.balanced,
+        borders=hints.stages,
+        tensor=tensor_plan(traced, declared=hints.roles) if traced is not None and wanted(tp) else None,
         context=context,
         why_no_context=why,
-        experts=experts,
+        experts=experts if hints.experts else _kept_together(experts),
     )
+    pipeline = strategy.term(pp) if strategy is not None else None
+    if pipeline is not None and hints.stages is not None:
+        layout.stages(pipeline.n * pipeline.chunks)  # What is declared is refused here, before ranks start.
+    return layout
 
 
-def _tensor(job: Job, traced: Trace) -> TensorPlan:
-    declared: Mapping[str, str] = getattr(job, "roles", None) or {}
-    return tensor_plan(traced, declared=declared)
+def _kept_together(experts: Survey | None) -> Survey | None:
+    """The survey of a job that declares experts=False."""
+    if experts is None:
+        return None
+    whole = tuple(
+        PassedOver(path=layer.path, reason=f"{layer.path}: the job declares experts=False") for layer in experts.layers
+    )
+    return Survey(layers=(), passed_over=(*whole, *experts.passed_over))
 
 
 def _experts(job: Job) -> Survey:
@@ -94,9 +107,13 @@ def facts_of(job: Job, layout: Layout) -> ModelFacts:
     if layout.tensor is not None:
         regions = layout.tensor.regions
         parts = tuple((region.columns[0], region.kind, region.parts) for region in regions)
+        if layout.tensor.vocabulary is not None:
+            # Words are dealt out unevenly where they must be: any number of ranks will do.
+            parts += ((layout.tensor.vocabulary.heads or layout.tensor.vocabulary.embeddings)[0], "words", 0),
         why = next((f"{path}: {why}" for path, why in layout.tensor.whole.items()), "it has no projections")
         no_sequence = "" if layout.tensor.sequence_dim is not None else layout.tensor.why_no_sequence
-        facts = replace(facts, tensor_parts=parts, tensor_why=why, sequence_why=no_sequence)
+        tokens = layout.tensor.tokens or facts.sequence
+        facts = replace(facts, tensor_parts=parts, tensor_why=why, sequence_why=no_sequence, sequence=tokens)
     if layout.why_no_context:
         facts = replace(facts, context_why=layout.why_no_context)
     if layout.context is not None:

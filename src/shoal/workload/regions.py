@@ -188,27 +188,37 @@ class Finder:
         return "channels" if any(self.known[path].is_convolution for path in paths) else "features"
 
     def _entry(self, columns: tuple[str, ...]) -> str | None:
-        """The smallest module that is given the very tensor that all columns read, and reads it for nothing else."""
-        if len(columns) == 1:
-            return columns[0]
-        path = common_path(columns)
+        """The largest module that is given the very tensor that all columns read, and reads it for nothing else. Its
+        code may ask for the sizes of that tensor, so it must see it as the columns do."""
+        found = columns[0] if len(columns) == 1 else None
+        parts = common_path(columns).split(".")
+        for length in range(len(parts), 0, -1):
+            path = ".".join(parts[:length])
+            if path in columns:
+                continue
+            if not self._is_entry(path, columns):
+                break
+            found = path
+        return found
+
+    def _is_entry(self, path: str, columns: tuple[str, ...]) -> bool:
         calls = self.graph.trace.calls_of(path)
         if len(calls) != 1:
-            return None
+            return False
         call = calls[0]
         numbers = [number for column in columns for number in self.known[column].ops]
         read = {same_tensor(operands(self.graph.ops[number], self.graph)[0], self.graph) for number in numbers}
         given = {same_tensor(v, self.graph) for v in call.arguments if v is not None}
         if len(read) != 1 or not read <= given:
-            return None
+            return False
         source = next(iter(read))
         for number in range(call.first, call.stop):
             op = self.graph.ops[number]
             others = [v for v in op.inputs if same_tensor(v, self.graph) == source]
             is_view = bool(op.outputs) and same_tensor(op.outputs[0], self.graph) == source
             if others and not is_view and number not in numbers and self.graph.live[number]:
-                return None
-        return path
+                return False
+        return True
 
 
 def common_path(paths: Collection[str]) -> str:

@@ -58,7 +58,7 @@ def tensor_plan(trace: Trace, *, declared: Mapping[str, str] | None = None) -> T
     columns = {path for region in regions for path in region.columns}
     rows = {path for region in regions for path in region.rows}
     _check_declared(wishes, columns, rows, whole)
-    dim, why = token_dimension(graph, known, columns=columns, rows=rows)
+    dim, why, tokens = token_dimension(graph, known, columns=columns, rows=rows)
     cut = {path for path, each in known.items() if any(each.weight in region.cuts for region in regions)}
     cut |= set(vocabulary.heads) if vocabulary else set()
     return TensorPlan(
@@ -66,6 +66,7 @@ def tensor_plan(trace: Trace, *, declared: Mapping[str, str] | None = None) -> T
         vocabulary=vocabulary,
         whole={path: reason for path, reason in whole.items() if path not in cut},
         sequence_dim=dim,
+        tokens=tokens,
         why_no_sequence=why,
     )
 

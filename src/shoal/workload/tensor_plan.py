@@ -61,4 +61,6 @@ class TensorPlan:
     """Path of each projection that stays whole -> why."""
     sequence_dim: int | None = None
     """The dimension of the residual stream along which it may be cut between regions; None: it may not."""
+    tokens: int = 0
+    """How many there are along it, in the samples that were looked at."""
     why_no_sequence: str = ""

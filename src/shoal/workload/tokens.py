@@ -18,24 +18,22 @@ from shoal.workload.spread import Graph
 
 def token_dimension(
     graph: Graph, known: dict[str, Projection], *, columns: Collection[str], rows: Collection[str]
-) -> tuple[int | None, str]:
-    """(dimension, "") of the stream, or (None, why not)."""
+) -> tuple[int | None, str, int]:
+    """(dimension, "", tokens) of the stream, or (None, why not, 0)."""
     paths = {path for path, _ in blocks(graph.trace.model)}
     calls = [call for call in graph.trace.calls if call.path in paths]
     if not calls or not rows:
-        return (
-            None,
-            "no blocks were found that hold a region" if not calls else "nothing is cut between columns and rows",
-        )
+        why = "no blocks were found that hold a region" if not calls else "nothing is cut between columns and rows"
+        return None, why, 0
     first, stop = calls[0].first, max(call.stop for call in calls)
     given = [v for v in calls[0].arguments if v is not None and graph.values[v].dtype.is_floating_point]
     stream = next((v for v in given if len(graph.values[v].shape) == 3), None)
     if stream is None:
-        return None, f"{calls[0].path} is given no sequence of vectors (samples, tokens, features)"
+        return None, f"{calls[0].path} is given no sequence of vectors (samples, tokens, features)", 0
     shape = graph.values[stream].shape
     dim = 1 if shape[0] == graph.trace.samples else 0 if shape[1] == graph.trace.samples else -1
     if dim < 0:
-        return None, f"{calls[0].path} is given {list(shape)}, of which no dimension is the samples"
+        return None, f"{calls[0].path} is given {list(shape)}, of which no dimension is the samples", 0
     gathers = {number for path in columns for number in known[path].ops}
     scatters = {number for path in rows for number in known[path].ops}
     try:
@@ -43,8 +41,8 @@ def token_dimension(
         last = max(calls, key=lambda call: call.stop)
         _gathered_at_the_end(graph, cut, {v for v in last.results if v is not None}, range(first, stop))
     except Refuted as refusal:
-        return None, str(refusal)
-    return dim, ""
+        return None, str(refusal), 0
+    return dim, "", shape[dim]
 
 
 def _follow(graph: Graph, stream: int, cut: Cut, gathers: set[int], scatters: set[int], within: range) -> set[int]:

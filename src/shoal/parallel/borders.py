@@ -1,0 +1,188 @@
+"""The messages of a pipeline: activations to the stage behind a border, gradients back to the one before it.
+
+Sends do not wait; what they carry is kept until it has arrived. The shapes that cross a border are told once, before
+the first tensor of such a shape. A border is named by the stage behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shoal.comm.group import BOOK
+from shoal.comm.mesh import Members
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool, torch.uint8)
+MOST_DIMS = 8
+MOST_TENSORS = 16
+KINDS = ("specs", "forward", "backward", "numbers")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A tensor that crosses a border."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    learns: bool
+    """Whether a gradient comes back for it."""
+
+    @property
+    def bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class Borders:
+    """What this rank sends and receives at the borders of its stages."""
+
+    def __init__(
+        self, members: Members, rank_of: Callable[[int], int], *, num_stages: int, tags: int, device: torch.device
+    ) -> None:
+        """`rank_of`: the place along `members` of a stage. `tags`: messages of so many consecutive micro-batches are
+        told apart."""
+        self.members, self.num_stages, self.tags, self.device = members, num_stages, tags, device
+        self._ranks = [members.ranks[rank_of(stage)] for stage in range(num_stages)]
+        self._me = members.ranks[members.index]
+        self.specs: dict[tuple[int, Any, bool], list[Spec]] = {}
+        """(Border, shapes of the micro-batch, whether it learns) -> what crosses it."""
+        self.crossed: dict[int, list[Spec]] = {}
+        """What crossed each border of this rank's stages last, for one micro-batch."""
+        self._sends: list[tuple[int, Any, torch.Tensor]] = []
+        self._local: dict[tuple[str, int, int], Any] = {}
+
+    def crossings(self, stages: Sequence[int], *, before: bool) -> dict[int, list[tuple[int, bool]]]:
+        """For each stage what crosses the border before (or behind) it, where another rank is there."""
+        found = {}
+        for stage in stages:
+            border, other = (stage, stage - 1) if before else (stage + 1, stage + 1)
+            if 0 <= other < self.num_stages and self._ranks[other] != self._ranks[stage]:
+                found[stage] = [(spec.bytes, spec.learns) for spec in self.crossed.get(border, ())]
+        return found
+
+    def send(self, stage: int, micro: int, key: Any, tensors: Sequence[torch.Tensor]) -> None:
+        """Activations to the stage behind. `key` tells micro-batches of different shapes apart."""
+        border = stage + 1
+        learning = torch.is_grad_enabled()
+        specs = [Spec(tuple(t.shape), t.dtype, learning and t.requires_grad) for t in tensors]
+        to = self._ranks[border]
+        self.crossed[border] = specs
+        if to == self._me:
+            self._local["forward", border, micro] = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
+            return
+        known = (border, key, learning)
+        if known not in self.specs:
+            self.specs[known] = specs
+            with BOOK.during("setup"):
+                self._post("specs", border, micro, [_written(specs)], to)
+        elif self.specs[known] != specs:
+            raise RuntimeError(
+                f"a micro-batch crosses the border before stage {border} as {specs}, but one of the same input shapes "
+                f"crossed it as {self.specs[known]}: the model's shapes depend on values, which a pipeline cannot carry"
+            )
+        self._post("forward", border, micro, [t.detach() for t in tensors], to)
+
+    def receive(self, stage: int, micro: int, key: Any) -> list[torch.Tensor]:
+        """What the stage before has sent."""
+        if stage == 0:
+            return []
+        source = self._ranks[stage - 1]
+        if source == self._me:
+            return list(self._local.pop(("forward", stage, micro)))
+        known = (stage, key, torch.is_grad_enabled())
+        if known not in self.specs:
+            header = torch.zeros(_HEADER, dtype=torch.int64, device=self.device)
+            with BOOK.during("setup"):
+                self._fetch("specs", stage, micro, [header], source)
+            self.specs[known] = _read(header)
+        specs = self.specs[known]
+        self.crossed[stage] = specs
+        tensors = self._fetch("forward", stage, micro, self._room(specs), source)
+        return [tensor.requires_grad_(spec.learns) for tensor, spec in zip(tensors, specs, strict=True)]
+
+    def send_gradients(self, stage: int, micro: int, gradients: Sequence[torch.Tensor]) -> None:
+        """Gradients to the stage before."""
+        self._send_back("backward", stage, micro, gradients)
+
+    def receive_gradients(self, stage: int, micro: int, key: Any) -> list[torch.Tensor]:
+        """What the stage behind has sent back."""
+        border = stage + 1
+        if self._ranks[border] == self._me:
+            return list(self._local.pop(("backward", border, micro)))
+        learning = [spec for spec in self.specs[border, key, True] if spec.learns]
+        return self._receive_back("backward", border, micro, self._room(learning))
+
+    def send_numbers(self, stage: int, micro: int, numbers: torch.Tensor) -> None:
+        """A few numbers about a micro-batch to the stage before."""
+        self._send_back("numbers", stage, micro, [numbers])
+
+    def receive_numbers(self, stage: int, micro: int, count: int) -> torch.Tensor:
+        """The numbers that the stage behind has sent."""
+        room = torch.zeros(count, dtype=torch.float64, device=self.device)
+        return self._receive_back("numbers", stage + 1, micro, [room])[0]
+
+    def wait_for_sends(self, up_to: int | None = None) -> None:
+        """Sees out what was sent of the micro-batches up to one of them; of all, if none is named."""
+        waiting = []
+        for micro, work, whole in self._sends:
+            if up_to is not None and micro > up_to:
+                waiting.append((micro, work, whole))
+            elif work is not None:
+                work.wait()
+        self._sends = waiting
+
+    def _send_back(self, kind: str, border: int, micro: int, tensors: Sequence[torch.Tensor]) -> None:
+        to = self._ranks[border - 1]
+        if to == self._me:
+            self._local[kind, border, micro] = list(tensors)
+        else:
+            self._post(kind, border, micro, tensors, to)
+
+    def _receive_back(self, kind: str, border: int, micro: int, room: list[torch.Tensor]) -> list[torch.Tensor]:
+        source = self._ranks[border]
+        if source == self._me:
+            return list(self._local.pop((kind, border, micro)))
+        with BOOK.during("backward"):
+            return self._fetch(kind, border, micro, room, source)
+
+    def _room(self, specs: Sequence[Spec]) -> list[torch.Tensor]:
+        return [torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs]
+
+    def _tag(self, kind: str, border: int, micro: int, leaf: int) -> int:
+        place = (KINDS.index(kind) * self.num_stages + border) * self.tags + micro % self.tags
+        return place * MOST_TENSORS + leaf
+
+    def _post(self, kind: str, border: int, micro: int, tensors: Sequence[torch.Tensor], to: int) -> None:
+        for leaf, tensor in enumerate(tensors):
+            whole = tensor.contiguous()
+            tag = self._tag(kind, border, micro, leaf)
+            self._sends.append((micro, dist.isend(whole, dst=to, group=self.members.group, tag=tag), whole))
+
+    def _fetch(
+        self, kind: str, border: int, micro: int, room: list[torch.Tensor], source: int
+    ) -> list[torch.Tensor]:
+        for leaf, tensor in enumerate(room):
+            dist.recv(tensor, src=source, group=self.members.group, tag=self._tag(kind, border, micro, leaf))
+        return room
+
+
+_HEADER = 1 + MOST_TENSORS * (3 + MOST_DIMS)
+
+
+def _written(specs: Sequence[Spec]) -> torch.Tensor:
+    """Specs as numbers, in a message of fixed size."""
+    numbers = [len(specs)]
+    for spec in specs:
+        numbers += [DTYPES.index(spec.dtype), int(spec.learns), len(spec.shape), *spec.shape]
+        numbers += [0] * (MOST_DIMS - len(spec.shape))
+    return torch.tensor(numbers + [0] * (_HEADER - len(numbers)), dtype=torch.int64)
+
+
+def _read(header: torch.Tensor) -> list[Spec]:
+    count, *numbers = header.tolist()
+    width = 3 + MOST_DIMS
+    rows = [numbers[n * width : (n + 1) * width] for n in range(count)]
+    return [Spec(tuple(row[3 : 3 + row[2]]), DTYPES[row[0]], bool(row[1])) for row in rows]

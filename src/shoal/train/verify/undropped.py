@@ -1,0 +1,59 @@
+"""Nothing is dropped: a model whose random masks are turned off, for a check in which a serial run and ranks that hold
+parts of the model must compute the same. Dropout modules, rates that modules carry as attributes and calls of the
+library's functions are all covered; what else a model draws can be found out, but not turned off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.overrides import TorchFunctionMode
+
+from shoal.job.facts import is_dropout_rate
+
+DROPPING = frozenset(
+    {
+        F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
+        torch.dropout, torch.dropout_, torch.feature_dropout, torch.feature_dropout_, torch.alpha_dropout,
+        torch.alpha_dropout_, torch.feature_alpha_dropout, torch.feature_alpha_dropout_,
+    }
+)  # fmt: skip
+"""Functions whose first argument comes back unchanged if nothing is dropped."""
+DROPOUT_ARGUMENT = 4
+"""The place of `dropout_p` among the arguments of attention."""
+
+
+def undropped(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """A function that builds the same model with every rate at 0."""
+
+    def model() -> nn.Module:
+        built = build()
+        for module in built.modules():
+            if isinstance(module, _DropoutNd):
+                module.p = 0.0
+            for name, value in list(vars(module).items()):
+                if isinstance(value, float) and is_dropout_rate(name, value):
+                    setattr(module, name, 0.0)
+        return built
+
+    return model
+
+
+class Undropped(TorchFunctionMode):
+    """While active, the library's functions drop nothing, whatever rate they are given."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in DROPPING:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            if len(args) > DROPOUT_ARGUMENT:
+                args = (*args[:DROPOUT_ARGUMENT], 0.0, *args[DROPOUT_ARGUMENT + 1 :])
+            elif "dropout_p" in kwargs:
+                kwargs["dropout_p"] = 0.0
+        return func(*args, **kwargs)
