@@ -1,19 +1,28 @@
 """Many proofs on ranks that are started once: what `verify` does, for a list of jobs and strategies.
 
 Starting ranks costs more than training a model of fifty parameters, so sweeps over odd models run here; the
-comparison is that of `shoal.train.verify.certify`, function for function.
+comparison is that of `shoal.train.verify.certify`, function for function. Serial runs are shared among the ranks, and
+with `references` (a folder) among calls as well: each is made once.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
+from shoal.job import Job
+from shoal.parallel.batch_norm import batch_norms
 from shoal.parallel.runnable import NotRunnable
-from shoal.strategy import contract, parse
+from shoal.strategy import Strategy, contract, parse
 from shoal.train.launch.join import join, leave
 from shoal.train.setup import job_from, prepare
 from shoal.train.verify.certify import _train, compare, serial_run
@@ -22,36 +31,94 @@ from shoal.train.verify.float64 import KeepFloat64
 JOBS = str(Path(__file__).parent / "jobs" / "odd.py")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """One job under one strategy, and the serial run it is held to."""
+
+    spec: str
+    job: Job
+    strategy: Strategy
+    steps: int
+    folder: Path
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What `serial_run` needs to know; proofs for which this is equal share a serial run."""
+        model = self.job.model()
+        dropping = any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules())
+        couples = dropping or bool(batch_norms(model))
+        # Where samples do not see each other, any cut into micro-batches gives the same sums.
+        strategy = f"accumulate({self.strategy.micro_batches})" if couples else "serial"
+        parts = self.strategy.data_parallel if dropping else 1
+        return {
+            "job": self.spec, "strategy": strategy, "steps_to_verify": self.steps, "exact": True, "parts": parts
+        }  # fmt: skip
+
+    @property
+    def path(self) -> Path:
+        name = hashlib.sha256(json.dumps(self.asked, sort_keys=True).encode()).hexdigest()[:16]
+        return self.folder / f"{name}.safetensors"
+
+    def train_serially(self) -> None:
+        """Leaves the serial run behind as files, the last of which says that all are there."""
+        partial = self.path.with_suffix(f".{os.getpid()}")
+        told = serial_run({**self.asked, "reference": str(partial)}, None)
+        partial.rename(self.path)
+        self.path.with_suffix(".json").write_text(json.dumps(told))
+
+
 def prove_many(arguments: dict[str, Any], channel: Any) -> list[dict[str, Any]]:
     """One row for each (job, strategy): the largest difference and what the ledger says, on this rank."""
     me = join()
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        for job_spec, text in arguments["cases"]:
-            rows.append({"case": f"{job_spec} under {text}"} | _prove(me, job_spec, text, folder, arguments["steps"]))
+    jobs: dict[str, Job] = {}
+    with tempfile.TemporaryDirectory() as own:
+        folder = Path(_from_rank_0(arguments.get("references") or own))
+        proofs = []
+        for name, text in arguments["cases"]:
+            spec = name if ":" in name else f"{JOBS}:{name}"
+            jobs.setdefault(spec, job_from({"job": spec}))
+            proofs.append(
+                Proof(spec=spec, job=jobs[spec], strategy=parse(text), steps=arguments["steps"], folder=folder)
+            )
+        missing = {proof.path: proof for proof in proofs if not proof.path.with_suffix(".json").exists()}
+        _barrier()
+        for proof in [*missing.values()][me.rank :: me.world]:
+            proof.train_serially()
+        _barrier()
+        rows = []
+        for (name, text), proof in zip(arguments["cases"], proofs, strict=True):
+            case = f"{name} under {text}"
+            try:
+                rows.append({"case": case} | _prove(me, proof))
+            except Exception as error:
+                raise RuntimeError(f"{case}: {type(error).__name__}: {error}") from error
+        _barrier()
     leave()
     return rows
 
 
-def _prove(me: Any, job_spec: str, text: str, folder: str, steps: int) -> dict[str, Any]:
-    strategy = parse(text)
-    spec = job_spec if ":" in job_spec else f"{JOBS}:{job_spec}"
-    path = str(Path(folder) / "reference.safetensors")
-    job = job_from({"job": spec})
-    dropping = any(isinstance(m, torch.nn.Dropout) for m in job.model().modules())
-    asked = {
-        "job": spec, "strategy": text, "steps_to_verify": steps, "exact": True, "reference": path,
-        "parts": strategy.data_parallel if dropping else 1,
-    }  # fmt: skip
-    assert contract(strategy).kind == "exact"
-    serial = serial_run(asked, None)
+def _from_rank_0(value: str) -> str:
+    everyone = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(everyone, src=0)
+    return everyone[0]
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _prove(me: Any, proof: Proof) -> dict[str, Any]:
+    assert contract(proof.strategy).kind == "exact"
+    serial = json.loads(proof.path.with_suffix(".json").read_text())
     try:
-        ready = prepare(job, strategy, rank=me.rank, backend=me.backend, dtype=torch.float64)
+        ready = prepare(proof.job, proof.strategy, rank=me.rank, backend=me.backend, dtype=torch.float64)
     except NotRunnable as error:
         return {"refused": str(error)}
     with KeepFloat64():
-        trained = _train(ready, steps)
-    compared = compare(ready, path)
+        trained = _train(ready, proof.steps)
+    compared = compare(ready, str(proof.path))
     ready.engine.close()
     apart = [abs(a - b) / abs(b) for a, b in zip(trained["losses"], serial["losses"], strict=True)]
     worst = [*compared["worst"], *((d, f"loss of step {n + 1}") for n, d in enumerate(apart))]

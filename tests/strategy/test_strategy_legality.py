@@ -38,6 +38,7 @@ class Sample(NamedTuple):
 GPT = ModelFacts(layers=12, heads=16, kv_heads=8, hidden=1024, sequence=512, experts=8, global_batch=64)
 VGG = ModelFacts(channels=(64, 128, 512), image=(224, 112), experts=0)
 
+LAYERWISE = ModelFacts(elementwise_optimizer=False)
 FOUR_HEADS = (("attention.query", "heads", 4),)
 
 SAMPLES: dict[str, list[Sample]] = {
@@ -106,6 +107,10 @@ SAMPLES: dict[str, list[Sample]] = {
     "zero-bubble-keeps-activations": [
         Sample('pp(2, "zero-bubble") * recompute("full")', 'pp(2, "1f1b") * recompute("full")')
     ],
+    "prediction-needs-staleness": [
+        Sample('pp(2, "1f1b", predict=True)', 'pp(2, "pipedream", predict=True)'),
+        Sample('pp(2, "zero-bubble", chunks=2, predict=True)', 'pp(2, "zero-bubble", chunks=2)'),
+    ],
     "stashed-weights-stay-whole": [Sample('pp(2, "pipedream") * dp(2, zero=1)', 'pp(2, "pipedream") * dp(2)')],
     "a-global-norm-needs-a-flush": [
         Sample('pp(2, "pipedream")', 'pp(2, "gpipe")', ModelFacts(clips=True), ModelFacts(clips=True)),
@@ -133,6 +138,8 @@ SAMPLES: dict[str, list[Sample]] = {
     "tp-batch-needs-features": [
         Sample("tp(2, batch=True)", "tp(2)", ModelFacts(tensor_parts=FOUR_HEADS), ModelFacts(tensor_parts=FOUR_HEADS)),
     ],
+    "cut-layers-need-elementwise-optimizers": [Sample("tp(2)", "dp(2)", LAYERWISE, LAYERWISE)],
+    "dealt-experts-need-elementwise-optimizers": [Sample("ep(2)", "dp(2)", LAYERWISE, LAYERWISE)],
     "cp-needs-positions-apart": [
         Sample("cp(2)", "dp(2)", ModelFacts(context_why="no attention"), ModelFacts(context_why="no attention")),
     ],

@@ -1,5 +1,5 @@
 """`shoal explain STRATEGY`: what a strategy is, in words, as a mesh, by its contract and by its place in the
-field; with a timeline, what each rank of its pipeline does when.
+field; with a timeline, what each rank of its pipeline does when; with a picture, what each rank holds.
 """
 
 from __future__ import annotations
@@ -20,34 +20,68 @@ STYLES = {"F": "bold blue", "B": "bold yellow", "W": "bold magenta", "idle": "di
 
 
 class CannotDraw(ValueError):
-    """A timeline that does not exist, is too large to be seen, or cannot be written."""
+    """A picture that does not exist, is too large to be seen, or cannot be written."""
+
+
+class CannotExplain(ValueError):
+    """Options that do not go with what is to be explained."""
+
+
+def explain_anything(
+    text: str, *, as_json: bool, world: int | None, timeline: bool, timeline_file: str | None,
+    strategy_text: str | None, size: str | None, picture_file: str | None = None,
+) -> None:  # fmt: skip
+    """A strategy, or a job where the text names one and is no strategy."""
+    from shoal.cli.explain_job import explain_job, names_job
+
+    drawn = timeline_file if timeline_file is not None else TIMELINE_FILE if timeline else None
+    if names_job(text):
+        if drawn is not None:
+            raise CannotExplain(f"--timeline draws a strategy, but {text!r} is a job; name the strategy alone")
+        if picture_file is not None:
+            raise CannotExplain(f"--picture draws a strategy, but {text!r} is a job; name the strategy alone")
+        if world is not None and strategy_text is None:
+            raise CannotExplain(f"--ranks {world} checks a strategy, but {text!r} is a job; add --strategy")
+        explain_job(text, size=size, strategy_text=strategy_text, world=world, as_json=as_json)
+        return
+    for option, given in (("--strategy", strategy_text), ("--size", size)):
+        if given is not None:
+            raise CannotExplain(f"{option} {given}: it goes with a job, but {text!r} names none")
+    explain_strategy(text, as_json=as_json, world=world, timeline_file=drawn, picture_file=picture_file)
 
 
 def explain_strategy(
-    text: str, as_json: bool = False, world: int | None = None, timeline_file: str | None = None
-) -> None:
-    """Print all that can be said of a strategy, and draw its pipeline into a file if one is named. A text that is
-    none raises a StrategyError, ready to be shown.
+    text: str, as_json: bool = False, world: int | None = None, timeline_file: str | None = None,
+    picture_file: str | None = None,
+) -> None:  # fmt: skip
+    """Print all that can be said of a strategy, and draw its pipeline or its axes into the files that are named. A
+    text that is none raises a StrategyError, ready to be shown.
     """
     strategy = parse(text)
     told = explanation(strategy, world=world)
     played = None if timeline_file is None else _draw(strategy, timeline_file)
+    if picture_file is not None:
+        from shoal.estimate.pictures import picture_svg
+
+        _write(picture_svg(strategy), picture_file, option="--picture")
     if as_json:
         import json
 
         if played is not None:
             told["timeline"] = {"file": timeline_file, **_timeline_values(strategy, played)}
+        if picture_file is not None:
+            told["picture"] = {"file": picture_file}
         print(json.dumps(told, indent=2, ensure_ascii=False))
         return
     _print(told)
+    if picture_file is not None:
+        print(f"\nPicture  drawn in {picture_file}")
     if played is not None and timeline_file is not None:
         _print_timeline(played, timeline_file)
 
 
 def _draw(strategy: Strategy, path: str) -> Played:
     """Plays the strategy's pipeline with a forward of one unit and a backward of two, and writes the picture."""
-    from pathlib import Path
-
     from shoal.estimate.pipeline import play_term, timeline_svg
     from shoal.strategy.terms import pp
 
@@ -65,12 +99,18 @@ def _draw(strategy: Strategy, path: str) -> Played:
             "the pattern is the same with fewer micro-batches or ranks"
         )
     played = play_term(term)
+    _write(timeline_svg(played, str(term)), path, option="--timeline-file")
+    return played
+
+
+def _write(svg: str, path: str, *, option: str) -> None:
+    from pathlib import Path
+
     try:
-        Path(path).write_text(timeline_svg(played, str(term)), encoding="utf-8")
+        Path(path).write_text(svg, encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise CannotDraw(f"--timeline-file {path!r}: {reason}; name a file that can be written") from None
-    return played
+        raise CannotDraw(f"{option} {path!r}: {reason}; name a file that can be written") from None
 
 
 def _timeline_values(strategy: Strategy, played: Played) -> dict[str, Any]:

@@ -35,7 +35,14 @@ JSON = typer.Option("--json", help="One JSON object on standard output.")
 
 @app.command()
 def explain(
-    strategy: Annotated[str, typer.Argument(help="A strategy, for example 'dp(8, zero=1) * tp(2)'.")],
+    what: Annotated[
+        str,
+        typer.Argument(metavar="STRATEGY|JOB", help="A strategy, for example 'dp(8, zero=1) * tp(2)'; or a job."),
+    ],
+    strategy: Annotated[
+        str | None, typer.Option("--strategy", "-s", help="With a job: say whether it can be trained by this.")
+    ] = None,
+    size: Annotated[str | None, SIZE] = None,
     as_json: Annotated[bool, JSON] = False,
     ranks: Annotated[int | None, typer.Option(help="Check it against this many ranks.")] = None,
     timeline: Annotated[
@@ -44,12 +51,18 @@ def explain(
     timeline_file: Annotated[
         str | None, typer.Option(help="Where the SVG goes (default: timeline.svg); implies --timeline.")
     ] = None,
+    picture: Annotated[
+        str | None, typer.Option(help="Draw what each rank holds of batch, matrices, sequence and experts, as SVG.")
+    ] = None,
 ) -> None:
-    """Say what a strategy is: its terms in words, mesh, contract, taxonomy, and who trains this way."""
-    from shoal.cli.explain import TIMELINE_FILE, explain_strategy
+    """Say what a strategy is: its terms in words, mesh, contract, taxonomy, and who trains this way. Of a job: how its
+    model may be cut."""
+    from shoal.cli.explain import explain_anything
 
-    drawn = timeline_file if timeline_file is not None else TIMELINE_FILE if timeline else None
-    explain_strategy(strategy, as_json=as_json, world=ranks, timeline_file=drawn)
+    explain_anything(
+        what, as_json=as_json, world=ranks, timeline=timeline, timeline_file=timeline_file, strategy_text=strategy,
+        size=size, picture_file=picture,
+    )  # fmt: skip
 
 
 @app.command()
@@ -187,7 +200,7 @@ def run() -> None:
         sys.exit(_tell(error))
     if status == 130:
         print("stopped", file=sys.stderr)
-    sys.exit(status)
+    sys.exit(status or 0)
 
 
 def _tell(error: Exception) -> int:

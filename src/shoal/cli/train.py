@@ -74,9 +74,7 @@ def _run_of(resume: str) -> Path | None:
     """The run folder in which what --resume names lies, if it lies in one."""
     path = Path(resume)
     if not path.is_dir():
-        raise CannotTrain(
-            f"--resume {resume}: there is no such folder; give a run's folder or one of its checkpoints"
-        )
+        raise CannotTrain(f"--resume {resume}: there is no such folder; give a run's folder or one of its checkpoints")
     inside = [path, path.absolute().parent, path.absolute().parent.parent]
     return next((folder for folder in inside if (folder / "run.json").exists()), None)
 

@@ -14,6 +14,8 @@ For k micro-batches and a buffer of n bytes, sharded over S ranks with C copies,
               k all-gathers of n over S in forward, and k in backward     parameters (root and last block: forward only)
     loss      all-reduce of sum, count, stop flag and one use count for each parameter over all ranks
     norm      all-reduce of one squared norm over the ranks that hold different parts of the model
+    PipeDream as stage 0, gradients and norm k times; for each of the k updates an all-reduce of sum, count and use
+              counts over those who work on the stage; loss: sum, count, stop flag and squared norm over all ranks
     batch norm of c channels, synchronised: all-gather of 2c+1 in forward, all-reduce of 2c in backward, k times each
               (recomputed: the all-gather a second time, in backward)
 """
@@ -49,7 +51,7 @@ class Buffer:
     sharding: Group
     copies: Group
     reductions: int = 1
-    """Reduce-scatters in a step."""
+    """Reduce-scatters in a step; all-reduces, where nothing is sharded."""
     forward_gathers: int = 0
     backward_gathers: int = 0
     """Stage 3: how often it is made whole in a step."""
@@ -79,6 +81,9 @@ class ShardTable:
     norms: tuple[Norm, ...] = field(default=())
     calls: tuple[Call, ...] = field(default=())
     """What the other axes send in a step, by their own formulas."""
+    stage: Group | None = None
+    """PipeDream: those who work on this rank's stage, which updates after every micro-batch; `norm` is then of them
+    and `num_parameters` of the stage."""
 
 
 def predict(table: ShardTable) -> Ledger:
@@ -88,14 +93,20 @@ def predict(table: ShardTable) -> Ledger:
 
 
 def _loss(table: ShardTable) -> Iterator[Call]:
-    yield table.world.axis, "loss", "all_reduce", (3 + table.num_parameters) * NUMBER_BYTES, table.world.ranks
+    if table.stage is None:
+        yield table.world.axis, "loss", "all_reduce", (3 + table.num_parameters) * NUMBER_BYTES, table.world.ranks
+        return
+    yield table.world.axis, "loss", "all_reduce", 4 * NUMBER_BYTES, table.world.ranks
+    for _ in range(table.micro_batches):
+        yield table.stage.axis, "loss", "all_reduce", (2 + table.num_parameters) * NUMBER_BYTES, table.stage.ranks
 
 
 def _gradients(table: ShardTable) -> Iterator[Call]:
     for buffer in table.buffers:
         n = buffer.padded_bytes
         if table.zero == 0:
-            yield buffer.replicas.axis, "gradient", "all_reduce", n, buffer.replicas.ranks
+            for _ in range(buffer.reductions):
+                yield buffer.replicas.axis, "gradient", "all_reduce", n, buffer.replicas.ranks
             continue
         for _ in range(buffer.reductions):
             yield buffer.sharding.axis, "gradient", "reduce_scatter", n, buffer.sharding.ranks
@@ -114,7 +125,8 @@ def _parameters(table: ShardTable) -> Iterator[Call]:
 
 
 def _norm(table: ShardTable) -> Iterator[Call]:
-    yield table.norm.axis, "optimizer", "all_reduce", NUMBER_BYTES, table.norm.ranks
+    for _ in range(table.micro_batches if table.stage is not None else 1):
+        yield table.norm.axis, "optimizer", "all_reduce", NUMBER_BYTES, table.norm.ranks
 
 
 def _batch_norm(table: ShardTable) -> Iterator[Call]:

@@ -78,7 +78,7 @@ class WithBlocks:
 
     def __init__(self, build: Callable[[], Any], patterns: tuple[str, ...]) -> None:
         # A job made from another one by `replace` hands on what is wrapped already.
-        self.build = build.build if isinstance(build, WithBlocks) else build
+        self.build: Callable[[], Any] = build.build if isinstance(build, WithBlocks) else build
         self.patterns = patterns
 
     def __call__(self) -> Any:

@@ -22,6 +22,7 @@ from shoal.parallel.data import BUCKET_BYTES, PLAIN, Bucket, GradientReduction
 from shoal.parallel.engine import Engine
 from shoal.parallel.flat import FlatBuffer, StoredShard
 from shoal.parallel.optimizer import Factory
+from shoal.parallel.pipedream import PipeDream
 from shoal.parallel.pipeline import Pipeline
 from shoal.parallel.placement import Placement
 from shoal.parallel.recompute import recompute_blocks
@@ -104,7 +105,8 @@ def parallelize(
     if cut.staged is not None:
         term = strategy.term(pp)
         assert term is not None
-        engine.pipeline = Pipeline(engine, cut.staged, placement.pipeline, term)
+        executor = PipeDream if term.schedule == "pipedream" else Pipeline
+        engine.pipeline = executor(engine, cut.staged, placement.pipeline, term)
     return engine
 
 

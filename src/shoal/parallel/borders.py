@@ -16,7 +16,9 @@ import torch.distributed as dist
 from shoal.comm.group import BOOK
 from shoal.comm.mesh import Members
 
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool, torch.uint8)
+DTYPES = (
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool, torch.uint8,
+)  # fmt: skip
 MOST_DIMS = 8
 MOST_TENSORS = 16
 KINDS = ("specs", "forward", "backward", "numbers")
@@ -161,9 +163,7 @@ class Borders:
             tag = self._tag(kind, border, micro, leaf)
             self._sends.append((micro, dist.isend(whole, dst=to, group=self.members.group, tag=tag), whole))
 
-    def _fetch(
-        self, kind: str, border: int, micro: int, room: list[torch.Tensor], source: int
-    ) -> list[torch.Tensor]:
+    def _fetch(self, kind: str, border: int, micro: int, room: list[torch.Tensor], source: int) -> list[torch.Tensor]:
         for leaf, tensor in enumerate(room):
             dist.recv(tensor, src=source, group=self.members.group, tag=self._tag(kind, border, micro, leaf))
         return room

@@ -85,6 +85,10 @@ class Engine:
         self.optimizer = self._optimizer(frozenset())
 
     @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
     def pipelined(self) -> bool:
         """Whether several micro-batches are under way at a time."""
         return self.cut.staged is not None
@@ -155,7 +159,7 @@ class Engine:
         used = [float(name in self.reduction.used) for name in self.names]
         # On the parameters' device: a group of GPUs carries nothing else.
         sums = self.take_sums()
-        everything = torch.cat([sums, torch.tensor(used, dtype=torch.float64)]).to(self.buckets[0].buffer.device)
+        everything = torch.cat([sums, torch.tensor(used, dtype=torch.float64)]).to(self.device)
         work = None
         if self.placement.world.group is not None:
             with BOOK.during("loss"):
@@ -226,7 +230,7 @@ class Engine:
         """Sums become means; means are clipped by the norm over all shards. The norm is taken also where nothing is
         clipped: a gradient that is no number must not reach the parameters, nor a checkpoint."""
         over = over or self.placement.norm
-        squares = torch.zeros((), dtype=torch.float64, device=self.buckets[0].buffer.device)
+        squares = torch.zeros((), dtype=torch.float64, device=self.device)
         for bucket in self.buckets:
             # Each part of the model counts once, however many of the summing ranks hold it.
             times = self.placement.multiplicity(bucket.family)

@@ -1,8 +1,8 @@
 """The optimiser on slices: any element-wise optimiser runs on this rank's part of the flat buffers.
 
 The optimiser is given long flat tensors, one for each stretch of equal options, instead of the parameters; its
-state is then sharded as they are. An optimiser that looks at a whole parameter at a time (LAMB, Muon) is given the
-parameters themselves, which needs them whole: that is stage 0 only.
+state is then sharded as they are. An optimiser that looks at a whole parameter at a time (LAMB, Muon) is given one
+tensor for each parameter, of its shape, which needs them whole: that is stage 0 only.
 """
 
 from __future__ import annotations
@@ -98,11 +98,14 @@ class SlicedOptimizer:
                     self._add(Stretch(bucket, start, stop, param, first), groups[which])
             else:
                 for slot in slots:
-                    self._add(Stretch(bucket, slot.start, slot.stop, slot.param, slot.name), groups[slot.options])
+                    # Not the model's own: autograd would take an update between forward and backward (which only a
+                    # pipeline without flush makes, on other weights) for an accident.
+                    param = nn.Parameter(master[slot.start - offset : slot.stop - offset].view(slot.shape))
+                    self._add(Stretch(bucket, slot.start, slot.stop, param, slot.name), groups[slot.options])
         groups = [group for group in groups if group["params"]]
         if not groups:
             # A rank whose shard is all padding still steps, on nothing.
-            groups = [{"params": [nn.Parameter(masters[0].new_zeros(0))]}]
+            groups = [{"params": [nn.Parameter(masters[0].new_zeros(0) if masters else torch.zeros(0))]}]
         self.optimizer = factory(groups)
         self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
 

@@ -22,10 +22,7 @@ def cannot_run(strategy: Strategy) -> str | None:
         elif isinstance(term, amp):
             if term.dtype != "bf16":
                 return f'{term} cannot be trained yet; use amp("bf16")'
-        elif isinstance(term, pp):
-            if term.schedule == "pipedream":
-                return f"{term} cannot be trained yet; use a schedule with a flush"
-        elif not isinstance(term, (recompute, accumulate, tp, cp, ep)):
+        elif not isinstance(term, (recompute, accumulate, pp, tp, cp, ep)):
             return (
                 f"{term} cannot be trained yet: {type(term).__name__} parses and explains, but has no runtime so far. "
                 "What trains today: dp (zero=0..3, several levels), pp, tp, cp, ep, accumulate, recompute, amp"

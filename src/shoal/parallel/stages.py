@@ -15,12 +15,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from shoal.workload.chain import Chain
 
 Range = tuple[int, int]
+
+LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+"""What a fake raises when it is asked for a value."""
 
 
 class StageDone(BaseException):
@@ -39,6 +47,7 @@ class StagedModel:
         self.held = [name for name, _ in model.named_parameters() if self._holders(name) & set(mine)]
         self.absent = self._drop()
         self._now: Range = (0, len(chain.links))
+        self._begun = False
         self._received: dict[tuple[int, int, bool], torch.Tensor] = {}
         self._kept: dict[tuple[int, int], torch.Tensor] = {}
         self._shapes: dict[Any, Any] = {}
@@ -51,6 +60,9 @@ class StagedModel:
             module = self.model.get_submodule(link.path)
             module.forward = partial(self._forward, number, module.forward)  # type: ignore[method-assign]
             module.register_forward_pre_hook(partial(self._before, number), prepend=True, with_kwargs=True)
+
+        for path in self.chain.uncalled:
+            self.model.get_submodule(path).register_forward_pre_hook(partial(_unexpected, path))
 
     def _holders(self, name: str) -> set[int]:
         """The stages that hold a parameter. One that nothing reads is the first stage's."""
@@ -87,6 +99,7 @@ class StagedModel:
             if number not in local:
                 names = self.model.get_submodule(link.path).named_buffers()
                 absent |= {f"{link.path}.{name}" for name, _ in names}
+        absent |= {name for name, piece in self.chain.written.items() if piece not in local}
         return frozenset(absent)
 
     def run(
@@ -95,17 +108,30 @@ class StagedModel:
         """The stage's part of a forward: (what the model gave back, if it is the last stage; what goes on)."""
         first, _ = self._now = self.stages[stage]
         wires = self.chain.links[first].wires if first else ()
+        self._begun = False
         self._received = {
             (wire.piece, wire.leaf, wire.is_argument): tensor for wire, tensor in zip(wires, received, strict=True)
         }
         self._kept = {(p, leaf): t for (p, leaf, is_argument), t in self._received.items() if not is_argument}
+        elsewhere = self._written_elsewhere(stage)
         try:
             return call(), []
         except StageDone as done:
             return None, done.tensors
         finally:
+            with torch.no_grad():
+                for buffer, before in elsewhere:
+                    buffer.copy_(before)
             self._received, self._kept = {}, {}
             self._now = (0, len(self.chain.links))
+
+    def _written_elsewhere(self, stage: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Buffers that the code between pieces changes, and whose change belongs to another stage; as they are now."""
+        first, stop = self.stages[stage]
+        if not self.model.training:
+            return []
+        others = [name for name, piece in self.chain.written.items() if not first <= piece < stop]
+        return [(buffer, buffer.clone()) for buffer in map(self.model.get_buffer, others)]
 
     def _before(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """At the stage's borders: ends the forward, or puts in what the stage before sent."""
@@ -114,11 +140,17 @@ class StagedModel:
             leaves = tree_leaves((args, kwargs))
             wires = self.chain.links[number].wires
             raise StageDone([leaves[w.leaf] if w.is_argument else self._kept[w.piece, w.leaf] for w in wires])
-        if number == first and first:
+        if number == first and first and not self._begun:
+            self._begun = True  # A piece that runs several times gets what was sent the first time.
             leaves, shape = tree_flatten((args, kwargs))
-            for (piece, leaf, is_argument), tensor in self._received.items():
-                if is_argument and piece == number:
-                    leaves[leaf] = tensor
+            for wire in self.chain.links[number].wires:
+                if wire.is_argument:
+                    tensor = self._received[wire.piece, wire.leaf, True]
+                    if wire.beside:
+                        # The code around holds this very tensor: it must see the values too.
+                        leaves[wire.leaf].copy_(tensor)
+                    else:
+                        leaves[wire.leaf] = tensor
             return tree_unflatten(leaves, shape)
         return None
 
@@ -148,6 +180,13 @@ class StagedModel:
         return tree_unflatten(outputs, shape)
 
 
+def _unexpected(path: str, module: nn.Module, args: Any) -> None:
+    raise RuntimeError(
+        f"{path} is called now, but was not when the model was cut into stages: a pipeline needs a model that calls the "
+        "same layers in every step; leave pp out"
+    )
+
+
 class _Like:
     """The shape and type of a tensor."""
 
@@ -172,10 +211,25 @@ def _skeleton(model: nn.Module) -> nn.Module:
 
 
 def _shapes_of(piece: nn.Module, args: Any, kwargs: Any) -> Any:
-    """What a piece would give back, found on fakes: nothing is computed."""
+    """What a piece would give back, found on fakes: nothing is computed. A piece whose code looks at values (which
+    tokens chose an expert) cannot run on fakes; it runs once on zeros."""
     fakes = [p for p in piece.parameters() if isinstance(p, FakeTensor)]
     mode = fakes[0].fake_mode if fakes else FakeTensorMode(allow_non_fake_inputs=True)
-    args, kwargs = tree_map(lambda x: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x, (args, kwargs))
-    with mode, torch.no_grad(), torch.random.fork_rng(devices=[]):
-        output = piece(*args, **kwargs)
-    return tree_map(lambda x: _Like(x) if isinstance(x, FakeTensor) else x, output)
+    faked = tree_map(lambda x: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x, (args, kwargs))
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        try:
+            with mode:
+                output = piece(*faked[0], **faked[1])
+        except LOOKS_AT_VALUES:
+            given = tree_map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, (args, kwargs))
+            output = _of_zeros(piece)(*given[0], **given[1])
+    return tree_map(lambda x: _Like(x) if isinstance(x, torch.Tensor) else x, output)
+
+
+def _of_zeros(piece: nn.Module) -> nn.Module:
+    """A copy of a piece of fakes, with zeros in their place."""
+    known: dict[int, Any] = {}
+    for tensor in [*piece.parameters(), *piece.buffers()]:
+        zeros = torch.zeros(tuple(tensor.shape), dtype=tensor.dtype)
+        known[id(tensor)] = nn.Parameter(zeros, requires_grad=False) if isinstance(tensor, nn.Parameter) else zeros
+    return copy.deepcopy(piece, known)

@@ -99,13 +99,15 @@ class pp(AxisTerm):
     """Pipeline parallelism: consecutive layers form stages, and micro-batches flow through them.
 
     `micro` is the number of micro-batches in a step, as many as stages unless told; `chunks` the number of
-    pieces of the model on each rank.
+    pieces of the model on each rank. `predict` lets pipedream run forward with the weights that it expects at the
+    time of the backward pass.
     """
 
     n: int = size()
     schedule: str = choice("gpipe", "1f1b", "interleaved", "zero-bubble", "pipedream", default="1f1b")
     micro: int = whole(1, default=lambda values: values["n"], kw_only=True)
     chunks: int = whole(1, 1024, default=1, kw_only=True)
+    predict: bool = flag(default=False, kw_only=True)
 
     title = "pipeline parallelism: GPipe, 1F1B, interleaved, zero-bubble, PipeDream"
     where = "any links"
@@ -123,7 +125,8 @@ class pp(AxisTerm):
         }[self.schedule]
         stages = f"the layers form {counted(self.n * self.chunks, 'stage')} on {counted(self.n, 'rank')}"
         batches = counted(self.micro, "micro-batch", "micro-batches")
-        return f"{capital(stages)}; a step sends {batches} through; {flow}."
+        ahead = "; these are predicted from the last update" if self.predict else ""
+        return f"{capital(stages)}; a step sends {batches} through; {flow}{ahead}."
 
     def promises(self) -> tuple[Promise, ...]:
         if self.schedule != "pipedream" or self.n == 1:

@@ -100,11 +100,12 @@ def _notes(strategy: Strategy, facts: ModelFacts) -> tuple[str, ...]:
         notes.append(
             "tied weights: the gradients of the first and the last stage are summed, and both copies step alike"
         )
+    pipeline = strategy.term(pp)
+    if pipeline is not None and pipeline.schedule == "pipedream" and pipeline.micro > 1:
+        notes.append("pipedream steps after every micro-batch: compare with a serial run that does so too")
     cut = _parts(strategy, pp) * _parts(strategy, tp) * _parts(strategy, ep) > 1
     if facts.clips and (cut or any(level.zero for level in strategy.dp_levels)):
         notes.append("clipping: the norm is taken over the parts of all ranks, each parameter counted once")
-    if facts.elementwise_optimizer is False and _parts(strategy, tp) > 1:
-        notes.append("layer-wise optimiser: norms of cut matrices are summed over tp")
     if facts.token_weighted and split:
         notes.append("token-weighted loss: every micro-batch is divided by the global number of tokens")
     for level in strategy.dp_levels:

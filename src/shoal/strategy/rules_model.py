@@ -306,6 +306,28 @@ def sharded_optimizers_are_elementwise(case: Case, index: int, level: dp) -> Bre
     )
 
 
+@rule(tp, why="LARS and LAMB need the norm of each whole layer, and a rank of tp has part of it.")
+def cut_layers_need_elementwise_optimizers(case: Case, index: int, cut: tp) -> Breach | None:
+    if cut.n == 1 or case.facts.elementwise_optimizer is not False:
+        return None
+    return Breach(
+        cut,
+        "the optimiser needs norms of whole layers, and tp cuts layers",
+        lambda: [case.put(index, dp(cut.n)), case.put(index, pp(cut.n)), case.put(index)],
+    )
+
+
+@rule(ep, why="LARS and LAMB need the norm of each whole layer, and a rank of ep has some of its experts.")
+def dealt_experts_need_elementwise_optimizers(case: Case, index: int, experts: ep) -> Breach | None:
+    if experts.n == 1 or case.facts.elementwise_optimizer is not False:
+        return None
+    return Breach(
+        experts,
+        "the optimiser needs norms of whole layers, and ep deals their experts out",
+        lambda: [case.put(index, dp(experts.n)), case.put(index)],
+    )
+
+
 @rule(None, why="Every rank has a place on the mesh, and every place has a rank.")
 def ranks_match_the_world(case: Case, index: int, strategy: Strategy) -> Breach | None:
     world = case.world

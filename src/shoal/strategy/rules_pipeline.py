@@ -128,6 +128,17 @@ def tied_weights_need_a_flush(case: Case, index: int, pipeline: pp) -> Breach | 
     )
 
 
+@rule(pp, why="With a flush the weights do not change between forward and backward: there is nothing to predict.")
+def prediction_needs_staleness(case: Case, index: int, pipeline: pp) -> Breach | None:
+    if not pipeline.predict or pipeline.schedule == "pipedream":
+        return None
+    return Breach(
+        pipeline,
+        f"{pipeline.schedule} updates after the last backward pass, so there are no later weights to predict",
+        lambda: [case.changed(index, predict=False), case.changed(index, schedule="pipedream", chunks=1)],
+    )
+
+
 @rule(pp, why="Every stage needs at least one layer.")
 def stages_hold_layers(case: Case, index: int, pipeline: pp) -> Breach | None:
     layers, stages = case.facts.layers, pipeline.n * pipeline.chunks

@@ -16,7 +16,7 @@ from shoal.train.proven import is_proven, remember
 
 TOLERANCE = 1e-8
 """Largest relative difference of a gradient. Correct layouts measure 1e-12 and less in float64, wrong ones 1e-4 and
-more. (It is wider than that of `verify`: of a gradient a million times smaller than the largest much is rounding.)"""
+more; a false alarm would stop a sound training, so it is wider than that of `verify`."""
 
 AXES: tuple[type[Any], ...] = (pp, tp, cp, ep)
 """The axes that cut the model."""

@@ -33,7 +33,7 @@ from shoal.train.launch.join import join, leave
 from shoal.train.launch.watch import beat
 from shoal.train.record.recorder import Recorder, new_folder, tracing
 from shoal.train.record.run import Status
-from shoal.train.setup import Prepared, job_from, prepare
+from shoal.train.setup import Prepared, job_from, prepare, staleness
 from shoal.train.verify.one_step import gate_here, question
 from shoal.workload.layout import facts_of, layout_of
 
@@ -215,6 +215,7 @@ class TrainingRun:
     def _evaluate(self) -> None:
         if self.job.validation is None:
             return
+        self._settle()
         if self.job.batch_norm == "local" and batch_norms(self.engine.model):
             average_buffers(self.engine.model, self.engine.replicas.everyone)
         self.metrics = self.runner.evaluate(watch=beat)
@@ -233,6 +234,7 @@ class TrainingRun:
             "strategy": str(self.ready.strategy), "metrics": self.metrics, "reached_s": self.reached_s,
             "reached_step": self.reached_step, "loss": self.last_loss, "evaluated_step": self.evaluated_step,
         }  # fmt: skip
+        self._settle()
         self._require_finite()
         try:
             path = save(self.folder / "checkpoints", self.engine, step=self.step, progress=progress)
@@ -247,6 +249,13 @@ class TrainingRun:
         self.saved_step = self.step
         if self.rank == 0:
             self.channel.say({"event": "checkpoint", "step": self.step, "path": str(path)})
+
+    def _settle(self) -> None:
+        """What reads the parameters waits for updates that are still under way."""
+        try:
+            self.engine.settle()
+        except NonFinite as error:
+            raise self._no_number(self.step, str(error)) from error
 
     def _require_finite(self) -> None:
         """A checkpoint that cannot be trained on must not take the place of one that can."""
@@ -270,6 +279,7 @@ class TrainingRun:
             self.channel.say(warning(text))
 
     def _close(self, status: Status) -> dict[str, Any]:
+        self._settle()
         steady = self.step_times[1:] or self.step_times
         outcome = {
             "status": status, "strategy": str(self.ready.strategy), "world": self.ready.strategy.world,
@@ -279,7 +289,7 @@ class TrainingRun:
             "memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "steps_to_target": self.reached_step, "time_to_target_s": self.reached_s,
             "ledger": self.ledger.to_json(), "predicted": predict(self.ready.table).to_json(),
-            "folder": str(self.folder),
+            "folder": str(self.folder), **staleness(self.engine),
         }  # fmt: skip
         if self.recorder is not None:
             self.recorder.close(status, outcome)

@@ -14,6 +14,7 @@ from shoal.job.elementwise import elementwise
 from shoal.parallel.apply import parallelize
 from shoal.parallel.engine import Engine
 from shoal.strategy import Strategy, amp
+from shoal.train.checkpoint.exchange import exchange
 from shoal.train.step import StepRunner, build_model
 from shoal.train.traffic import shard_table
 from shoal.workload.layout import layout_of
@@ -57,3 +58,14 @@ def prepare(job: Job, strategy: Strategy, *, rank: int, backend: str | None, dev
         job, engine, strategy, autocast=strategy.modifier(amp) is not None, dtype=dtype
     )
     return Prepared(job, strategy, engine, runner)
+
+
+def staleness(engine: Engine) -> dict[str, list[dict[int, int]]]:
+    """For each stage of a pipeline without flush: updates between forward and backward -> micro-batches. Nothing for
+    other strategies. All ranks call it alike."""
+    mine = engine.pipeline.staleness() if engine.pipeline is not None else None
+    if mine is None:
+        return {}
+    rows = exchange({"stage": engine.placement.pipeline.index, "seen": mine})
+    seen = {row["stage"]: row["seen"] for row in rows}
+    return {"staleness": [{int(late): times for late, times in seen[stage].items()} for stage in sorted(seen)]}

@@ -12,11 +12,12 @@ from shoal.estimate.attention_traffic import attention_calls
 from shoal.estimate.expert_traffic import expert_traffic
 from shoal.estimate.pipeline_traffic import pipeline_traffic
 from shoal.estimate.tensor_traffic import crossing_calls
-from shoal.estimate.traffic import Buffer, Call, Group, Norm, ShardTable
+from shoal.estimate.traffic import NUMBER_BYTES, Buffer, Call, Group, Norm, ShardTable
 from shoal.job import Job
 from shoal.parallel.batch_norm import batch_norms
 from shoal.parallel.engine import Engine
 from shoal.parallel.expert import take_routed
+from shoal.parallel.pipedream import PipeDream
 from shoal.strategy import Strategy, recompute
 from shoal.workload.blocks import blocks
 from shoal.workload.crossings import Crossing
@@ -37,12 +38,14 @@ def shard_table(job: Job, strategy: Strategy, engine: Engine, calls: Sequence[Ca
             inside = any(name == block or name.startswith(block + ".") for block in in_blocks)
             width = torch.promote_types(next(engine.model.parameters()).dtype, torch.float32).itemsize
             norms.append(Norm(channels=module.num_features, itemsize=width, recomputed=inside))
+    unflushed = engine.pipeline if isinstance(engine.pipeline, PipeDream) else None
     return ShardTable(
         zero=placement.zero,
         micro_batches=strategy.micro_batches,
-        num_parameters=len(engine.names),
+        num_parameters=len(unflushed.names if unflushed else engine.names),
         world=_group(placement.world),
-        norm=_group(placement.norm),
+        norm=_group(unflushed.norm if unflushed else placement.norm),
+        stage=_group(unflushed.colleagues) if unflushed else None,
         samples=_group(placement.samples),
         buffers=tuple(_buffers(strategy, engine)),
         norms=tuple(norms),
@@ -57,6 +60,7 @@ def _group(members: Members) -> Group:
 def _buffers(strategy: Strategy, engine: Engine) -> Iterator[Buffer]:
     """The engine's flat buffers, and how often each moves in a step."""
     micro, pipelined = strategy.micro_batches, engine.pipelined
+    every_micro = isinstance(engine.pipeline, PipeDream)
     forward: dict[int, int] = {}
     backward: dict[int, int] = {}
     for unit in engine.gathering.units if engine.gathering is not None else ():
@@ -71,7 +75,7 @@ def _buffers(strategy: Strategy, engine: Engine) -> Iterator[Buffer]:
             replicas=_group(replicas.everyone),
             sharding=_group(replicas.sharding),
             copies=_group(replicas.copies),
-            reductions=micro if replicas.zero >= 2 and not pipelined else 1,
+            reductions=micro if every_micro or (replicas.zero >= 2 and not pipelined) else 1,
             forward_gathers=forward.get(id(bucket.buffer), 0),
             backward_gathers=backward.get(id(bucket.buffer), 0),
         )
@@ -84,6 +88,7 @@ def axis_calls(strategy: Strategy, engine: Engine) -> Iterator[Call]:
         yield from pipeline_traffic(
             axis=pipeline.members.axis, ranks=pipeline.members.size, micro_batches=strategy.micro_batches,
             before=pipeline.crossings(before=True), behind=pipeline.crossings(before=False),
+            numbers_bytes=2 * NUMBER_BYTES if isinstance(pipeline, PipeDream) else 0,
         )  # fmt: skip
     yield from crossing_calls(_group(placement.tensor), cut.crossings.take())
     if cut.sequence is not None:

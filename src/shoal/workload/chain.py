@@ -9,11 +9,12 @@ not be sent: every stage computes it for itself, with the model's own code.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.job.errors import did_you_mean
 from shoal.workload.blocks import blocks
@@ -30,6 +31,8 @@ class Wire:
     leaf: int
     """Which of its arguments (or results), laid flat."""
     is_argument: bool
+    beside: bool
+    """An argument that the code around the piece uses as well, behind the cut: it has to be filled in place."""
     shape: tuple[int, ...]
     itemsize: int
 
@@ -59,6 +62,10 @@ class Chain:
     links: tuple[Link, ...]
     tied: frozenset[str]
     """Parameters that are read by more than one piece."""
+    written: Mapping[str, int]
+    """Buffers outside the pieces that a forward changes -> the piece behind which that happens."""
+    uncalled: tuple[str, ...] = ()
+    """Modules with parameters, outside the pieces, that the forward did not call."""
 
     def cuts(self) -> list[int]:
         """Pieces before which the model can be cut."""
@@ -115,6 +122,8 @@ def chain(trace: Trace) -> Chain:
     paths, block_paths = _pieces(trace)
     calls = {path: [call for call in trace.calls if call.path == path] for path in paths}
     order = sorted((path for path in paths if calls[path]), key=lambda path: calls[path][0].first)
+    if not order:
+        return Chain(links=(), tied=frozenset(), written={})
     starts = [calls[path][0].first for path in order]
     again = [max(call.stop for call in calls[path]) for path in order]
     inside = _inside(trace, [call for path in order for call in calls[path]])
@@ -144,15 +153,47 @@ def chain(trace: Trace) -> Chain:
                 why_not = f"lies between two uses of {order[before]}"
         links.append(
             Link(
-                path=path, is_block=path in block_paths, cost=costs[number], parameters=frozenset(read[number]),
-                wires=wires, why_not=why_not, same_as_argument=_same_as_argument(trace, call),
-            )  # fmt: skip
+                path=path,
+                is_block=path in block_paths,
+                cost=costs[number],
+                parameters=frozenset(read[number]),
+                wires=wires,
+                why_not=why_not,
+                same_as_argument=_same_as_argument(trace, call),
+            )
         )
     seen: dict[str, int] = {}
     for link in links:
         for name in link.parameters:
             seen[name] = seen.get(name, 0) + 1
-    return Chain(links=tuple(links), tied=frozenset(name for name, times in seen.items() if times > 1))
+    tied = frozenset(name for name, times in seen.items() if times > 1)
+    return Chain(
+        links=tuple(links), tied=tied, written=_written(trace, order, starts), uncalled=_uncalled(trace, order)
+    )
+
+
+def _uncalled(trace: Trace, order: list[str]) -> tuple[str, ...]:
+    called = {call.path for call in trace.calls}
+    return tuple(
+        path
+        for path, module in trace.model.named_modules()
+        if path not in called
+        and type(module).forward is not nn.Module.forward
+        and any(True for _ in module.parameters(recurse=False))
+        and not any(path.startswith(piece + ".") for piece in order)
+    )
+
+
+def _written(trace: Trace, order: list[str], starts: list[int]) -> dict[str, int]:
+    names = {value: name for name, value in trace.buffers.items()}
+    found = {}
+    for op in trace.ops:
+        if op.overload._schema.is_mutable:
+            for value in op.inputs[:1]:
+                name = names.get(value)
+                if name is not None and not any(name.startswith(path + ".") for path in order):
+                    found[name] = max(bisect_right(starts, op.number) - 1, 0)
+    return found
 
 
 def _pieces(trace: Trace) -> tuple[list[str], set[str]]:
@@ -174,13 +215,20 @@ def _pieces(trace: Trace) -> tuple[list[str], set[str]]:
         return found, block_paths
 
 
+def _has_state(module: nn.Module) -> bool:
+    """Whether it learns, or keeps statistics of what it sees."""
+    if any(True for _ in module.parameters()):
+        return True
+    return any(isinstance(each, _BatchNorm) and each.track_running_stats for each in module.modules())
+
+
 def _largest(model: nn.Module, holders: set[str], block_paths: set[str], called: set[str]) -> list[str]:
     found: list[str] = []
 
     def walk(path: str, module: nn.Module) -> None:
         for name, child in module.named_children():
             there = f"{path}.{name}" if path else name
-            if not any(True for _ in child.parameters()):
+            if not _has_state(child):
                 continue
             if there in block_paths or (there not in holders and there in called):
                 if there in called:
@@ -219,11 +267,15 @@ def _wires(
         made = value.source == "op" and value.producer < start
         if not (made and local[value.number] and last_use.get(value.number, -1) >= start):
             continue
-        if value.number in arguments:
-            wires.append(Wire(number, arguments.index(value.number), True, value.shape, value.dtype.itemsize))
-        elif value.number in given:
+        call = calls[order[number]][0]
+        is_argument = value.number in arguments
+        beside = not is_argument or last_use[value.number] >= call.stop
+        if value.number in given and beside:
             piece, leaf = given[value.number]
-            wires.append(Wire(piece, leaf, False, value.shape, value.dtype.itemsize))
+            wires.append(Wire(piece, leaf, False, False, value.shape, value.dtype.itemsize))
+        elif is_argument:
+            leaf = arguments.index(value.number)
+            wires.append(Wire(number, leaf, True, beside, value.shape, value.dtype.itemsize))
         else:
             maker = trace.ops[value.producer]
             where = maker.module or type(trace.model).__name__

@@ -73,9 +73,16 @@ def context_plan(trace: Trace, *, by_position: Collection[str] = ()) -> ContextP
     outside = next((m for m in inside if not any(_within(call, m) for call in calls)), None)
     if outside is not None:
         raise CannotCutSequence(f"{outside} attends outside the blocks")
+    repeated = next((call.path for call in calls if len(trace.calls_of(call.path)) > 1), None)
+    if repeated is not None:
+        raise CannotCutSequence(f"{repeated} runs several times, so its beginning and its end are not those of the blocks")
     graph = Graph(trace)
     stream, leaf = _stream(trace, calls[0])
     shape = trace.values[stream].shape
+    beside = [n for n in graph.users.get(stream, ()) if n >= calls[0].stop and graph.live[n]]
+    if beside:
+        where = trace.ops[beside[0]].module or "the model"
+        raise CannotCutSequence(f"what {calls[0].path} is given is used beside it, by {where}, for all positions")
     dim = 1 if shape[0] == trace.samples else 0
     follower = _Follower(graph, calls, [call for call in trace.calls if call.path in by_position])
     masks = _through_blocks(follower, stream, Cut(dim, (shape[dim],)))

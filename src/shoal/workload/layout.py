@@ -14,10 +14,11 @@ from shoal.job import Job, LayoutHints, infer_facts
 from shoal.strategy import ModelFacts, Strategy, cp, ep, pp, tp
 from shoal.workload.chain import Chain, chain
 from shoal.workload.context import CannotCutSequence, ContextPlan, context_plan
+from shoal.workload.expert_signs import may_hold_experts
 from shoal.workload.experts import PassedOver, Survey, survey_experts
 from shoal.workload.roles import tensor_plan
 from shoal.workload.tensor_plan import TensorPlan
-from shoal.workload.trace import SAMPLES, trace
+from shoal.workload.trace import SAMPLES, Trace, trace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,10 @@ def layout_of(job: Job, strategy: Strategy | None = None) -> Layout:
     if strategy is not None:
         samples = max(SAMPLES, job.global_batch // (strategy.replicas * strategy.micro_batches))
     traced = trace(job, samples=samples) if wanted(pp) or wanted(tp) or wanted(cp) else None
-    experts = _experts(job) if wanted(ep) or (wanted(cp) and traced is not None and not traced.fake) else None
+    tensor = strategy.term(tp) if strategy is not None else None
+    over_samples = tensor is not None and tensor.batch
+    chooses = traced is not None and not traced.fake
+    experts = _experts(job, traced) if wanted(ep) or ((wanted(cp) or over_samples) and chooses) else None
     context, why = None, ""
     if wanted(cp):
         assert traced is not None
@@ -69,10 +73,22 @@ def layout_of(job: Job, strategy: Strategy | None = None) -> Layout:
         why_no_context=why,
         experts=experts if hints.experts else _kept_together(experts),
     )
+    if over_samples and experts is not None and layout.tensor is not None:
+        layout = replace(layout, tensor=_without_experts(layout.tensor, experts))
     pipeline = strategy.term(pp) if strategy is not None else None
     if pipeline is not None and hints.stages is not None:
         layout.stages(pipeline.n * pipeline.chunks)  # What is declared is refused here, before ranks start.
     return layout
+
+
+def _without_experts(plan: TensorPlan, experts: Survey) -> TensorPlan:
+    """With batch=True each rank has samples of its own, of which other numbers choose an expert: what lies in experts
+    cannot meet what lies in them on other ranks."""
+    owners = tuple(f"{layer.owner}." for layer in experts.layers)
+    inside = [region for region in plan.regions if region.columns[0].startswith(owners)]
+    why = "which samples come here differs from rank to rank, and batch=True gathers equally many"
+    whole = {path: why for region in inside for path in (*region.columns, *region.rows)}
+    return replace(plan, regions=tuple(r for r in plan.regions if r not in inside), whole={**plan.whole, **whole})
 
 
 def _kept_together(experts: Survey | None) -> Survey | None:
@@ -85,8 +101,10 @@ def _kept_together(experts: Survey | None) -> Survey | None:
     return Survey(layers=(), passed_over=(*whole, *experts.passed_over))
 
 
-def _experts(job: Job) -> Survey:
+def _experts(job: Job, traced: Trace | None) -> Survey:
     """Who is chosen depends on values, so this is a run of a few real samples."""
+    if traced is not None and not may_hold_experts(traced):
+        return Survey(layers=(), passed_over=())
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(job.seed)
         model = job.model()
@@ -109,7 +127,7 @@ def facts_of(job: Job, layout: Layout) -> ModelFacts:
         parts = tuple((region.columns[0], region.kind, region.parts) for region in regions)
         if layout.tensor.vocabulary is not None:
             # Words are dealt out unevenly where they must be: any number of ranks will do.
-            parts += ((layout.tensor.vocabulary.heads or layout.tensor.vocabulary.embeddings)[0], "words", 0),
+            parts += (((layout.tensor.vocabulary.heads or layout.tensor.vocabulary.embeddings)[0], "words", 0),)
         why = next((f"{path}: {why}" for path, why in layout.tensor.whole.items()), "it has no projections")
         no_sequence = "" if layout.tensor.sequence_dim is not None else layout.tensor.why_no_sequence
         tokens = layout.tensor.tokens or facts.sequence

@@ -25,12 +25,17 @@ def token_dimension(
     if not calls or not rows:
         why = "no blocks were found that hold a region" if not calls else "nothing is cut between columns and rows"
         return None, why, 0
+    repeated = next((call.path for call in calls if len(graph.trace.calls_of(call.path)) > 1), None)
+    if repeated is not None:
+        return None, f"{repeated} runs several times, so its ends are not those of the blocks", 0
     first, stop = calls[0].first, max(call.stop for call in calls)
     given = [v for v in calls[0].arguments if v is not None and graph.values[v].dtype.is_floating_point]
     stream = next((v for v in given if len(graph.values[v].shape) == 3), None)
     if stream is None:
         return None, f"{calls[0].path} is given no sequence of vectors (samples, tokens, features)", 0
     shape = graph.values[stream].shape
+    if any(number >= calls[0].stop and graph.live[number] for number in graph.users.get(stream, ())):
+        return None, f"what {calls[0].path} is given is used beside it as well", 0
     dim = 1 if shape[0] == graph.trace.samples else 0 if shape[1] == graph.trace.samples else -1
     if dim < 0:
         return None, f"{calls[0].path} is given {list(shape)}, of which no dimension is the samples", 0

@@ -111,10 +111,12 @@ def _word_dim(graph: Graph, weight: int, words: int) -> int:
 
 
 def _bias(graph: Graph, projection: Projection) -> int | None:
-    op = graph.ops[projection.ops[0]]
     names = graph.trace.parameter_names()
-    vectors = [v for v in op.inputs if v in names and len(graph.values[v].shape) == 1]
-    return vectors[0] if vectors else None
+    number = projection.ops[0]
+    call = next(c for c in graph.trace.calls_of(graph.ops[number].module) if c.first <= number < c.stop)
+    # With the product, or, where the input does not lie in order, in an addition behind it.
+    read = [v for op in graph.ops[call.first : call.stop] for v in op.inputs]
+    return next((v for v in read if v in names and len(graph.values[v].shape) == 1), None)
 
 
 def _other_readers(graph: Graph, weight: int, paths: Collection[str], known: dict[str, Projection]) -> str:

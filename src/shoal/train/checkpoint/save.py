@@ -70,6 +70,7 @@ def save(folder: Path, engine: Engine, *, step: int, progress: dict[str, Any], k
         json.dumps(progress)
     except (TypeError, ValueError) as error:
         raise ValueError(f"the progress to save must be made of text, numbers, lists and dicts: {error}") from error
+    engine.settle()
     with BOOK.during("checkpoint"):
         return _Save(Path(folder), engine, step, progress, keep).run()
 

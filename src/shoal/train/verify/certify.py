@@ -22,7 +22,7 @@ from shoal.comm.group import BOOK
 from shoal.estimate.traffic import predict
 from shoal.job import Job
 from shoal.parallel.optimizer import Piece
-from shoal.strategy import Strategy, contract, parse, require_legal
+from shoal.strategy import Strategy, contract, parse, pp, require_legal
 from shoal.train.setup import Prepared, job_from, prepare
 from shoal.train.verify.float64 import KeepFloat64
 from shoal.train.verify.reference import train_serially
@@ -32,6 +32,8 @@ EXACT = 1e-10
 """Largest relative difference of an exact strategy in float64. Correct ones measure 1e-15, faults 1e-5 and more."""
 BAND = 0.05
 """Largest mean relative difference of the loss curve, for strategies that promise the target, not the numbers."""
+FILLS = 8
+"""How many times over a pipeline without flush is filled, at least, before its loss curve is judged."""
 ZERO_GRADIENT = 1e-8
 """Largest absolute drift, of elements whose true gradient is zero: Adam divides their rounding by its epsilon, 1e-8."""
 
@@ -81,22 +83,19 @@ def verify(
     from shoal.train.launch import run_ranks, warm_up
 
     warm_up()
-    arguments = {
-        "job": job_spec,
-        "size": size,
-        **(overrides or {}),
-        "strategy": str(strategy),
-        "steps_to_verify": steps,
-    }
+    arguments = {"job": job_spec, "size": size, **(overrides or {}), "strategy": str(strategy)}
     job = job_from(arguments)
     facts = facts_of(job, layout_of(job, strategy))
     require_legal(strategy, facts=facts)
     promised = contract(strategy, facts)
     exact = promised.kind == "exact"
     notes = list(promised.reasons)
+    if _unflushed_ranks(strategy):
+        # As many updates as it takes for staleness to show: each stage's own, several times over.
+        steps = max(steps, -(-FILLS * _unflushed_ranks(strategy) // strategy.micro_batches))
     # Dropout draws its masks by micro-batch and rank. Batch norm, on the other hand, wants whole micro-batches.
     parts = strategy.data_parallel if facts.dropout and not facts.batch_norm else 1
-    arguments |= {"exact": exact, "parts": parts}
+    arguments |= {"exact": exact, "parts": parts, "steps_to_verify": steps}
     cut = [axis.name for axis in strategy.axes if not axis.name.startswith("dp")]
     if facts.dropout and (facts.batch_norm or cut):
         arguments["dropout_off"] = True
@@ -136,6 +135,12 @@ def verify(
     )  # fmt: skip
 
 
+def _unflushed_ranks(strategy: Strategy) -> int:
+    """How many ranks its pipeline has, if that is one without flush; else 0."""
+    pipeline = strategy.term(pp)
+    return pipeline.n if pipeline is not None and pipeline.schedule == "pipedream" else 0
+
+
 def _job_of(arguments: dict[str, Any]) -> Job:
     job = job_from(arguments)
     if not arguments.get("dropout_off"):
@@ -158,7 +163,7 @@ def serial_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     with KeepFloat64() as kept:
         reference = train_serially(
             _job_of(arguments), steps=arguments["steps_to_verify"], micro_batches=strategy.micro_batches,
-            parts=arguments["parts"], dtype=dtype,
+            parts=arguments["parts"], dtype=dtype, unflushed_ranks=_unflushed_ranks(strategy),
         )  # fmt: skip
     tensors = {f"parameter:{name}": value for name, value in reference.parameters.items()}
     tensors |= {f"rounding:{name}": mask for name, mask in reference.rounding.items()}
@@ -200,13 +205,15 @@ def parallel_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
 def _train(ready: Prepared, steps: int) -> dict[str, Any]:
     """The steps' losses, and how the ledger of each full step after the first differs from its prediction."""
     losses, unlike, counter = [], [], 0
+    steady = ready.engine.pipeline.first_steady_step if ready.engine.pipeline is not None else 1
     order = ready.runner.order
     for step in range(steps):
         BOOK.take()
         losses.append(ready.runner.step(step, counter).loss)
         counted = BOOK.take()
-        # The first step also settles who has gradients at all; every other one must be as predicted.
-        if step > 0 or steps == 1:
+        # The first step also settles who has gradients at all; every other one must be as predicted, once a pipeline
+        # without flush is full.
+        if step >= steady or steps == 1:
             unlike += counted.differences(predict(ready.table))
         counter = order.next(counter)
     return {"losses": losses, "ledger_differences": sorted(set(unlike)), "predicted": predict(ready.table).to_json()}

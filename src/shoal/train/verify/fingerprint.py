@@ -23,6 +23,7 @@ from torch import nn
 
 import shoal
 from shoal.job import Job
+from shoal.job.facts import settings_of
 from shoal.strategy import Strategy
 
 OWN_ROOMS = ("workload", "parallel")
@@ -51,8 +52,7 @@ def fingerprint(job: Job, model: nn.Module, strategy: Strategy) -> str:
         _collect(vars(module).get("forward"), sources)
     _collect(job.loss, sources)
     add("sources", sources)
-    config = getattr(model, "config", None)
-    add("config", _plain(config.to_dict() if hasattr(config, "to_dict") else getattr(config, "__dict__", {})))
+    add("config", _plain(settings_of(model)))
     sample = job.train.batch(np.arange(1))
     add("sample", {name: (list(entry.shape[1:]), str(entry.dtype)) for name, entry in sample.items()})
     add("job", [list(job.inputs.items()) if isinstance(job.inputs, dict) else list(job.inputs), repr(job.layout)])

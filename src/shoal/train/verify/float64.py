@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ class KeepFloat64(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         if not any(isinstance(a, torch.Tensor) and a.dtype == torch.float64 for a in args):
+            if func is torch.full and kwargs.get("dtype") is None and _too_large(args[1:], kwargs.get("fill_value")):
+                kwargs["dtype"] = torch.float64  # The lowest float64, as a mask: float32 has no such number.
             return func(*args, **kwargs)
         if func is torch.Tensor.float:
             self._note()
@@ -50,3 +53,8 @@ class KeepFloat64(TorchFunctionMode):
                 return
             frame = frame.f_back  # type: ignore[assignment]
         self.modules["(outside a module)"] = self.modules.get("(outside a module)", 0) + 1
+
+
+def _too_large(args: Sequence[Any], named: Any) -> bool:
+    value = args[0] if args else named
+    return isinstance(value, float) and isfinite(value) and abs(value) > torch.finfo(torch.float32).max

@@ -9,6 +9,7 @@ elements are marked, so that a proof can say what it did with them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from shoal.job import Job, param_groups, share
+from shoal.parallel.pipedream import micros_told
 from shoal.train.step import build_model, cast, seed_at
 
 ROUNDING = 1e-12
@@ -36,26 +38,38 @@ class Reference:
 
 
 def train_serially(
-    job: Job, *, steps: int, micro_batches: int, parts: int = 1, dtype: torch.dtype | None = torch.float64
-) -> Reference:
-    """`parts` cuts each micro-batch further, as ranks would: needed only for dropout, whose masks are drawn by part."""
+    job: Job, *, steps: int, micro_batches: int, parts: int = 1, dtype: torch.dtype | None = torch.float64,
+    unflushed_ranks: int = 0,
+) -> Reference:  # fmt: skip
+    """`parts` cuts each micro-batch further, as ranks would: needed only for dropout, whose masks are drawn by part.
+    `unflushed_ranks`: the length of a PipeDream to compare with; the optimiser then steps after every micro-batch, and
+    a step's loss is of the micro-batches whose loss such a pipeline tells in it. Staleness alone is left to differ."""
     model = build_model(job, dtype)
     model.train()
     optimizer = job.optimizer(param_groups(model, job.options))
     base = [group["lr"] for group in optimizer.param_groups]
     named = {name: param for name, param in model.named_parameters() if param.requires_grad}
     largest = {name: torch.zeros_like(param) for name, param in named.items()}
-    order, counter, losses = job.order(), 0, []
-    for step in range(steps):
+    order, counter = job.order(), 0
+    sums: list[tuple[float, float]] = []
+    """Of the losses that lead to one update each, and how many they are."""
+    per_step = micro_batches if unflushed_ranks else 1
+    for update in range(steps * per_step):
+        step, micro = divmod(update, per_step)
         indices = order.indices(counter)
         total, count = 0.0, 0.0
         optimizer.zero_grad(set_to_none=True)
-        for positions in _cut(len(indices), micro_batches, parts):
+        for positions in _cut(len(indices), micro_batches, parts, only=micro if unflushed_ranks else None):
             torch.manual_seed(seed_at(job.seed, counter + int(positions[0])))
             batch = cast(job.train.batch(indices[positions]), dtype)
             loss, counted = job.loss(job.run_model(model, batch), batch)
             loss.backward()
             total, count = total + float(loss.detach()), count + float(counted)
+        sums.append((total, count))
+        if micro == per_step - 1:
+            counter = order.next(counter)
+        if unflushed_ranks and not count:
+            continue
         gradients = [param.grad for param in named.values() if param.grad is not None]
         for gradient in gradients:
             gradient.div_(count)
@@ -67,12 +81,10 @@ def train_serially(
         for group, lr in zip(optimizer.param_groups, base, strict=True):
             group["lr"] = lr * job.schedule(step)
         optimizer.step()
-        losses.append(total / count)
-        counter = order.next(counter)
     top = max((float(peak.max()) for peak in largest.values() if peak.numel()), default=0.0)
     keys = {key for param in named.values() for key in _elementwise_state(optimizer, param)}
     return Reference(
-        losses=losses,
+        losses=_by_step(sums, steps, micro_batches, unflushed_ranks),
         parameters={name: param.detach() for name, param in named.items()},
         state={name: _elementwise_state(optimizer, param, keys) for name, param in named.items()},
         buffers=dict(model.named_buffers()),
@@ -80,11 +92,22 @@ def train_serially(
     )
 
 
-def _cut(samples: int, micro_batches: int, parts: int) -> list[np.ndarray]:
+def _by_step(sums: list[tuple[float, float]], steps: int, micro_batches: int, unflushed_ranks: int) -> list[float]:
+    """The mean loss of each step."""
+    ends = [
+        micros_told(ranks=unflushed_ranks, micro=micro_batches, steps=step) if unflushed_ranks else step
+        for step in range(steps + 1)
+    ]
+    told = [sums[start:stop] for start, stop in pairwise(ends)]
+    return [sum(total for total, _ in rows) / sum(count for _, count in rows) for rows in told]
+
+
+def _cut(samples: int, micro_batches: int, parts: int, *, only: int | None = None) -> list[np.ndarray]:
+    """The samples of all micro-batches, or of only one."""
     positions = np.arange(samples)
     pieces = [
         share(positions, rank=part, ranks=parts, micro=micro, micros=micro_batches)
-        for micro in range(micro_batches)
+        for micro in (range(micro_batches) if only is None else [only])
         for part in range(parts)
     ]
     return [piece for piece in pieces if len(piece)]

@@ -1,0 +1,197 @@
+"""`shoal explain JOB`: how a job's model may be cut. What comes before its blocks, the blocks, what comes after; where
+a pipeline can be cut and what crosses; what tensor, context and expert parallelism may cut, and why not more.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from shoal.job import names
+from shoal.job.errors import did_you_mean
+from shoal.strategy import StrategyError, parse
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+MOST_LINES = 12
+"""Of one kind: longer lists end in a count. `--json` has them all."""
+
+
+def names_job(text: str) -> bool:
+    """Whether a text means a job: it is no strategy, but a Python file or a built-in task's name, or near to one."""
+    try:
+        parse(text)
+    except StrategyError:
+        pass
+    else:
+        return False
+    path, _ = names.split_file(text)
+    if path.endswith(".py") or os.path.isfile(path):
+        return True
+    word = text.partition(":")[0].strip().lower()
+    return "(" not in text and (word in names.all_words() or bool(did_you_mean(word, names.TASKS)))
+
+
+def explain_job(
+    text: str, *, size: str | None = None, strategy_text: str | None = None, world: int | None = None, as_json: bool
+) -> None:
+    """Prints the layout of a job; with a strategy, whether the job can be trained by it."""
+    from rich.console import Console
+
+    from shoal.cli.main import only_json
+    from shoal.cli.train import require_known
+
+    strategy = None if strategy_text is None else parse(strategy_text)
+    require_known(text, size)
+    with only_json() if as_json else nullcontext(_print) as show:
+        with Console(stderr=True).status("importing torch") as status:
+            from shoal.job import load_job
+            from shoal.parallel.runnable import cannot_run
+            from shoal.workload.described import describe, describe_strategy
+            from shoal.workload.layout import layout_of
+
+            job = load_job(text, size=size)
+            status.update(f"tracing {job.name}")
+            told = describe(job, layout_of(job))
+            if strategy is not None:
+                status.update(f"judging {strategy}")
+                told["strategy"] = describe_strategy(job, strategy, world=world)
+                told["strategy"]["cannot_run"] = cannot_run(strategy) or ""
+        show(told)
+
+
+def _print(told: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    title = Text.assemble((told["job"], "bold cyan"), f"  {told['model']}, {_count(told['parameters'])} parameters")
+    console.print(title, soft_wrap=True)
+    for name, value in told["declared"].items():
+        console.print(Padding(Text(f"declared by the job: {name} = {value}"), (0, 0, 0, 2), expand=False))
+    _print_chain(console, told)
+    for heading, lines in (
+        ("Tensor", _some(told["tensor"]["lines"])),
+        ("Sequence", _sequence_lines(told["sequence"])),
+        ("Experts", _expert_lines(told["experts"])),
+        *([("Strategy", _strategy_lines(told["strategy"]))] if "strategy" in told else []),
+    ):
+        console.print()
+        console.print(Text(heading, style="bold"))
+        for line in lines:
+            style = "red" if line.startswith("no: ") else ""
+            console.print(Padding(Text(line, style=style), (0, 0, 0, 2), expand=False))
+
+
+def _print_chain(console: Console, told: dict[str, Any]) -> None:
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    from shoal.workload.described import span
+
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    table.add_column("")
+    table.add_column("pieces", overflow="fold")
+    table.add_column("class", overflow="fold")
+    for name in ("parameters", "cost", "crosses a cut before"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for part, title in (("prefix", "before"), ("blocks", "blocks"), ("suffix", "after")):
+        for number, group in enumerate(told[part]):
+            like = "like blocks" if group["is_block"] else "alike"
+            several = f": {group['count']} {like}" if group["count"] > 1 else ""
+            table.add_row(
+                title if not number else "", span(group["first"], group["last"]) + several,
+                group["class"], _count(group["parameters"]), f"{100 * group['cost_share']:.1f}%", _crossing(group),
+            )  # fmt: skip
+    console.print()
+    pieces = len(told["pieces"])
+    line = f"  {pieces} pieces; a pipeline can be cut at {told['cuts']} of {max(pieces - 1, 0)} places"
+    console.print(Text.assemble(("Pipeline", "bold"), line), soft_wrap=True)
+    console.print(Padding(table, (0, 0, 0, 2), expand=False))
+    reasons: dict[str, list[str]] = {}
+    for path, why in told["no_cut_before"].items():
+        reasons.setdefault(why, []).append(path)
+    lines = [f"no cut before {', '.join(_some(paths, 4))}: it {why}" for why, paths in reasons.items()]
+    for tied in told["tied"]:
+        lines.append(f"tied: {tied['parameter']} is read by {' and '.join(_some(tied['read_by'], 4))}")
+    for num, rows in told["stages"].items():
+        shares = " | ".join(f"{span(row['first'], row['last'])} {100 * row['cost_share']:.0f}%" for row in rows)
+        lines.append(f"{num} stages: {shares}")
+    for text in _some(lines):
+        console.print(Padding(Text(text), (0, 0, 0, 2), expand=False))
+
+
+def _crossing(group: dict[str, Any]) -> str:
+    if not group["cuts"]:
+        return "-"
+    sizes = [_bytes(size) for size in group["crossing_bytes"]]
+    return f"{sizes[0]} a sample" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]} a sample"
+
+
+def _sequence_lines(told: dict[str, Any]) -> Iterator[str]:
+    if not told["may_be_cut"]:
+        yield f"stays whole: {told['why_not']}"
+        return
+    kind = "causal" if told["causal"] else "not causal"
+    yield f"{told['length']} positions (dimension {told['dim']}), {kind}: may be cut in {len(told['blocks'])} blocks"
+    along = [
+        f"{num} {what}{'s' if num > 1 else ''}"
+        for num, what in ((told["cut_along"], "argument"), (told["masks"], "mask"))
+        if num
+    ]
+    if along:
+        yield f"cut along with it: {' and '.join(along)} of each block"
+    if told["loss_stays_cut"]:
+        yield f"it stays cut to the loss, which reads {', '.join(told['loss_reads']) or 'nothing else'} by position"
+    else:
+        yield f"it is gathered behind the blocks: {told['why_gathered']}"
+
+
+def _expert_lines(told: dict[str, Any]) -> Iterator[str]:
+    kinds: dict[tuple[int, str], list[str]] = {}
+    for layer in told["layers"]:
+        kinds.setdefault((layer["count"], layer["form"]), []).append(layer["path"])
+    for (count, form), paths in kinds.items():
+        yield f"{count} experts, {form}, in {len(paths)} layers: {', '.join(_some(paths, 4))}"
+    yield from _some([f"passed over: {row['reason']}" for row in told["passed_over"]])
+    if not told["layers"] and not told["passed_over"]:
+        yield "none"
+
+
+def _strategy_lines(told: dict[str, Any]) -> Iterator[str]:
+    from shoal.workload.described import span
+
+    if told["legal"] and not told["cannot_run"]:
+        yield f"{told['strategy']}: legal for this model"
+    elif told["legal"]:
+        yield f"no: {told['cannot_run']}"
+    for refusal in told["refusals"]:
+        yield f"no: {refusal['term']}: {refusal['reason']}"
+        if refusal["nearest"]:
+            yield f"nearest legal: {', '.join(refusal['nearest'])}"
+    for stage, row in enumerate(told.get("stages", ())):
+        where = span(row["first"], row["last"])
+        yield f"stage {stage} on rank {row['rank']} of pp: {where}, {100 * row['cost_share']:.0f}% of the cost"
+
+
+def _some(lines: list[str], most: int = MOST_LINES) -> list[str]:
+    return lines if len(lines) <= most else [*lines[: most - 1], f"and {len(lines) - most + 1} more"]
+
+
+def _count(number: int) -> str:
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(number)
+
+
+def _bytes(number: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number} B"

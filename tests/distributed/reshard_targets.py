@@ -1,0 +1,72 @@
+"""What the tests of resharding run on real ranks, in float64: the first half of a run, saved; and the second half."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distributed.proofs import Proof
+from shoal.strategy import parse
+from shoal.train.checkpoint.restore import restore
+from shoal.train.checkpoint.save import open_checkpoint, save
+from shoal.train.launch.join import join, leave
+from shoal.train.setup import Prepared, job_from, prepare
+from shoal.train.verify.certify import compare
+from shoal.train.verify.float64 import KeepFloat64
+
+
+def _ready(me: Any, spec: str, strategy: str) -> Prepared:
+    return prepare(job_from({"job": spec}), parse(strategy), rank=me.rank, backend=me.backend, dtype=torch.float64)
+
+
+def _steps(ready: Prepared, first: int, stop: int, counter: int) -> tuple[list[float], int]:
+    losses = []
+    with KeepFloat64():
+        for step in range(first, stop):
+            losses.append(ready.runner.step(step, counter).loss)
+            counter = ready.runner.order.next(counter)
+    return losses, counter
+
+
+def save_many(arguments: dict[str, Any], channel: Any) -> list[list[float]]:
+    """For each (job, strategy, folder): so many steps and a checkpoint. Gives the losses."""
+    me, steps, found = join(), arguments["steps"], []
+    for spec, strategy, folder in arguments["cases"]:
+        ready = _ready(me, spec, strategy)
+        losses, counter = _steps(ready, 0, steps, 0)
+        save(Path(folder), ready.engine, step=steps, progress={"counter": counter})
+        ready.engine.close()
+        found.append(losses)
+    leave()
+    return found
+
+
+def resume_many(arguments: dict[str, Any], channel: Any) -> list[dict[str, Any]]:
+    """For each (job, strategy, checkpoint, serial run): the rest of the steps, and how far from the serial run they end."""
+    me, found = join(), []
+    for spec, strategy, path, reference in arguments["cases"]:
+        ready = _ready(me, spec, strategy)
+        checkpoint = open_checkpoint(Path(path))
+        restore(ready.engine, checkpoint)
+        losses, _ = _steps(ready, checkpoint.step, arguments["steps"], checkpoint.progress["counter"])
+        compared = compare(ready, reference)
+        ready.engine.close()
+        found.append({"losses": losses, "worst": compared["worst"][:1], "compared": compared["compared"]})
+    leave()
+    return found
+
+
+def serial_many(arguments: dict[str, Any], channel: Any) -> list[str]:
+    """The undisturbed run of each (job, strategy) by plain PyTorch, left behind as files; their paths."""
+    paths = []
+    for spec, strategy in arguments["cases"]:
+        proof = Proof(
+            spec=spec, job=job_from({"job": spec}), strategy=parse(strategy), steps=arguments["steps"],
+            folder=Path(arguments["folder"]),
+        )  # fmt: skip
+        if not proof.path.with_suffix(".json").exists():
+            proof.train_serially()
+        paths.append(str(proof.path))
+    return paths

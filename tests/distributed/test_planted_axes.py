@@ -1,0 +1,64 @@
+"""`verify` rejects wrong pipelines, tensors, rings and experts: each planted fault fails a proof that passes without it."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from shoal.strategy import parse
+from shoal.train.verify.certify import EXACT, Certificate, verify
+
+FOLDER = Path(__file__).parent / "jobs"
+HONEST = "shoal.train.verify.certify:parallel_run"
+STEPS = 3
+A_MISS = 1e-6
+"""Ten thousand times the tolerance: no fault may be a near miss."""
+
+FAULTS = [
+    # fault, job, strategy, one of which the certificate must point at
+    ("axis_faults:untied_stages", "odd:tied", "pp(2, micro=4)", ("embed.weight", "blocks.0.up.weight")),
+    ("axis_faults:untied_stages", "odd:tied", 'pp(2, "zero-bubble", micro=2)', ("embed.weight", "blocks.0.up.weight")),
+    ("axis_faults:untied_stages", "uneven:language_tied", "pp(2) * dp(2, zero=1)", ("embed", "tokens", "head")),
+    ("tensor_faults:untied", "uneven:language_tied", "tp(2)", ("embed", "tokens", "head")),
+    ("tensor_faults:unreduced_norm", "uneven:language", "tp(2, sequence=True)", ("norm",)),
+    ("axis_faults:drops_a_micro_batch", "odd:plain", "pp(2, micro=4)", ("blocks.0", "blocks.1")),
+    ("axis_faults:drops_a_micro_batch", "odd:plain", 'pp(2, "gpipe", micro=4)', ("blocks.0", "blocks.1")),
+    ("axis_faults:drops_a_micro_batch", "odd:plain", "pp(2, micro=4) * dp(2, zero=2)", ("blocks.0", "blocks.1")),
+    ("axis_faults:forgets_a_mask", "uneven:language", "cp(2)", ("blocks.",)),
+    ("axis_faults:attends_to_the_future", "uneven:language", "cp(3)", ("blocks.",)),
+    ("expert_faults:divides_experts_by_the_wrong_group", "plain:moe", "ep(2)", (".experts.",)),
+    ("expert_faults:divides_experts_by_the_wrong_group", "plain:moe", "ep(2) * dp(2)", (".experts.",)),
+    ("expert_faults:divides_experts_by_the_wrong_group", "uneven:mixtral", "ep(2)", (".experts.",)),
+]
+
+
+@cache
+def certificate(target: str, job: str, strategy: str) -> Certificate:
+    if job == "uneven:mixtral" and importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed")
+    file, _, name = job.partition(":")
+    return verify(f"{FOLDER / file}.py:{name}", parse(strategy), steps=STEPS, target=target)
+
+
+@pytest.mark.parametrize(("job", "strategy"), sorted({row[1:3] for row in FAULTS}))
+def test_without_a_fault_the_same_proof_passes(job: str, strategy: str) -> None:
+    honest = certificate(HONEST, job, strategy)
+    assert honest.passed, (honest.worst, honest.max_rel_diff, honest.ledger_differences)
+    assert honest.ledger_matches
+    assert honest.max_rel_diff <= EXACT
+
+
+@pytest.mark.parametrize(("name", "job", "strategy", "where"), FAULTS, ids=lambda value: str(value))
+def test_a_fault_in_an_axis_is_rejected_by_the_numbers(name: str, job: str, strategy: str, where: tuple[str]) -> None:
+    found = certificate(f"distributed.{name}", job, strategy)
+    assert not found.passed
+    assert found.max_rel_diff > A_MISS
+    assert any(part in found.worst for part in where), found.worst
+
+
+def test_a_dropped_micro_batch_leaves_the_traffic_as_it_was() -> None:
+    found = certificate("distributed.axis_faults:drops_a_micro_batch", "odd:plain", "pp(2, micro=4)")
+    assert found.ledger_matches, found.ledger_differences
