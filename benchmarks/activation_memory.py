@@ -1,6 +1,6 @@
 """Activation memory of a pipeline by schedule, beside the formula: micro-batches in flight times the bytes of one.
 
-Micro-batches have one size, so that only their number grows: GPipe keeps all of them, 1F1B on rank r of n at most n - r.
+Micro-batches have one size, so that only their number grows: GPipe keeps all of them, 1F1B on rank r at most n - r.
 The bytes of one come from a pipeline with a single micro-batch under the same recomputation. Held is what lives at the
 end of a forward, gradients of parameters not counted: every storage that an operation of the step has made is followed
 until it is freed, so that what recomputation keeps is seen as well as what autograd does. Beside it stands the peak of
@@ -77,6 +77,7 @@ def held(settings: dict[str, Any], channel: Any) -> list[dict[str, Any]]:
     """On every rank, for every strategy: most bytes held at the end of a forward, micro-batches in flight, and the
     peak of resident memory in another step."""
     from peers.common import gpt_job, shoal_runner
+
     from shoal.strategy import parse
     from shoal.train.launch.join import join, leave
 

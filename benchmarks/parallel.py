@@ -84,9 +84,9 @@ def _contestants(settings: dict[str, Any], me: Any, plain: Any) -> dict[str, Any
 
 def measure_bubble(settings: dict[str, Any], channel: Any) -> dict[str, dict[str, float]]:
     import torch.distributed as dist
-
     from peers.common import gpt_job
     from peers.pipeline import bubble
+
     from shoal.train.launch.join import join, leave
 
     me = join()
@@ -117,7 +117,9 @@ def require_agreement(losses: dict[str, list[float]], peers: dict[str, str]) -> 
             raise RuntimeError(f"{peer if peer not in losses else name} told no loss, so it cannot be compared")
         for step, (mine, other) in enumerate(zip(losses[name], losses[peer], strict=True)):
             if not abs(mine - other) <= AGREE:
-                raise RuntimeError(f"step {step}: {name} has a loss of {mine}, {peer} of {other}; they train differently")
+                raise RuntimeError(
+                    f"step {step}: {name} has a loss of {mine}, {peer} of {other}; they train differently"
+                )
 
 
 def rows_of(found: dict[str, Any], peers: dict[str, str]) -> list[dict[str, Any]]:

@@ -11,12 +11,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
-    PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble,
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )  # fmt: skip
 
 from peers.common import (
-    LIMIT, Contestants, Step, batches, clip_by, gpt_job, optimizer_of, shoal_runner, shoal_step, squares, sum_over, text_of,
+    LIMIT,
+    Contestants,
+    Step,
+    batches,
+    clip_by,
+    gpt_job,
+    optimizer_of,
+    shoal_runner,
+    shoal_step,
+    squares,
+    sum_over,
+    text_of,
 )  # fmt: skip
 from shoal.job import Job, LayoutHints
 from shoal.job.models.gpt import GPT, MLP, GPTConfig
@@ -79,9 +94,7 @@ def schedule_step(job: Job, term: pp, schedule: Any, me: Any, plain: Any) -> Ste
     def step() -> float | None:
         batch, losses = next(data), []
         optimizer.zero_grad(set_to_none=True)
-        ran.step(
-            *([batch["x"]] if 0 in mine else []), **({"target": batch["y"], "losses": losses} if has_loss else {})
-        )
+        ran.step(*([batch["x"]] if 0 in mine else []), **({"target": batch["y"], "losses": losses} if has_loss else {}))
         clip_by(parts.parameters(), sum_over(squares(parts.parameters()), plain).sqrt(), job.clip)
         optimizer.step()
         return float(torch.stack(losses).detach().sum()) if has_loss else None
@@ -128,13 +141,13 @@ def limit_step(job: Job, me: Any, plain: Any, micro: int = 4) -> Step:
 
 
 class Unbalanced(GPT):
-    """Half of its work lies in its second block and its head."""
+    """Half of its work lies at its end, in a wide last block and a head for many words."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__(config)
         wide = MLP(config)
         wide.up, wide.down = nn.Linear(config.hidden, 16 * config.hidden), nn.Linear(16 * config.hidden, config.hidden)
-        self.blocks[1].mlp = wide
+        self.blocks[-1].mlp = wide
 
 
 BALANCED, EQUAL = "stages of equal cost", "stages of equal numbers of pieces"

@@ -13,7 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
-    ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, loss_parallel, parallelize_module,
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
 )  # fmt: skip
 
 from peers.common import LIMIT, Contestants, Step, batches, clip_by, gradients, optimizer_of, shoal_step, squares
@@ -111,7 +116,9 @@ def limit_step(job: Job, ranks: int) -> Step:
 
 def halved(model: nn.Module, ranks: int) -> nn.Module:
     def columns(linear: nn.Linear) -> nn.Linear:
-        return of(linear, linear.weight.chunk(ranks, 0)[0], None if linear.bias is None else linear.bias.chunk(ranks)[0])
+        return of(
+            linear, linear.weight.chunk(ranks, 0)[0], None if linear.bias is None else linear.bias.chunk(ranks)[0]
+        )
 
     def rows(linear: nn.Linear) -> nn.Linear:
         return of(linear, linear.weight.chunk(ranks, 1)[0], linear.bias)

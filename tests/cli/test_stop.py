@@ -91,7 +91,8 @@ def test_ctrl_c_before_the_first_step_ends_everything(after_s: float, place: Pla
     time.sleep(after_s)
     assert end_by(signal.SIGINT, place, process, to_group=True) < 10
     out, err = process.communicate()
-    if process.returncode != -signal.SIGINT:  # So dies an interpreter that has not come to Shoal yet.
+    # So dies an interpreter that has not come to Shoal yet, or is still starting.
+    if process.returncode != -signal.SIGINT and "Fatal Python error: init_import_site" not in err:
         assert process.returncode == 130, err
         assert "stopped" in err + out
         assert "Traceback" not in err

@@ -13,20 +13,22 @@ from shoal.train.verify.certify import EXACT, Certificate, verify
 
 FOLDER = Path(__file__).parent / "jobs"
 HONEST = "shoal.train.verify.certify:parallel_run"
-STEPS = 3
+STEPS = 2
+"""Few: a wrong gradient is still where it was made. With more steps it has spread, and the worst may lie anywhere."""
 A_MISS = 1e-6
 """Ten thousand times the tolerance: no fault may be a near miss."""
 
 FAULTS = [
     # fault, job, strategy, one of which the certificate must point at
-    ("axis_faults:untied_stages", "odd:tied", "pp(2, micro=4)", ("embed.weight", "blocks.0.up.weight")),
-    ("axis_faults:untied_stages", "odd:tied", 'pp(2, "zero-bubble", micro=2)', ("embed.weight", "blocks.0.up.weight")),
-    ("axis_faults:untied_stages", "uneven:language_tied", "pp(2) * dp(2, zero=1)", ("embed", "tokens", "head")),
-    ("tensor_faults:untied", "uneven:language_tied", "tp(2)", ("embed", "tokens", "head")),
+    ("axis_faults:untied_stages", "uneven:language_unclipped", "pp(2, micro=4)", ("tokens.weight",)),
+    ("axis_faults:untied_stages", "uneven:language_unclipped", 'pp(2, "zero-bubble", micro=2)', ("tokens.weight",)),
+    ("axis_faults:untied_stages", "uneven:language_unclipped", "pp(2) * dp(2)", ("tokens.weight",)),
+    ("axis_faults:untied_stages", "odd:tied", "pp(2, micro=4)", ("weight", "bias")),
+    ("tensor_faults:untied", "uneven:language_unclipped", "tp(2)", ("tokens.weight",)),
     ("tensor_faults:unreduced_norm", "uneven:language", "tp(2, sequence=True)", ("norm",)),
     ("axis_faults:drops_a_micro_batch", "odd:plain", "pp(2, micro=4)", ("blocks.0", "blocks.1")),
     ("axis_faults:drops_a_micro_batch", "odd:plain", 'pp(2, "gpipe", micro=4)', ("blocks.0", "blocks.1")),
-    ("axis_faults:drops_a_micro_batch", "odd:plain", "pp(2, micro=4) * dp(2, zero=2)", ("blocks.0", "blocks.1")),
+    ("axis_faults:drops_a_micro_batch", "odd:plain", "pp(2, micro=3) * dp(2, zero=2)", ("blocks.0", "blocks.1")),
     ("axis_faults:forgets_a_mask", "uneven:language", "cp(2)", ("blocks.",)),
     ("axis_faults:attends_to_the_future", "uneven:language", "cp(3)", ("blocks.",)),
     ("expert_faults:divides_experts_by_the_wrong_group", "plain:moe", "ep(2)", (".experts.",)),

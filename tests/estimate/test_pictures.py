@@ -8,7 +8,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.estimate.pictures import MOST_RANKS, NothingToDraw, picture_svg
@@ -81,7 +81,9 @@ def test_ulysses_turns_positions_into_heads_and_back() -> None:
 def test_experts_are_dealt_out_in_order_and_everybody_sends_to_everybody() -> None:
     root = drawn("ep(3)")
     words = said(root)
-    assert [part for part in ("0 to E/3 - 1", "E/3 to 2E/3 - 1", "2E/3 to E - 1") if f"experts {part}" not in words] == []
+    assert [
+        part for part in ("0 to E/3 - 1", "E/3 to 2E/3 - 1", "2E/3 to E - 1") if f"experts {part}" not in words
+    ] == []
     assert len(list(root.iter(f"{SVG}polygon"))) == 2 * 3 * 3
 
 
@@ -128,6 +130,7 @@ def test_what_cannot_be_drawn_is_explained(text: str, words: list[str]) -> None:
     assert [part for part in words if part not in str(refused.value)] == []
 
 
+@settings(deadline=None)
 @given(st.sampled_from(["dp({})", "dp({}, zero=3)", "tp({})", "tp({}, batch=True)", "cp({})", "cp({}, 'ulysses')",
                         "ep({})"]), st.integers(2, MOST_RANKS))  # fmt: skip
 def test_everything_lies_inside_the_frame(form: str, ranks: int) -> None:
@@ -142,6 +145,7 @@ def test_everything_lies_inside_the_frame(form: str, ranks: int) -> None:
         assert float(element.attrib.get("y", 0)) <= height
 
 
+@settings(deadline=None)
 @given(st.text(max_size=60))
 def test_any_words_leave_a_drawing_well_formed(text: str) -> None:
     drawing = Drawing()

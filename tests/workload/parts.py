@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.workload.replay import divided
+from shoal.workload.resized import divide_views
 from shoal.workload.tensor_plan import Region
 from shoal.workload.trace import modules_by_path
 
@@ -46,6 +47,7 @@ def compare(model: nn.Module, region: Region, ranks: int, run: Callable[[nn.Modu
         total = torch.zeros_like(whole)
         for index in range(ranks):
             part = part_of(model, region, ranks, index)
+            divide_views(modules_by_path(part), region.views, ranks)
             with divided(modules_by_path(part), region.scaled, ranks):
                 total += row_output(part, row, run)
         torch.testing.assert_close(total, whole, rtol=1e-10, atol=1e-12)

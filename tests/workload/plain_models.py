@@ -120,11 +120,14 @@ GOOD: dict[str, tuple[int, int, Callable[[Between, Tensor], Tensor], int]] = {
     "heads innermost": (
         24, 24, lambda self, x: x.unflatten(-1, (self.heads, -1)).transpose(-1, -2).flatten(-2), 4,
     ),
+    "a size in the code": (24, 24, lambda self, x: x.unflatten(-1, (4, 6)).sin().flatten(-2), 4),
     "zeros of the same width": (24, 24, lambda self, x: x + x.new_zeros(x.shape), 24),
 }  # fmt: skip
 
 BAD: dict[str, tuple[int, int, Callable[[Between, Tensor], Tensor], str]] = {
-    "a size in the code": (24, 24, lambda self, x: x.unflatten(-1, (4, 6)).sin().flatten(-2), "names a size"),
+    "a width in the code": (
+        24, 24, lambda self, x: x.unflatten(-1, (-1, 6)).sin()[:, :, :4].flatten(-2), "names a size",
+    ),
     "rows of another length": (24, 15, lambda self, x: x.reshape(-1, 8, 15), "mixes"),
     "a mixture of heads": (
         24, 24, lambda self, x: torch.einsum("bthd,hg->btgd", x.unflatten(-1, (4, 6)), x.new_ones(4, 4)).flatten(-2),
@@ -245,7 +248,7 @@ class Leaking(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q = self.query(x).unflatten(-1, (4, 6)).transpose(1, 2)
         key = self.key(x).tanh().unsqueeze(1)
-        return self.out((q * key).transpose(1, 2).flatten(2))[:, 0]
+        return self.out((q * key).softmax(-1).transpose(1, 2).flatten(2))[:, 0]
 
 
 class Stack(nn.Module):

@@ -71,6 +71,9 @@ class Ledger:
     def only(self, *phases: str) -> Ledger:
         return Ledger({k: e for k, e in self.entries.items() if k.phase in phases})
 
+    def without(self, *phases: str) -> Ledger:
+        return Ledger({k: e for k, e in self.entries.items() if k.phase not in phases})
+
     def differences(self, other: Ledger) -> list[str]:
         """Each key whose entries differ, as a sentence; empty when the ledgers are equal."""
         lines = []

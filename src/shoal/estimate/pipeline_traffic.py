@@ -16,23 +16,18 @@ Crossing = tuple[int, bool]
 
 
 def pipeline_traffic(
-    *, axis: str, ranks: int, micro_batches: int, before: Mapping[int, Sequence[Crossing]],
-    behind: Mapping[int, Sequence[Crossing]], numbers_bytes: int = 0,
+    *, axis: str, ranks: int, before: Mapping[int, Sequence[Sequence[Crossing]]],
+    behind: Mapping[int, Sequence[Sequence[Crossing]]], numbers_bytes: int = 0,
 ) -> Iterator[Call]:  # fmt: skip
-    """`before` and `behind`: for each stage of this rank what crosses the border before (behind) it, where the other
-    side is another rank. `numbers_bytes`: what goes back about each micro-batch beside its gradient (PipeDream)."""
-    for _ in range(micro_batches):
-        for crossings in before.values():
-            for size, learns in crossings:
-                yield axis, "forward", "recv", size, ranks
-                if learns:
-                    yield axis, "backward", "send", size, ranks
-            if numbers_bytes:
-                yield axis, "backward", "send", numbers_bytes, ranks
-        for crossings in behind.values():
-            for size, learns in crossings:
-                yield axis, "forward", "send", size, ranks
-                if learns:
-                    yield axis, "backward", "recv", size, ranks
-            if numbers_bytes:
-                yield axis, "backward", "recv", numbers_bytes, ranks
+    """`before` and `behind`: for each stage of this rank and each micro-batch what crosses the border before (behind)
+    the stage, where the other side is another rank. `numbers_bytes`: what goes back about each micro-batch beside its
+    gradient (PipeDream)."""
+    for sides, there, back in ((before, "recv", "send"), (behind, "send", "recv")):
+        for micros in sides.values():
+            for crossings in micros:
+                for size, learns in crossings:
+                    yield axis, "forward", there, size, ranks
+                    if learns:
+                        yield axis, "backward", back, size, ranks
+                if numbers_bytes:
+                    yield axis, "backward", back, numbers_bytes, ranks

@@ -51,18 +51,24 @@ class Borders:
         self._me = members.ranks[members.index]
         self.specs: dict[tuple[int, Any, bool], list[Spec]] = {}
         """(Border, shapes of the micro-batch, whether it learns) -> what crosses it."""
-        self.crossed: dict[int, list[Spec]] = {}
-        """What crossed each border of this rank's stages last, for one micro-batch."""
+        self.crossed: dict[int, list[list[Spec]]] = {}
+        """What crossed each border of this rank's stages since `forget`, micro-batch by micro-batch."""
         self._sends: list[tuple[int, Any, torch.Tensor]] = []
         self._local: dict[tuple[str, int, int], Any] = {}
 
-    def crossings(self, stages: Sequence[int], *, before: bool) -> dict[int, list[tuple[int, bool]]]:
-        """For each stage what crosses the border before (or behind) it, where another rank is there."""
+    def forget(self) -> None:
+        """Before a step: counts crossings anew."""
+        self.crossed = {}
+
+    def crossings(self, stages: Sequence[int], *, before: bool) -> dict[int, list[list[tuple[int, bool]]]]:
+        """For each stage what crossed the border before (or behind) it, where another rank is there: for each
+        micro-batch, the bytes of each tensor and whether a gradient comes back."""
         found = {}
         for stage in stages:
             border, other = (stage, stage - 1) if before else (stage + 1, stage + 1)
             if 0 <= other < self.num_stages and self._ranks[other] != self._ranks[stage]:
-                found[stage] = [(spec.bytes, spec.learns) for spec in self.crossed.get(border, ())]
+                micros = self.crossed.get(border, ())
+                found[stage] = [[(spec.bytes, spec.learns) for spec in specs] for specs in micros]
         return found
 
     def send(self, stage: int, micro: int, key: Any, tensors: Sequence[torch.Tensor]) -> None:
@@ -71,7 +77,7 @@ class Borders:
         learning = torch.is_grad_enabled()
         specs = [Spec(tuple(t.shape), t.dtype, learning and t.requires_grad) for t in tensors]
         to = self._ranks[border]
-        self.crossed[border] = specs
+        self.crossed.setdefault(border, []).append(specs)
         if to == self._me:
             self._local["forward", border, micro] = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
             return
@@ -101,7 +107,7 @@ class Borders:
                 self._fetch("specs", stage, micro, [header], source)
             self.specs[known] = _read(header)
         specs = self.specs[known]
-        self.crossed[stage] = specs
+        self.crossed.setdefault(stage, []).append(specs)
         tensors = self._fetch("forward", stage, micro, self._room(specs), source)
         return [tensor.requires_grad_(spec.learns) for tensor, spec in zip(tensors, specs, strict=True)]
 

@@ -1,8 +1,8 @@
 """Tensor parallelism: a model cut as its plan says, and its forwards changed to compute on parts.
 
-The model's own code stays in charge. Parameters are replaced by this rank's parts, sizes that the code reads are
-divided, and the projections at both ends of a region are wrapped: columns bring their input in, rows add up what all
-ranks have. What lies between needs no change, for it treats the cut dimension part by part.
+The model's own code stays in charge. Parameters are replaced by this rank's parts, sizes that the code reads or
+names are divided, and the projections at both ends of a region are wrapped: columns bring their input in, rows add up
+what all ranks have. What lies between needs no change, for it treats the cut dimension part by part.
 
 `between` says how the stream lies between regions: whole on every rank; cut along the sequence, so that norms and
 residuals are shared out too (Korthikanti et al. 2022); or by samples, where convolutions train data-parallel and the
@@ -31,7 +31,8 @@ from shoal.parallel.regions import Between, RunningRegion, note, with_first_tens
 from shoal.workload.blocks import blocks
 from shoal.workload.crossings import Tally
 from shoal.workload.cuts import Cut
-from shoal.workload.tensor_plan import Region, TensorPlan
+from shoal.workload.resized import divide_views
+from shoal.workload.tensor_plan import Region, TensorPlan, sizes_known_inside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +66,18 @@ def cut_tensors(
                 f"{region.columns[0]}: its {region.kind} come in {region.parts} parts, which do not divide among "
                 f"{members.size} ranks"
             )
+        if between != "whole" and not sizes_known_inside(region):
+            raise PlanDoesNotFit(
+                f"{region.columns[0]}: {region.views[0].module or 'the model'} asks for sizes of what it is given "
+                "before that is gathered; declare its projections whole"
+            )
         cuts |= region.cuts
     scaled = dict.fromkeys(pair for region in regions for pair in region.scaled)
     keep = [(_at(modules, path), attribute) for path, attribute in scaled]
     applied = replace(applied, cuts=cut_parameters(model, cuts, members, even=True, keep=keep))
     _divide(keep, members)
+    views = [view for region in regions for view in region.views]
+    divide_views({view.module: _at(modules, view.module) for view in views}, views, members.size)
     applied = replace(applied, partial=_partial(model, applied.cuts, regions, between, stream))
     whole = {id(p): name for name, p in model.named_parameters() if name not in applied.cuts}
     summed = {id(p) for name, p in model.named_parameters() if name in applied.partial}

@@ -86,7 +86,7 @@ def axis_calls(strategy: Strategy, engine: Engine) -> Iterator[Call]:
     pipeline, cut, placement = engine.pipeline, engine.cut, engine.placement
     if pipeline is not None:
         yield from pipeline_traffic(
-            axis=pipeline.members.axis, ranks=pipeline.members.size, micro_batches=strategy.micro_batches,
+            axis=pipeline.members.axis, ranks=pipeline.members.size,
             before=pipeline.crossings(before=True), behind=pipeline.crossings(before=False),
             numbers_bytes=2 * NUMBER_BYTES if isinstance(pipeline, PipeDream) else 0,
         )  # fmt: skip
@@ -104,6 +104,8 @@ def axis_calls(strategy: Strategy, engine: Engine) -> Iterator[Call]:
 def forget_calls(engine: Engine) -> None:
     """Before a step: what was sent until now (in an evaluation) is not the step's."""
     engine.cut.crossings.take()
+    if engine.pipeline is not None:
+        engine.pipeline.borders.forget()
     if engine.cut.sequence is not None:
         engine.cut.sequence.take()
     take_routed(engine.model)

@@ -87,6 +87,8 @@ def context_plan(trace: Trace, *, by_position: Collection[str] = ()) -> ContextP
     follower = _Follower(graph, calls, [call for call in trace.calls if call.path in by_position])
     masks = _through_blocks(follower, stream, Cut(dim, (shape[dim],)))
     batch, why = _to_the_loss(graph, calls[-1], follower.cuts)
+    if batch is None:
+        _require_one_stream(graph, calls[-1], follower.cuts, why)
     return ContextPlan(
         length=shape[dim], dim=dim, blocks=tuple(call.path for call in calls), stream=leaf,
         extras=follower.extras, masks=masks, causal=any(a.causal or a.mask is not None for a in trace.attention),
@@ -119,10 +121,8 @@ def _through_blocks(follower: _Follower, stream: int, cut: Cut) -> dict[str, tup
             if value == attention.query:
                 _enter(follower, attention.output, follower.cuts[value], first)
         for call in follower.closed:
-            result = call.results[0]
-            if value in call.arguments and result is not None:
-                if trace.values[result].shape == trace.values[value].shape and trace.values[value].learned:
-                    _enter(follower, result, follower.cuts[value], first)
+            if value in call.arguments and trace.values[value].learned:
+                _past(follower, call, value, first)
         producer = graph.values[value].producer
         before = [producer] if first <= producer < stop else []
         users = [n for n in graph.users.get(value, ()) if first <= n < stop and graph.live[n]]
@@ -143,6 +143,19 @@ def _through_blocks(follower: _Follower, stream: int, cut: Cut) -> dict[str, tup
                 raise CannotCutSequence(f"{attention.module} makes its own mask, for the positions that it sees")
             masks[block.path] = (*masks.get(block.path, ()), leaf)
     return masks
+
+
+def _past(follower: _Follower, call: Call, value: int, first: int) -> None:
+    """What a call that is not looked into gives back for each position is cut as what it is given."""
+    graph, cut = follower.graph, follower.cuts[value]
+    given = graph.values[value].shape
+    for result in call.results:
+        if result is None or result == value or not graph.values[result].learned:
+            continue
+        if graph.values[result].shape[: cut.dim + 1] == given[: cut.dim + 1]:
+            _enter(follower, result, cut, first)
+        elif any(number >= call.stop and graph.live[number] for number in graph.users.get(result, ())):
+            raise CannotCutSequence(f"{call.path} gives back {list(graph.values[result].shape)} for all positions together")
 
 
 def _argument_behind(graph: Graph, call: Call, value: int) -> int | None:
@@ -207,7 +220,9 @@ def _to_the_loss(graph: Graph, last: Call, cuts: Mapping[int, Cut]) -> tuple[dic
     result = next((v for v in last.results if v is not None and v in cuts), None)
     if result is None:
         return None, f"{last.path} gives back no cut sequence"
-    known, open_values, batch = {result: cuts[result]}, [result], {}
+    # Whatever else blocks made for each position and is used behind them is cut there as well.
+    open_values = [result, *_used_behind(graph, last, cuts, stream=result)]
+    known, batch = {value: cuts[value] for value in open_values}, {}
     while open_values:
         value = open_values.pop(0)
         for number in [n for n in graph.users.get(value, ()) if n >= last.stop and graph.live[n]]:
@@ -235,11 +250,30 @@ def _to_the_loss(graph: Graph, last: Call, cuts: Mapping[int, Cut]) -> tuple[dic
     return batch, ""
 
 
+def _used_behind(graph: Graph, last: Call, cuts: Mapping[int, Cut], *, stream: int | None) -> list[int]:
+    """Cut values beside the stream that are read behind the last block."""
+    behind = [v for v in cuts if any(n >= last.stop and graph.live[n] for n in graph.users.get(v, ()))]
+    return [value for value in behind if value != stream]
+
+
+def _require_one_stream(graph: Graph, last: Call, cuts: Mapping[int, Cut], why: str) -> None:
+    """What is gathered behind the blocks is the stream alone."""
+    stream = next((v for v in last.results if v is not None and v in cuts), None)
+    for value in _used_behind(graph, last, cuts, stream=stream):
+        maker = graph.ops[graph.values[value].producer]
+        raise CannotCutSequence(
+            f"a result of {maker.name} in {maker.module or 'the model'}, one for each position, is used behind the blocks "
+            f"beside the stream, and there the whole sequence is needed ({why})"
+        )
+
+
 def _follow_loss(graph: Graph, op: Op, value: int, known: dict[int, Cut]) -> tuple[dict[int, Cut], bool]:
     """As `Graph.follow`; a negative log likelihood reads its targets sample by sample, and sums."""
     if op.name in ("nll_loss_forward", "nll_loss2d_forward") and value == op.inputs[0] and known[value].dim != 1:
         cut = known[value]
         return {op.inputs[1]: Cut(cut.dim if cut.dim == 0 else cut.dim - 1, cut.segments)}, True
+    if op.name == "sum" and len(op.args) == 1:
+        return {}, True  # Over everything: each rank's own positions are one term of it.
     return graph.follow(op, value, known[value], known)
 
 

@@ -1,14 +1,15 @@
 """Calls a part of the model again with other sizes, on fakes, to see whether its code follows.
 
 A model's own code may name sizes: `view(B, L, self.num_heads, ...)`, `split(self.split_size)`. With a part of the
-heads these attributes have to be divided as well. Which ones is found by trying: the call has to run through, and
-every operation in it has to follow. It is tried with more of everything rather than less: with twice the heads no
-dimension becomes 1, of which libraries take notice.
+heads these attributes, or the sizes in the calls themselves, have to be divided as well. Which ones is found by
+trying: the call has to run through, and every operation in it has to follow. It is tried with more of everything
+rather than less: with twice the heads no dimension becomes 1, of which libraries take notice.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.workload.cuts import Cut
 from shoal.workload.dims import bind
+from shoal.workload.resized import Rehearsed
 from shoal.workload.segments import slice_range
 from shoal.workload.spread import Graph
 from shoal.workload.trace import Call, Op, Ref
@@ -112,30 +114,55 @@ class Replay:
         for found in (graph.trace.model.named_parameters(), graph.trace.model.named_buffers()):
             self._names.update({id(tensor): name for name, tensor in found})
 
-    def progress(self, cuts: Mapping[int, Cut], times: int, scaled: tuple[Attribute, ...]) -> tuple[int, bool]:
-        """How many operations gave what they should, and whether all did."""
+    def progress(
+        self, cuts: Mapping[int, Cut], times: int, scaled: tuple[Attribute, ...], resized: Rehearsed | None = None
+    ) -> tuple[int, bool]:
+        """How many operations gave what they should, and whether all did. `resized`: with sizes in calls changed too,
+        and what was changed is noted there."""
         wanted = expected(self.graph, self.call, cuts, times)
+        found, finished = self._run(cuts, times, scaled, resized)
+        same = 0
+        for got, want in zip(found, wanted, strict=False):
+            if not want.agrees(got):
+                break
+            same += 1
+        resizes = resized is None or not resized.wrong
+        return same, finished and resizes and same == len(wanted) == len(found)
+
+    def runs_in_evaluation(
+        self, cuts: Mapping[int, Cut], times: int, scaled: tuple[Attribute, ...], resized: Rehearsed
+    ) -> bool:
+        """Whether the code runs through when it is not training; its operations may be others."""
+        return self._run(cuts, times, scaled, resized, training=False)[1] and not resized.wrong
+
+    def _run(
+        self,
+        cuts: Mapping[int, Cut],
+        times: int,
+        scaled: tuple[Attribute, ...],
+        resized: Rehearsed | None,
+        *,
+        training: bool = True,
+    ) -> tuple[list[Step], bool]:
         steps = _Steps()
-        finished = False
         by_name = {self.graph.values[v].name: cut for v, cut in cuts.items() if self.graph.values[v].name}
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=[]))
+            stack.enter_context(_quiet())
             stack.enter_context(self.mode)
             stack.enter_context(self._resized(by_name, times))
             stack.enter_context(with_sizes(self.modules, scaled, lambda size: size * times))
+            if resized is not None:
+                stack.enter_context(resized.installed(self.modules))
+            if not training:
+                self.module.eval()
             args, kwargs = tree_map(lambda leaf: self._fake(leaf, cuts, times), self.call.inputs)
             stack.enter_context(steps)
             try:
                 self.module(*args, **kwargs)
-                finished = True
             except Exception:
-                finished = False
-        same = 0
-        for got, want in zip(steps.found, wanted, strict=False):
-            if not want.agrees(got):
-                break
-            same += 1
-        return same, finished and same == len(wanted) == len(steps.found)
+                return steps.found, False
+        return steps.found, True
 
     def _fake(self, leaf: Any, cuts: Mapping[int, Cut], times: int) -> Any:
         if not isinstance(leaf, Ref):
@@ -177,6 +204,17 @@ class Replay:
             shape[cut.dim] *= times
         fake = torch.empty(shape, dtype=tensor.dtype)
         return nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Fakes report every call that fails; here that is an answer, and not worth a traceback."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def divided(modules: dict[str, nn.Module], scaled: tuple[Attribute, ...], degree: int) -> AbstractContextManager[None]:

@@ -16,10 +16,10 @@ from torch import nn
 from shoal.workload.blocks import blocks
 from shoal.workload.projections import Projection, projections
 from shoal.workload.regions import Finder, Found
-from shoal.workload.scaled import Scaling
+from shoal.workload.scaled import Scaling, Sizes
 from shoal.workload.segments import Refuted
 from shoal.workload.spread import Graph
-from shoal.workload.tensor_plan import Region, TensorPlan
+from shoal.workload.tensor_plan import Region, TensorPlan, sizes_known_inside
 from shoal.workload.tokens import token_dimension
 from shoal.workload.trace import Trace, modules_by_path
 from shoal.workload.vocabulary import find_vocabulary
@@ -54,11 +54,14 @@ def tensor_plan(trace: Trace, *, declared: Mapping[str, str] | None = None) -> T
     found = _regions(finder, scaling, _order(known, wishes, trace.model), whole, wishes)
     found = _without_mixed_gradients(graph, found, whole)
     found = _without_quarrels(scaling, found, trace.model, whole)
-    regions = tuple(_region(region, scaled) for region, scaled in found)
+    regions = tuple(_region(region, sizes) for region, sizes in found)
     columns = {path for region in regions for path in region.columns}
     rows = {path for region in regions for path in region.rows}
     _check_declared(wishes, columns, rows, whole)
     dim, why, tokens = token_dimension(graph, known, columns=columns, rows=rows)
+    if dim is not None and (early := next((r for r in regions if not sizes_known_inside(r)), None)) is not None:
+        dim, tokens = None, 0
+        why = f"{early.views[0].module or 'the model'} asks for sizes of what it is given before that is gathered"
     cut = {path for path, each in known.items() if any(each.weight in region.cuts for region in regions)}
     cut |= set(vocabulary.heads) if vocabulary else set()
     return TensorPlan(
@@ -73,41 +76,42 @@ def tensor_plan(trace: Trace, *, declared: Mapping[str, str] | None = None) -> T
 
 def _regions(
     finder: Finder, scaling: Scaling, order: list[Projection], whole: dict[str, str], wishes: dict[str, Role]
-) -> list[tuple[Found, tuple[tuple[str, str], ...]]]:
+) -> list[tuple[Found, Sizes]]:
     """Every region, those first that no row feeds back into; then what is left, with rows that feed columns."""
-    found: list[tuple[Found, tuple[tuple[str, str], ...]]] = []
+    found: list[tuple[Found, Sizes]] = []
     for chained in (False, True):
         for start in order:
             if start.path in finder.placed or start.path in finder.never or wishes.get(start.path) == "row":
                 continue
             try:
                 region = finder.region_of(start, chained=chained)
-                scaled = scaling.attributes(region)
+                sizes = scaling.sizes(region)
             except Refuted as refusal:
                 whole.setdefault(start.path, str(refusal))
                 continue
             finder.placed.update(path for path, each in finder.known.items() if each.weight in region.cuts)
-            found.append((region, scaled))
+            found.append((region, sizes))
     first_op = {path: projection.ops[0] for path, projection in finder.known.items()}
     return sorted(found, key=lambda entry: first_op[entry[0].columns[0]])
 
 
-def _region(found: Found, scaled: tuple[tuple[str, str], ...]) -> Region:
+def _region(found: Found, sizes: Sizes) -> Region:
     return Region(
         kind=found.kind,
         parts=found.parts,
         columns=found.columns,
         rows=found.rows,
         cuts=found.cuts,
-        scaled=scaled,
+        scaled=sizes.attributes,
+        views=sizes.views,
         partial=found.partial,
         entry=found.entry,
     )
 
 
 def _without_mixed_gradients(
-    graph: Graph, found: list[tuple[Found, tuple[tuple[str, str], ...]]], whole: dict[str, str]
-) -> list[tuple[Found, tuple[tuple[str, str], ...]]]:
+    graph: Graph, found: list[tuple[Found, Sizes]], whole: dict[str, str]
+) -> list[tuple[Found, Sizes]]:
     """Leaves out regions that read a parameter beside parts which others read beside wholes: half its gradient
     would be a term of a sum, and half the sum itself."""
     while True:
@@ -128,19 +132,19 @@ def _without_mixed_gradients(
 
 
 def _without_quarrels(
-    scaling: Scaling, found: list[tuple[Found, tuple[tuple[str, str], ...]]], model: nn.Module, whole: dict[str, str]
-) -> list[tuple[Found, tuple[tuple[str, str], ...]]]:
+    scaling: Scaling, found: list[tuple[Found, Sizes]], model: nn.Module, whole: dict[str, str]
+) -> list[tuple[Found, Sizes]]:
     """Leaves out regions of a block that divide an attribute which another region of it needs as it is."""
     kept = list(found)
     for path, _ in blocks(model):
         inside = [entry for entry in kept if entry[0].columns[0].startswith(path + ".")]
-        dividing = [entry for entry in inside if entry[1]]
+        dividing = [entry for entry in inside if entry[1].attributes]
         if len(inside) < 2 or not dividing or scaling.hold_together(inside):
             continue
         for entry in dividing:
             kept.remove(entry)
             for name in (*entry[0].columns, *entry[0].rows):
-                whole[name] = f"it divides {entry[1][0][1]}, which another region of {path} needs as it is"
+                whole[name] = f"it divides {entry[1].attributes[0][1]}, which another region of {path} needs as it is"
     return kept
 
 

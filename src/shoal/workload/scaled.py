@@ -1,11 +1,13 @@
-"""Which integer attributes of a model's code have to be divided with a region, found by replaying it.
+"""Which sizes in a model's code have to be divided with a region, found by replaying it.
 
 Candidates are whole numbers on the modules around the region, and in their configs, that equal a size that is dealt
-out. Starting with none, the one that lets the replay get furthest is added until it runs to its end.
+out. Starting with none, the one that lets the replay get furthest is added until it runs to its end. Where attributes
+alone do not do, sizes in calls (`view(B, T, C)`, where C is the width of the input) are divided as well.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 from torch import nn
@@ -13,8 +15,10 @@ from torch import nn
 from shoal.workload.cuts import Cut
 from shoal.workload.regions import Found
 from shoal.workload.replay import Attribute, Replay
+from shoal.workload.resized import Key, Rehearsed
 from shoal.workload.segments import Refuted
 from shoal.workload.spread import Graph
+from shoal.workload.tensor_plan import ResizedView
 from shoal.workload.trace import Call
 
 MOST_TRIES = 128
@@ -24,25 +28,36 @@ NO_SIZES = {"in_features", "out_features", "in_channels", "out_channels", "num_f
 """What the library's own layers remember and do not read."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """What is divided by the degree."""
+
+    attributes: tuple[Attribute, ...] = ()
+    """(module path, attribute)."""
+    views: tuple[ResizedView, ...] = ()
+
+
 class Scaling:
-    """Finds the attributes of one region after another; like regions are asked once."""
+    """Finds the sizes of one region after another; like regions are asked once."""
 
     def __init__(self, graph: Graph, modules: dict[str, nn.Module]) -> None:
         self.graph = graph
         self.modules = modules
-        self._answers: dict[object, tuple[Attribute, ...] | Refuted] = {}
+        self._answers: dict[object, Sizes | Refuted] = {}
         self._together: dict[object, bool] = {}
 
-    def attributes(self, found: Found) -> tuple[Attribute, ...]:
-        """(module path, attribute) to be divided by the degree; raises if the code does not follow."""
+    def sizes(self, found: Found) -> Sizes:
+        """What is to be divided with a region; raises if the code does not follow."""
         if self._is_library_code(found):
-            return self._groups(found)
+            return Sizes(attributes=self._groups(found))
         call = self._call(found)
         key = self._likeness(found, call)
         if key not in self._answers:
             try:
-                answer: tuple[Attribute, ...] | Refuted = tuple(
-                    (_below(path, call.path), name) for path, name in self._search(found, call)
+                got = self._search(found, call)
+                answer: Sizes | Refuted = Sizes(
+                    attributes=tuple((_below(path, call.path), name) for path, name in got.attributes),
+                    views=tuple(replace(view, module=_below(view.module, call.path)) for view in got.views),
                 )
             except Refuted as refusal:
                 answer = refusal
@@ -50,9 +65,12 @@ class Scaling:
         answer = self._answers[key]
         if isinstance(answer, Refuted):
             raise answer
-        return tuple((_join(call.path, path), name) for path, name in answer)
+        return Sizes(
+            attributes=tuple((_join(call.path, path), name) for path, name in answer.attributes),
+            views=tuple(replace(view, module=_join(call.path, view.module)) for view in answer.views),
+        )
 
-    def hold_together(self, found: list[tuple[Found, tuple[Attribute, ...]]]) -> bool:
+    def hold_together(self, found: list[tuple[Found, Sizes]]) -> bool:
         """Whether regions that lie in one call still run when all of them are cut at once."""
         cuts = {v: cut for region, _ in found for v, cut in region.spreading.cuts.items()}
         numbers = {number for region, _ in found for number in region.interior | region.spreading.sums}
@@ -60,11 +78,14 @@ class Scaling:
         if not calls:
             return True
         call = min(calls, key=lambda call: call.stop - call.first)
-        scaled = tuple(dict.fromkeys(attribute for _, some in found for attribute in some))
+        scaled = tuple(dict.fromkeys(attribute for _, sizes in found for attribute in sizes.attributes))
         parameters = {v: cut for v, cut in cuts.items() if self.graph.values[v].name}
         key = ("together", call.path.count("."), self._ops_of(call), _relative(parameters, self.graph, call))
         if key not in self._together:
-            self._together[key] = Replay(self.graph, call, self.modules).progress(cuts, TIMES[0], scaled)[1]
+            only = frozenset((view.module, view.order) for _, sizes in found for view in sizes.views)
+            resized = Rehearsed(self.graph, call, cuts, TIMES[0], only) if only else None
+            replay = Replay(self.graph, call, self.modules)
+            self._together[key] = replay.progress(cuts, TIMES[0], scaled, resized)[1]
         return self._together[key]
 
     def _is_library_code(self, found: Found) -> bool:
@@ -104,11 +125,37 @@ class Scaling:
             for op in self.graph.ops[call.first : call.stop]
         )
 
-    def _search(self, found: Found, call: Call) -> tuple[Attribute, ...]:
+    def _search(self, found: Found, call: Call) -> Sizes:
+        """By attributes alone, if they do; else with sizes in calls divided too."""
         replay = Replay(self.graph, call, self.modules)
+        try:
+            return Sizes(attributes=self._attributes(found, call, replay, resizing=False)[0])
+        except Refuted as refusal:
+            cuts = found.spreading.cuts
+            if not Rehearsed(self.graph, call, cuts, TIMES[0]).may_change:
+                raise
+            try:
+                chosen, views = self._attributes(found, call, replay, resizing=True)
+            except Refuted:
+                raise refusal from None
+            self._check_views(found, call, replay, chosen, views)
+            return Sizes(attributes=chosen, views=tuple(views.values()))
+
+    def _attributes(
+        self, found: Found, call: Call, replay: Replay, *, resizing: bool
+    ) -> tuple[tuple[Attribute, ...], dict[Key, ResizedView]]:
         cuts = found.spreading.cuts
+        views: dict[Key, ResizedView] = {}
+
+        def progress(scaled: tuple[Attribute, ...]) -> tuple[int, bool]:
+            nonlocal views
+            resized = Rehearsed(self.graph, call, cuts, TIMES[0]) if resizing else None
+            got = replay.progress(cuts, TIMES[0], scaled, resized)
+            views = resized.changed if resized is not None else {}
+            return got
+
         chosen: tuple[Attribute, ...] = ()
-        reached, done = replay.progress(cuts, TIMES[0], chosen)
+        reached, done = progress(chosen)
         candidates = self._candidates(found, call)
         tries = 0
         while not done:
@@ -118,7 +165,7 @@ class Scaling:
                     tries += 1
                     if tries > MOST_TRIES:
                         break
-                    got, done = replay.progress(cuts, TIMES[0], (*chosen, *more))
+                    got, done = progress((*chosen, *more))
                     if done or got > best[0]:
                         best = (got, more)
                     if done:
@@ -130,9 +177,24 @@ class Scaling:
                     f"the code of {call.path or 'the model'} names a size that was not found in any attribute"
                 )
             reached, chosen = best[0], (*chosen, *best[1])
-        if not replay.progress(cuts, TIMES[1], chosen)[1]:
+        resized = Rehearsed(self.graph, call, cuts, TIMES[1], frozenset(views)) if resizing else None
+        if not replay.progress(cuts, TIMES[1], chosen, resized)[1]:
             raise Refuted(f"the code of {call.path or 'the model'} follows some sizes but not others")
-        return chosen
+        return chosen, views
+
+    def _check_views(
+        self, found: Found, call: Call, replay: Replay, scaled: tuple[Attribute, ...], views: dict[Key, ResizedView]
+    ) -> None:
+        """A call is known by its number, which must be the same wherever the module is called, and in evaluation."""
+        owners = {path for path, _ in views}
+        for each in self.graph.trace.calls:
+            if each.path in owners and not (call.first <= each.first and each.stop <= call.stop):
+                raise Refuted(f"{each.path} names sizes in its code and is called once more elsewhere")
+        resized = Rehearsed(self.graph, call, found.spreading.cuts, TIMES[0], frozenset(views))
+        if not replay.runs_in_evaluation(found.spreading.cuts, TIMES[0], scaled, resized):
+            raise Refuted(
+                f"the code of {call.path or 'the model'} names sizes and takes another way when it does not train"
+            )
 
     def _candidates(self, found: Found, call: Call) -> list[Attribute]:
         """Those of the innermost modules first."""

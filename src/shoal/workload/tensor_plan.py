@@ -13,6 +13,19 @@ from shoal.workload.cuts import Cut
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ResizedView:
+    """A call in a module's own code that names a size of the whole, to be divided by the degree: `view(B, T, C)`."""
+
+    module: str
+    order: int
+    """Its number among the calls that name sizes, in one call of the module."""
+    function: str
+    num_sizes: int
+    places: tuple[int, ...]
+    """Which of the sizes it names are divided."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Region:
     """Columns, what lies between, rows."""
 
@@ -31,11 +44,21 @@ class Region:
     scaled: tuple[tuple[str, str], ...] = ()
     """(module path, integer attribute) that the model's own code reads as a size and that must be divided by the
     degree: the number of heads, the width at which a fused projection is split."""
+    views: tuple[ResizedView, ...] = ()
+    """Sizes that the model's own code takes from its input, or has written down, and that must be divided as well."""
     partial: tuple[str, ...] = ()
     """Parameters that stay whole but are read together with parts (a norm over each head's own width): every rank's
     gradient of them is one term of a sum over the axis."""
     entry: str | None = None
     """The smallest module that holds all columns and nothing of the residual stream: its input may be gathered once."""
+
+
+def sizes_known_inside(region: Region) -> bool:
+    """Whether code that names sizes in its views sees its input as the columns do, also where the stream between
+    regions is cut. (To split one dimension, no other need be named.)"""
+    named = [view.module for view in region.views if view.function not in ("unflatten", "split")]
+    within = f"{region.entry}." if region.entry else ""
+    return all(region.entry is not None and f"{path}.".startswith(within) for path in named)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.job import Job
 from shoal.job.facts import build_without_memory
+from shoal.workload.sized_calls import NotedCall, SizedCalls
 
 SAMPLES = 2
 """Enough to tell a batch from a single sample."""
@@ -93,6 +94,8 @@ class Call:
     results: list[int | None] = field(default_factory=list)
     inputs: Any = None
     """(args, kwargs) as called, with every tensor replaced by a Ref: enough to call it again."""
+    number: int = -1
+    """Its own, among all calls."""
     bare: bool = False
     """Whether it gave back one tensor, and not something that holds tensors."""
 
@@ -132,6 +135,8 @@ class Trace:
     model_stop: int
     """Number of the first operation after the model: the loss."""
     attention: list[Attention] = field(default_factory=list)
+    sized_calls: list[NotedCall] = field(default_factory=list)
+    """Calls of functions that name sizes, in order."""
 
     def users(self) -> dict[int, list[int]]:
         """Value -> the operations that read it."""
@@ -167,6 +172,13 @@ class Recorder(TorchDispatchMode):
     def value_of(self, tensor: torch.Tensor, source: str = "constant", name: str = "") -> int:
         known = self._known.get(id(tensor))
         return known if known is not None else self._new(tensor, source, name, producer=-1, learned=False)
+
+    def known(self, tensor: torch.Tensor) -> int | None:
+        return self._known.get(id(tensor))
+
+    def running(self) -> tuple[int, str] | None:
+        """Number and path of the innermost call of a module."""
+        return (self.open[-1].number, self.open[-1].path) if self.open else None
 
     def _new(self, tensor: torch.Tensor, source: str, name: str, *, producer: int, learned: bool) -> int:
         number = len(self.values)
@@ -212,6 +224,7 @@ class Recorder(TorchDispatchMode):
 
     def enter(self, path: str, args: Any, kwargs: Any) -> None:
         call = Call(path, len(self.ops), self.flat((args, kwargs)), inputs=tree_map(self._ref, (args, kwargs)))
+        call.number = len(self.calls)
         self.calls.append(call)
         self.open.append(call)
 
@@ -325,6 +338,7 @@ def _record(job: Job, model: nn.Module, batch: dict[str, torch.Tensor], samples:
         stack.enter_context(_watching(model, recorder))
         stack.enter_context(recorder)
         attention = stack.enter_context(_AttentionCalls(recorder))
+        sized = stack.enter_context(SizedCalls(recorder.running, recorder.known))
         output = job.run_model(model, batch)
         model_stop = len(recorder.ops)
         loss, _ = job.loss(output, batch)
@@ -332,7 +346,7 @@ def _record(job: Job, model: nn.Module, batch: dict[str, torch.Tensor], samples:
         model=model, fake=fake, samples=samples, values=recorder.values, ops=recorder.ops, calls=recorder.calls,
         parameters=parameters, buffers=buffers, output=recorder.flat(output),
         loss=recorder.value_of(loss) if isinstance(loss, torch.Tensor) else None, model_stop=model_stop,
-        attention=attention.found,
+        attention=attention.found, sized_calls=sized.found,
     )  # fmt: skip
 
 

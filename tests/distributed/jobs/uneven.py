@@ -130,3 +130,8 @@ def vit() -> Job:
 def language_tied() -> Job:
     config = GPTConfig(layers=2, heads=12, hidden=48, sequence=SEQUENCE, tied=True)
     return replace(language(), name="language-tied", model=partial(GPT, config))
+
+
+def language_unclipped() -> Job:
+    """Tied, and not clipped: a wrong gradient stays where it is, and does not shrink all the others by its norm."""
+    return replace(language_tied(), clip=None)

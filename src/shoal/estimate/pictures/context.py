@@ -1,6 +1,6 @@
 """Context parallelism as a picture. Ring: the products of chunks of queries with chunks of keys, each in the colour of
-the rank that computes it and numbered by the hop after which its keys are there. Ulysses: positions and heads before and
-after the all-to-all.
+the rank that computes it and numbered by the hop after which its keys are there. Ulysses: positions and heads before
+and after the all-to-all.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _ring(n: int) -> Drawing:
         TOP_PX + SIDE_PX + 32,
         [
             f"rank r holds chunks r and {chunks - 1} - r of {chunks}: an early and a late one, so causal work is even",
-            f"every rank computes {chunks - 1} whole products and 2 halves (triangles); what the mask hides is left out",
+            f"every rank computes {chunks - 1} whole products and 2 halves (triangles); what is masked is left out",
             "a number is the hop after which the keys are there; the next hop travels while they are used",
             f"each hop sends the keys and values of one rank, n - 1 = {n - 1} hops forward; backward as many, and the "
             "gradients of both",
@@ -136,9 +136,9 @@ def _ulysses(n: int) -> Drawing:
         0,
         TOP_PX + side + 50,
         [
-            f"a rank sends (n-1)/n = {(n - 1) / n:.3g} of its queries, keys and values, and of its output; backward the "
-            "same of their gradients",
-            f"the heads, also those of keys and values, must divide by {n}; attention itself is any kernel's, unchanged",
+            f"a rank sends (n-1)/n = {(n - 1) / n:.3g} of its queries, keys and values, and of its output; backward "
+            "the same of their gradients",
+            f"the heads, also those of keys and values, must divide by {n}; attention itself is any kernel's",
         ],
     )
     return drawing

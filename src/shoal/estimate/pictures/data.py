@@ -39,7 +39,12 @@ def data_panel(term: dp) -> Drawing:
         drawing.words(LEFT_PX - 10, y + 17, f"rank {rank}", size=12, anchor="end")
         drawing.box(LEFT_PX, y, BATCH_PX, LANE_PX, fill="none", line=FAINT, dashed=True)
         drawing.box(
-            LEFT_PX + rank * BATCH_PX / n, y, BATCH_PX / n, LANE_PX, fill=rank_colour(rank), tip=f"samples of rank {rank}"
+            LEFT_PX + rank * BATCH_PX / n,
+            y,
+            BATCH_PX / n,
+            LANE_PX,
+            fill=rank_colour(rank),
+            tip=f"samples of rank {rank}",
         )
         x = state_px
         for what, size in states.items():

@@ -1,4 +1,4 @@
-"""The picture of a strategy: a panel for each of its axes that cuts something, from the slowest links to the fastest."""
+"""The picture of a strategy: a panel for each of its axes that cuts something, slowest links first."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def picture_svg(strategy: Strategy) -> str:
     large = next((term for term in terms if term.n > MOST_RANKS), None)
     if large is not None:
         raise NothingToDraw(
-            f"{large}: parts of {large.n:,} ranks are too small to be seen, at most {MOST_RANKS} are drawn; the pattern "
-            "is the same with fewer ranks"
+            f"{large}: parts of {large.n:,} ranks are too small to be seen, at most {MOST_RANKS} are drawn; the "
+            "pattern is the same with fewer ranks"
         )
     page = Drawing()
     page.words(LEFT_PX, TOP_PX, str(strategy), size=17, bold=True)

@@ -25,9 +25,7 @@ def experts_panel(term: ep) -> Drawing:
                     colour=rank_colour(source), wide=1.8 if n <= 8 else 1.0,
                 )  # fmt: skip
     for rank, y in enumerate(lanes):
-        for x, wide, text in zip(
-            places, wides, (f"rank {rank}", _held(rank, n), f"rank {rank}"), strict=True
-        ):
+        for x, wide, text in zip(places, wides, (f"rank {rank}", _held(rank, n), f"rank {rank}"), strict=True):
             drawing.box(x, y, wide, LANE_PX, fill=rank_colour(rank), tip=f"rank {rank}")
             drawing.words(x + wide / 2, y + LANE_PX / 2 + 4, text, size=11.5, anchor="middle")
     moved = (n - 1) / n
@@ -35,8 +33,8 @@ def experts_panel(term: ep) -> Drawing:
         0,
         lanes[-1] + LANE_PX + 30,
         [
-            f"E experts in every layer, E/{n} on each rank; the router is on all of them, and each asks about its own tokens",
-            f"with even routing (n-1)/n = {moved:.3g} of a rank's rows leave it, and as many answers; backward the same",
+            f"E experts in every layer, E/{n} on each rank; the router is on every rank, for its own tokens",
+            f"with even routing (n-1)/n = {moved:.3g} of a rank's rows leave it, and as many answers; backward too",
             f"attention, norms, router and embeddings: {n} replicas, each with 1/{n} of the batch",
         ],
     )

@@ -37,9 +37,8 @@ class Drawing:
         tip: str = "",
     ) -> None:  # fmt: skip
         dashes = " stroke-dasharray='3 2'" if dashed else ""
-        shape = (
-            f"<rect x='{x:.1f}' y='{y:.1f}' width='{wide:.1f}' height='{high:.1f}' fill='{fill}' stroke='{line}'{dashes}"
-        )
+        place = f"x='{x:.1f}' y='{y:.1f}' width='{wide:.1f}' height='{high:.1f}'"
+        shape = f"<rect {place} fill='{fill}' stroke='{line}'{dashes}"
         self.elements.append(f"{shape}><title>{printable(tip)}</title></rect>" if tip else f"{shape}/>")
         self._reach(x + wide, y + high)
 
@@ -72,7 +71,7 @@ class Drawing:
             )
         )
         self.elements.append(
-            f"<path d='M{x1:.1f} {y1:.1f}L{back_x:.1f} {back_y:.1f}' stroke='{colour}' stroke-width='{wide:g}' fill='none'/>"
+            f"<path d='M{x1:.1f} {y1:.1f}L{back_x:.1f} {back_y:.1f}' stroke='{colour}' stroke-width='{wide:g}'/>"
             f"<polygon points='{head}' fill='{colour}'/>"
         )
         self._reach(max(x1, x2), max(y1, y2))

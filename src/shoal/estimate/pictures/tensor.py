@@ -57,9 +57,7 @@ def tensor_panel(term: tp) -> Drawing:
     return drawing
 
 
-def _parts(
-    drawing: Drawing, x: float, y: float, wide: float, high: float, parts: int, *, columns: bool
-) -> None:
+def _parts(drawing: Drawing, x: float, y: float, wide: float, high: float, parts: int, *, columns: bool) -> None:
     """A matrix, cut into as many columns or rows; with 0 parts whole."""
     if not parts:
         drawing.box(x, y, wide, high, fill=WHOLE, line=FAINT, tip="every rank")

@@ -1,0 +1,86 @@
+"""The benchmarks of the axes run, their peers train what Shoal trains, and memory follows the formula."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def answer(name: str, *words: str) -> Any:
+    paths = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / name), "--quick", "--json", *words],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def loaded(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", BENCHMARKS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_every_axis_is_timed_beside_a_peer_that_trains_the_same() -> None:
+    found = answer("parallel.py", "--rounds", "1", "--steps", "1", "--only", "tensor,pipeline,context,experts")
+    beside = {row["name"]: row for rows in found.values() for row in rows if "peer" in row}
+    for axis in (
+        "tp(2)",
+        "tp(2, sequence=True)",
+        "pp(2, '1f1b', micro=8)",
+        "cp(2, 'ring')",
+        "cp(2, 'ulysses')",
+        "ep(2)",
+    ):
+        assert beside[axis]["of_peer"] > 0
+        assert beside[axis]["of_limit"] > 0
+
+
+@pytest.mark.timeout(300)
+def test_activations_follow_the_schedule() -> None:
+    rows = answer("activation_memory.py", "--micro", "2,4")["rows"]
+    assert all(row["in_flight"] == row["formula_in_flight"] for row in rows)
+    kept = {(row["name"], row["rank"]): row for row in rows}
+    for rank in (0, 1):
+        assert kept["pp(2, 'gpipe', micro=4)", rank]["held_over_formula"] == pytest.approx(1, abs=0.01)
+        assert kept["pp(2, '1f1b', micro=4)", rank]["held_mb"] < 0.7 * kept["pp(2, 'gpipe', micro=4)", rank]["held_mb"]
+        again = [kept[f"pp(2, '1f1b', micro=4) * recompute('{kind}')", rank] for kind in ("full", "selective")]
+        assert again[0]["one_mb"] < again[1]["one_mb"] < kept["pp(2, '1f1b', micro=4)", rank]["one_mb"]
+
+
+def test_a_peer_with_other_losses_is_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    parallel = loaded("parallel", monkeypatch)
+    parallel.require_agreement({"mine": [5.0, 4.0], "other": [5.00009, 4.0]}, {"mine": "other"})
+    for losses in ([5.0, 4.0002], [5.0, float("nan")]):
+        with pytest.raises(RuntimeError, match="train differently"):
+            parallel.require_agreement({"mine": [5.0, 4.0], "other": losses}, {"mine": "other"})
+    with pytest.raises(RuntimeError, match="told no loss"):
+        parallel.require_agreement({"mine": [5.0]}, {"mine": "other"})
+
+
+def test_an_unknown_case_is_named() -> None:
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "parallel.py"), "--only", "tensr"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "--only tensr: there is no such case; there are tensor, pipeline" in done.stderr
