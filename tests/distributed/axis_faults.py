@@ -1,7 +1,7 @@
 """Wrong pipelines, rings and ties, planted on purpose: each function breaks the engine in its rank and runs the proof.
 
-They send what an honest run sends, so that the numbers alone must give them away. Those of tensor and expert parallelism
-are in tensor_faults.py and expert_faults.py.
+They send what an honest run sends, so that the numbers alone must give them away. Those of tensor and expert
+parallelism are in tensor_faults.py and expert_faults.py.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def save_many(arguments: dict[str, Any], channel: Any) -> list[list[float]]:
 
 
 def resume_many(arguments: dict[str, Any], channel: Any) -> list[dict[str, Any]]:
-    """For each (job, strategy, checkpoint, serial run): the rest of the steps, and how far from the serial run they end."""
+    """For each (job, strategy, checkpoint, serial run): the rest of the steps, and how far from the latter they end."""
     me, found = join(), []
     for spec, strategy, path, reference in arguments["cases"]:
         ready = _ready(me, spec, strategy)

@@ -1,8 +1,8 @@
 """Every exact axis alone, at 2, 3 and 4 ranks, on models that nobody wrote to be cut: exact, or refused with a reason.
 
-Twenty steps of AdamW with clipping, on batches of which a third of the targets is ignored. `make test` proves every axis
-of every job at 2 ranks, with the pipeline's schedules dealt out among the jobs, and every axis at 3 and 4 ranks on some;
-the whole grid is marked slow. What is refused is listed, and held to name a module or the number that does not divide.
+Twenty steps of AdamW with clipping, on batches of which a third of the targets is ignored. `make test` proves every
+axis of every job at 2 ranks, with the pipeline's schedules dealt out among the jobs, and some axes at 3 and 4 ranks;
+the whole grid is marked slow. What is refused is listed, and held to say which module or number is in the way.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ ILLEGAL = [
 
 
 def is_in_turn(job: str, axis: str, ranks: int) -> bool:
-    """Whether `make test` proves it: one schedule for each job at 2 ranks, one axis for each at 3, every second at 4."""
+    """Whether `make test` proves it: at 2 ranks one schedule and all else, at 3 one axis of every second job, at 4 one
+    of each other."""
     turn = JOBS.index(job)
     mine = [each for each in AXES if why_not(job, each, ranks) is None]
     schedules = [each for each in mine if each in SCHEDULES]

@@ -1,4 +1,4 @@
-"""`verify` rejects wrong pipelines, tensors, rings and experts: each planted fault fails a proof that passes without it."""
+"""`verify` rejects wrong pipelines, tensors, rings and experts: each fault fails a proof that passes without it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Products of axes train exactly as the serial run: what hypothesis draws from the legal set, not what we picked.
 
-Three jobs that all their axes can cut (a GPT, a Llama with tied weights, a Mixtral), at 4 and 8 ranks, with every stage of
-ZeRO, every exact schedule, recomputation and accumulation; and always `pp(2) * dp(2, zero=3) * tp(2)`. Serial runs and
-draws are the same in every run of the tests. The first few run in `make test`, all of them in `make test-all`.
+Three jobs that all their axes can cut (a GPT, a Llama with tied weights, a Mixtral), at 4 and 8 ranks, with every stage
+of ZeRO, every exact schedule, recomputation and accumulation; and always `pp(2) * dp(2, zero=3) * tp(2)`. Serial runs
+and draws are the same in every run of the tests. The first few run in `make test`, all of them in `make test-all`.
 """
 
 from __future__ import annotations

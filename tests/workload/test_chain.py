@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 import torch
@@ -249,13 +249,13 @@ def test_stages_are_as_even_as_brute_force_finds(
     assert len(stages) == num
     assert borders[0] == 0
     assert borders[-1] == len(costs)
-    assert all(stop == after for (_, stop), (after, _) in zip(stages, stages[1:], strict=False))
+    assert all(stop == after for (_, stop), (after, _) in pairwise(stages))
     assert set(borders[1:-1]) <= set(open_cuts)
     weights = costs if balanced else [1.0] * len(costs)
 
     def dearest(cuts: tuple[int, ...]) -> float:
         ends = [0, *cuts, len(weights)]
-        return max(sum(weights[a:b]) for a, b in zip(ends, ends[1:], strict=False))
+        return max(sum(weights[a:b]) for a, b in pairwise(ends))
 
     best = min(dearest(cuts) for cuts in combinations(open_cuts, num - 1))
     assert dearest(tuple(borders[1:-1])) == pytest.approx(best, rel=1e-9, abs=1e-6)

@@ -220,3 +220,40 @@ def test_a_stream_that_is_used_beside_the_first_block_is_refused() -> None:
 
     with pytest.raises(CannotCutSequence, match=r"what blocks\.0 is given is used beside it"):
         plan_of(Beside)
+
+
+class Telling(Block):
+    """Gives back something for each position beside the stream."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return x + self.attend(x), x.square().sum(-1)
+
+
+class Priced(Model):
+    """Adds up what its blocks tell, for each position."""
+
+    pooled = False
+
+    def __init__(self) -> None:
+        super().__init__(Telling)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, told = self.embed(tokens), []
+        for block in self.blocks:
+            x, price = block(x)
+            told.append(price)
+        price = torch.stack(told).sum(0)[..., None]
+        return self.head(x.mean(1)) + price.mean(1) if self.pooled else self.head(x) + price
+
+
+class PooledAndPriced(Priced):
+    pooled = True
+
+
+def test_what_blocks_tell_of_each_position_may_reach_a_loss_by_position() -> None:
+    assert plan_of(Priced).batch == {"y": 1}
+
+
+def test_what_blocks_tell_of_each_position_is_refused_where_only_the_stream_is_gathered() -> None:
+    with pytest.raises(CannotCutSequence, match=r"in blocks\.0, one for each position, is used behind"):
+        plan_of(PooledAndPriced, pooled=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -176,6 +177,7 @@ CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any], tuple[int, ...] | None]]
     (torch.split, (3,), {}, (3,)),
     (torch.Tensor.flatten, (), {}, None),
     (torch.Tensor.view, (torch.tensor(24),), {}, None),
+    (torch.Tensor.view, (np.int64(24),), {}, (24,)),
 ]
 
 
@@ -187,6 +189,12 @@ def test_a_call_is_read_and_made_again_as_it_was(func: Any, args: Any, kwargs: A
     if isinstance(call, SizedCall):
         again, once = call.again(call.sizes), func(x, *args, **kwargs)
         torch.testing.assert_close(again, once, rtol=0, atol=0)
+
+
+def test_a_call_that_fails_fails_as_it_does_without_us() -> None:
+    for func, args in ((torch.Tensor.unflatten, ()), (torch.Tensor.view, ()), (torch.Tensor.split, ())):
+        assert read(func, (torch.zeros(4), *args), {}) is None
+    assert read(torch.Tensor.view, (torch.zeros(()), ()), {}) is None
 
 
 def test_all_functions_are_known_by_the_object_that_a_mode_is_given() -> None:

@@ -6,7 +6,7 @@ the first tensor of such a shape. A border is named by the stage behind it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,10 @@ class Spec:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
+Message = tuple[str, int, int]
+"""(kind, border, micro-batch)"""
+
+
 class Borders:
     """What this rank sends and receives at the borders of its stages."""
 
@@ -53,7 +57,8 @@ class Borders:
         """(Border, shapes of the micro-batch, whether it learns) -> what crosses it."""
         self.crossed: dict[int, list[list[Spec]]] = {}
         """What crossed each border of this rank's stages since `forget`, micro-batch by micro-batch."""
-        self._sends: list[tuple[int, Any, torch.Tensor]] = []
+        self._sends: dict[Message, list[tuple[Any, torch.Tensor]]] = {}
+        self._expected: dict[Message, list[tuple[Any, torch.Tensor]]] = {}
         self._local: dict[tuple[str, int, int], Any] = {}
 
     def forget(self) -> None:
@@ -134,13 +139,28 @@ class Borders:
 
     def wait_for_sends(self, up_to: int | None = None) -> None:
         """Sees out what was sent of the micro-batches up to one of them; of all, if none is named."""
-        waiting = []
-        for micro, work, whole in self._sends:
-            if up_to is not None and micro > up_to:
-                waiting.append((micro, work, whole))
-            elif work is not None:
-                work.wait()
-        self._sends = waiting
+        self.release([message for message in self._sends if up_to is None or message[2] <= up_to])
+
+    def release(self, messages: Iterable[Message]) -> None:
+        """Lets go of what was sent; whoever knows that it was received loses no time here."""
+        for message in messages:
+            for work, _ in self._sends.pop(message, ()):
+                if work is not None:
+                    work.wait()
+
+    def expect(self, message: Message, key: Any) -> None:
+        """Makes room for a message before it is needed, so that it travels meanwhile; only if its shape is known."""
+        kind, border, micro = message
+        source = self._ranks[border - 1 if kind == "forward" else border]
+        specs = self.specs.get((border, key, True))
+        if specs is None or source == self._me or message in self._expected:
+            return
+        room = self._room([spec for spec in specs if kind == "forward" or spec.learns])
+        with BOOK.during(kind):
+            self._expected[message] = [
+                (dist.irecv(t, src=source, group=self.members.group, tag=self._tag(kind, border, micro, leaf)), t)
+                for leaf, t in enumerate(room)
+            ]
 
     def _send_back(self, kind: str, border: int, micro: int, tensors: Sequence[torch.Tensor]) -> None:
         to = self._ranks[border - 1]
@@ -164,12 +184,18 @@ class Borders:
         return place * MOST_TENSORS + leaf
 
     def _post(self, kind: str, border: int, micro: int, tensors: Sequence[torch.Tensor], to: int) -> None:
+        sent = self._sends.setdefault((kind, border, micro), [])
         for leaf, tensor in enumerate(tensors):
             whole = tensor.contiguous()
             tag = self._tag(kind, border, micro, leaf)
-            self._sends.append((micro, dist.isend(whole, dst=to, group=self.members.group, tag=tag), whole))
+            sent.append((dist.isend(whole, dst=to, group=self.members.group, tag=tag), whole))
 
     def _fetch(self, kind: str, border: int, micro: int, room: list[torch.Tensor], source: int) -> list[torch.Tensor]:
+        expected = self._expected.pop((kind, border, micro), None)
+        if expected is not None:
+            for work, _ in expected:
+                work.wait()
+            return [tensor for _, tensor in expected]
         for leaf, tensor in enumerate(room):
             dist.recv(tensor, src=source, group=self.members.group, tag=self._tag(kind, border, micro, leaf))
         return room

@@ -16,7 +16,7 @@ import torch
 
 from shoal.comm.group import BOOK
 from shoal.comm.mesh import Members
-from shoal.parallel.borders import Borders
+from shoal.parallel.borders import Borders, Message
 from shoal.parallel.deferred import DeferredWeights
 from shoal.parallel.engine import Engine, StepResult
 from shoal.parallel.stages import StagedModel
@@ -53,6 +53,7 @@ class Pipeline:
         )  # fmt: skip
         self.deferred = DeferredWeights(engine.reduction) if term.schedule == "zero-bubble" else None
         self.most_in_flight = 0
+        self._received = _received_by_then(term, members.index)
 
     @property
     def holds_loss(self) -> bool:
@@ -64,8 +65,9 @@ class Pipeline:
         """All micro-batches of a step. `key(m)` tells micro-batches of different shapes apart, `forward(m)` calls the
         model, `loss(m, output)` is (sum, count)."""
         flying: dict[tuple[int, int], InFlight] = {}
-        for action in self.actions:
+        for number, action in enumerate(self.actions):
             place = (action.stage, action.micro)
+            self._look_ahead(number, key)
             if action.kind == "F":
                 flying[place] = self._forward(action, key(action.micro), forward, loss)
                 self.most_in_flight = max(self.most_in_flight, len({m for _, m in flying}))
@@ -74,9 +76,17 @@ class Pipeline:
                 self.deferred.run(place, part=self.parts[action.stage], last=action in self.lasts)
             else:
                 self._backward(action, key(action.micro), flying.pop(place))
+            self.borders.release(self._received.get(action, ()))
         self.borders.wait_for_sends()
         self.engine.close_backward()
         return self.engine.step(lr_factor)
+
+    def _look_ahead(self, number: int, key: Callable[[int], Any]) -> None:
+        """Makes room for what the next action needs, so that it can arrive during this one."""
+        for action in self.actions[number + 1 : number + 2]:
+            message = _needs(action, self.num_stages)
+            if message is not None:
+                self.borders.expect(message, key(action.micro))
 
     def drain(self) -> None:
         """Sees out what is under way between steps: with a flush there is nothing."""
@@ -161,3 +171,42 @@ class Pipeline:
     def crossings(self, *, before: bool) -> dict[int, list[tuple[int, bool]]]:
         """For each stage of this rank what crosses the border before (or behind) it, where another rank is there."""
         return self.borders.crossings(self.staged.mine, before=before)
+
+
+def _needs(action: Action, num_stages: int) -> Message | None:
+    """The message that an action waits for."""
+    if action.kind == "F":
+        return ("forward", action.stage, action.micro) if action.stage else None
+    if action.kind in ("B", "BW"):
+        return ("backward", action.stage + 1, action.micro) if action.stage < num_stages - 1 else None
+    return None
+
+
+def _received_by_then(term: pp, rank: int) -> dict[Action, list[Message]]:
+    """For each action of a rank what it sent that has surely been received: when something arrives from a rank, then
+    all that the other did before sending it is done, and with it the receiving that this took."""
+    everyone = actions(term)
+    num_stages = term.n * term.chunks
+
+    def home(stage: int) -> int:
+        return stage_rank(stage, term.n, term.chunks, term.schedule)
+
+    found: dict[Action, list[Message]] = {}
+    seen = dict.fromkeys(range(term.n), 0)
+    at = [{(a.kind == "F", a.stage, a.micro): n for n, a in enumerate(order) if a.kind != "W"} for order in everyone]
+    for action in everyone[rank]:
+        message = _needs(action, num_stages)
+        if message is None:
+            continue
+        kind, border, micro = message
+        maker = border - 1 if kind == "forward" else border
+        other = home(maker)
+        if other == rank:
+            continue
+        until = at[other][kind == "forward", maker, micro]
+        for done in everyone[other][seen[other] : until]:
+            taken = _needs(done, num_stages)
+            if taken is not None and home(taken[1] - 1 if taken[0] == "forward" else taken[1]) == rank:
+                found.setdefault(action, []).append(taken)
+        seen[other] = max(seen[other], until)
+    return found

@@ -108,7 +108,9 @@ def stream_blocks(model: nn.Module, plan: TensorPlan) -> tuple[str, ...]:
         return sum(any(r.columns[0].startswith(path + ".") for path in chain) for r in plan.regions)
 
     most: list[str] = max(chains.values(), key=held) if chains else []
-    return tuple(most)
+    # An embedding may stand in one list with the blocks: the stream begins and ends where regions do.
+    holding = [n for n, path in enumerate(most) if any(r.columns[0].startswith(path + ".") for r in plan.regions)]
+    return tuple(most[holding[0] : holding[-1] + 1]) if holding else ()
 
 
 def split_stream(

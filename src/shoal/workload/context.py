@@ -1,9 +1,9 @@
 """What context parallelism may cut of a model: the sequence, from the first block to the last one, or to the loss.
 
 Inside the blocks every operation but attention must treat positions one by one. What else a block is given for every
-position (rotary tables, masks) is cut along with the sequence where a block gets it as an argument; what the block's own
-code makes for all positions cannot be. Behind the blocks the sequence stays cut if the loss treats positions one by one,
-else it is gathered.
+position (rotary tables, masks) is cut along with the sequence where a block gets it as an argument; what the block's
+own code makes for all positions cannot be. Behind the blocks the sequence stays cut if the loss treats positions one by
+one, else it is gathered.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from shoal.workload.cuts import Cut
 from shoal.workload.segments import NeedsSegments, Refuted
 from shoal.workload.spread import Graph
 from shoal.workload.trace import Call, Op, Trace
+
+VIEWS = ("expand", "slice", "view", "unsqueeze", "_to_copy")
 
 Leaves = dict[int, int]
 """Argument of a block, laid flat -> the dimension that is the sequence."""
@@ -75,7 +77,7 @@ def context_plan(trace: Trace, *, by_position: Collection[str] = ()) -> ContextP
         raise CannotCutSequence(f"{outside} attends outside the blocks")
     repeated = next((call.path for call in calls if len(trace.calls_of(call.path)) > 1), None)
     if repeated is not None:
-        raise CannotCutSequence(f"{repeated} runs several times, so its beginning and its end are not those of the blocks")
+        raise CannotCutSequence(f"{repeated} runs several times, so its ends are not those of the blocks")
     graph = Graph(trace)
     stream, leaf = _stream(trace, calls[0])
     shape = trace.values[stream].shape
@@ -155,14 +157,15 @@ def _past(follower: _Follower, call: Call, value: int, first: int) -> None:
         if graph.values[result].shape[: cut.dim + 1] == given[: cut.dim + 1]:
             _enter(follower, result, cut, first)
         elif any(number >= call.stop and graph.live[number] for number in graph.users.get(result, ())):
-            raise CannotCutSequence(f"{call.path} gives back {list(graph.values[result].shape)} for all positions together")
+            shape = list(graph.values[result].shape)
+            raise CannotCutSequence(f"{call.path} gives back {shape} for all positions together")
 
 
 def _argument_behind(graph: Graph, call: Call, value: int) -> int | None:
     """The block's argument that a value is, looked at through views of it."""
     while value not in call.arguments:
         producer = graph.values[value].producer
-        if producer < call.first or graph.ops[producer].name not in ("expand", "slice", "view", "unsqueeze", "_to_copy"):
+        if producer < call.first or graph.ops[producer].name not in VIEWS:
             return None
         value = graph.ops[producer].inputs[0]
     return call.arguments.index(value)
@@ -201,10 +204,10 @@ def _enter(follower: _Follower, value: int, cut: Cut, first: int) -> None:
     if value in follower.cuts:
         return
     made = follower.graph.values[value]
-    if made.source != "op" or not (made.learned or any(v in follower.cuts for v in _sources(follower.graph, value))):
-        if made.source != "op" or not follower.graph.ops[made.producer].inputs:
-            where = follower.graph.ops[made.producer].module if made.producer >= 0 else "the model"
-            raise CannotCutSequence(f"{where} makes a tensor for the positions that it sees, of {list(made.shape)}")
+    depends = made.learned or any(v in follower.cuts for v in _sources(follower.graph, value))
+    if made.source != "op" or not (depends or follower.graph.ops[made.producer].inputs):
+        where = follower.graph.ops[made.producer].module if made.producer >= 0 else "the model"
+        raise CannotCutSequence(f"{where} makes a tensor for the positions that it sees, of {list(made.shape)}")
     follower.cuts[value] = cut
     follower.open_values.append(value)
 
@@ -262,8 +265,8 @@ def _require_one_stream(graph: Graph, last: Call, cuts: Mapping[int, Cut], why: 
     for value in _used_behind(graph, last, cuts, stream=stream):
         maker = graph.ops[graph.values[value].producer]
         raise CannotCutSequence(
-            f"a result of {maker.name} in {maker.module or 'the model'}, one for each position, is used behind the blocks "
-            f"beside the stream, and there the whole sequence is needed ({why})"
+            f"a result of {maker.name} in {maker.module or 'the model'}, one for each position, is used behind the "
+            f"blocks beside the stream, and there the whole sequence is needed ({why})"
         )
 
 

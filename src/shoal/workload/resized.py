@@ -140,10 +140,9 @@ class Rehearsed:
         """All calls, in order."""
         self.wrong = False
         self._traced: dict[str, dict[int, dict[int, tuple[NotedCall, tuple[int, ...], list[Any]]]]] = {}
-        within = {n for n, each in enumerate(graph.trace.calls) if call.first <= each.first and each.stop <= call.stop}
         resizable = set()
         for noted in graph.trace.sized_calls:
-            if noted.call not in within:
+            if not is_within(graph.trace.calls[noted.call], call):
                 continue
             known = [cuts[v] for v in noted.results if v is not None and v in cuts]
             at = places(noted.function, noted.sizes, noted.dim, known) if len(known) == len(noted.results) else ()
@@ -222,6 +221,10 @@ class _Rehearses(ResizingMode):
                 want is None or want == got for want, got in zip(wanted, shapes, strict=True)
             )
             self.rehearsed.wrong |= not agree
+
+
+def is_within(inner: Call, outer: Call) -> bool:
+    return outer.first <= inner.first and inner.stop <= outer.stop
 
 
 def _is_tensor(leaf: Any) -> bool:

@@ -15,7 +15,7 @@ from torch import nn
 from shoal.workload.cuts import Cut
 from shoal.workload.regions import Found
 from shoal.workload.replay import Attribute, Replay
-from shoal.workload.resized import Key, Rehearsed
+from shoal.workload.resized import Key, Rehearsed, is_within
 from shoal.workload.segments import Refuted
 from shoal.workload.spread import Graph
 from shoal.workload.tensor_plan import ResizedView
@@ -117,7 +117,12 @@ class Scaling:
 
     def _likeness(self, found: Found, call: Call) -> object:
         cuts = tuple((_below(name, call.path), cut) for name, cut in found.cuts.items())
-        return type(self.modules[call.path]), self._ops_of(call), cuts
+        named = tuple(
+            (_below(each.module, call.path), each.order, each.function, each.sizes)
+            for each in self.graph.trace.sized_calls
+            if is_within(self.graph.trace.calls[each.call], call)
+        )
+        return type(self.modules[call.path]), self._ops_of(call), cuts, named
 
     def _ops_of(self, call: Call) -> object:
         return tuple(
@@ -188,7 +193,7 @@ class Scaling:
         """A call is known by its number, which must be the same wherever the module is called, and in evaluation."""
         owners = {path for path, _ in views}
         for each in self.graph.trace.calls:
-            if each.path in owners and not (call.first <= each.first and each.stop <= call.stop):
+            if each.path in owners and not is_within(each, call):
                 raise Refuted(f"{each.path} names sizes in its code and is called once more elsewhere")
         resized = Rehearsed(self.graph, call, found.spreading.cuts, TIMES[0], frozenset(views))
         if not replay.runs_in_evaluation(found.spreading.cuts, TIMES[0], scaled, resized):

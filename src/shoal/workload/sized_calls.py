@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -49,10 +49,6 @@ class SizedCall:
     is_list: bool
     """Of `split`: whether each part's size is named, and not one for all."""
 
-    def places(self, cuts: list[Cut]) -> tuple[int, ...]:
-        """Which of the sizes belong to the dimension along which its results are cut."""
-        return places(self.function, self.sizes, self.dim, cuts)
-
     def again(self, sizes: tuple[int, ...]) -> Any:
         """Makes the call with other sizes."""
         if self.function == "split":
@@ -76,24 +72,26 @@ def read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SizedCall 
     function = NAMES.get(func)
     if function is None or not isinstance(source := args[0] if args else kwargs.get("input"), torch.Tensor):
         return None
-    rest = list(args[1:])
-    named = [kwargs[name] for name in KEYWORDS if name in kwargs]
-    dim = 0
-    if function == "unflatten":
-        dim = kwargs["dim"] if "dim" in kwargs else rest.pop(0)
-    sizes: Any = named[0] if named else rest.pop(0) if rest else None
+    rest: tuple[Any, ...] = args[1:]
+    dim, sizes = 0, cast(Any, None)
+    if function == "unflatten" and ("dim" in kwargs or rest):
+        dim, rest = (kwargs["dim"], rest) if "dim" in kwargs else (rest[0], rest[1:])
+    if kwargs:
+        sizes = next((kwargs[name] for name in KEYWORDS if name in kwargs), None)
+    if sizes is None and rest:
+        sizes, rest = rest[0], rest[1:]
     if function == "split":
         dim = kwargs.get("dim", rest[0] if rest else 0)
     elif rest:
         sizes = (sizes, *rest)
     is_list = isinstance(sizes, (tuple, list))
     found = tuple(sizes) if is_list else (sizes,)
-    # A view as another type names no size; one that is a tensor is not known before the code runs.
-    if not found or not all(isinstance(size, (int, np.integer)) for size in (*found, dim)):
-        return None
-    dim = int(dim)
-    at = dim if dim >= 0 else dim + source.dim()
-    return SizedCall(function, func, source, tuple(int(size) for size in found), at, is_list)
+    if not found or {*map(type, found), type(dim)} != {int}:
+        # A view as another type names no size; one that is a tensor is not known before the code runs.
+        if not found or not all(isinstance(size, (int, np.integer)) for size in (*found, dim)):
+            return None
+        found, dim = tuple(int(size) for size in found), int(dim)
+    return SizedCall(function, func, source, found, dim if dim >= 0 else dim + source.dim(), is_list)
 
 
 def places(function: str, sizes: tuple[int, ...], dim: int, cuts: list[Cut]) -> tuple[int, ...]:

@@ -352,5 +352,3 @@ def _record(job: Job, model: nn.Module, batch: dict[str, torch.Tensor], samples:
 
 def modules_by_path(model: nn.Module) -> dict[str, nn.Module]:
     return dict(model.named_modules())
-
-

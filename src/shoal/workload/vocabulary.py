@@ -39,9 +39,10 @@ def find_vocabulary(
     for path, weight in tables.items():
         if graph.values[weight].shape[0] == words:
             embeddings[path] = weight
+    products = {number for projection in known.values() for number in projection.ops}
     for path, projection in known.items():
         value, dim = projection.output(graph)
-        if graph.values[value].shape[dim] == words and path not in whole and _reaches_output(graph, value):
+        if graph.values[value].shape[dim] == words and path not in whole and _reaches_output(graph, value, products):
             heads[path] = graph.trace.parameters[projection.weight]
     cuts: dict[str, Cut] = {}
     for path, weight in list(embeddings.items()) + list(heads.items()):
@@ -127,8 +128,8 @@ def _other_readers(graph: Graph, weight: int, paths: Collection[str], known: dic
     return ""
 
 
-def _reaches_output(graph: Graph, value: int) -> bool:
-    """Through nothing but numbers treated one by one and views."""
+def _reaches_output(graph: Graph, value: int, products: Collection[int]) -> bool:
+    """Through numbers treated one by one and views, and through no other projection."""
     open_values, seen = [value], {value}
     while open_values:
         value = open_values.pop()
@@ -136,7 +137,7 @@ def _reaches_output(graph: Graph, value: int) -> bool:
             return True
         for number in graph.users.get(value, ()):
             op = graph.ops[number]
-            if graph.live[number] and op.number < graph.trace.model_stop:
+            if graph.live[number] and op.number < graph.trace.model_stop and number not in products:
                 for v in op.outputs:
                     if v not in seen and graph.values[v].numel <= graph.values[value].numel:
                         seen.add(v)

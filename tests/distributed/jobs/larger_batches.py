@@ -1,4 +1,4 @@
-"""Jobs that every axis can cut, with batches of 24: they divide among eight replicas, or four with six micro-batches."""
+"""Jobs that every axis can cut, with batches of 24: enough for eight replicas, or for four with six micro-batches."""
 
 from __future__ import annotations
 
