@@ -67,10 +67,10 @@ def _contestants(settings: dict[str, Any], me: Any, plain: Any) -> dict[str, Any
     from torch.nn.parallel import DistributedDataParallel
 
     from shoal.job import load_job, share
-    from shoal.workload.blocks import blocks
     from shoal.strategy import parse
     from shoal.train.setup import prepare
     from shoal.train.step import build_model
+    from shoal.workload.blocks import blocks
 
     job = replace(load_job(settings["job"]), global_batch=settings["batch"])
     order = job.order()

@@ -182,7 +182,8 @@ class GradientReduction:
                 if bucket.zero >= 2:
                     target = torch.empty_like(target)
                 if bucket.replicas.sharding.group is not None:
-                    work = dist.reduce_scatter_single(target, whole, group=bucket.replicas.sharding.group, async_op=True)
+                    group = bucket.replicas.sharding.group
+                    work = dist.reduce_scatter_single(target, whole, group=group, async_op=True)
                 elif bucket.zero >= 2:
                     target.copy_(whole)
         if bucket.zero >= 2:

@@ -168,7 +168,7 @@ class Pipeline:
             self.engine.gathering.finish()
         return result
 
-    def crossings(self, *, before: bool) -> dict[int, list[tuple[int, bool]]]:
+    def crossings(self, *, before: bool) -> dict[int, list[list[tuple[int, bool]]]]:
         """For each stage of this rank what crosses the border before (or behind) it, where another rank is there."""
         return self.borders.crossings(self.staged.mine, before=before)
 

@@ -182,8 +182,8 @@ class StagedModel:
 
 def _unexpected(path: str, module: nn.Module, args: Any) -> None:
     raise RuntimeError(
-        f"{path} is called now, but was not when the model was cut into stages: a pipeline needs a model that calls the "
-        "same layers in every step; leave pp out"
+        f"{path} is called now, but was not when the model was cut into stages: a pipeline needs a model that calls "
+        "the same layers in every step; leave pp out"
     )
 
 

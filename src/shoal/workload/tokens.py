@@ -21,8 +21,8 @@ def token_dimension(
 ) -> tuple[int | None, str, int]:
     """(dimension, "", tokens) of the stream, or (None, why not, 0)."""
     paths = {path for path, _ in blocks(graph.trace.model)}
-    holding = [path for path in paths if any(row.startswith(path + ".") for row in rows)]
-    calls = [call for call in graph.trace.calls if call.path in holding]
+    holding = {path for path in paths if any(row.startswith(path + ".") for row in rows)}
+    calls = [call for call in graph.trace.calls if call.path in (holding or paths)]
     if not calls or not rows:
         why = "no blocks were found that hold a region" if not calls else "nothing is cut between columns and rows"
         return None, why, 0
