@@ -98,8 +98,8 @@ def misseeded_order(arguments: dict[str, Any], channel: Any) -> Any:
     """The last rank shuffles its data by another seed."""
     begin = StepRunner.__init__
 
-    def faulty(self: StepRunner, job: Any, engine: Engine, **options: Any) -> None:
-        begin(self, job, engine, **options)
+    def faulty(self: StepRunner, job: Any, engine: Engine, *rest: Any, **options: Any) -> None:
+        begin(self, job, engine, *rest, **options)
         if engine.replicas.everyone.index == engine.replicas.everyone.size - 1:
             self.order = Order(job.seed + 1, len(job.train), job.global_batch, job.last_batch)
 

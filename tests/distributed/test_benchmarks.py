@@ -60,7 +60,7 @@ def test_activations_follow_the_schedule() -> None:
     assert all(row["in_flight"] == row["formula_in_flight"] for row in rows)
     kept = {(row["name"], row["rank"]): row for row in rows}
     for rank in (0, 1):
-        assert kept["pp(2, 'gpipe', micro=4)", rank]["held_over_formula"] == pytest.approx(1, abs=0.01)
+        assert kept["pp(2, 'gpipe', micro=4)", rank]["held_over_formula"] == pytest.approx(1, abs=0.05)
         assert kept["pp(2, '1f1b', micro=4)", rank]["held_mb"] < 0.7 * kept["pp(2, 'gpipe', micro=4)", rank]["held_mb"]
         again = [kept[f"pp(2, '1f1b', micro=4) * recompute('{kind}')", rank] for kind in ("full", "selective")]
         assert again[0]["one_mb"] < again[1]["one_mb"] < kept["pp(2, '1f1b', micro=4)", rank]["one_mb"]

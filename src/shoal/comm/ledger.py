@@ -15,7 +15,7 @@ from typing import Any
 
 from shoal.comm.wire import sent
 
-PHASES = ("setup", "forward", "backward", "gradient", "optimizer", "loss", "evaluate", "checkpoint")
+PHASES = ("setup", "shapes", "forward", "backward", "gradient", "optimizer", "loss", "evaluate", "checkpoint")
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -89,7 +89,7 @@ class Borders:
         known = (border, key, learning)
         if known not in self.specs:
             self.specs[known] = specs
-            with BOOK.during("setup"):
+            with BOOK.during("shapes"):
                 self._post("specs", border, micro, [_written(specs)], to)
         elif self.specs[known] != specs:
             raise RuntimeError(
@@ -108,7 +108,7 @@ class Borders:
         known = (stage, key, torch.is_grad_enabled())
         if known not in self.specs:
             header = torch.zeros(_HEADER, dtype=torch.int64, device=self.device)
-            with BOOK.during("setup"):
+            with BOOK.during("shapes"):
                 self._fetch("specs", stage, micro, [header], source)
             self.specs[known] = _read(header)
         specs = self.specs[known]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from shoal.comm.group import BACKENDS, BOOK
-from shoal.comm.ledger import PHASES, Ledger
+from shoal.comm.ledger import Ledger
 from shoal.estimate.traffic import predict
 from shoal.job import Job
 from shoal.parallel.batch_norm import batch_norms
@@ -200,7 +200,7 @@ class TrainingRun:
         self.last_loss = result.loss
         counted = BOOK.take()
         # The first step also settles who has gradients at all.
-        self.ledger = counted.only(*(phase for phase in PHASES if phase != "setup"))
+        self.ledger = counted.without("setup", "shapes")
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         row = {
             "step": self.step, "samples": self.counter, "loss": result.loss, "count": result.count,

@@ -211,7 +211,7 @@ def _train(ready: Prepared, steps: int) -> dict[str, Any]:
         BOOK.take()
         losses.append(ready.runner.step(step, counter).loss)
         # What a pipeline tells about shapes that it has not seen before is no part of a step.
-        counted = BOOK.take().without("setup")
+        counted = BOOK.take().without("shapes")
         # The first step also settles who has gradients at all; every other one must be as predicted, once a pipeline
         # without flush is full.
         if step >= steady or steps == 1:
