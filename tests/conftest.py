@@ -1,4 +1,4 @@
-"""What all tests share: proofs of layouts are remembered in a folder of their own, not in the user's."""
+"""What all tests share: no deadline for single examples; and proofs of layouts are remembered in a folder of their own, not in the user's."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How long an example takes depends on who else uses the machine; every test has a timeout of its own.
+settings.register_profile("shared-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared-machine")
 
 
 @pytest.fixture(scope="session", autouse=True)
