@@ -1,4 +1,4 @@
-"""What all tests share: no deadline for single examples; and proofs of layouts are remembered in a folder of their own, not in the user's."""
+"""What all tests share: examples have no deadline, and proofs of layouts are remembered in a folder of their own."""
 
 from __future__ import annotations
 
