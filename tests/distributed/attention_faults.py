@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shoal.parallel import ring_parts
-from shoal.parallel.ring_parts import Part
+from shoal.parallel.context import ring_parts
+from shoal.parallel.context.ring_parts import Part
 
 
 def forget_one_causal_mask(*, index: int) -> None:

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from distributed import attention_faults
 from shoal.comm.group import BOOK
 from shoal.comm.mesh import Members, Mesh
-from shoal.parallel import ring
-from shoal.parallel.attention import BY_METHOD, positions
+from shoal.parallel.context import ring
+from shoal.parallel.context.attention import BY_METHOD, positions
 from shoal.parallel.recompute import _contexts, _kept_products
 from shoal.train.launch.join import join, leave
 
@@ -162,7 +162,7 @@ def sweep(arguments: dict[str, Any], channel: Any) -> list[dict[str, Any]]:
         getattr(attention_faults, arguments["fault"])(index=arguments["index"])
     with ExitStack() as stack:
         if arguments.get("plain"):
-            from shoal.parallel import chunk_attention
+            from shoal.parallel.context import chunk_attention
 
             honest = chunk_attention._fused_serves
             chunk_attention._fused_serves = lambda q, v: False

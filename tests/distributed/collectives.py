@@ -102,20 +102,12 @@ PUBLIC: dict[str, Call] = {
     "broadcast": _objects,
     "all_gather": lambda g, r, p: done(dist.all_gather(t := empties(p), own(r), group=g), *t),
     "all_gather_single": lambda g, r, p: done(dist.all_gather_single(t := empty(N * p), own(r), group=g), t),
-    "all_gather_into_tensor": lambda g, r, p: done(
-        dist.all_gather_into_tensor(t := empty(N * p), own(r), group=g), t
-    ),
+    "all_gather_into_tensor": lambda g, r, p: done(dist.all_gather_into_tensor(t := empty(N * p), own(r), group=g), t),
     "reduce_scatter": lambda g, r, p: done(dist.reduce_scatter(t := empty(), owns(r, p), group=g), t),
-    "reduce_scatter_single": lambda g, r, p: done(
-        dist.reduce_scatter_single(t := empty(), own(r, N * p), group=g), t
-    ),
-    "reduce_scatter_tensor": lambda g, r, p: done(
-        dist.reduce_scatter_tensor(t := empty(), own(r, N * p), group=g), t
-    ),
+    "reduce_scatter_single": lambda g, r, p: done(dist.reduce_scatter_single(t := empty(), own(r, N * p), group=g), t),
+    "reduce_scatter_tensor": lambda g, r, p: done(dist.reduce_scatter_tensor(t := empty(), own(r, N * p), group=g), t),
     "all_to_all": lambda g, r, p: done(dist.all_to_all(t := empties(p), owns(r, p), group=g), *t),
-    "all_to_all_single": lambda g, r, p: done(
-        dist.all_to_all_single(t := empty(N * p), own(r, N * p), group=g), t
-    ),
+    "all_to_all_single": lambda g, r, p: done(dist.all_to_all_single(t := empty(N * p), own(r, N * p), group=g), t),
     "gather": _gather,
     "scatter": _scatter,
     "send and recv": _around_the_ring,
@@ -123,9 +115,7 @@ PUBLIC: dict[str, Call] = {
     "barrier": lambda g, r, p: done(dist.barrier(group=g)),
     "functional all_reduce": lambda g, r, p: [functional.all_reduce(own(r), "sum", g) + 0],
     "functional all_gather": lambda g, r, p: [functional.all_gather_tensor(own(r), 0, g) + 0],
-    "functional reduce_scatter": lambda g, r, p: [
-        functional.reduce_scatter_tensor(own(r, N * p), "sum", 0, g) + 0
-    ],
+    "functional reduce_scatter": lambda g, r, p: [functional.reduce_scatter_tensor(own(r, N * p), "sum", 0, g) + 0],
     "functional all_to_all": lambda g, r, p: [functional.all_to_all_single(own(r, N * p), None, None, g) + 0],
 }
 
@@ -191,9 +181,7 @@ DIRECT: dict[str, Call] = {
     "_allgather_base": lambda g, r, p: done(g._allgather_base(t := empty(N * p), own(r)), t),
     "alltoall": lambda g, r, p: done(g.alltoall(t := empties(p), owns(r, p)), *t),
     "alltoall_base": lambda g, r, p: done(g.alltoall_base(t := empty(N * p), own(r, N * p), [], []), t),
-    "all_to_all_single": lambda g, r, p: done(
-        g.all_to_all_single(t := empty(N * p), own(r, N * p), [], []), t
-    ),
+    "all_to_all_single": lambda g, r, p: done(g.all_to_all_single(t := empty(N * p), own(r, N * p), [], []), t),
     "broadcast": lambda g, r, p: done(g.broadcast([t := own(r)]), t),
     "reduce": _direct_reduce,
     "gather": _direct_gather,
@@ -203,13 +191,9 @@ DIRECT: dict[str, Call] = {
     "recv_anysource": _direct_recv_anysource,
     "barrier": lambda g, r, p: done(g.barrier()),
     "monitored_barrier": lambda g, r, p: done(g.monitored_barrier()),
-    "all_gather_single by name": lambda g, r, p: done(
-        g.all_gather_single(input=own(r), output=(t := empty(N * p))), t
-    ),
+    "all_gather_single by name": lambda g, r, p: done(g.all_gather_single(input=own(r), output=(t := empty(N * p))), t),
     "broadcast of one tensor": lambda g, r, p: done(g.broadcast(t := own(r), root=1), t),
-    "allreduce of one tensor": lambda g, r, p: done(
-        g.allreduce(tensor=(t := own(r)), op=dist.ReduceOp.MAX), t
-    ),
+    "allreduce of one tensor": lambda g, r, p: done(g.allreduce(tensor=(t := own(r)), op=dist.ReduceOp.MAX), t),
     "allgather by name": lambda g, r, p: done(
         g.allgather(input_tensors=[own(r)], output_tensors=[t := empties(p)]), *t
     ),
@@ -227,9 +211,7 @@ def compare_with_plain(arguments: dict[str, Any], channel: Channel) -> dict[str,
         BOOK.take()
         got, own_trouble = _attempt(call, dist.group.WORLD, me.rank, me.world)
         ledger = BOOK.take().to_json()
-        same = len(got) == len(expected) and all(
-            torch.equal(a, b) for a, b in zip(got, expected, strict=True)
-        )
+        same = len(got) == len(expected) and all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
         found[name] = {"same": same, "trouble": own_trouble, "plain_trouble": trouble, "ledger": ledger}
         dist.barrier(group=plain)
     return found
@@ -263,9 +245,7 @@ def against_serial(arguments: dict[str, Any], channel: Channel) -> list[str]:
 
 def _values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(rank)
-    return torch.randint(-8, 9, shape, generator=generator).to(
-        dtype
-    )  # Small integers: sums are exact in bfloat16.
+    return torch.randint(-8, 9, shape, generator=generator).to(dtype)  # Small integers: sums are exact in bfloat16.
 
 
 def _reduce_scatter_case(
@@ -289,9 +269,7 @@ def _reduce_scatter_case(
     flights = []
     for name, (given, output) in laid_out.items():
         before = given.clone()
-        flights.append(
-            (name, given, before, output, dist.reduce_scatter_single(output, given, op=op, async_op=True))
-        )
+        flights.append((name, given, before, output, dist.reduce_scatter_single(output, given, op=op, async_op=True)))
     for name, given, before, output, work in reversed(flights):
         work.wait()
         work.wait()  # A second wait must not add anything twice.
@@ -368,9 +346,7 @@ def other_operations(arguments: dict[str, Any], channel: Channel) -> dict[str, A
         outputs = []
         for group in (plain, dist.group.WORLD):
             output = torch.zeros(4)
-            dist.reduce_scatter_single(
-                output, own(me.rank, 4 * me.world), op=getattr(dist.ReduceOp, op), group=group
-            )
+            dist.reduce_scatter_single(output, own(me.rank, 4 * me.world), op=getattr(dist.ReduceOp, op), group=group)
             outputs.append(output.tolist())
         found[op] = outputs[0] == outputs[1]
     return found

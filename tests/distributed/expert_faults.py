@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from distributed.expert_targets import against_whole
-from shoal.parallel.expert_listed import ListedExperts
-from shoal.parallel.expert_stacked import StackedExperts
+from shoal.parallel.expert.listed import ListedExperts
+from shoal.parallel.expert.stacked import StackedExperts
 from shoal.train.verify.certify import parallel_run
 
 

@@ -50,9 +50,7 @@ def skipped_bucket(arguments: dict[str, Any], channel: Any) -> Any:
 
 def divides_by_one_rank_too_few(arguments: dict[str, Any], channel: Any) -> Any:
     scale = Engine._scale
-    Engine._scale = lambda self, gradients, count: scale(
-        self, gradients, count * (1 - 1 / self.replicas.everyone.size)
-    )
+    Engine._scale = lambda self, gradients, count: scale(self, gradients, count * (1 - 1 / self.replicas.everyone.size))
     return parallel_run(arguments, channel)
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-import shoal.parallel.stash as stash
+import shoal.parallel.pipeline.stash as stash
 from distributed.pipedream_serial import Simulated, simulate, stages_of
 from distributed.watched_layer import SEEN, mark
 from shoal.comm.group import BOOK
 from shoal.estimate.traffic import predict
 from shoal.parallel.engine import NonFinite
-from shoal.parallel.pipedream import PipeDream
+from shoal.parallel.pipeline.pipedream import PipeDream
 from shoal.strategy import parse, pp
 from shoal.train.launch.join import join, leave
 from shoal.train.setup import Prepared, job_from, prepare

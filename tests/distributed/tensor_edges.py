@@ -18,8 +18,8 @@ from distributed.beside import everyone, laid_over
 from shoal.comm.group import BOOK
 from shoal.comm.mesh import Members
 from shoal.parallel.recompute import recompute_blocks
-from shoal.parallel.tensor import cut_tensors, require_even_batch
-from shoal.parallel.vocabulary import cut_vocabulary
+from shoal.parallel.tensor.cut import cut_tensors, require_even_batch
+from shoal.parallel.tensor.vocabulary import cut_vocabulary
 from shoal.train.launch.join import leave
 from shoal.workload.cuts import Cut
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-import shoal.parallel.regions as regions
-import shoal.parallel.tensor as tensor
-import shoal.parallel.vocabulary as vocabulary
+import shoal.parallel.tensor.cut as tensor
+import shoal.parallel.tensor.regions as regions
+import shoal.parallel.tensor.vocabulary as vocabulary
 from distributed import tensor_targets
 from shoal.train.verify.certify import parallel_run
 

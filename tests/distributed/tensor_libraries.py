@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from shoal.workload.cuts import Cut
-from shoal.workload.tensor_plan import Region, TensorPlan, Vocabulary
+from shoal.workload.tensor.plan import Region, TensorPlan, Vocabulary
 
 
 def gpt2() -> nn.Module:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shoal.workload.cuts import Cut
-from shoal.workload.tensor_plan import Region, TensorPlan, Vocabulary
+from shoal.workload.tensor.plan import Region, TensorPlan, Vocabulary
 
 WIDTH, HEADS, HEAD, HIDDEN = 24, 12, 4, 48
 

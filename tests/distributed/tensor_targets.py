@@ -15,9 +15,9 @@ import distributed.tensor_models as models
 from distributed.beside import apart, everyone, gradients_apart, laid_over, pair, predicted, step
 from distributed.tensor_libraries import FAMILIES
 from shoal.comm.group import BOOK
-from shoal.parallel.cut_logits import CutLogits
 from shoal.parallel.recompute import recompute_blocks
-from shoal.parallel.tensor import cut_tensors, split_stream, stream_blocks
+from shoal.parallel.tensor.cut import cut_tensors, split_stream, stream_blocks
+from shoal.parallel.tensor.logits import CutLogits
 from shoal.train.launch.join import leave
 from shoal.train.verify.float64 import KeepFloat64
 

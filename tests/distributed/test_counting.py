@@ -101,8 +101,7 @@ def test_completed_means_that_the_result_is_there(ranks: Ranks) -> None:
 
 def test_other_reductions_are_left_to_gloo(ranks: Ranks) -> None:
     assert (
-        ranks("distributed.collectives:other_operations", ranks=2)
-        == [{"MAX": True, "MIN": True, "PRODUCT": True}] * 2
+        ranks("distributed.collectives:other_operations", ranks=2) == [{"MAX": True, "MIN": True, "PRODUCT": True}] * 2
     )
 
 

@@ -21,9 +21,7 @@ def test_each_stage_keeps_just_the_share_of_gradients_and_parameters_it_promises
 
 
 def test_no_whole_gradient_is_alive_after_backward_from_stage_2_on(ranks: Run) -> None:
-    alive = {
-        zero: ranks(f"{TARGETS}:memory", {"strategy": f"dp(2, zero={zero})"}, ranks=2)[0] for zero in (1, 2, 3)
-    }
+    alive = {zero: ranks(f"{TARGETS}:memory", {"strategy": f"dp(2, zero={zero})"}, ranks=2)[0] for zero in (1, 2, 3)}
     whole = alive[1]["whole"]
     # Stage 2 gives back half of the gradients, stage 3 half of the parameters too; nothing else of that size is left.
     assert alive[1]["alive_after_backward"] - alive[2]["alive_after_backward"] >= 0.4 * whole

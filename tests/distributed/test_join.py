@@ -50,15 +50,11 @@ def test_alone_is_a_world_of_one() -> None:
     assert done.stdout == "rank 0 of 1 on shoal-gloo: 1.0\n", done.stderr
 
 
-def by_variables(
-    ranks: Ranks, port: int, *each: dict[str, object], meet_s: list[float]
-) -> list[dict[str, Any]]:
+def by_variables(ranks: Ranks, port: int, *each: dict[str, object], meet_s: list[float]) -> list[dict[str, Any]]:
     """Ranks that join by variables alone; each may set its own over the common ones."""
     common = {"WORLD_SIZE": len(each), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "SHOAL_TOKEN": "one"}
     settings = [{k: str(v) for k, v in (common | own).items()} for own in each]
-    return ranks(
-        "distributed.targets:join_by_variables", {"each": settings, "meet_s": meet_s}, ranks=len(each)
-    )
+    return ranks("distributed.targets:join_by_variables", {"each": settings, "meet_s": meet_s}, ranks=len(each))
 
 
 def test_ranks_that_share_address_and_token_meet_and_listen_on_loopback_only(ranks: Ranks, port: int) -> None:
@@ -85,9 +81,7 @@ def test_two_processes_of_the_same_rank_are_told_apart(ranks: Ranks, port: int) 
 
 
 def test_a_meeting_place_that_closes_is_told_to_those_who_still_wait(ranks: Ranks, port: int) -> None:
-    found = by_variables(
-        ranks, port, {"RANK": 0, "WORLD_SIZE": 3}, {"RANK": 1, "WORLD_SIZE": 3}, meet_s=[1, 9]
-    )
+    found = by_variables(ranks, port, {"RANK": 0, "WORLD_SIZE": 3}, {"RANK": 1, "WORLD_SIZE": 3}, meet_s=[1, 9])
     assert found[0]["error"].startswith("rank 2 of 3 did not come within 1 s.")
     assert found[1]["error"].startswith("rank 1 lost the meeting place while it waited for the others")
 
@@ -104,9 +98,7 @@ def test_a_port_in_use_is_a_plain_sentence(ranks: Ranks, address: str) -> None:
 
 def test_a_meeting_place_nobody_holds_is_told(ranks: Ranks, port: int) -> None:
     found = by_variables(ranks, port, {"RANK": 1, "WORLD_SIZE": 2}, meet_s=[1])
-    assert found[0]["error"].startswith(
-        f"rank 1 could not reach the meeting place 127.0.0.1:{port} within 1 s."
-    )
+    assert found[0]["error"].startswith(f"rank 1 could not reach the meeting place 127.0.0.1:{port} within 1 s.")
 
 
 @pytest.mark.parametrize(
@@ -161,10 +153,7 @@ def test_under_torchrun_a_hang_is_printed_and_ends_the_job(tmp_path: Path) -> No
     script.write_text(HANGS)
     done = torchrun_two(script)
     assert done.returncode == 1
-    assert (
-        "shoal: rank 1 is late: it has not entered all_reduce number 2 (axis world, phase setup)"
-        in done.stderr
-    )
+    assert "shoal: rank 1 is late: it has not entered all_reduce number 2 (axis world, phase setup)" in done.stderr
     assert "rank 1 is at script.py:8 in <module>" in done.stderr
 
 

@@ -14,7 +14,7 @@ import pytest
 from distributed.pipedream_targets import JOBS
 from distributed.training_targets import checkpoint_bytes, curve
 from shoal.comm.ledger import Ledger
-from shoal.parallel.pipedream import micros_told
+from shoal.parallel.pipeline.pipedream import micros_told
 from shoal.strategy import parse
 from shoal.train.launch import RankFailed
 from shoal.train.verify.certify import BAND, verify

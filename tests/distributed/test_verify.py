@@ -57,7 +57,7 @@ def odd_strategies(job: str, ranks: int) -> list[str]:
     """Every stage, each with another modifier; the job's place in ODD deals the modifiers differently."""
     turn = ODD.index(job)
     if ranks == 1:
-        return ['dp(1, zero=3) * recompute("full")', 'dp(1, zero=1) * accumulate(2)']
+        return ['dp(1, zero=3) * recompute("full")', "dp(1, zero=1) * accumulate(2)"]
     if ranks == 4:
         levels = ["dp(2) * dp(2, zero=3)", "dp(2, zero=1) * dp(2)", "dp(1) * dp(4, zero=2)", "dp(2) * dp(2)"]
         return [levels[turn % 4]]

@@ -12,8 +12,8 @@ from torch import nn
 import distributed.tensor_models as models
 from distributed.beside import apart, everyone, gradients_apart, pair, step
 from shoal.comm.group import BOOK
-from shoal.parallel.cut_logits import CutLogits
-from shoal.parallel.vocabulary import cut_vocabulary
+from shoal.parallel.tensor.logits import CutLogits
+from shoal.parallel.tensor.vocabulary import cut_vocabulary
 from shoal.train.launch.join import leave
 from shoal.workload.crossings import Tally
 from shoal.workload.cuts import Cut

@@ -8,15 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.comm.ledger import Entry, Key, ledger_of
-from shoal.estimate.expert_traffic import Run, even_routing, expert_traffic
+from shoal.estimate.expert_traffic import even_routing, expert_traffic
+from shoal.workload.routed import Routed
 
-RUN = Run(
+RUN = Routed(
     axis="ep", index=1, phase="forward", trained=True, counts_bytes=3 * 48, sent_rows=(5, 7, 2),
     received_rows=(1, 7, 4), row_bytes=40, weight_bytes=0, answer_bytes=32,
 )  # fmt: skip
 
 
-def entry(run: Run, phase: str) -> Entry:
+def entry(run: Routed, phase: str) -> Entry:
     return ledger_of(expert_traffic([run])).entries.get(Key("ep", phase, "all_to_all"), Entry())
 
 

@@ -63,7 +63,7 @@ def test_every_rank_of_the_ring_computes_as_many_chunk_products(ranks: int) -> N
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_the_ring_drawn_is_the_ring_that_runs(ranks: int) -> None:
-    sequence = pytest.importorskip("shoal.parallel.sequence")
+    sequence = pytest.importorskip("shoal.parallel.context.sequence")
     length = 2 * ranks
     for rank in range(ranks):
         held = [chunk.start for chunk in sequence.chunks_of(length, ranks, rank, balanced=True)]

@@ -48,12 +48,8 @@ def config(kind: str, **changes: Any) -> Any:
             **changes,
         )
     if kind == "vit":
-        small = {
-            key: value for key, value in SMALL.items() if key not in ("vocab_size", "max_position_embeddings")
-        }
-        return transformers.ViTConfig(
-            **small, image_size=28, patch_size=7, num_channels=1, num_labels=10, **changes
-        )
+        small = {key: value for key, value in SMALL.items() if key not in ("vocab_size", "max_position_embeddings")}
+        return transformers.ViTConfig(**small, image_size=28, patch_size=7, num_channels=1, num_labels=10, **changes)
     if kind == "bert":
         return transformers.BertConfig(**SMALL, num_labels=3, **changes)
     if kind == "mixtral":
@@ -84,10 +80,7 @@ def test_forward_loss_and_backward_reach_every_parameter(kind: str) -> None:
     assert int(count) == batch["y"].numel()
     assert all(parameter.grad is not None for parameter in model.parameters())
     values = job.summarise(
-        {
-            name: (float(s), float(n))
-            for name, (s, n) in job.measure(job.run_model(model, batch), batch).items()
-        }
+        {name: (float(s), float(n)) for name, (s, n) in job.measure(job.run_model(model, batch), batch).items()}
     )
     assert set(values) == ({"loss", "perplexity"} if kind not in ("bert", "vit") else {"loss", "accuracy"})
 
@@ -97,13 +90,9 @@ def test_the_loss_over_its_count_is_the_librarys_mean(kind: str) -> None:
     job = from_transformers(config(kind), dropout=0.0)
     model, batch = build(job)
     if kind in ("bert", "vit"):
-        theirs = model(
-            **{"pixel_values" if kind == "vit" else "input_ids": batch["x"]}, labels=batch["y"]
-        ).loss
+        theirs = model(**{"pixel_values" if kind == "vit" else "input_ids": batch["x"]}, labels=batch["y"]).loss
     else:
-        batch["y"][:, -1] = (
-            IGNORED  # the library shifts within the window, and so has no target for its last place
-        )
+        batch["y"][:, -1] = IGNORED  # the library shifts within the window, and so has no target for its last place
         batch["y"][1, 2:9] = IGNORED
         labels = torch.cat([batch["x"][:, :1], batch["y"][:, :-1]], dim=1)
         theirs = model(input_ids=batch["x"], labels=labels).loss
@@ -134,9 +123,7 @@ def test_data_without_inputs_or_targets_are_refused_with_what_they_hold() -> Non
     with pytest.raises(JobError, match=r"'y' or 'labels'.*\['x'\]"):
         from_transformers(config("vit"), data=TensorData(x=torch.zeros(2, 1, 28, 28)))
     with pytest.raises(JobError, match="sequence"):
-        from_transformers(
-            config("llama"), data=TensorData(input_ids=torch.zeros(2, 4, dtype=torch.int64)), sequence=4
-        )
+        from_transformers(config("llama"), data=TensorData(input_ids=torch.zeros(2, 4, dtype=torch.int64)), sequence=4)
 
 
 @pytest.mark.parametrize(

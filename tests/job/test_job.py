@@ -66,9 +66,7 @@ def make(**changes: Any) -> Job:
         ({"validation": TensorData(x=torch.zeros(0, 3))}, "validation holds no samples"),
     ],
 )
-def test_a_job_that_cannot_be_trained_is_refused_with_the_field_named(
-    changes: dict[str, Any], named: str
-) -> None:
+def test_a_job_that_cannot_be_trained_is_refused_with_the_field_named(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(JobError, match=named):
         make(**changes)
 

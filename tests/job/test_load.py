@@ -135,13 +135,9 @@ def test_a_file_may_define_dataclasses_with_postponed_annotations(tmp_path: Path
     assert isinstance(load_job(write(tmp_path, "typed.py", text + "job = make()")), Job)
 
 
-def test_a_missing_file_is_answered_with_the_nearest_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_file_is_answered_with_the_nearest_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, "transformer.py", JOB)
-    with pytest.raises(
-        JobError, match=r"there is no file .*transfomer\.py\. Did you mean .*transformer\.py\?"
-    ):
+    with pytest.raises(JobError, match=r"there is no file .*transfomer\.py\. Did you mean .*transformer\.py\?"):
         load_job(str(tmp_path / "transfomer.py"))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(JobError, match=r"Did you mean .*transformer\.py\?"):

@@ -115,9 +115,7 @@ def test_more_ranks_than_samples_leaves_empty_shares() -> None:
 @pytest.mark.parametrize(
     ("rank", "ranks", "micro", "micros"), [(2, 2, 0, 1), (-1, 2, 0, 1), (0, 1, 3, 3), (0, 0, 0, 1)]
 )
-def test_a_rank_or_micro_batch_out_of_range_is_refused(
-    rank: int, ranks: int, micro: int, micros: int
-) -> None:
+def test_a_rank_or_micro_batch_out_of_range_is_refused(rank: int, ranks: int, micro: int, micros: int) -> None:
     with pytest.raises(JobError, match="must lie in"):
         share(np.arange(8), rank=rank, ranks=ranks, micro=micro, micros=micros)
 

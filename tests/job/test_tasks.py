@@ -229,9 +229,7 @@ def test_a_missing_mlxtend_is_told_with_what_to_install(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("name", "parameters"), [("gpt2-medium", 354_823_168), ("vgg16", 138_357_544), ("resnet50", 25_557_032)]
 )
-def test_a_real_shape_has_the_published_number_of_parameters_and_takes_its_data(
-    name: str, parameters: int
-) -> None:
+def test_a_real_shape_has_the_published_number_of_parameters_and_takes_its_data(name: str, parameters: int) -> None:
     job = load_job(name)
     with torch.device("meta"):
         model = job.model()

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.parallel.ring_parts import Part, Plan
-from shoal.parallel.sequence import positions
+from shoal.parallel.context.ring_parts import Part, Plan
+from shoal.parallel.context.sequence import positions
 
 
 def visible(plan: Plan, mask: torch.Tensor | None = None) -> tuple[torch.Tensor, list[int]]:

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.parallel.attention import is_balanced
-from shoal.parallel.sequence import chunks_of, positions
+from shoal.parallel.context.attention import is_balanced
+from shoal.parallel.context.sequence import chunks_of, positions
 
 
 def test_a_balanced_rank_holds_an_early_chunk_and_the_late_one_that_mirrors_it() -> None:

@@ -15,13 +15,9 @@ def argument_values(argument: Argument) -> st.SearchStrategy[Any]:
     """Any value that an argument accepts, small ones more often than large ones."""
     if isinstance(argument, Whole):
         small = st.integers(argument.low, min(argument.high, argument.low + 12))
-        return (
-            small | st.sampled_from([argument.low, argument.high]) | st.integers(argument.low, argument.high)
-        )
+        return small | st.sampled_from([argument.low, argument.high]) | st.integers(argument.low, argument.high)
     if isinstance(argument, Real):
-        return st.floats(
-            argument.above, argument.high, exclude_min=True, allow_nan=False, allow_infinity=False
-        )
+        return st.floats(argument.above, argument.high, exclude_min=True, allow_nan=False, allow_infinity=False)
     if isinstance(argument, Choice):
         return st.sampled_from(argument.choices)
     if isinstance(argument, Flag):
@@ -66,8 +62,7 @@ def small_strategies(draw: st.DrawFn, max_size: int = 8) -> Strategy:
     """Strategies whose axes are small, as one would run them."""
     strategy = draw(strategies())
     small = [
-        term.replace(n=draw(st.integers(1, max_size))) if term.family == "axis" else term
-        for term in strategy.terms
+        term.replace(n=draw(st.integers(1, max_size))) if term.family == "axis" else term for term in strategy.terms
     ]
     return Strategy(*small)
 

@@ -84,9 +84,7 @@ def test_the_weakest_term_decides(strategy: Strategy) -> None:
     assert KINDS.index(whole.kind) == max(kinds, default=0)
     assert whole.reasons
     assert whole.band
-    assert {"exact": whole.staleness == 0, "statistical": whole.staleness is None}.get(
-        whole.kind, whole.staleness
-    )
+    assert {"exact": whole.staleness == 0, "statistical": whole.staleness is None}.get(whole.kind, whole.staleness)
 
 
 def test_bands_say_what_is_compared() -> None:

@@ -187,9 +187,7 @@ SAMPLES: dict[str, list[Sample]] = {
 }  # fmt: skip
 
 ALL = [
-    pytest.param(rule, sample, id=f"{rule}-{at}")
-    for rule, rows in SAMPLES.items()
-    for at, sample in enumerate(rows)
+    pytest.param(rule, sample, id=f"{rule}-{at}") for rule, rows in SAMPLES.items() for at, sample in enumerate(rows)
 ]
 
 

@@ -224,9 +224,7 @@ def test_the_algebra_imports_nothing_but_the_standard_library(tmp_path: Path) ->
 
 
 def test_importing_the_algebra_is_cheap(tmp_path: Path) -> None:
-    code = (
-        "import time; start = time.perf_counter(); import shoal.strategy; print(time.perf_counter() - start)"
-    )
+    code = "import time; start = time.perf_counter(); import shoal.strategy; print(time.perf_counter() - start)"
     runs = [float(_timed(code, tmp_path)[1]) for _ in range(2)]
     # Twice the budget of 40 ms: the machine that runs the tests may be busy.
     assert min(runs) < 0.08

@@ -96,9 +96,7 @@ def test_strategies_are_values(strategy: Strategy) -> None:
 
 
 @given(strategies(), st.randoms())
-def test_the_order_of_modifiers_means_nothing_and_the_order_of_axes_is_kept(
-    strategy: Strategy, random
-) -> None:
+def test_the_order_of_modifiers_means_nothing_and_the_order_of_axes_is_kept(strategy: Strategy, random) -> None:
     axes = [term for term in strategy.terms if term.family == "axis"]
     modifiers = list(strategy.modifiers)
     mixed = list(axes)

@@ -145,9 +145,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("text", "under", "words"), WRONG, ids=[repr(text) for text, _, _ in WRONG])
-def test_an_error_points_at_the_place_and_names_what_is_right(
-    text: str, under: str | None, words: list[str]
-) -> None:
+def test_an_error_points_at_the_place_and_names_what_is_right(text: str, under: str | None, words: list[str]) -> None:
     with pytest.raises(StrategyError) as caught:
         parse(text)
     error = caught.value
@@ -260,9 +258,7 @@ def test_any_mixture_of_the_pieces_raises_nothing_but_a_strategy_error(pieces: l
 
 @given(strategies(), st.data())
 @settings(max_examples=300)
-def test_a_damaged_strategy_raises_nothing_but_a_strategy_error(
-    strategy: Strategy, data: st.DataObject
-) -> None:
+def test_a_damaged_strategy_raises_nothing_but_a_strategy_error(strategy: Strategy, data: st.DataObject) -> None:
     text = str(strategy)
     start = data.draw(st.integers(0, len(text)))
     end = data.draw(st.integers(start, min(start + 4, len(text))))

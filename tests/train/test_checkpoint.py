@@ -95,8 +95,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, str]
     kinds = [(strategy, "adamw", "float64") for strategy in SAVED_BY]
     kinds += [("dp(3, zero=2)", optimizer, dtype) for optimizer, dtype in OTHERS]
     cases = [
-        {"strategy": s, "optimizer": o, "dtype": d, "folder": str(root / str(n))}
-        for n, (s, o, d) in enumerate(kinds)
+        {"strategy": s, "optimizer": o, "dtype": d, "folder": str(root / str(n))} for n, (s, o, d) in enumerate(kinds)
     ]
     return cases, run_cases("save_cases", cases)
 
@@ -135,12 +134,8 @@ def test_what_is_saved_is_what_a_serial_optimiser_holds(tmp_path: Path) -> None:
         "norm.num_batches_tracked",
         "mask",
     }
-    assert bits(checkpoint.read_parameter("words.weight", 5, 9)) == bits(
-        named["words.weight"].detach().view(-1)[5:9]
-    )
-    with pytest.raises(
-        ValueError, match=r"elements 5 to 999999 of words.weight were asked for, but it has 407"
-    ):
+    assert bits(checkpoint.read_parameter("words.weight", 5, 9)) == bits(named["words.weight"].detach().view(-1)[5:9])
+    with pytest.raises(ValueError, match=r"elements 5 to 999999 of words.weight were asked for, but it has 407"):
         checkpoint.read_parameter("words.weight", 5, 999999)
 
 
@@ -186,18 +181,14 @@ def test_progress_comes_back_as_it_was_given(tmp_path: Path) -> None:
         "best": float("inf"),
         "list": [1, -0.0, None, {"a": True}],
     }
-    found = open_checkpoint(
-        save(tmp_path, engine, step=1, progress={**progress, "nan": float("nan")})
-    ).progress
+    found = open_checkpoint(save(tmp_path, engine, step=1, progress={**progress, "nan": float("nan")})).progress
     assert str(found.pop("nan")) == "nan"
     assert found == progress
     json.loads((tmp_path / "step-00000001/checkpoint.json").read_text(), parse_constant=pytest.fail)
 
 
 @pytest.mark.parametrize("options", [{"progress": {"x": object()}}, {"keep": 0}, {"step": -1}])
-def test_what_cannot_be_saved_is_refused_before_anything_is_written(
-    options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_what_cannot_be_saved_is_refused_before_anything_is_written(options: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"progress|keep|step"):
         save(tmp_path / "c", engine_for("serial"), **{"step": 1, "progress": {}, **options})
     assert not (tmp_path / "c").exists()
@@ -467,9 +458,7 @@ def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path: Path, intact: Path) 
         open_checkpoint(tmp_path / "nowhere")
     with pytest.raises(CheckpointBroken, match=r"checkpoint\.json is missing"):
         open_checkpoint(tmp_path)
-    with pytest.raises(
-        CheckpointBroken, match=r"is a folder of checkpoints; name one of them, for example .*00001"
-    ):
+    with pytest.raises(CheckpointBroken, match=r"is a folder of checkpoints; name one of them, for example .*00001"):
         open_checkpoint(intact.parent)
     assert latest(tmp_path / "nowhere") is None
     assert find_intact(tmp_path / "nowhere", pytest.fail) is None
@@ -509,9 +498,7 @@ def test_damage_that_one_rank_sees_is_everyones(tmp_path: Path) -> None:
     for ranks in (1, 3):
         results = run_ranks(f"{TARGETS}:only_one_rank_sees_damage", {"folder": str(tmp_path)}, ranks=ranks)
         assert [step for step, _ in results] == [3] * ranks  # the copy's manifest still says 3
-        assert all(
-            len(told) == 1 and "rank-00002.safetensors has been altered" in told[0] for _, told in results
-        )
+        assert all(len(told) == 1 and "rank-00002.safetensors has been altered" in told[0] for _, told in results)
 
 
 # Other models
@@ -575,14 +562,9 @@ def test_another_models_checkpoint_is_refused_by_name_and_changes_nothing(
     ("what", "rank"), [("write_tensors", 1), ("write_tensors", 0), ("write_bytes", 0), ("put_in_place", 0)]
 )
 def test_a_failure_on_one_rank_is_everyones_and_leaves_nothing(what: str, rank: int, tmp_path: Path) -> None:
-    results = run_ranks(
-        f"{TARGETS}:fail_on_one_rank", {"folder": str(tmp_path), "what": what, "rank": rank}, ranks=2
-    )
+    results = run_ranks(f"{TARGETS}:fail_on_one_rank", {"folder": str(tmp_path), "what": what, "rank": rank}, ranks=2)
     for text, left in results:
-        assert (
-            f"the checkpoint of step 2 could not be written to {tmp_path} (rank {rank}): No space left"
-            in text
-        )
+        assert f"the checkpoint of step 2 could not be written to {tmp_path} (rank {rank}): No space left" in text
         assert re.search(r"It needs \d+\.\d kB; .* are free there", text)
         assert f"The last good checkpoint is {tmp_path}/step-00000001." in text
         assert left == ["step-00000001"]
@@ -593,9 +575,7 @@ def test_a_failure_on_one_rank_is_everyones_and_leaves_nothing(what: str, rank: 
 
 def test_a_folder_that_cannot_be_made_is_a_plain_failure(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(
-        CheckpointFailed, match=r"could not be written to .*There is no earlier checkpoint"
-    ) as failure:
+    with pytest.raises(CheckpointFailed, match=r"could not be written to .*There is no earlier checkpoint") as failure:
         save(tmp_path / "file" / "checkpoints", engine_for("serial"), step=1, progress={})
     assert failure.value.last_good is None
     assert failure.value.errno is not None
@@ -668,10 +648,7 @@ def test_a_process_killed_at_any_moment_leaves_an_intact_checkpoint(tmp_path: Pa
     final = find_intact(tmp_path, pytest.fail)
     assert final is not None
     restore(again, final)
-    assert (
-        train(again, final.step, 1)
-        == [*expected, *train(engine, reached + 1, 1)][final.step : final.step + 1]
-    )
+    assert train(again, final.step, 1) == [*expected, *train(engine, reached + 1, 1)][final.step : final.step + 1]
 
 
 # Ranks

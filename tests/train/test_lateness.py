@@ -46,8 +46,7 @@ def test_several_late_ranks_are_all_named() -> None:
 def test_asynchronous_collectives_further_on_are_told_as_such() -> None:
     verdict = judge({0: report(a=entered(59)), 1: report(a=entered(56))}, {})
     assert (
-        "not entered collective number 57 of axis dp, while rank 0 went on to all_reduce number 59"
-        in verdict.message
+        "not entered collective number 57 of axis dp, while rank 0 went on to all_reduce number 59" in verdict.message
     )
 
 
@@ -77,9 +76,7 @@ def test_a_rank_that_ended_its_work_is_told_so() -> None:
 
 
 def test_a_silent_rank_is_late_with_what_is_known_of_its_process() -> None:
-    verdict = judge(
-        {0: report(a=entered(4, ago_s=9.0), b=entered(9, ago_s=3.0))}, {1: "its process 12 is gone"}
-    )
+    verdict = judge({0: report(a=entered(4, ago_s=9.0), b=entered(9, ago_s=3.0))}, {1: "its process 12 is gone"})
     assert verdict.late == (1,)
     assert verdict.message == (
         "rank 1 is late: its process 12 is gone; rank 0 has waited for it in all_reduce number 9 (axis dp, "
@@ -90,14 +87,11 @@ def test_a_silent_rank_is_late_with_what_is_known_of_its_process() -> None:
 def test_different_collectives_of_one_number_are_a_disagreement() -> None:
     everyone = range(3)
     reports = {
-        r: report(a=entered(4, kind="broadcast" if r == 2 else "all_reduce", members=everyone))
-        for r in everyone
+        r: report(a=entered(4, kind="broadcast" if r == 2 else "all_reduce", members=everyone)) for r in everyone
     }
     verdict = judge(reports, {})
     assert verdict.late == (2,)
-    assert verdict.message.startswith(
-        "ranks entered different collectives: rank 2 entered broadcast number 4"
-    )
+    assert verdict.message.startswith("ranks entered different collectives: rank 2 entered broadcast number 4")
 
 
 def test_numbers_of_sends_and_receives_are_not_compared() -> None:

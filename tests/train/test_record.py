@@ -50,9 +50,7 @@ def strict(path: Path) -> Any:
 
 
 def lines(path: Path) -> list[Any]:
-    return [
-        json.loads(line, parse_constant=pytest.fail) for line in path.read_text(encoding="utf-8").splitlines()
-    ]
+    return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def test_a_finished_run_reads_back_as_it_was_recorded(tmp_path: Path) -> None:
@@ -110,9 +108,7 @@ def test_every_line_is_on_disk_as_soon_as_it_is_recorded(tmp_path: Path) -> None
 
 
 def test_numbers_that_json_lacks_become_null_everywhere(tmp_path: Path) -> None:
-    record = recorder(
-        tmp_path, arguments={"path": Path("a/b"), "limit": math.inf, "größe": {1: (2, -math.inf)}}
-    )
+    record = recorder(tmp_path, arguments={"path": Path("a/b"), "limit": math.inf, "größe": {1: (2, -math.inf)}})
     record.step(row(1, loss=math.nan, grad_norm=-math.inf, lr=np.float32(0.5), count=torch.tensor(3)))
     record.metrics(1, {"loss": math.nan, "perplexity": math.inf})
     record.close("failed", {"reason": "step 2: the loss is nan 🐟", "loss": math.nan})
@@ -120,9 +116,7 @@ def test_numbers_that_json_lacks_become_null_everywhere(tmp_path: Path) -> None:
         {"step": 1, "loss": None, "step_s": 0.1, "samples_per_s": 10.0, "memory_bytes": 101,
          "grad_norm": None, "lr": 0.5, "count": 3}
     ]  # fmt: skip
-    assert lines(tmp_path / "validation.jsonl") == [
-        {"step": 1, "metrics": {"loss": None, "perplexity": None}}
-    ]
+    assert lines(tmp_path / "validation.jsonl") == [{"step": 1, "metrics": {"loss": None, "perplexity": None}}]
     facts = strict(tmp_path / "run.json")
     assert facts["arguments"] == {"path": "a/b", "limit": None, "größe": {"1": [2, None]}}
     assert (facts["status"], facts["reason"]) == ("failed", "step 2: the loss is nan 🐟")
@@ -302,8 +296,7 @@ def test_recording_leaves_no_thread_and_no_open_file(tmp_path: Path) -> None:
 
 def test_every_run_gets_a_folder_of_its_own(tmp_path: Path) -> None:
     names = [
-        new_folder(tmp_path / "runs", name).name
-        for name in ("image", "image", "../größe: 1/2", "jobs/mine.py", "///")
+        new_folder(tmp_path / "runs", name).name for name in ("image", "image", "../größe: 1/2", "jobs/mine.py", "///")
     ]
     assert [name[11:] for name in names] == ["image-1", "image-2", "größe-1-2-1", "mine-1", "job-1"]
     assert all((tmp_path / "runs" / name).is_dir() for name in names)
@@ -315,9 +308,7 @@ def test_reading_a_run_needs_no_torch(tmp_path: Path) -> None:
         "import sys; from pathlib import Path; from shoal.train.record.run import read_run; "
         "print(read_run(Path(sys.argv[1])).status, 'torch' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["finished", "False"]
 
 
@@ -330,9 +321,7 @@ def traced_steps(folder: Path, length: int, **options: int) -> set[str]:
             trace.step()
     events = strict(folder / "trace.json")["traceEvents"]
     return {
-        event["name"]
-        for event in events
-        if event.get("cat") == "user_annotation" and event["name"].startswith("step")
+        event["name"] for event in events if event.get("cat") == "user_annotation" and event["name"].startswith("step")
     }
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.workload.replay import divided
-from shoal.workload.resized import divide_views
-from shoal.workload.tensor_plan import Region
+from shoal.workload.tensor.plan import Region
+from shoal.workload.tensor.replay import divided
+from shoal.workload.tensor.resized import divide_views
 from shoal.workload.trace import modules_by_path
 
 

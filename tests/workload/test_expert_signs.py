@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.job import Job, TensorData, cross_entropy
-from shoal.workload.expert_signs import may_hold_experts
+from shoal.workload.experts.signs import may_hold_experts
 from shoal.workload.layout import layout_of
 from shoal.workload.trace import trace
 

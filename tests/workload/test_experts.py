@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from distributed.jobs import moe, moe_layers
-from shoal.workload.experts import ExpertLayer, find_experts, survey_experts
+from shoal.workload.experts.find import ExpertLayer, find_experts, survey_experts
 
 WIDTH = moe_layers.WIDTH
 

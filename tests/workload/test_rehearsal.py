@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.workload.rehearsal import random_state, rehearsing, set_random_state
+from shoal.workload.experts.rehearsal import random_state, rehearsing, set_random_state
 
 
 class Untidy(nn.Module):

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.workload.resized import divide_views
-from shoal.workload.roles import tensor_plan
-from shoal.workload.sized_calls import NAMES, SizedCall, read
-from shoal.workload.tensor_plan import Region, ResizedView, TensorPlan, sizes_known_inside
+from shoal.workload.tensor.plan import Region, ResizedView, TensorPlan, sizes_known_inside
+from shoal.workload.tensor.resized import divide_views
+from shoal.workload.tensor.roles import tensor_plan
+from shoal.workload.tensor.sized_calls import NAMES, SizedCall, read
 from shoal.workload.trace import modules_by_path, trace
 from workload import plain_models as plain
 from workload import sized_models as sized

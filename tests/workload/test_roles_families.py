@@ -11,9 +11,9 @@ import torch
 
 from distributed.jobs import families, odd
 from shoal.job.load import load_job
-from shoal.workload.plan_text import plan_lines
-from shoal.workload.roles import own_plan, tensor_plan
-from shoal.workload.tensor_plan import TensorPlan
+from shoal.workload.tensor.plan import TensorPlan
+from shoal.workload.tensor.roles import own_plan, tensor_plan
+from shoal.workload.tensor.text import plan_lines
 from shoal.workload.trace import trace
 from workload.parts import compare
 

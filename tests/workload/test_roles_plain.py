@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.job import Job
-from shoal.workload.roles import CannotCut, tensor_plan
-from shoal.workload.tensor_plan import TensorPlan
+from shoal.workload.tensor.plan import TensorPlan
+from shoal.workload.tensor.roles import CannotCut, tensor_plan
 from shoal.workload.trace import trace
 from workload import plain_models as plain
 from workload.parts import compare

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.workload.cuts import Cut
-from shoal.workload.segments import refined, regrouped
+from shoal.workload.tensor.segments import refined, regrouped
 
 
 @st.composite

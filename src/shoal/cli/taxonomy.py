@@ -85,9 +85,7 @@ def _print_table(title: str, columns: dict[str, str], rows: list[dict[str, Any]]
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(
-        title=f"{title} ({len(rows)})", box=box.SIMPLE_HEAD, title_justify="left", title_style="bold"
-    )
+    table = Table(title=f"{title} ({len(rows)})", box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
     for name in columns.values():
         table.add_column(name, overflow="fold")
     for row in rows:

@@ -11,60 +11,18 @@ answers of b bytes:
     a recomputed forward sends forward's three again, in backward
 
 Routing depends on the data, so r and s are those of the step: a running layer remembers them (`take_routed` in
-parallel/expert.py). `even_routing` gives them for tokens that spread evenly, which is what planning assumes.
+parallel/expert/deal_out.py). `even_routing` gives them for tokens that spread evenly, which is what planning assumes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterable, Iterator
 
 from shoal.comm.wire import even_payload
 from shoal.estimate.traffic import Call
+from shoal.workload.routed import Routed
 
 COUNT_BYTES = 8
-
-
-class Routed(Protocol):
-    """One run of one layer, as one rank saw it."""
-
-    @property
-    def axis(self) -> str: ...
-    @property
-    def index(self) -> int: ...
-    @property
-    def phase(self) -> str: ...
-    @property
-    def trained(self) -> bool: ...
-    @property
-    def counts_bytes(self) -> int: ...
-    @property
-    def sent_rows(self) -> Sequence[int]: ...
-    @property
-    def received_rows(self) -> Sequence[int]: ...
-    @property
-    def row_bytes(self) -> int: ...
-    @property
-    def weight_bytes(self) -> int: ...
-    @property
-    def answer_bytes(self) -> int: ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
-    """A run of a layer that has not happened: what `even_routing` gives."""
-
-    axis: str
-    index: int
-    phase: str
-    trained: bool
-    counts_bytes: int
-    sent_rows: tuple[int, ...]
-    received_rows: tuple[int, ...]
-    row_bytes: int
-    weight_bytes: int
-    answer_bytes: int
 
 
 def expert_traffic(runs: Iterable[Routed]) -> Iterator[Call]:
@@ -93,7 +51,7 @@ def even_routing(
     axis: str = "ep",
     form: str = "stacked",
     recomputed: bool = False,
-) -> list[Run]:
+) -> list[Routed]:
     """One trained run of a layer whose `tokens` on each rank choose `slots` experts each, all experts alike."""
     rows = tokens * slots
     sizes = tuple(rows // ranks + (1 if rank < rows % ranks else 0) for rank in range(ranks))
@@ -103,5 +61,5 @@ def even_routing(
         "sent_rows": sizes, "received_rows": (sizes[0],) * ranks, "row_bytes": row_bytes, "weight_bytes": 0,
         "answer_bytes": width * itemsize,
     }  # fmt: skip
-    runs = [Run(phase="forward", trained=True, **share)]  # type: ignore[arg-type]
-    return [*runs, Run(phase="backward", trained=False, **share)] if recomputed else runs  # type: ignore[arg-type]
+    runs = [Routed(phase="forward", trained=True, **share)]  # type: ignore[arg-type]
+    return [*runs, Routed(phase="backward", trained=False, **share)] if recomputed else runs  # type: ignore[arg-type]

@@ -22,8 +22,8 @@ from shoal.parallel.data import BUCKET_BYTES, PLAIN, Bucket, GradientReduction
 from shoal.parallel.engine import Engine
 from shoal.parallel.flat import FlatBuffer, StoredShard
 from shoal.parallel.optimizer import Factory
-from shoal.parallel.pipedream import PipeDream
-from shoal.parallel.pipeline import Pipeline
+from shoal.parallel.pipeline.executor import Pipeline
+from shoal.parallel.pipeline.pipedream import PipeDream
 from shoal.parallel.placement import Placement
 from shoal.parallel.recompute import recompute_blocks
 from shoal.parallel.runnable import NotRunnable, require_runnable

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.comm.group import BOOK
 from shoal.comm.mesh import Members
-from shoal.parallel.recompute import recomputing
+from shoal.parallel.recompute import forward_phase, recomputing
 
 
 def batch_norms(model: nn.Module) -> list[tuple[str, _BatchNorm]]:
@@ -80,7 +80,7 @@ class _Synchronised(torch.autograd.Function):
             mean, var = torch.batch_norm_update_stats(x.to(wide), None, None, 0.0)
             mine[:channels], mine[channels:-1], mine[-1] = mean, var * count, count
         everyone = mine.new_empty(replicas.size, mine.numel())
-        with BOOK.during(BOOK.phase if BOOK.phase == "evaluate" else "backward" if recomputing() else "forward"):
+        with BOOK.during(forward_phase()):
             dist.all_gather_single(everyone, mine, group=replicas.group)
         counts = everyone[:, -1:]
         count_of_all = counts.sum()

@@ -20,17 +20,12 @@ from torch.autograd.function import once_differentiable
 
 from shoal.comm.group import BOOK
 from shoal.comm.mesh import Members
-from shoal.parallel.recompute import recomputing
+from shoal.parallel.recompute import forward_phase
 from shoal.workload.cuts import Cut
 
 
 class UnevenParts(ValueError):
     """Something was to be dealt out evenly and does not divide."""
-
-
-def forward_phase() -> str:
-    """The phase under which a collective of forward is entered in the ledger."""
-    return BOOK.phase if BOOK.phase == "evaluate" else "backward" if recomputing() else "forward"
 
 
 def copy_in(x: torch.Tensor, members: Members) -> torch.Tensor:

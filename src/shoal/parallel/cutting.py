@@ -11,20 +11,20 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from shoal.parallel.context import SequenceCut
+from shoal.parallel.context.cut import SequenceCut
 from shoal.parallel.data import SHARED
-from shoal.parallel.expert import deal_out
+from shoal.parallel.expert.deal_out import deal_out
+from shoal.parallel.pipeline.stages import StagedModel
 from shoal.parallel.placement import Family, Placement
-from shoal.parallel.regions import Between
-from shoal.parallel.stages import StagedModel
-from shoal.parallel.tensor import cut_tensors, split_stream, stream_blocks
-from shoal.parallel.vocabulary import cut_vocabulary
+from shoal.parallel.tensor.cut import cut_tensors, split_stream, stream_blocks
+from shoal.parallel.tensor.regions import Between
+from shoal.parallel.tensor.vocabulary import cut_vocabulary
 from shoal.strategy import Strategy, cp, ep, pp, tp
 from shoal.strategy.schedule import rank_stages, stage_rank
 from shoal.workload.crossings import Tally
 from shoal.workload.cuts import Cut
 from shoal.workload.layout import Layout
-from shoal.workload.tensor_plan import TensorPlan
+from shoal.workload.tensor.plan import TensorPlan
 
 
 @dataclass

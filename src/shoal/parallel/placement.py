@@ -130,4 +130,3 @@ class Placement:
     def writes(self, family: Family) -> bool:
         """Whether this rank is the one, of those along tp that hold the same, to write it to a checkpoint."""
         return family.cut or family.partial or self.first_of_tensor
-

@@ -16,6 +16,7 @@ from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from shoal.comm.group import BOOK
 from shoal.workload.blocks import blocks
 
 _again = 0
@@ -24,6 +25,11 @@ _again = 0
 def recomputing() -> bool:
     """Whether the present forward is a repetition inside backward."""
     return _again > 0
+
+
+def forward_phase() -> str:
+    """The phase under which what a forward sends is entered in the ledger."""
+    return BOOK.phase if BOOK.phase == "evaluate" else "backward" if recomputing() else "forward"
 
 
 @contextmanager

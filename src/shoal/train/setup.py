@@ -54,9 +54,7 @@ def prepare(job: Job, strategy: Strategy, *, rank: int, backend: str | None, dev
         model, strategy, mesh, optimizer=job.optimizer, options=job.options, clip=job.clip,
         elementwise=elementwise(job.optimizer), batch_norm=job.batch_norm, layout=layout_of(job, strategy),
     )  # fmt: skip
-    runner = StepRunner(
-        job, engine, strategy, autocast=strategy.modifier(amp) is not None, dtype=dtype
-    )
+    runner = StepRunner(job, engine, strategy, autocast=strategy.modifier(amp) is not None, dtype=dtype)
     return Prepared(job, strategy, engine, runner)
 
 

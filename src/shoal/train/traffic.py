@@ -1,5 +1,4 @@
-"""What the traffic formulas need to know of a rank, read off its engine: the shard table, and what its other axes sent.
-"""
+"""What the traffic formulas need to know of a rank, read off its engine: the shard table, and what its other axes sent."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ from shoal.estimate.traffic import NUMBER_BYTES, Buffer, Call, Group, Norm, Shar
 from shoal.job import Job
 from shoal.parallel.batch_norm import batch_norms
 from shoal.parallel.engine import Engine
-from shoal.parallel.expert import take_routed
-from shoal.parallel.pipedream import PipeDream
+from shoal.parallel.expert.deal_out import take_routed
+from shoal.parallel.pipeline.pipedream import PipeDream
 from shoal.strategy import Strategy, recompute
 from shoal.workload.blocks import blocks
 from shoal.workload.crossings import Crossing

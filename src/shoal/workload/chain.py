@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shoal.job.errors import did_you_mean
 from shoal.workload.blocks import blocks
 from shoal.workload.cost import cost
-from shoal.workload.trace import Call, Trace
+from shoal.workload.recorded import Call, Trace
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 from shoal.workload.blocks import blocks
 from shoal.workload.cuts import Cut
-from shoal.workload.segments import NeedsSegments, Refuted
-from shoal.workload.spread import Graph
-from shoal.workload.trace import Call, Op, Trace
+from shoal.workload.recorded import Call, Op, Trace
+from shoal.workload.tensor.segments import NeedsSegments, Refuted
+from shoal.workload.tensor.spread import Graph
 
 VIEWS = ("expand", "slice", "view", "unsqueeze", "_to_copy")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from math import prod
 
-from shoal.workload.trace import Op, Ref, Trace
+from shoal.workload.recorded import Op, Ref, Trace
 
 FLOPS_PER_BYTE = 4.0
 """One core of a server CPU: some 40 GFLOP/s of float32 beside 10 GB/s."""

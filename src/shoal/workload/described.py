@@ -19,10 +19,10 @@ from shoal.strategy import Strategy, check, pp
 from shoal.strategy.schedule import stage_rank
 from shoal.workload.chain import CannotCut, Chain, Link
 from shoal.workload.context import ContextPlan
-from shoal.workload.experts import Survey
+from shoal.workload.experts.find import Survey
 from shoal.workload.layout import Layout, facts_of, layout_of
-from shoal.workload.plan_text import plan_lines
-from shoal.workload.tensor_plan import TensorPlan
+from shoal.workload.tensor.plan import TensorPlan
+from shoal.workload.tensor.text import plan_lines
 from shoal.workload.trace import SAMPLES
 
 STAGES_SHOWN = (2, 4)

@@ -14,11 +14,12 @@ from shoal.job import Job, LayoutHints, infer_facts
 from shoal.strategy import ModelFacts, Strategy, cp, ep, pp, tp
 from shoal.workload.chain import Chain, chain
 from shoal.workload.context import CannotCutSequence, ContextPlan, context_plan
-from shoal.workload.expert_signs import may_hold_experts
-from shoal.workload.experts import PassedOver, Survey, survey_experts
-from shoal.workload.roles import tensor_plan
-from shoal.workload.tensor_plan import TensorPlan
-from shoal.workload.trace import SAMPLES, Trace, trace
+from shoal.workload.experts.find import PassedOver, Survey, survey_experts
+from shoal.workload.experts.signs import may_hold_experts
+from shoal.workload.recorded import Trace
+from shoal.workload.tensor.plan import TensorPlan
+from shoal.workload.tensor.roles import tensor_plan
+from shoal.workload.trace import SAMPLES, trace
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -127,9 +127,7 @@ def mamba() -> Job:
 
 
 def resnet() -> Job:
-    config = hf.ResNetConfig(
-        num_channels=1, embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], layer_type="basic"
-    )
+    config = hf.ResNetConfig(num_channels=1, embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], layer_type="basic")
     return _job("resnet", config)
 
 

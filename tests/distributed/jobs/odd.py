@@ -390,5 +390,3 @@ def __getattr__(name: str) -> Any:
     if name in JOBS:
         return JOBS[name]
     raise AttributeError(name)
-
-

@@ -18,7 +18,7 @@ def context_panel(term: cp) -> Drawing:
 
 
 def holder(chunk: int, ranks: int) -> int:
-    """The rank of a chunk: of two chunks for each, an early and a late one (`parallel/sequence.py`)."""
+    """The rank of a chunk: of two chunks for each, an early and a late one (`parallel/context/sequence.py`)."""
     return min(chunk, 2 * ranks - 1 - chunk)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from shoal.job import Job, param_groups, share
-from shoal.parallel.pipedream import micros_told
+from shoal.parallel.pipeline.pipedream import micros_told
 from shoal.train.step import build_model, cast, seed_at
 
 ROUNDING = 1e-12

@@ -1,0 +1,1 @@
+"""Context parallelism: a sequence cut among ranks, and attention across the cuts."""

@@ -1,0 +1,1 @@
+"""Expert parallelism: experts dealt out, and tokens that travel to them and back."""

@@ -1,0 +1,212 @@
+"""Pipeline parallelism: this rank's stages, run in the order of a schedule.
+
+Activations go to the next stage's rank as soon as they are there, gradients to the one before; a rank waits only for
+what its next action needs. Gradients of parameters are accumulated over the micro-batches and reduced once, with the
+last backward of their stage. Without a flush there is no such last one: that is `pipedream.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shoal.comm.group import BOOK
+from shoal.comm.mesh import Members
+from shoal.parallel.engine import Engine, StepResult
+from shoal.parallel.pipeline.borders import Borders, Message
+from shoal.parallel.pipeline.deferred import DeferredWeights
+from shoal.parallel.pipeline.stages import StagedModel
+from shoal.strategy import pp
+from shoal.strategy.schedule import Action, actions, last_backward, stage_rank
+
+Loss = Callable[[int, Any], tuple[torch.Tensor, Any]]
+
+
+@dataclass
+class InFlight:
+    """A micro-batch between its forward and its backward through one stage."""
+
+    received: list[torch.Tensor]
+    sent: list[torch.Tensor]
+    loss: torch.Tensor | None
+
+
+class Pipeline:
+    """Runs the steps of an engine whose model is in stages."""
+
+    first_steady_step = 1
+    """The first step (from 0) whose ledger is that of every later one."""
+
+    def __init__(self, engine: Engine, staged: StagedModel, members: Members, term: pp) -> None:
+        self.engine, self.staged, self.members, self.term = engine, staged, members, term
+        self.num_stages = term.n * term.chunks
+        self.actions: list[Action] = actions(term)[members.index]
+        self.parts = {stage: part for part, stage in enumerate(staged.mine)}
+        self.lasts = {last_backward(self.actions, stage) for stage in staged.mine}
+        self.borders = Borders(
+            members, lambda stage: stage_rank(stage, term.n, term.chunks, term.schedule), num_stages=self.num_stages,
+            tags=max(term.micro, 2 * term.n), device=next(engine.model.parameters()).device,
+        )  # fmt: skip
+        self.deferred = DeferredWeights(engine.reduction) if term.schedule == "zero-bubble" else None
+        self.most_in_flight = 0
+        self._received = _received_by_then(term, members.index)
+
+    @property
+    def holds_loss(self) -> bool:
+        return self.num_stages - 1 in self.staged.mine
+
+    def step(
+        self, key: Callable[[int], Any], forward: Callable[[int], Any], loss: Loss, *, lr_factor: float
+    ) -> StepResult:
+        """All micro-batches of a step. `key(m)` tells micro-batches of different shapes apart, `forward(m)` calls the
+        model, `loss(m, output)` is (sum, count)."""
+        flying: dict[tuple[int, int], InFlight] = {}
+        for number, action in enumerate(self.actions):
+            place = (action.stage, action.micro)
+            self._look_ahead(number, key)
+            if action.kind == "F":
+                flying[place] = self._forward(action, key(action.micro), forward, loss)
+                self.most_in_flight = max(self.most_in_flight, len({m for _, m in flying}))
+            elif action.kind == "W":
+                assert self.deferred is not None
+                self.deferred.run(place, part=self.parts[action.stage], last=action in self.lasts)
+            else:
+                self._backward(action, key(action.micro), flying.pop(place))
+            self.borders.release(self._received.get(action, ()))
+        self.borders.wait_for_sends()
+        self.engine.close_backward()
+        return self.engine.step(lr_factor)
+
+    def _look_ahead(self, number: int, key: Callable[[int], Any]) -> None:
+        """Makes room for what the next action needs, so that it can arrive during this one."""
+        for action in self.actions[number + 1 : number + 2]:
+            message = _needs(action, self.num_stages)
+            if message is not None:
+                self.borders.expect(message, key(action.micro))
+
+    def drain(self) -> None:
+        """Sees out what is under way between steps: with a flush there is nothing."""
+
+    def staleness(self) -> dict[int, int] | None:
+        """Updates made between the forward and the backward of a micro-batch -> how many micro-batches; None where
+        there are none by the schedule."""
+        return None
+
+    def _forward(self, action: Action, key: Any, forward: Callable[[int], Any], loss: Loss) -> InFlight:
+        stage, micro = action.stage, action.micro
+        with BOOK.during("forward"):
+            received = self.borders.receive(stage, micro, key)
+        self._enter(stage)
+        deferring = self.deferred.watching((stage, micro)) if self.deferred is not None else nullcontext()
+        with deferring:
+            result, outputs = self.staged.run(stage, lambda: forward(micro), received)
+            value = None
+            if stage == self.num_stages - 1:
+                value, count = loss(micro, result)
+                self.engine.count(value, count)
+                value = self.engine.learns_from(value)
+        if stage < self.num_stages - 1:
+            with BOOK.during("forward"):
+                self.borders.send(stage, micro, key, outputs)
+        return InFlight(received, outputs, value)
+
+    def _enter(self, stage: int) -> None:
+        if self.engine.gathering is not None:
+            self.engine.gathering.begin_forward(self.parts[stage])
+
+    def _backward(self, action: Action, key: Any, flight: InFlight) -> None:
+        stage, micro = action.stage, action.micro
+        roots: list[torch.Tensor] = []
+        gradients: list[torch.Tensor | None] = []
+        if flight.loss is not None:
+            if flight.loss.requires_grad:
+                roots, gradients = [flight.loss], [None]
+        else:
+            arrived = self.borders.receive_gradients(stage, micro, key)
+            for output, gradient in zip((t for t in flight.sent if t.requires_grad), arrived, strict=True):
+                roots.append(output)
+                gradients.append(gradient)
+
+        def run() -> None:
+            if roots:
+                torch.autograd.backward(roots, gradients)
+            # Sent before the last reductions: the stage before waits for it.
+            if stage > 0:
+                back = [t for t in flight.received if t.requires_grad]
+                given = [t.grad if t.grad is not None else torch.zeros_like(t) for t in back]
+                self.borders.send_gradients(stage, micro, given)
+
+        whole = action.kind == "BW"
+        if self.deferred is not None and not whole:
+            self.deferred.collect(run, part=self.parts[stage])
+            if self.engine.gathering is not None:
+                self.engine.gathering.finish(root=False)
+        else:
+            self.engine.run_backward(run, last=self._ends_an_update(action), part=self.parts[stage])
+
+    def _ends_an_update(self, action: Action) -> bool:
+        """Whether the optimiser's next update has all its gradients with this backward."""
+        return action in self.lasts
+
+    def evaluate(self, key: Any, forward: Callable[[], Any]) -> Any:
+        """One batch through all stages, forward only; its output on the last stage, None elsewhere."""
+        result = None
+        for stage in sorted(self.staged.mine):
+            received = self.borders.receive(stage, 0, key)
+            self._enter(stage)
+            output, outputs = self.staged.run(stage, forward, received)
+            if stage < self.num_stages - 1:
+                self.borders.send(stage, 0, key, outputs)
+            else:
+                result = output
+        self.borders.wait_for_sends()
+        if self.engine.gathering is not None:
+            self.engine.gathering.finish()
+        return result
+
+    def crossings(self, *, before: bool) -> dict[int, list[list[tuple[int, bool]]]]:
+        """For each stage of this rank what crosses the border before (or behind) it, where another rank is there."""
+        return self.borders.crossings(self.staged.mine, before=before)
+
+
+def _needs(action: Action, num_stages: int) -> Message | None:
+    """The message that an action waits for."""
+    if action.kind == "F":
+        return ("forward", action.stage, action.micro) if action.stage else None
+    if action.kind in ("B", "BW"):
+        return ("backward", action.stage + 1, action.micro) if action.stage < num_stages - 1 else None
+    return None
+
+
+def _received_by_then(term: pp, rank: int) -> dict[Action, list[Message]]:
+    """For each action of a rank what it sent that has surely been received: when something arrives from a rank, then
+    all that the other did before sending it is done, and with it the receiving that this took."""
+    everyone = actions(term)
+    num_stages = term.n * term.chunks
+
+    def home(stage: int) -> int:
+        return stage_rank(stage, term.n, term.chunks, term.schedule)
+
+    found: dict[Action, list[Message]] = {}
+    seen = dict.fromkeys(range(term.n), 0)
+    at = [{(a.kind == "F", a.stage, a.micro): n for n, a in enumerate(order) if a.kind != "W"} for order in everyone]
+    for action in everyone[rank]:
+        message = _needs(action, num_stages)
+        if message is None:
+            continue
+        kind, border, micro = message
+        maker = border - 1 if kind == "forward" else border
+        other = home(maker)
+        if other == rank:
+            continue
+        until = at[other][kind == "forward", maker, micro]
+        for done in everyone[other][seen[other] : until]:
+            taken = _needs(done, num_stages)
+            if taken is not None and home(taken[1] - 1 if taken[0] == "forward" else taken[1]) == rank:
+                found.setdefault(action, []).append(taken)
+        seen[other] = max(seen[other], until)
+    return found

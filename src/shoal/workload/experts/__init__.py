@@ -1,0 +1,1 @@
+"""Which modules are experts, found by watching one small run."""

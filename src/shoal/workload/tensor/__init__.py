@@ -1,0 +1,1 @@
+"""What tensor parallelism may cut, found by following a cut dimension through a trace."""
