@@ -1,4 +1,4 @@
-"""What the traffic formulas need to know of a rank, read off its engine: the shard table, and what its other axes sent."""
+"""What the traffic formulas need to know of a rank, read off its engine: the shard table, what other axes sent."""
 
 from __future__ import annotations
 
