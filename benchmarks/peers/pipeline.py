@@ -175,7 +175,8 @@ def bubble(job: Job, micro: int, me: Any, plain: Any, *, steps: int) -> dict[str
 
     runner, step = shoal_runner(job, f"pp(2, '1f1b', micro={micro})", me)
     blocked, ended = [0.0], [0.0]
-    receive, close = dist.recv, runner.engine.close_backward
+    borders = runner.engine.pipeline.borders
+    receive, close = borders._fetch, runner.engine.close_backward
 
     def timed_receive(*args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
@@ -190,7 +191,7 @@ def bubble(job: Job, micro: int, me: Any, plain: Any, *, steps: int) -> dict[str
     for _ in range(2):
         step()
     idle = makespan = 0.0
-    dist.recv, runner.engine.close_backward = timed_receive, timed_close
+    borders._fetch, runner.engine.close_backward = timed_receive, timed_close
     try:
         for _ in range(steps):
             dist.barrier(group=plain)
@@ -203,5 +204,5 @@ def bubble(job: Job, micro: int, me: Any, plain: Any, *, steps: int) -> dict[str
             idle += float(sum_over(waited, plain)) / me.world
             makespan += float(longest)
     finally:
-        dist.recv, runner.engine.close_backward = receive, close
+        borders._fetch, runner.engine.close_backward = receive, close
     return {"idle_s": idle / steps, "makespan_s": makespan / steps, "in_flight": runner.engine.pipeline.most_in_flight}

@@ -59,9 +59,7 @@ class Bucket:
         """Gradient of this rank's shard; stages 2 and 3 keep it apart from the whole."""
 
     def receive(self, slot: int, gradient: torch.Tensor) -> None:
-        if self.whole is None:
-            self.whole = torch.zeros(self.buffer.padded, dtype=self.buffer.dtype, device=self.buffer.device)
-            self.views = self.buffer.views_of(self.whole)
+        self._allocate()
         if self.filled[slot]:
             self.views[slot].add_(gradient)
         else:
@@ -69,15 +67,26 @@ class Bucket:
             self.filled[slot] = True
         self.missing -= 1
 
-    def complete(self) -> torch.Tensor:
-        """The whole gradient, with zeros for parameters that took no part."""
+    def receive_product(self, slot: int, left: torch.Tensor, right: torch.Tensor) -> None:
+        """A gradient that is a matrix product, accumulated as it is computed."""
+        self._allocate()
+        self.views[slot].addmm_(left, right, beta=1.0 if self.filled[slot] else 0.0)
+        self.filled[slot] = True
+        self.missing -= 1
+
+    def _allocate(self) -> torch.Tensor:
         if self.whole is None:
             self.whole = torch.zeros(self.buffer.padded, dtype=self.buffer.dtype, device=self.buffer.device)
             self.views = self.buffer.views_of(self.whole)
+        return self.whole
+
+    def complete(self) -> torch.Tensor:
+        """The whole gradient, with zeros for parameters that took no part."""
+        whole = self._allocate()
         for slot, filled in enumerate(self.filled):
             if not filled:
                 self.views[slot].zero_()
-        return self.whole
+        return whole
 
     def reduced(self) -> torch.Tensor:
         """What the optimiser reads: the whole gradient at stage 0, this rank's shard of it otherwise."""

@@ -1,4 +1,4 @@
-"""The order of a zero-bubble pipeline, found by a greedy list scheduler rather than read from a table.
+"""The order of a zero-bubble pipeline, found by a greedy list scheduler where no good one is known.
 
 The backward pass is split (Qi et al. 2023): B, the gradient of a stage's inputs, is what the stage before waits for; W,
 the gradient of its weights, can wait, and fills the time in which the rank would idle. Every pass is taken to cost one
@@ -6,8 +6,10 @@ unit. No rank ever keeps more than n micro-batches, from the first F to the last
 first rank; that bound also makes the order free of deadlock: micro-batches enter every rank in their order, so the
 oldest one that is not done always has room.
 
-With one chunk this is ZB-H1, and it is optimal: max(3m + n - 1, 2m + 2n - 1) units for m micro-batches on n ranks. With
-more chunks no rule of choice is best everywhere, so a few are tried and the shortest result is kept.
+With one chunk this is ZB-H1, and it is optimal: max(3m + n - 1, 2m + 2n - 1) units for m micro-batches on n ranks. Two
+chunks in the shape of a V, with enough micro-batches, follow the order of the paper's section 6: 6m + n - 1 units, as
+the scheduler's best, but with room between a message and its use, so that it loses a third as much when passes differ
+in length. For the rest no rule of choice is best everywhere, so a few are tried and the shortest result is kept.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ class Rule:
 def zero_bubble(*, held: Sequence[Sequence[int]], micro: int) -> list[list[Told]]:
     """For each rank its order, given the stages that each rank holds (from the input towards the loss)."""
     ranks, chunks = len(held), len(held[0])
+    if chunks == 2 and micro >= 2 * ranks - 1 and all(low + high == 2 * ranks - 1 for low, high in held):
+        return [_v_order(rank, ranks, micro) for rank in range(ranks)]
     if chunks == 1:
         rules = [Rule(first="F", most_owed=WITHOUT_BOUND, like_1f1b=True)]
     else:
@@ -46,6 +50,40 @@ def zero_bubble(*, held: Sequence[Sequence[int]], micro: int) -> list[list[Told]
         rules = [Rule(first=first, most_owed=bound) for first in FIRST for bound in bounds]
     found = [_Scheduler(held=held, micro=micro, rule=rule).run() for rule in rules]
     return min(found, key=lambda one: one[0])[1]
+
+
+def _v_order(rank: int, ranks: int, micro: int) -> list[Told]:
+    """Rank r holds stage r on the way down the V and stage 2n - 1 - r on the way up."""
+    stages = (rank, 2 * ranks - 1 - rank)
+    done = {"F": [0, 0], "B": [0, 0], "W": [0, 0]}
+    order: list[Told] = []
+
+    def do(*passes: tuple[Literal["F", "B", "W"], int]) -> None:
+        for kind, side in passes:
+            order.append((kind, stages[side], done[kind][side]))
+            done[kind][side] += 1
+
+    down, up = 0, 1
+    # Until the first micro-batch comes back up, those behind it go down.
+    for _ in range(2 * (ranks - rank) - 1):
+        do(("F", down))
+    for _ in range(rank):
+        do(("F", up), ("F", down))
+    for _ in range(ranks - rank):
+        do(("F", up), ("B", up), ("W", up))
+    while done["F"][up] < micro:
+        if done["F"][down] < micro:
+            do(("F", down))
+        do(("B", down), ("W", down), ("F", up), ("B", up), ("W", up))
+    # No forward is left to fill the gaps: from here on weight gradients do.
+    for _ in range(rank):
+        do(("B", down), ("B", up))
+    for _ in range(ranks - rank):
+        do(("B", down), ("W", down))
+    for side in (up, down):
+        while done["W"][side] < micro:
+            do(("W", side))
+    return order
 
 
 class _Scheduler:

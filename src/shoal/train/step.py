@@ -104,7 +104,7 @@ class StepRunner:
         return Part(batch, seed_at(self.job.seed, counter + first), stand_in)
 
     def _forward(self, part: Part) -> Any:
-        torch.manual_seed(part.seed)
+        draw_from(part.seed)
         with BOOK.during("forward"), self._precision():
             return self.job.run_model(self.engine.model, part.batch)
 
@@ -182,3 +182,11 @@ def build_model(job: Job, dtype: torch.dtype | None = None) -> nn.Module:
     torch.manual_seed(job.seed)
     model = job.model()
     return model if dtype is None else model.to(dtype)
+
+
+def draw_from(seed: int) -> None:
+    """Seeds what dropout draws from. Not by `torch.manual_seed`, which formats a stack trace for each kind of device
+    that is not there and keeps it for ever: a millisecond a micro-batch."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)

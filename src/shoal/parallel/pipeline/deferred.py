@@ -45,11 +45,15 @@ class DeferredWeights:
     def knows(self, param: Any) -> bool:
         return isinstance(param, nn.Parameter) and param.requires_grad and id(param) in self._slots
 
-    def later(self, place: Place, param: nn.Parameter, gradient: Callable[[], torch.Tensor]) -> None:
+    def later(self, place: Place, param: nn.Parameter, left: torch.Tensor, right: torch.Tensor) -> None:
+        """The gradient of `param` is the product of the two, to be made in `run`."""
         bucket, number, name = self._slots[id(param)]
 
         def make() -> None:
-            bucket.receive(number, gradient().view(param.shape))
+            if left.dtype == right.dtype == param.dtype:
+                bucket.receive_product(number, left, right)
+            else:
+                bucket.receive(number, (left.to(right.dtype) @ right).to(param.dtype))
             self.reduction.used.add(name)
 
         self.waiting.setdefault(place, []).append(make)
@@ -84,12 +88,11 @@ class _Products(TorchFunctionMode):
         if func is F.linear and torch.is_grad_enabled():
             x, weight, bias = _named(args, kwargs, "input", "weight", "bias")
             if self.deferred.knows(weight) and x.requires_grad:
-                y = _Linear.apply(x, [weight], self, False)
-                return y if bias is None else y + bias
+                return _Linear.apply(x, bias, [weight], self, False)
         if func is torch.addmm and torch.is_grad_enabled() and not set(kwargs) - {"input", "mat1", "mat2"}:
             bias, x, weight = _named(args, kwargs, "input", "mat1", "mat2")
             if self.deferred.knows(weight) and x.requires_grad and weight.dim() == 2:
-                return _Linear.apply(x, [weight], self, True) + bias
+                return _Linear.apply(x, bias, [weight], self, True)
         return func(*args, **kwargs)
 
 
@@ -102,15 +105,21 @@ def _named(args: Sequence[Any], kwargs: Mapping[str, Any], *names: str) -> list[
 
 
 class _Linear(torch.autograd.Function):
-    """x @ weight.T (or x @ weight, transposed), with the weight's gradient put off."""
+    """x @ weight.T + bias (or x @ weight + bias, transposed), with the weight's gradient put off."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, holder: list[nn.Parameter], mode: _Products, transposed: bool) -> Any:
+    def forward(
+        ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, holder: list[nn.Parameter], mode: _Products,
+        transposed: bool,
+    ) -> Any:  # fmt: skip
         # In a list, so that autograd expects no gradient for it.
         (weight,) = holder
         ctx.save_for_backward(x)
         ctx.weight, ctx.mode, ctx.transposed = weight, mode, transposed
-        return x @ weight if transposed else F.linear(x, weight)
+        ctx.bias_shape = None if bias is None else bias.shape
+        if transposed:
+            return x @ weight if bias is None else torch.addmm(bias, x, weight)
+        return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
@@ -118,11 +127,9 @@ class _Linear(torch.autograd.Function):
         weight, mode, transposed = ctx.weight, ctx.mode, ctx.transposed
         values = weight.detach().to(dy.dtype)
         dx = dy @ (values.t() if transposed else values)
-
-        def gradient() -> torch.Tensor:
-            flat_x, flat_dy = x.reshape(-1, x.shape[-1]).to(dy.dtype), dy.reshape(-1, dy.shape[-1])
-            product = flat_x.t() @ flat_dy if transposed else flat_dy.t() @ flat_x
-            return product.to(weight.dtype)
-
-        mode.deferred.later(mode.place, weight, gradient)
-        return dx.to(x.dtype), None, None, None
+        flat_x, flat_dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+        left, right = (flat_x.t(), flat_dy) if transposed else (flat_dy.t(), flat_x)
+        mode.deferred.later(mode.place, weight, left, right)
+        shape = ctx.bias_shape
+        db = dy.sum_to_size(shape) if shape is not None and ctx.needs_input_grad[1] else None
+        return dx.to(x.dtype), db, None, None, None

@@ -18,7 +18,7 @@ from torch import nn
 
 from shoal.job import Job, param_groups, share
 from shoal.parallel.pipeline.pipedream import micros_told
-from shoal.train.step import build_model, cast, seed_at
+from shoal.train.step import build_model, cast, draw_from, seed_at
 
 ROUNDING = 1e-12
 """A gradient that never exceeds this fraction of the largest gradient in the model is taken for rounding of a zero."""
@@ -60,7 +60,7 @@ def train_serially(
         total, count = 0.0, 0.0
         optimizer.zero_grad(set_to_none=True)
         for positions in _cut(len(indices), micro_batches, parts, only=micro if unflushed_ranks else None):
-            torch.manual_seed(seed_at(job.seed, counter + int(positions[0])))
+            draw_from(seed_at(job.seed, counter + int(positions[0])))
             batch = cast(job.train.batch(indices[positions]), dtype)
             loss, counted = job.loss(job.run_model(model, batch), batch)
             loss.backward()
