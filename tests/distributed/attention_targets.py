@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from distributed import attention_faults
-from shoal.comm.group import BOOK
+from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members, Mesh
 from shoal.parallel.context import ring
 from shoal.parallel.context.attention import BY_METHOD, positions

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shoal.comm.group import BOOK
-from shoal.comm.ledger import Ledger, ledger_of
+from shoal.comm.ledger import BOOK, Ledger, ledger_of
 from shoal.comm.mesh import Members, Mesh
 from shoal.estimate.tensor_traffic import crossing_calls
 from shoal.estimate.traffic import Group

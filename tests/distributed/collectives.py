@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal.comm.group import BOOK, PLAIN_SENDS_BYTES
+from shoal.comm.group import PLAIN_SENDS_BYTES
+from shoal.comm.ledger import BOOK
 from shoal.train.launch.channel import Channel
 from shoal.train.launch.join import join
 

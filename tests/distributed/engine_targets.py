@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.comm.group import BOOK
+from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members, Mesh
 from shoal.parallel.apply import parallelize
 from shoal.parallel.batch_norm import synchronise

@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from distributed.expert_models import build, tokens_of
 from distributed.jobs import moe_layers
-from shoal.comm.group import BOOK
-from shoal.comm.ledger import ledger_of
+from shoal.comm.ledger import BOOK, ledger_of
 from shoal.comm.mesh import Members, Mesh
 from shoal.estimate.expert_traffic import expert_traffic
 from shoal.parallel.expert.deal_out import deal_out, take_routed

@@ -207,7 +207,7 @@ def hidden_collective(arguments: dict[str, Any], channel: Any) -> Any:
 
 def collective_in_another_phase(arguments: dict[str, Any], channel: Any) -> Any:
     """As above, entered as if it belonged to the set-up."""
-    from shoal.comm.group import BOOK
+    from shoal.comm.ledger import BOOK
 
     step = SlicedOptimizer.step
 

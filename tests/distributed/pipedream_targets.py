@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import shoal.parallel.pipeline.stash as stash
 from distributed.pipedream_serial import Simulated, simulate, stages_of
 from distributed.watched_layer import SEEN, mark
-from shoal.comm.group import BOOK
+from shoal.comm.ledger import BOOK
 from shoal.estimate.traffic import predict
 from shoal.parallel.engine import NonFinite
 from shoal.parallel.pipeline.pipedream import PipeDream

@@ -15,7 +15,7 @@ from torch import nn
 import distributed.tensor_models as models
 import shoal.parallel.collectives as c
 from distributed.beside import everyone, laid_over
-from shoal.comm.group import BOOK
+from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
 from shoal.parallel.recompute import recompute_blocks
 from shoal.parallel.tensor.cut import cut_tensors, require_even_batch

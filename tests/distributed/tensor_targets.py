@@ -14,7 +14,7 @@ from torch import nn
 import distributed.tensor_models as models
 from distributed.beside import apart, everyone, gradients_apart, laid_over, pair, predicted, step
 from distributed.tensor_libraries import FAMILIES
-from shoal.comm.group import BOOK
+from shoal.comm.ledger import BOOK
 from shoal.parallel.recompute import recompute_blocks
 from shoal.parallel.tensor.cut import cut_tensors, split_stream, stream_blocks
 from shoal.parallel.tensor.logits import CutLogits

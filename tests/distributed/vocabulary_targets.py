@@ -11,7 +11,7 @@ from torch import nn
 
 import distributed.tensor_models as models
 from distributed.beside import apart, everyone, gradients_apart, pair, step
-from shoal.comm.group import BOOK
+from shoal.comm.ledger import BOOK
 from shoal.parallel.tensor.logits import CutLogits
 from shoal.parallel.tensor.vocabulary import cut_vocabulary
 from shoal.train.launch.join import leave

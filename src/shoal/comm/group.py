@@ -19,14 +19,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
-from shoal.comm.ledger import Book
+from shoal.comm.backend import create as create_shoal
+from shoal.comm.counted import CountedGroup
 from shoal.comm.wire import even_payload
 
-BACKENDS = {"gloo": "shoal-gloo", "nccl": "shoal-nccl"}
-"""The name under which each backend is registered with its counting group around it."""
-
-BOOK = Book()
-"""This process's book. A process is one rank of one job, so there is one."""
+BACKENDS = {"shoal": "shoal", "gloo": "shoal-gloo", "nccl": "shoal-nccl"}
+"""The name under which each backend is registered; those that are not ours have a counting group around them."""
 
 
 def _bytes(tensors: Any) -> int:
@@ -99,25 +97,16 @@ PASSIVE = (
 """Nothing of these moves data between ranks (coalescing brackets calls that are counted one by one)."""
 
 
-class CountingGroup(dist.ProcessGroup):
+class CountingGroup(CountedGroup):
     """Enters each collective into the Book, then lets the inner group carry it."""
 
     def __init__(self, inner: dist.ProcessGroup, backend: Any, device: torch.device, name: str) -> None:
-        super().__init__(inner.rank(), inner.size())
+        super().__init__(inner.rank(), inner.size(), name)
         self.inner = inner
-        self.backend = backend
-        self.axis = "world"
-        self.label = name
-        # A group without a backend has no name, and collectives on it fail far from here.
-        kind = dist.ProcessGroup.BackendType.CUSTOM
-        self._register_backend(device, kind, backend)
-        self._set_default_backend(kind)
+        self.register(backend, device)
 
     def getBackendName(self) -> str:
         return f"counting {self.inner.name()}"
-
-    def _enter(self, kind: str, payload_bytes: int) -> None:
-        BOOK.enter(axis=self.axis, kind=kind, payload_bytes=payload_bytes, ranks=self.size(), group=self.label)
 
     def abort(self) -> None:
         self.inner.abort()
@@ -304,5 +293,6 @@ def register_backends() -> None:
     """Makes the counting backends known to torch.distributed; safe to call again."""
     if BACKENDS["gloo"].upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(BACKENDS["gloo"], _create_gloo, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend(BACKENDS["shoal"], create_shoal, extended_api=True, devices=["cpu"])
         if dist.is_nccl_available():
             dist.Backend.register_backend(BACKENDS["nccl"], _create_nccl, extended_api=True, devices=["cuda"])

@@ -146,8 +146,10 @@ class Book:
         finally:
             self.phase = before
 
-    def enter(self, *, axis: str, kind: str, payload_bytes: int, ranks: int, group: str) -> None:
-        cost = sent(kind, payload_bytes=payload_bytes, ranks=ranks)
+    def enter(
+        self, *, axis: str, kind: str, payload_bytes: int, ranks: int, group: str, algorithm: str | None = None
+    ) -> None:
+        cost = sent(kind, payload_bytes=payload_bytes, ranks=ranks, algorithm=algorithm)
         key = Key(axis, self.phase, kind)
         self._calls[key] = self._calls.get(key, 0) + 1
         self._messages[key] = self._messages.get(key, 0) + cost.messages
@@ -161,3 +163,7 @@ class Book:
         taken = Ledger({k: Entry(n, self._messages[k], self._bytes[k]) for k, n in self._calls.items()})
         self._calls, self._messages, self._bytes = {}, {}, {}
         return taken
+
+
+BOOK = Book()
+"""This process's book. A process is one rank of one job, so there is one."""

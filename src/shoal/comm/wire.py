@@ -59,6 +59,33 @@ def _nothing(n: int, ranks: int) -> Sent:
     return Sent(0, 0)
 
 
+def _both_ways(n: int, ranks: int) -> Sent:
+    # A tree up and down: 2(P-1) messages of the whole vector in all.
+    return Sent(ceil(2 * (ranks - 1) / ranks), 2 * n * (ranks - 1) // ranks)
+
+
+def _butterfly(n: int, ranks: int) -> Sent:
+    # log2 P exchanges of the whole; each surplus rank hands its vector over and gets the result.
+    steps = ranks.bit_length() - 1
+    powers = 1 << steps
+    messages = steps * powers + 2 * (ranks - powers)
+    return Sent(ceil(messages / ranks), n * messages // ranks)
+
+
+def _rabenseifner(n: int, ranks: int) -> Sent:
+    steps = ranks.bit_length() - 1
+    powers = 1 << steps
+    messages = 2 * steps * powers + 2 * (ranks - powers)
+    return Sent(ceil(messages / ranks), 2 * n * (ranks - 1) // ranks)
+
+
+ALL_REDUCE: dict[str, Callable[[int, int], Sent]] = {
+    "ring": _ring_all_reduce,
+    "tree": _both_ways,
+    "butterfly": _butterfly,
+    "rabenseifner": _rabenseifner,
+}
+
 FORMULAS: dict[str, Callable[[int, int], Sent]] = {
     "all_reduce": _ring_all_reduce,
     "reduce_scatter": _each_to_each,
@@ -80,8 +107,12 @@ def even_payload(*, bytes_to_others: int, ranks: int) -> int:
     return -(-bytes_to_others * ranks // (ranks - 1)) if ranks > 1 else 0
 
 
-def sent(kind: str, *, payload_bytes: int, ranks: int) -> Sent:
-    """Messages and bytes one rank sends for a collective of this kind."""
+def sent(kind: str, *, payload_bytes: int, ranks: int, algorithm: str | None = None) -> Sent:
+    """Messages and bytes one rank sends for a collective of this kind; by Gloo's algorithm unless one is named."""
     if ranks == 1 and kind not in ("send", "recv"):
         return Sent(0, 0)
+    if kind == "all_reduce" and algorithm is not None:
+        return ALL_REDUCE[algorithm](payload_bytes, ranks)
+    if kind == "reduce" and algorithm == "tree":
+        return _tree(payload_bytes, ranks)
     return FORMULAS[kind](payload_bytes, ranks)

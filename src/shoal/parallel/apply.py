@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shoal.comm.group import BOOK
+from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members, Mesh
 from shoal.parallel.batch_norm import count_once, synchronise
 from shoal.parallel.cutting import CutModel, cut_model

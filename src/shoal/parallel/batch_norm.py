@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shoal.comm.group import BOOK
+from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
 from shoal.parallel.recompute import forward_phase, recomputing
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from shoal.comm.group import BOOK
+from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
 from shoal.parallel.recompute import forward_phase
 from shoal.workload.cuts import Cut

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shoal.comm.group import BOOK
+from shoal.comm.ledger import BOOK
 from shoal.parallel.flat import FlatBuffer
 from shoal.parallel.placement import Family, Replicas
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shoal.comm.group import BOOK
+from shoal.comm.ledger import BOOK
 from shoal.workload.blocks import blocks
 
 _again = 0

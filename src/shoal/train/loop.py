@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from shoal.comm.group import BACKENDS, BOOK
-from shoal.comm.ledger import Ledger
+from shoal.comm.group import BACKENDS
+from shoal.comm.ledger import BOOK, Ledger
 from shoal.estimate.traffic import predict
 from shoal.job import Job
 from shoal.parallel.batch_norm import batch_norms

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shoal.comm.group import BOOK
+from shoal.comm.ledger import BOOK
 from shoal.estimate.traffic import Call
 from shoal.job import Batch, Job, share
 from shoal.parallel.batch_norm import batch_norms

@@ -18,7 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from shoal.comm.group import BOOK
+from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
 from shoal.parallel.collectives import gather
 from shoal.parallel.context.attention import BY_METHOD, positions

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from shoal.comm.group import BOOK
+from shoal.comm.ledger import BOOK
 from shoal.parallel.data import GradientReduction
 
 Place = tuple[int, int]

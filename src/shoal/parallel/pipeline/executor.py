@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shoal.comm.group import BOOK
+from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
 from shoal.parallel.engine import Engine, StepResult
 from shoal.parallel.pipeline.borders import Borders, Message

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shoal.comm.group import BOOK
+from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
 from shoal.parallel.engine import Engine, NonFinite, StepResult
 from shoal.parallel.pipeline.executor import InFlight, Loss, Pipeline

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import TensorWeakRef
 
-from shoal.comm.group import BOOK
+from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
 from shoal.parallel.collectives import copy_in, gather, scatter_sum, sum_out
 from shoal.parallel.recompute import recomputing

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shoal.comm.group import BOOK
+from shoal.comm.ledger import BOOK
 from shoal.parallel.engine import Engine
 from shoal.parallel.optimizer import Numbers
 from shoal.train.checkpoint.buffers import persistent_buffers

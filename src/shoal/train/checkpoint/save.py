@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shoal.comm.group import BOOK
+from shoal.comm.ledger import BOOK
 from shoal.parallel.engine import Engine
 from shoal.train.checkpoint.buffers import average_buffers, averaged_buffers
 from shoal.train.checkpoint.contents import Contents, contents_of

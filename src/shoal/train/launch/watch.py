@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shoal.comm import group
+from shoal.comm import ledger
 from shoal.train.launch import join
 from shoal.train.launch.lateness import Entered, Report, Verdict, judge
 
@@ -32,7 +32,7 @@ ANSWER_S = 4.0
 OTHERS_JUDGE_S = 15.0
 """How long the second rank that noticed waits for the first one's verdict to end the run."""
 
-_ENGINES = (str(Path(torch.__file__).parent), str(Path(group.__file__).parent))
+_ENGINES = (str(Path(torch.__file__).parent), str(Path(ledger.__file__).parent))
 _STANDARD = sysconfig.get_path("stdlib")
 
 _beats = 0
@@ -106,7 +106,7 @@ class Watch:
             self._judge()
 
     def _moved(self) -> bool:
-        now = (_beats, {label: call.number for label, call in dict(group.BOOK.last).items()})
+        now = (_beats, {label: call.number for label, call in dict(ledger.BOOK.last).items()})
         moved, self._seen = now != self._seen, now
         return moved
 
@@ -160,7 +160,7 @@ class Watch:
                 ago_s=now_s - call.since,
                 members=tuple(dist.get_process_group_ranks(known[label])),
             )
-            for label, call in dict(group.BOOK.last).items()
+            for label, call in dict(ledger.BOOK.last).items()
             if label in known
         }
         return Report(groups=groups, at=where_main_is(), idle_s=self._idle_s, done=self._done)

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from shoal.comm.group import BOOK
+from shoal.comm.ledger import BOOK
 from shoal.estimate.traffic import predict
 from shoal.job import Job
 from shoal.parallel.optimizer import Piece

@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from shoal.comm.group import BOOK
+from shoal.comm.ledger import BOOK
 from shoal.job import Job, constant, no_options
 from shoal.job.facts import build_without_memory
 from shoal.strategy import ModelFacts, Strategy, contract, is_legal, parse

@@ -1,0 +1,453 @@
+"""The `shoal` backend of torch.distributed: collectives over shared memory inside a host and TCP between hosts.
+
+Every call becomes a generator of messages in the group's line (`progress.py`). DDP, fully_shard, DTensor, pipelining
+and the functional collectives use it as they use Gloo. A tensor that does not lie flat in memory is copied, and
+copied back.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    FakeProcessGroup,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+    Work,
+)
+from torch.futures import Future
+
+from shoal.comm.choice import DEFAULT, Network, choose_all_reduce
+from shoal.comm.collectives.direct import (
+    barrier,
+    direct_all_gather,
+    direct_all_to_all,
+    direct_reduce_scatter,
+    gather,
+    scatter,
+)
+from shoal.comm.collectives.algorithms import ALL_REDUCE
+from shoal.comm.collectives.tree import tree_broadcast, tree_reduce
+from shoal.comm.counted import CountedGroup
+from shoal.comm.mail import ANY, Mail, Wanted
+from shoal.comm.peers import Peers, Steps
+from shoal.comm.progress import Line, Task, note_ranks_here
+from shoal.comm.transport.connect import connect, job_secret
+from shoal.comm.vector import OPERATIONS, Operation, Vector, total_bytes
+from shoal.comm.wire import even_payload
+
+NO_TIMEOUT = timedelta(0)
+
+
+class Collective(Work):  # type: ignore[misc]
+    """What a call gives back: to be waited for, asked, or turned into a future."""
+
+    def __init__(self, line: Line, task: Task, result: list[torch.Tensor], timeout_s: float) -> None:
+        super().__init__()
+        self._line, self._task, self._result, self._timeout_s = line, task, result, timeout_s
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        if not self._task.done:
+            self._line.wait(self._task, timeout.total_seconds() or self._timeout_s)
+        elif self._task.error is not None:
+            raise self._task.error
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._task.done
+
+    def is_success(self) -> bool:
+        return self._task.done and self._task.error is None
+
+    def exception(self) -> Any:
+        return self._task.error
+
+    def result(self) -> list[torch.Tensor]:
+        self.wait()
+        return self._result
+
+    def source_rank(self) -> int:
+        return self._source_rank()
+
+    def _source_rank(self) -> int:
+        return self._task.source if isinstance(self._task, Wanted) else -1
+
+    def get_future(self) -> Future:
+        done: Future = Future()
+
+        def finished(_: Future) -> list[torch.Tensor]:
+            # Raised here and not set on the future: DDP does not survive the latter.
+            if self._task.error is not None:
+                raise self._task.error
+            return self._result
+
+        following: Future = done.then(finished)
+        self._task.when_done(lambda: done.set_result(None))
+        if not self._task.done:
+            self._line.call_worker()
+        return following
+
+
+def _operation(reduce: Any) -> tuple[Operation, bool]:
+    """What combines two elements, and whether the result is divided by the number of ranks."""
+    # In this order of the two sides: the other way round they never compare equal.
+    for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"):
+        if reduce == getattr(dist.ReduceOp, name):
+            return OPERATIONS["sum" if name == "AVG" else name.lower()], name == "AVG"
+    raise ValueError(f"the shoal backend has no reduction {reduce}; it has SUM, AVG, PRODUCT, MIN, MAX and bitwise ones")
+
+
+class Flat:
+    """A tensor laid out flat: itself if it lies so, or a copy that `restore` writes back."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type != "cpu":
+            raise ValueError(f"the shoal backend carries tensors in host memory, not on {tensor.device}; use nccl")
+        if tensor.is_sparse:
+            raise ValueError("the shoal backend carries dense tensors; call to_dense() first")
+        self.tensor = tensor.detach()
+        self.data = self.tensor.contiguous().view(-1)
+        self.vector = Vector(self.data)
+
+    def restore(self) -> None:
+        if self.data.data_ptr() != self.tensor.data_ptr():
+            self.tensor.copy_(self.data.view(self.tensor.shape))
+
+    def parts(self, counts: Sequence[int]) -> list[Vector]:
+        return [Vector(part) for part in self.data.split(list(counts))]
+
+
+def _even(flat: Flat, ranks: int) -> list[Vector]:
+    if len(flat.data) % ranks:
+        raise ValueError(f"{len(flat.data)} elements do not divide among {ranks} ranks")
+    return flat.parts([len(flat.data) // ranks] * ranks)
+
+
+def _by_rows(flat: Flat, rows: Sequence[int], ranks: int) -> list[Vector]:
+    """The parts of an all-to-all: so many rows for each rank, or as many for all."""
+    if not rows:
+        return _even(flat, ranks)
+    width = len(flat.data) // max(1, flat.tensor.shape[0])
+    if len(rows) != ranks or sum(rows) != flat.tensor.shape[0]:
+        raise ValueError(f"split sizes {list(rows)} do not sum to the {flat.tensor.shape[0]} rows given, for {ranks} ranks")
+    return flat.parts([width * count for count in rows])
+
+
+class ShoalGroup(CountedGroup):
+    """A group of ranks joined by Shoal's own links."""
+
+    def __init__(self, store: Any, rank: int, size: int, name: str, timeout: timedelta, network: Network) -> None:
+        super().__init__(rank, size, name)
+        # The backend below gives the group its name only; a test holds that every method that communicates is ours.
+        self.register(FakeProcessGroup._create_internal(rank, size, FakeProcessGroup.Options()), torch.device("cpu"))
+        self.network = network
+        self.algorithm = "auto"
+        """The all-reduce of this group; `via=allreduce(...)` names one."""
+        carrier = os.environ.get("SHOAL_CARRIER", "auto")
+        joined = connect(
+            store, rank, size, channels=2, secret=job_secret(store, rank), timeout=timeout, carrier=carrier
+        )  # fmt: skip
+        note_ranks_here(max(len(host) for host in joined.hosts))
+        collective, mail = joined.channels
+        self.peers = Peers(rank, size, collective, hosts=joined.hosts)
+        self.line = Line(collective.values(), f"collectives of {name}")
+        self.mail = Mail(mail, f"messages of {name}")
+        self._timeout_s = timeout.total_seconds()
+        sizes = {len(host) for host in joined.hosts}
+        self._per_host = sizes.pop() if len(sizes) == 1 else 1
+
+    def getBackendName(self) -> str:
+        return "shoal"
+
+    def setTimeout(self, timeout: timedelta) -> None:
+        self._timeout_s = timeout.total_seconds()
+
+    def shutdown(self) -> None:
+        self.line.close()
+        self.mail.close()
+        self.peers.close()
+        self.mail.hang_up()
+
+    abort = shutdown
+
+    def all_reduce_algorithm(self, nbytes: int) -> str:
+        """The one asked for, or the cheapest by the model of the links."""
+        if self.algorithm != "auto":
+            return self.algorithm
+        return choose_all_reduce(nbytes, self.size(), self._per_host, self.network)
+
+    def _start(self, kind: str, steps: Steps, result: list[torch.Tensor], opts: Any) -> Collective:
+        def whole() -> Steps:
+            self.peers.begin(kind)
+            yield from steps
+
+        background = getattr(opts, "asyncOp", True)
+        task = self.line.submit(Task(whole(), kind), background=background)
+        timeout = getattr(opts, "timeout", None)
+        seconds = timeout.total_seconds() if timeout is not None and timeout > NO_TIMEOUT else self._timeout_s
+        return Collective(self.line, task, result, seconds)
+
+    # Reductions
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        tensors = _listed(tensors)
+        opts = _options(opts, AllreduceOptions)
+        operation, average = _operation(opts.reduceOp)
+        flats = [Flat(tensor) for tensor in tensors]
+        algorithms = [self.all_reduce_algorithm(flat.vector.nbytes) for flat in flats]
+        for flat, algorithm in zip(flats, algorithms, strict=True):
+            self._enter("all_reduce", flat.vector.nbytes, algorithm)
+
+        def steps() -> Steps:
+            for flat, algorithm in zip(flats, algorithms, strict=True):
+                if self.size() > 1 and len(flat.vector):
+                    yield from ALL_REDUCE[algorithm](self.peers, flat.vector, operation)
+                if average:
+                    _divide(flat.data, self.size())
+                flat.restore()
+
+        return self._start("all_reduce", steps(), tensors, opts)
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
+        return self.allreduce(tensors, opts)
+
+    def reduce(self, tensors: Any, opts: Any = None) -> Any:
+        tensors = _listed(tensors)
+        opts = _options(opts, ReduceOptions)
+        operation, average = _operation(opts.reduceOp)
+        root, flat = opts.rootRank, Flat(tensors[0])
+        self._enter("reduce", flat.vector.nbytes, "tree")
+
+        def steps() -> Steps:
+            # Only the root's tensor may change; the others add up in a copy.
+            own = flat.vector if self.rank() == root else Vector(flat.data.clone())
+            if self.size() > 1 and len(own):
+                yield from tree_reduce(self.peers, own, operation, root=root)
+            if self.rank() == root:
+                if average:
+                    _divide(flat.data, self.size())
+                flat.restore()
+
+        return self._start("reduce", steps(), tensors, opts)
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None, **_: Any) -> Any:
+        return self._reduce_scatter([(output, input)], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        return self._reduce_scatter(list(zip(outputs, inputs, strict=True)), opts)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        return self._reduce_scatter([(outputs[0], inputs[0])], opts)
+
+    def _reduce_scatter(self, pairs: Sequence[tuple[torch.Tensor, Any]], opts: Any) -> Any:
+        """Each input is one tensor of even parts, or a list with a tensor for each rank."""
+        opts = _options(opts, ReduceScatterOptions)
+        operation, average = _operation(opts.reduceOp)
+        ready = []
+        for output, given in pairs:
+            parts = self._parts(given)
+            into = Flat(output)
+            if into.vector.nbytes != parts[self.rank()].nbytes:
+                raise ValueError(f"a part of {len(parts[self.rank()])} elements does not fit an output of {len(into.data)}")
+            self._enter("reduce_scatter", total_bytes(parts))
+            ready.append((into, parts))
+
+        def steps() -> Steps:
+            for into, parts in ready:
+                yield from direct_reduce_scatter(self.peers, parts, into.vector, operation)
+                if average:
+                    _divide(into.data, self.size())
+                into.restore()
+
+        return self._start("reduce_scatter", steps(), [output for output, _ in pairs], opts)
+
+    def _parts(self, given: Any) -> list[Vector]:
+        if isinstance(given, torch.Tensor):
+            return _even(Flat(given), self.size())
+        return [Flat(tensor).vector for tensor in given]
+
+    # Exchanges
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None, **_: Any) -> Any:
+        return self._all_gather([(output, input)], opts)
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        return self._all_gather(list(zip(outputs, inputs, strict=True)), opts)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _allgather_base = all_gather_single
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        return self._all_gather([(outputs[0], inputs[0])], opts)
+
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        by_input = [([row[at] for row in outputs], given) for at, given in enumerate(inputs)]
+        return self._all_gather(by_input, opts)
+
+    def _all_gather(self, pairs: Sequence[tuple[Any, torch.Tensor]], opts: Any) -> Any:
+        """Each output is one tensor of even parts, or a list with a tensor for each rank."""
+        opts = _options(opts, AllgatherOptions)
+        ready = []
+        for output, given in pairs:
+            outputs = [Flat(output)] if isinstance(output, torch.Tensor) else [Flat(tensor) for tensor in output]
+            parts = _even(outputs[0], self.size()) if isinstance(output, torch.Tensor) else [o.vector for o in outputs]
+            mine = Flat(given)
+            if mine.vector.nbytes != parts[self.rank()].nbytes:
+                raise ValueError(f"a part of {len(mine.data)} elements does not fill its place of {len(parts[self.rank()])}")
+            self._enter("all_gather", total_bytes(parts))
+            ready.append((outputs, parts, mine))
+
+        def steps() -> Steps:
+            for outputs, parts, mine in ready:
+                yield from direct_all_gather(self.peers, mine.vector, parts)
+                for output in outputs:
+                    output.restore()
+
+        return self._start("all_gather", steps(), _tensors([output for output, _ in pairs]), opts)
+
+    def all_to_all_single(
+        self, output: torch.Tensor, input: torch.Tensor, output_split_sizes: Any = (), input_split_sizes: Any = (),
+        opts: Any = None,
+    ) -> Any:  # fmt: skip
+        into, given = Flat(output), Flat(input)
+        coming = _by_rows(into, output_split_sizes or (), self.size())
+        going = _by_rows(given, input_split_sizes or (), self.size())
+        return self._all_to_all(going, coming, [into], opts)
+
+    alltoall_base = all_to_all_single
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        into = [Flat(tensor) for tensor in outputs]
+        return self._all_to_all([Flat(t).vector for t in inputs], [flat.vector for flat in into], into, opts)
+
+    def _all_to_all(self, going: list[Vector], coming: list[Vector], into: list[Flat], opts: Any) -> Any:
+        others = total_bytes(going) - going[self.rank()].nbytes
+        self._enter("all_to_all", even_payload(bytes_to_others=others, ranks=self.size()))
+
+        def steps() -> Steps:
+            yield from direct_all_to_all(self.peers, going, coming)
+            for flat in into:
+                flat.restore()
+
+        return self._start("all_to_all", steps(), [f.tensor for f in into], _options(opts, AllToAllOptions))
+
+    # From and to a root
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> Any:
+        tensors = _listed(tensors)
+        opts = _options(opts, BroadcastOptions)
+        flat = Flat(tensors[0])
+        self._enter("broadcast", flat.vector.nbytes)
+
+        def steps() -> Steps:
+            if len(flat.vector):
+                yield from tree_broadcast(self.peers, flat.vector, root=opts.rootRank)
+            flat.restore()
+
+        return self._start("broadcast", steps(), tensors, opts)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        opts = _options(opts, GatherOptions)
+        mine, root = Flat(inputs[0]), opts.rootRank
+        into = [Flat(tensor) for tensor in outputs[0]] if self.rank() == root else []
+        self._enter("gather", mine.vector.nbytes * self.size())
+
+        def steps() -> Steps:
+            yield from gather(self.peers, mine.vector, [flat.vector for flat in into] or None, root=root)
+            for flat in into:
+                flat.restore()
+
+        return self._start("gather", steps(), [flat.tensor for flat in into], opts)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        opts = _options(opts, ScatterOptions)
+        into, root = Flat(outputs[0]), opts.rootRank
+        parts = [Flat(tensor).vector for tensor in inputs[0]] if self.rank() == root else None
+        self._enter("scatter", into.vector.nbytes * self.size())
+
+        def steps() -> Steps:
+            yield from scatter(self.peers, parts, into.vector, root=root)
+            into.restore()
+
+        return self._start("scatter", steps(), [into.tensor], opts)
+
+    def barrier(self, opts: Any = None) -> Any:
+        self._enter("barrier", 0)
+        nothing = Vector(torch.empty(0))
+        return self._start("barrier", barrier(self.peers, nothing), [], _options(opts, BarrierOptions))
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        opts = BarrierOptions()
+        if timeout is not None:
+            opts.timeout = timeout
+        self.barrier(opts).wait()
+
+    # Between two
+
+    def send(self, tensors: Any, to: int, tag: int = 0) -> Any:
+        flat = Flat(_listed(tensors)[0])
+        self._enter("send", flat.vector.nbytes)
+        letter = self.mail.send(to, tag, flat.vector, background=True)
+        return Collective(self.mail, letter, [flat.tensor], self._timeout_s)
+
+    def recv(self, tensors: Any, source: int, tag: int = 0) -> Any:
+        flat = Flat(_listed(tensors)[0])
+        self._enter("recv", flat.vector.nbytes)
+        letter = self.mail.receive(source, tag, flat.vector, background=True)
+        letter.when_done(flat.restore)
+        return Collective(self.mail, letter, [flat.tensor], self._timeout_s)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
+        return self.recv(tensors, ANY, tag)
+
+
+def _listed(tensors: Any) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _tensors(nested: Any) -> list[torch.Tensor]:
+    return [nested] if isinstance(nested, torch.Tensor) else [tensor for part in nested for tensor in _tensors(part)]
+
+
+def _options(given: Any, cls: Any) -> Any:
+    """Options as c10d gives them; a bare reduction or root, as the short forms of its methods do."""
+    if given is None:
+        return cls()
+    if isinstance(given, dist.ReduceOp | dist.ReduceOp.RedOpType):
+        options = cls()
+        options.reduceOp = given if isinstance(given, dist.ReduceOp) else dist.ReduceOp(given)
+        return options
+    if isinstance(given, int):
+        options = cls()
+        options.rootRank = given
+        return options
+    return given
+
+
+def _divide(values: torch.Tensor, by: int) -> None:
+    values.div_(by) if values.is_floating_point() or values.is_complex() else values.floor_divide_(by)
+
+
+def create(options: Any, _: Any) -> ShoalGroup:
+    """As torch.distributed makes a group of this backend."""
+    return ShoalGroup(
+        options.store, options.group_rank, options.group_size, options.group_id, options.timeout, DEFAULT
+    )  # fmt: skip

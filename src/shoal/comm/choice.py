@@ -1,0 +1,75 @@
+"""Which algorithm a collective takes: the cheapest by the alpha-beta model of the links that were measured.
+
+A step costs a latency and a time for each byte; reducing what arrives costs a further time for each byte. The model
+is the one of `wire.py`'s formulas with times in place of counts, so what is chosen here is what is counted there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, log2
+
+ALL_REDUCE = ("ring", "tree", "butterfly", "rabenseifner", "hierarchical")
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTimes:
+    """One kind of link: what a message costs, and what each byte of it costs."""
+
+    latency_s: float
+    byte_s: float
+    reduce_byte_s: float = 0.0
+    """Reducing a byte that has arrived, on top of moving it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """The links of a job: inside a host and between hosts."""
+
+    inside: LinkTimes
+    between: LinkTimes
+
+    def slowest(self, hosts: int) -> LinkTimes:
+        return self.inside if hosts == 1 else self.between
+
+
+DEFAULT = Network(
+    inside=LinkTimes(latency_s=30e-6, byte_s=1 / 6e9, reduce_byte_s=1 / 12e9),
+    between=LinkTimes(latency_s=100e-6, byte_s=1 / 1e9, reduce_byte_s=1 / 12e9),
+)
+"""Until `shoal calibrate` has measured: two processes of one machine over shared memory; a 10 Gb/s network."""
+
+
+def all_reduce_time(algorithm: str, nbytes: int, ranks: int, per_host: int, network: Network) -> float:
+    """Seconds by the model. `per_host` ranks share a host (all of them: one host)."""
+    if ranks == 1:
+        return 0.0
+    hosts = ceil(ranks / per_host)
+    link = network.slowest(hosts)
+    steps = ceil(log2(ranks))
+    folds = 0 if ranks & (ranks - 1) == 0 else 1
+    latency, move, reduce = link.latency_s, nbytes * link.byte_s, nbytes * link.reduce_byte_s
+    share = (ranks - 1) / ranks
+    if algorithm == "ring":
+        return 2 * (ranks - 1) * latency + 2 * share * move + share * reduce
+    if algorithm == "tree":
+        return 2 * steps * (latency + move) + steps * reduce
+    if algorithm == "butterfly":
+        whole = int(log2(ranks))
+        return (whole + 2 * folds) * (latency + move) + (whole + folds) * reduce
+    if algorithm == "rabenseifner":
+        whole = int(log2(ranks))
+        part = 1 - 1 / (1 << whole)
+        return (2 * whole + 2 * folds) * latency + (2 * part + 2 * folds) * move + (part + folds) * reduce
+    if algorithm == "hierarchical":
+        inner = all_reduce_time("ring", nbytes, per_host, per_host, network)
+        return inner + all_reduce_time("ring", nbytes // per_host, hosts, 1, network)
+    raise ValueError(f"there is no all-reduce called {algorithm!r}; there are {', '.join(ALL_REDUCE)}")
+
+
+def choose_all_reduce(nbytes: int, ranks: int, per_host: int, network: Network) -> str:
+    """The cheapest; of equals the one with the fewest messages."""
+    options = ["butterfly", "rabenseifner", "ring", "tree"]
+    if 1 < per_host < ranks and ranks % per_host == 0:
+        options.append("hierarchical")
+    return min(options, key=lambda name: all_reduce_time(name, nbytes, ranks, per_host, network))

@@ -1,0 +1,1 @@
+"""Collectives on messages: each algorithm once, for any number of ranks and any size."""

@@ -1,0 +1,33 @@
+"""What every counted process group has: an axis, a label, and the Book into which its collectives are entered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shoal.comm.ledger import BOOK
+
+
+class CountedGroup(dist.ProcessGroup):
+    """A process group written in Python that enters what it sends into this process's Book."""
+
+    def __init__(self, rank: int, size: int, name: str) -> None:
+        super().__init__(rank, size)
+        self.axis = "world"
+        """The axis of the strategy that it serves; the mesh says which."""
+        self.label = name
+
+    def register(self, backend: Any, device: torch.device) -> None:
+        """Names the backend below. A group without one has no name, and collectives on it fail far from here."""
+        self.backend = backend
+        kind = dist.ProcessGroup.BackendType.CUSTOM
+        self._register_backend(device, kind, backend)
+        self._set_default_backend(kind)
+
+    def _enter(self, kind: str, payload_bytes: int, algorithm: str | None = None) -> None:
+        BOOK.enter(
+            axis=self.axis, kind=kind, payload_bytes=payload_bytes, ranks=self.size(), group=self.label,
+            algorithm=algorithm,
+        )  # fmt: skip

@@ -1,0 +1,224 @@
+"""Who moves the collectives along: whoever waits for one, or a worker while nobody does.
+
+The collectives of a group run one after the other, in the order of their calls. A call moves its own as far as it gets
+without waiting. `wait` drives the rest itself, without a change of threads; only what was asked for in the background,
+and is not waited for yet, is driven by the group's worker, which starts with the first such call.
+
+Waiting spins for a moment where every rank of the host has a core of its own, and otherwise sleeps at once: a rank
+that spins on a core which its peer needs only delays itself. A worker never spins, since it would hold the interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from shoal.comm.peers import Send, Steps, Waits
+from shoal.comm.transport.link import Link, PeerLost
+
+SPIN_S = 300e-6
+"""Longer than most waits between ranks in step, shorter than a time slice."""
+GRACE_S = 2.0
+"""How long a peer that nobody waits for may be gone before it is taken for the cause of the waiting."""
+LOOK_S = 1.0
+"""How often a sleeper looks around, whatever happens."""
+
+ranks_here = 1
+"""Ranks of the job on this host, as far as known: the largest group seen."""
+
+
+def note_ranks_here(count: int) -> None:
+    global ranks_here
+    ranks_here = max(ranks_here, count)
+
+
+def may_spin() -> bool:
+    return ranks_here <= len(os.sched_getaffinity(0))
+
+
+class TimedOut(TimeoutError):
+    """A collective did not end in time."""
+
+
+class Task:
+    """One collective under way."""
+
+    def __init__(self, steps: Steps, what: str) -> None:
+        self.steps = steps
+        self.what = what
+        self.done = False
+        self.error: BaseException | None = None
+        self._event: threading.Event | None = None
+        self._then: list[Callable[[], None]] = []
+
+    def finish(self, error: BaseException | None = None) -> None:
+        self.error = error
+        self.done = True
+        if self._event is not None:
+            self._event.set()
+        while self._then:
+            self._then.pop()()
+
+    def sleep(self, seconds: float) -> None:
+        """Until another thread has finished it, or for so long."""
+        if self._event is None:
+            self._event = threading.Event()
+        if not self.done:
+            self._event.wait(seconds)
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        self._then.append(call)
+        if self.done and call in self._then:
+            self._then.remove(call)
+            call()
+
+
+class Line:
+    """The tasks of one group, in order."""
+
+    def __init__(self, links: Iterable[Link], name: str) -> None:
+        self._links = list(links)
+        self._name = name
+        self._tasks: deque[Task] = deque()
+        self._driver = threading.Lock()
+        self._worker: threading.Thread | None = None
+        self._called = threading.Event()
+        self._closed = False
+        self._broken: BaseException | None = None
+        self._missed: dict[int, float] = {}
+        """Peers whose end was seen while nothing was expected of them, and when."""
+
+    def submit(self, task: Task, *, background: bool) -> Task:
+        """Begins it, as far as that goes without waiting."""
+        if self._broken is not None:
+            raise self._broken
+        self._tasks.append(task)
+        if self._driver.acquire(blocking=False):
+            try:
+                self._advance()
+            finally:
+                self._driver.release()
+        if background and not task.done:
+            self.call_worker()
+        return task
+
+    def wait(self, task: Task, timeout_s: float) -> None:
+        """Until the task is done. Raises what went wrong."""
+        deadline = time.monotonic() + timeout_s
+        while not task.done:
+            if self._driver.acquire(blocking=False):
+                try:
+                    self._drive(task, deadline, spin_s=SPIN_S if may_spin() else 0.0)
+                finally:
+                    self._driver.release()
+                if self._tasks and self._worker is not None:
+                    self.call_worker()
+            else:
+                task.sleep(0.1)
+            if not task.done and time.monotonic() > deadline:
+                with self._driver:
+                    if not task.done:
+                        self._give_up_on(task, TimedOut(f"{task.what} did not end within {timeout_s:g} s"))
+        if task.error is not None:
+            raise task.error
+
+    def _advance(self) -> Sequence[Waits]:
+        """Runs tasks until one has to wait; what it waits for, or nothing if none is left."""
+        while self._tasks:
+            task = self._tasks[0]
+            try:
+                pending = next(task.steps)
+            except StopIteration:
+                self._tasks.popleft()
+                task.finish()
+            except Exception as error:
+                self._fail(error)
+            else:
+                return pending
+        return ()
+
+    def _give_up_on(self, task: Task, error: BaseException) -> None:
+        self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """A stream that broke off in the middle of a message is of no more use, nor is what was to follow."""
+        if isinstance(error, PeerLost) and self._missed:
+            error = PeerLost(min(self._missed, key=self._missed.__getitem__))
+        self._broken = error
+        while self._tasks:
+            task = self._tasks.popleft()
+            task.steps.close()
+            failure = type(error)(*error.args) if not isinstance(error, PeerLost) else error
+            task.finish(failure)
+
+    def _drive(self, until: Task | None, deadline: float, *, spin_s: float) -> None:
+        spin_until = time.monotonic() + spin_s
+        while self._tasks and not (until is not None and until.done):
+            pending = self._advance()
+            if not pending:
+                return
+            now = time.monotonic()
+            if now < spin_until:
+                continue
+            if now > deadline or self._closed:
+                return
+            self._sleep(pending, min(LOOK_S, deadline - now))
+            spin_until = time.monotonic() + spin_s
+
+    def _sleep(self, pending: Sequence[Waits], seconds: float) -> None:
+        wanted: dict[Link, bool] = {}
+        for transfer in pending:
+            wanted[transfer.link] = wanted.get(transfer.link, False) or isinstance(transfer, Send)
+        ready = [link.arm(to_write=to_write) for link, to_write in wanted.items()]
+        if not any(ready):
+            poll = select.poll()
+            others = {}
+            for link in self._links:
+                if link in wanted:
+                    poll.register(link.fileno(), select.POLLIN | (select.POLLOUT if link.polls_writing and wanted[link] else 0))
+                elif link.peer not in self._missed:
+                    others[link.fileno()] = link.peer
+                    poll.register(link.fileno(), select.POLLRDHUP)
+            now = time.monotonic()
+            for descriptor, _ in poll.poll(max(0.0, seconds) * 1000):
+                if descriptor in others:
+                    self._missed.setdefault(others[descriptor], now)
+            for peer, since in self._missed.items():
+                if now - since > GRACE_S:
+                    self._fail(PeerLost(peer))
+                    break
+        for link in wanted:
+            link.disarm()
+
+    def call_worker(self) -> None:
+        if self._worker is None:
+            self._worker = threading.Thread(target=self._work, name=f"shoal {self._name}", daemon=True)
+            self._worker.start()
+        self._called.set()
+
+    def _work(self) -> None:
+        while not self._closed:
+            self._called.wait()
+            self._called.clear()
+            while self._tasks and not self._closed:
+                # Now and then the others get a chance to look in.
+                with self._driver:
+                    self._drive(None, time.monotonic() + LOOK_S, spin_s=0.0)
+
+    def close(self) -> None:
+        self._closed = True
+        self._called.set()
+        if self._worker is not None and self._worker is not threading.current_thread():
+            self._worker.join(timeout=2 * LOOK_S)
+
+
+def run(steps: Steps, links: Iterable[Link], *, timeout_s: float = 60.0) -> None:
+    """One collective, waited for: what the tests and the calibration use."""
+    line = Line(links, "once")
+    line.wait(line.submit(Task(steps, "a collective"), background=False), timeout_s)
+
+

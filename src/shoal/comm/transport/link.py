@@ -1,0 +1,70 @@
+"""What every carrier offers: a stream of bytes to one peer and one from it. Nothing here blocks.
+
+A stream is written and read in windows: `write` takes what there is room for, `window` shows what has arrived and
+`consume` gives it back. A reduction adds straight from the window, so nothing is copied twice. Whoever finds
+nothing to do may spin, or `arm` the link and sleep on its descriptor.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+
+ALIGN = 16
+"""Messages begin at multiples of this many bytes of a stream, so that a window can be read as numbers of any type."""
+
+
+class PeerLost(ConnectionError):
+    """A peer has gone, or has been given up on. Other links are none the worse for it."""
+
+    def __init__(self, peer: int, why: str = "its process has ended or its connection broke") -> None:
+        super().__init__(f"rank {peer} is gone: {why}")
+        self.peer = peer
+
+
+class Link(ABC):
+    """Both directions between this rank and one peer."""
+
+    peer: int
+    polls_writing = False
+    """Whether the descriptor itself tells when there is room to write."""
+
+    @abstractmethod
+    def write(self, data: Bytes) -> int:
+        """Takes as many bytes as there is room for, and says how many."""
+
+    @abstractmethod
+    def window(self, most: int) -> Bytes:
+        """Bytes that have arrived, in order, at most so many; possibly none. Valid until consumed."""
+
+    @abstractmethod
+    def consume(self, count: int) -> None:
+        """Gives back the first bytes of the window."""
+
+    def read(self, into: Bytes) -> int:
+        """Copies out what has arrived, as much as there is room for."""
+        arrived = self.window(len(into))
+        count = len(arrived)
+        if count:
+            into[:count] = arrived
+            self.consume(count)
+        return count
+
+    @abstractmethod
+    def arm(self, *, to_write: bool) -> bool:
+        """Before sleeping: asks to be woken. True if there is something to do already."""
+
+    @abstractmethod
+    def disarm(self) -> None:
+        """After sleeping. Raises PeerLost if that is what woke us."""
+
+    @abstractmethod
+    def fileno(self) -> int:
+        """What to sleep on; -1 if there is nothing (in memory)."""
+
+    @abstractmethod
+    def close(self) -> None: ...

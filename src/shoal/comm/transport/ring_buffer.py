@@ -1,0 +1,90 @@
+"""A queue of bytes in a piece of memory, with one writer and one reader, possibly in two processes.
+
+    0    head: bytes ever written          (the writer's)
+    64   tail: bytes ever read             (the reader's)
+    128  the reader sleeps, wake it        192  the writer sleeps, wake it
+    256  the bytes, a power of two of them
+
+Each counter has one owner and a cache line of its own, so no lock is needed: the writer publishes bytes by moving
+head after they are in place, the reader gives room back by moving tail.
+"""
+
+from __future__ import annotations
+
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from shoal.comm.transport.link import Bytes
+
+HEADER = 256
+HEAD, TAIL, READER_SLEEPS, WRITER_SLEEPS = 0, 8, 16, 24
+"""Places of the counters, in words of eight bytes."""
+
+_fence = Lock()
+
+
+def fence() -> None:
+    """No load or store moves across: an uncontended lock is taken and released by locked instructions."""
+    _fence.acquire()
+    _fence.release()
+
+
+class RingBuffer:
+    """One direction of a link. The same memory is given to the writer's and to the reader's object."""
+
+    def __init__(self, memory: Any) -> None:
+        view = memoryview(memory)
+        self.capacity = len(view) - HEADER
+        if self.capacity <= 0 or self.capacity & (self.capacity - 1):
+            raise ValueError(f"a ring buffer has a power of two of bytes, not {self.capacity}")
+        self._words = view[:HEADER].cast("Q")
+        self._bytes: Bytes = np.frombuffer(view[HEADER:], dtype=np.uint8)
+        self._mine = 0
+        """The counter this side owns, so that it is never read back from memory that others can write."""
+
+    def write(self, data: Bytes) -> int:
+        head = self._mine
+        room = self.capacity - (head - self._words[TAIL])
+        at = head & (self.capacity - 1)
+        count = min(room, len(data), self.capacity - at)
+        if count:
+            self._bytes[at : at + count] = data[:count]
+            self._mine = head + count
+            self._words[HEAD] = self._mine
+        return count
+
+    def window(self, most: int) -> Bytes:
+        tail = self._mine
+        at = tail & (self.capacity - 1)
+        count = min(self._words[HEAD] - tail, most, self.capacity - at)
+        return self._bytes[at : at + count]
+
+    def consume(self, count: int) -> None:
+        self._mine += count
+        self._words[TAIL] = self._mine
+
+    @property
+    def readable(self) -> bool:
+        return bool(self._words[HEAD] != self._mine)
+
+    @property
+    def writable(self) -> bool:
+        return bool(self._mine - self._words[TAIL] < self.capacity)
+
+    def sleeps(self, who: int, yes: bool) -> None:
+        self._words[who] = yes
+        fence()
+
+    def wakes(self, who: int) -> bool:
+        """Whether the other side sleeps; it will be woken once."""
+        fence()
+        if self._words[who]:
+            self._words[who] = 0
+            return True
+        return False
+
+    def close(self) -> None:
+        self._bytes = np.empty(0, dtype=np.uint8)
+        self._words.release()

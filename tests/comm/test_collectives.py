@@ -1,0 +1,194 @@
+"""Every collective against a serial computation, for one to nine ranks; its messages and bytes against the formulas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.comm.collectives import direct
+from shoal.comm.collectives.algorithms import ALL_REDUCE
+from shoal.comm.collectives.tree import tree_broadcast, tree_reduce
+from shoal.comm.peers import OutOfStep, Peers
+from shoal.comm.vector import OPERATIONS, Vector
+from shoal.comm.wire import sent
+from tests.comm.serial import TYPES, group, numbers, sizes, summed, together, vectors
+
+RANKS = range(1, 10)
+SUM = OPERATIONS["sum"]
+
+
+def counted(peers: list[Peers]) -> tuple[int, int]:
+    return sum(each.sent.messages for each in peers), sum(each.sent.bytes for each in peers)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("algorithm", ALL_REDUCE)
+def test_all_reduce(algorithm: str, ranks: int) -> None:
+    for size in sizes(ranks):
+        for dtype in TYPES:
+            given = [numbers(rank, size, dtype) for rank in range(ranks)]
+            expected = summed(given)
+            peers = group(ranks, per_host=3)
+            together(peers, "all_reduce", lambda each, v=vectors(given): ALL_REDUCE[algorithm](each, v[each.rank], SUM))
+            assert all(torch.equal(result, expected) for result in given)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("algorithm", ALL_REDUCE)
+def test_bytes_and_messages_of_an_all_reduce(algorithm: str, ranks: int) -> None:
+    """The sum over ranks, whatever the size: the mean over ranks is the closed formula."""
+    steps = ranks.bit_length() - 1
+    powers, surplus = 1 << steps, ranks - (1 << steps)
+    hosts = -(-ranks // 2)
+    for size in sizes(ranks):
+        n = 8 * size
+        total = {
+            "ring": (2 * ranks * (ranks - 1), 2 * n * (ranks - 1)),
+            "tree": (2 * (ranks - 1), 2 * n * (ranks - 1)),
+            "butterfly": (steps * powers + 2 * surplus, n * (steps * powers + 2 * surplus)),
+            "rabenseifner": (2 * steps * powers + 2 * surplus, 2 * n * (ranks - 1)),
+            # In pairs: one exchange of halves each way inside, a ring of halves between.
+            "hierarchical": (2 * ranks + 2 * ranks * (hosts - 1), 2 * n * (ranks - 1)),
+        }[algorithm]
+        if algorithm == "hierarchical" and ranks % 2:
+            continue  # A host with one rank less: its first rank speaks for it.
+        peers = group(ranks, per_host=2)
+        given = [numbers(rank, size, torch.float64) for rank in range(ranks)]
+        together(peers, "all_reduce", lambda each, v=vectors(given): ALL_REDUCE[algorithm](each, v[each.rank], SUM))
+        assert counted(peers) == total
+        if ranks > 1 and algorithm != "hierarchical":
+            formula = sent("all_reduce", payload_bytes=n, ranks=ranks, algorithm=algorithm)
+            assert formula.bytes == total[1] // ranks
+            assert formula.messages == -(-total[0] // ranks)
+
+
+@pytest.mark.parametrize("operation", ["product", "min", "max", "band", "bor", "bxor"])
+def test_other_reductions(operation: str) -> None:
+    given = [numbers(rank, 50, torch.int64) for rank in range(5)]
+    expected = given[0].clone()
+    for other in given[1:]:
+        OPERATIONS[operation][1](expected, other, out=expected)
+    peers = group(5)
+    call = ALL_REDUCE["ring"]
+    together(peers, "all_reduce", lambda each, v=vectors(given): call(each, v[each.rank], OPERATIONS[operation]))
+    assert all(torch.equal(result, expected) for result in given)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_reduce_scatter(ranks: int) -> None:
+    for part in (0, 1, 3, 700):
+        for dtype in TYPES:
+            given = [numbers(rank, ranks * part, dtype) for rank in range(ranks)]
+            kept = [tensor.clone() for tensor in given]
+            into = [torch.empty(part, dtype=dtype) for _ in range(ranks)]
+            peers = group(ranks)
+            together(
+                peers, "reduce_scatter",
+                lambda each, g=given, i=vectors(into): direct.direct_reduce_scatter(
+                    each, Vector(g[each.rank]).parts(each.size), i[each.rank], SUM
+                ),
+            )  # fmt: skip
+            assert torch.equal(torch.cat(into), summed(kept))
+            assert all(torch.equal(a, b) for a, b in zip(given, kept, strict=True))
+            assert counted(peers) == _each_to_each(ranks, into)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_all_gather(ranks: int) -> None:
+    for part in (0, 1, 3, 700):
+        given = [numbers(rank, part, torch.float32) for rank in range(ranks)]
+        into = [torch.empty(ranks * part) for _ in range(ranks)]
+        peers = group(ranks)
+        together(
+            peers, "all_gather",
+            lambda each, g=vectors(given), i=into: direct.direct_all_gather(
+                each, g[each.rank], Vector(i[each.rank]).parts(each.size)
+            ),
+        )  # fmt: skip
+        assert all(torch.equal(result, torch.cat(given)) for result in into)
+        assert counted(peers) == _each_to_each(ranks, given)
+
+
+def _each_to_each(ranks: int, parts: list[torch.Tensor]) -> tuple[int, int]:
+    return ranks * (ranks - 1), (ranks - 1) * sum(part.numel() * part.element_size() for part in parts)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_all_to_all_of_uneven_parts(ranks: int) -> None:
+    counts = [[(3 * a + 5 * b) % 11 for b in range(ranks)] for a in range(ranks)]
+    given = [[numbers(a * ranks + b, counts[a][b], torch.int64) for b in range(ranks)] for a in range(ranks)]
+    into = [[torch.empty(counts[a][b], dtype=torch.int64) for a in range(ranks)] for b in range(ranks)]
+    peers = group(ranks)
+    together(
+        peers, "all_to_all",
+        lambda each: direct.direct_all_to_all(each, vectors(given[each.rank]), vectors(into[each.rank])),
+    )  # fmt: skip
+    assert all(torch.equal(into[b][a], given[a][b]) for a in range(ranks) for b in range(ranks))
+    between = sum(counts[a][b] for a in range(ranks) for b in range(ranks) if a != b)
+    assert counted(peers) == (ranks * (ranks - 1), 8 * between)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_from_and_to_a_root(ranks: int) -> None:
+    for root in range(ranks):
+        given = [numbers(rank, 300, torch.float64) for rank in range(ranks)]
+        expected, first = summed(given), given[root].clone()
+        parts = [[torch.empty(300, dtype=torch.float64) for _ in range(ranks)] for _ in range(ranks)]
+        together(
+            group(ranks), "gather",
+            lambda each, g=given, p=parts, r=root: direct.gather(each, Vector(g[each.rank]), vectors(p[r]), root=r),
+        )  # fmt: skip
+        assert all(torch.equal(a, b) for a, b in zip(parts[root], given, strict=True))
+        back = [torch.empty(300, dtype=torch.float64) for _ in range(ranks)]
+        together(
+            group(ranks), "scatter",
+            lambda each, b=back, p=parts, r=root: direct.scatter(each, vectors(p[r]), Vector(b[each.rank]), root=r),
+        )  # fmt: skip
+        assert all(torch.equal(a, b) for a, b in zip(back, given, strict=True))
+        peers = group(ranks)
+        together(peers, "broadcast", lambda each, b=back, r=root: tree_broadcast(each, Vector(b[each.rank]), root=r))
+        assert all(torch.equal(result, first) for result in back)
+        assert counted(peers) == (ranks - 1, (ranks - 1) * 2400)
+        peers = group(ranks)
+        together(peers, "reduce", lambda each, g=given, r=root: tree_reduce(each, Vector(g[each.rank]), SUM, root=r))
+        assert torch.equal(given[root], expected)
+        assert counted(peers) == (ranks - 1, (ranks - 1) * 2400)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_nobody_leaves_a_barrier_before_all_have_entered(ranks: int) -> None:
+    peers = group(ranks)
+    for each in peers:
+        each.begin("barrier")
+    nothing = Vector(torch.empty(0))
+    waiting = [direct.barrier(each, nothing) for each in peers]
+    for _ in range(100):
+        assert all(next(steps, None) is not None for steps in waiting[:-1]) or ranks == 1
+    together(group(ranks), "barrier", lambda each: direct.barrier(each, nothing))
+
+
+def test_ranks_that_call_different_collectives_are_told_so() -> None:
+    peers = group(2)
+    tensors = [torch.zeros(4), torch.zeros(8)]
+    peers[0].begin("all_reduce")
+    peers[1].begin("all_gather")
+    with pytest.raises(OutOfStep, match="sent 32 bytes of all_gather.*expects 16 bytes of all_reduce"):
+        exchange = [ALL_REDUCE["butterfly"](each, Vector(t), SUM) for each, t in zip(peers, tensors, strict=True)]
+        next(exchange[1])
+        next(exchange[0])
+
+
+@settings(max_examples=150)
+@given(data=st.data())
+def test_any_all_reduce(data: st.DataObject) -> None:
+    ranks = data.draw(st.integers(1, 9))
+    size = data.draw(st.integers(0, 3000))
+    algorithm = data.draw(st.sampled_from(sorted(ALL_REDUCE)))
+    peers = group(ranks, per_host=data.draw(st.integers(1, ranks)), capacity=1 << data.draw(st.integers(5, 12)))
+    for _ in range(data.draw(st.integers(1, 3))):  # One after the other over the same links.
+        given = [numbers(rank, size, torch.float32) for rank in range(ranks)]
+        expected = summed(given)
+        together(peers, "all_reduce", lambda each, v=vectors(given): ALL_REDUCE[algorithm](each, v[each.rank], SUM))
+        assert all(torch.equal(result, expected) for result in given)
