@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.comm.serial import TYPES, group, numbers, sizes, summed, together, vectors
 
 from shoal.comm.collectives import direct
 from shoal.comm.collectives.algorithms import ALL_REDUCE
@@ -13,7 +14,6 @@ from shoal.comm.collectives.tree import tree_broadcast, tree_reduce
 from shoal.comm.peers import OutOfStep, Peers
 from shoal.comm.vector import OPERATIONS, Vector
 from shoal.comm.wire import sent
-from tests.comm.serial import TYPES, group, numbers, sizes, summed, together, vectors
 
 RANKS = range(1, 10)
 SUM = OPERATIONS["sum"]

@@ -30,6 +30,7 @@ from torch._C._distributed_c10d import (
 from torch.futures import Future
 
 from shoal.comm.choice import DEFAULT, Network, choose_all_reduce
+from shoal.comm.collectives.algorithms import ALL_REDUCE
 from shoal.comm.collectives.direct import (
     barrier,
     direct_all_gather,
@@ -38,7 +39,6 @@ from shoal.comm.collectives.direct import (
     gather,
     scatter,
 )
-from shoal.comm.collectives.algorithms import ALL_REDUCE
 from shoal.comm.collectives.tree import tree_broadcast, tree_reduce
 from shoal.comm.counted import CountedGroup
 from shoal.comm.mail import ANY, Mail, Wanted
@@ -185,11 +185,15 @@ class ShoalGroup(CountedGroup):
 
     abort = shutdown
 
-    def all_reduce_algorithm(self, nbytes: int) -> str:
-        """The one asked for, or the cheapest by the model of the links."""
+    def algorithm_of(self, kind: str, payload_bytes: int) -> str | None:
+        """An all-reduce takes the algorithm asked for, or the cheapest by the model of the links."""
+        if kind == "reduce":
+            return "tree"
+        if kind != "all_reduce":
+            return None
         if self.algorithm != "auto":
             return self.algorithm
-        return choose_all_reduce(nbytes, self.size(), self._per_host, self.network)
+        return choose_all_reduce(payload_bytes, self.size(), self._per_host, self.network)
 
     def _start(self, kind: str, steps: Steps, result: list[torch.Tensor], opts: Any) -> Collective:
         def whole() -> Steps:
@@ -209,7 +213,7 @@ class ShoalGroup(CountedGroup):
         opts = _options(opts, AllreduceOptions)
         operation, average = _operation(opts.reduceOp)
         flats = [Flat(tensor) for tensor in tensors]
-        algorithms = [self.all_reduce_algorithm(flat.vector.nbytes) for flat in flats]
+        algorithms = [str(self.algorithm_of("all_reduce", flat.vector.nbytes)) for flat in flats]
         for flat, algorithm in zip(flats, algorithms, strict=True):
             self._enter("all_reduce", flat.vector.nbytes, algorithm)
 

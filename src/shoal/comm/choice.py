@@ -7,6 +7,7 @@ is the one of `wire.py`'s formulas with times in place of counts, so what is cho
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil, log2
 
 ALL_REDUCE = ("ring", "tree", "butterfly", "rabenseifner", "hierarchical")
@@ -67,6 +68,7 @@ def all_reduce_time(algorithm: str, nbytes: int, ranks: int, per_host: int, netw
     raise ValueError(f"there is no all-reduce called {algorithm!r}; there are {', '.join(ALL_REDUCE)}")
 
 
+@lru_cache(maxsize=4096)
 def choose_all_reduce(nbytes: int, ranks: int, per_host: int, network: Network) -> str:
     """The cheapest; of equals the one with the fewest messages."""
     options = ["butterfly", "rabenseifner", "ring", "tree"]

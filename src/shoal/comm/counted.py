@@ -26,6 +26,10 @@ class CountedGroup(dist.ProcessGroup):
         self._register_backend(device, kind, backend)
         self._set_default_backend(kind)
 
+    def algorithm_of(self, kind: str, payload_bytes: int) -> str | None:
+        """By which algorithm it carries such a collective; None where there is only one."""
+        return None
+
     def _enter(self, kind: str, payload_bytes: int, algorithm: str | None = None) -> None:
         BOOK.enter(
             axis=self.axis, kind=kind, payload_bytes=payload_bytes, ranks=self.size(), group=self.label,

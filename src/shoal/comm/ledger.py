@@ -8,7 +8,7 @@ what it sends; it also knows the phase the step is in and the last collective ea
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -108,11 +108,18 @@ class Ledger:
         )
 
 
-def ledger_of(calls: Iterable[tuple[str, str, str, int, int]]) -> Ledger:
+Choose = Callable[[str, str, int, int], str | None]
+"""The algorithm of a collective, from its axis, kind, payload bytes and ranks; None where there is only one."""
+
+
+def ledger_of(
+    calls: Iterable[tuple[str, str, str, int, int]], choose: Choose = lambda axis, kind, payload_bytes, ranks: None
+) -> Ledger:
     """A ledger from (axis, phase, kind, payload bytes, ranks) of single collectives: how predictions are written."""
     total: dict[Key, Entry] = {}
     for axis, phase, kind, payload_bytes, ranks in calls:
-        cost = sent(kind, payload_bytes=payload_bytes, ranks=ranks)
+        algorithm = choose(axis, kind, payload_bytes, ranks)
+        cost = sent(kind, payload_bytes=payload_bytes, ranks=ranks, algorithm=algorithm)
         key = Key(axis, phase, kind)
         total[key] = total.get(key, Entry()) + Entry(1, cost.messages, cost.bytes)
     return Ledger(total)
@@ -134,9 +141,8 @@ class Book:
     def __init__(self) -> None:
         self.phase = "setup"
         self.last: dict[str, Call] = {}
-        self._calls: dict[Key, int] = {}
-        self._messages: dict[Key, int] = {}
-        self._bytes: dict[Key, int] = {}
+        self._entered: dict[tuple[str, str, str], list[int]] = {}
+        """(axis, phase, kind) -> calls, messages, bytes."""
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -150,19 +156,18 @@ class Book:
         self, *, axis: str, kind: str, payload_bytes: int, ranks: int, group: str, algorithm: str | None = None
     ) -> None:
         cost = sent(kind, payload_bytes=payload_bytes, ranks=ranks, algorithm=algorithm)
-        key = Key(axis, self.phase, kind)
-        self._calls[key] = self._calls.get(key, 0) + 1
-        self._messages[key] = self._messages.get(key, 0) + cost.messages
-        self._bytes[key] = self._bytes.get(key, 0) + cost.bytes
+        entry = self._entered.setdefault((axis, self.phase, kind), [0, 0, 0])
+        entry[0] += 1
+        entry[1] += cost.messages
+        entry[2] += cost.bytes
         last = self.last.get(group)
         number = last.number + 1 if last else 1
         self.last[group] = Call(number, kind, self.phase, time.monotonic())
 
     def take(self) -> Ledger:
         """What was entered since the last take; the count starts anew."""
-        taken = Ledger({k: Entry(n, self._messages[k], self._bytes[k]) for k, n in self._calls.items()})
-        self._calls, self._messages, self._bytes = {}, {}, {}
-        return taken
+        entered, self._entered = self._entered, {}
+        return Ledger({Key(*place): Entry(*entry) for place, entry in entered.items()})
 
 
 BOOK = Book()

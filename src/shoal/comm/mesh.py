@@ -13,6 +13,8 @@ from math import prod
 
 import torch.distributed as dist
 
+from shoal.comm.counted import CountedGroup
+
 
 @dataclass(frozen=True)
 class Members:
@@ -43,6 +45,13 @@ class Mesh:
         for name, size in reversed(self.axes):
             rank, place[name] = divmod(rank, size)
         return place
+
+    def algorithm(self, axis: str, kind: str, payload_bytes: int, ranks: int) -> str | None:
+        """What the group of an axis would take for such a collective; None where its backend has one way only."""
+        for members in self._known.values():
+            if members.axis == axis and members.size == ranks and isinstance(members.group, CountedGroup):
+                return members.group.algorithm_of(kind, payload_bytes)
+        return None
 
     def along(self, *names: str, label: str | None = None) -> Members:
         """Members along the named axes, ordered as the axes are. Collective: every rank must ask for the same."""

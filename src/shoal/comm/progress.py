@@ -24,6 +24,8 @@ SPIN_S = 300e-6
 """Longer than most waits between ranks in step, shorter than a time slice."""
 GRACE_S = 2.0
 """How long a peer that nobody waits for may be gone before it is taken for the cause of the waiting."""
+HAND_OVER_S = 0.05
+"""How long to wait for the driver to make way before looking again."""
 LOOK_S = 1.0
 """How often a sleeper looks around, whatever happens."""
 
@@ -52,23 +54,13 @@ class Task:
         self.what = what
         self.done = False
         self.error: BaseException | None = None
-        self._event: threading.Event | None = None
         self._then: list[Callable[[], None]] = []
 
     def finish(self, error: BaseException | None = None) -> None:
         self.error = error
         self.done = True
-        if self._event is not None:
-            self._event.set()
         while self._then:
             self._then.pop()()
-
-    def sleep(self, seconds: float) -> None:
-        """Until another thread has finished it, or for so long."""
-        if self._event is None:
-            self._event = threading.Event()
-        if not self.done:
-            self._event.wait(seconds)
 
     def when_done(self, call: Callable[[], None]) -> None:
         self._then.append(call)
@@ -85,6 +77,11 @@ class Line:
         self._name = name
         self._tasks: deque[Task] = deque()
         self._driver = threading.Lock()
+        """Held by whoever moves the tasks along, also while it sleeps."""
+        self._waiting: set[int] = set()
+        """Threads that wait for a task: the worker makes way for them."""
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Wakes the driver from its sleep."""
         self._worker: threading.Thread | None = None
         self._called = threading.Event()
         self._closed = False
@@ -102,27 +99,36 @@ class Line:
                 self._advance()
             finally:
                 self._driver.release()
+        else:
+            self._ring()
         if background and not task.done:
             self.call_worker()
         return task
 
+    def _ring(self) -> None:
+        os.eventfd_write(self._bell, 1)
+
     def wait(self, task: Task, timeout_s: float) -> None:
         """Until the task is done. Raises what went wrong."""
         deadline = time.monotonic() + timeout_s
-        while not task.done:
-            if self._driver.acquire(blocking=False):
+        me = threading.get_ident()
+        self._waiting.add(me)
+        try:
+            while not task.done:
+                if not self._driver.acquire(blocking=False):
+                    self._ring()
+                    if not self._driver.acquire(timeout=HAND_OVER_S):
+                        continue
                 try:
                     self._drive(task, deadline, spin_s=SPIN_S if may_spin() else 0.0)
+                    if not task.done and time.monotonic() > deadline:
+                        self._give_up_on(task, TimedOut(f"{task.what} did not end within {timeout_s:g} s"))
                 finally:
                     self._driver.release()
-                if self._tasks and self._worker is not None:
-                    self.call_worker()
-            else:
-                task.sleep(0.1)
-            if not task.done and time.monotonic() > deadline:
-                with self._driver:
-                    if not task.done:
-                        self._give_up_on(task, TimedOut(f"{task.what} did not end within {timeout_s:g} s"))
+        finally:
+            self._waiting.discard(me)
+            if self._tasks and self._worker is not None:
+                self.call_worker()
         if task.error is not None:
             raise task.error
 
@@ -167,6 +173,8 @@ class Line:
             if now > deadline or self._closed:
                 return
             self._sleep(pending, min(LOOK_S, deadline - now))
+            if until is None and self._waiting:
+                return
             spin_until = time.monotonic() + spin_s
 
     def _sleep(self, pending: Sequence[Waits], seconds: float) -> None:
@@ -176,6 +184,7 @@ class Line:
         ready = [link.arm(to_write=to_write) for link, to_write in wanted.items()]
         if not any(ready):
             poll = select.poll()
+            poll.register(self._bell, select.POLLIN)
             others = {}
             for link in self._links:
                 if link in wanted:
@@ -187,6 +196,8 @@ class Line:
             for descriptor, _ in poll.poll(max(0.0, seconds) * 1000):
                 if descriptor in others:
                     self._missed.setdefault(others[descriptor], now)
+                elif descriptor == self._bell:
+                    os.eventfd_read(self._bell)
             for peer, since in self._missed.items():
                 if now - since > GRACE_S:
                     self._fail(PeerLost(peer))
@@ -204,16 +215,20 @@ class Line:
         while not self._closed:
             self._called.wait()
             self._called.clear()
-            while self._tasks and not self._closed:
-                # Now and then the others get a chance to look in.
+            # Who waits drives by itself, and calls again if something is left.
+            while self._tasks and not self._waiting and not self._closed:
                 with self._driver:
                     self._drive(None, time.monotonic() + LOOK_S, spin_s=0.0)
 
     def close(self) -> None:
+        if self._closed:
+            return
         self._closed = True
         self._called.set()
+        self._ring()
         if self._worker is not None and self._worker is not threading.current_thread():
             self._worker.join(timeout=2 * LOOK_S)
+        os.close(self._bell)
 
 
 def run(steps: Steps, links: Iterable[Link], *, timeout_s: float = 60.0) -> None:

@@ -6,6 +6,7 @@ messages are made of); torch does it for bfloat16 and float16.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -15,10 +16,16 @@ import torch
 
 from shoal.comm.transport.link import Bytes
 
-_AS_NUMPY = {
-    torch.float32, torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool,
-    torch.complex64, torch.complex128,
+_AS_NUMPY: dict[torch.dtype, Any] = {
+    torch.float32: np.float32, torch.float64: np.float64, torch.int8: np.int8, torch.uint8: np.uint8,
+    torch.int16: np.int16, torch.int32: np.int32, torch.int64: np.int64, torch.bool: np.bool_,
+    torch.complex64: np.complex64, torch.complex128: np.complex128,
 }  # fmt: skip
+
+_memory_at = ctypes.pythonapi.PyMemoryView_FromMemory
+_memory_at.restype = ctypes.py_object
+_memory_at.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_WRITABLE = 0x200
 
 Operation = tuple[Callable[..., Any], Callable[..., Any]]
 """Of two arguments into `out`: NumPy's and torch's."""
@@ -37,24 +44,20 @@ OPERATIONS: dict[str, Operation] = {
 class Vector:
     """A contiguous run of elements; `tensor` is flat and shares its memory."""
 
-    __slots__ = ("bytes", "itemsize", "numbers", "tensor")
+    __slots__ = ("bytes", "itemsize", "nbytes", "numbers", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         self.itemsize = tensor.element_size()
-        self.numbers: Any = None
-        if tensor.dtype in _AS_NUMPY:
-            self.numbers = tensor.numpy()
-            self.bytes: Bytes = self.numbers.view(np.uint8)
-        else:
-            self.bytes = tensor.view(torch.uint8).numpy()
+        self.nbytes = size = tensor.numel() * self.itemsize
+        # Not by `tensor.numpy()`: its storage could never be resized again, as stage 3 of ZeRO does.
+        memory = _memory_at(tensor.data_ptr(), size, _WRITABLE) if size else bytearray()
+        self.bytes: Bytes = np.frombuffer(memory, dtype=np.uint8)
+        known = _AS_NUMPY.get(tensor.dtype)
+        self.numbers: Any = self.bytes.view(known) if known is not None else None
 
     def __len__(self) -> int:
-        return len(self.bytes) // self.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.bytes)
+        return self.nbytes // self.itemsize
 
     def slice(self, start: int, stop: int) -> Vector:
         return Vector(self.tensor[start:stop])

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil, log2
 
 
@@ -107,6 +108,7 @@ def even_payload(*, bytes_to_others: int, ranks: int) -> int:
     return -(-bytes_to_others * ranks // (ranks - 1)) if ranks > 1 else 0
 
 
+@lru_cache(maxsize=4096)
 def sent(kind: str, *, payload_bytes: int, ranks: int, algorithm: str | None = None) -> Sent:
     """Messages and bytes one rank sends for a collective of this kind; by Gloo's algorithm unless one is named."""
     if ranks == 1 and kind not in ("send", "recv"):

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from shoal.comm.ledger import Ledger, ledger_of
+from shoal.comm.ledger import Choose, Ledger, ledger_of
 
 NUMBER_BYTES = 8
 """Sums that steer a step travel in float64."""
@@ -86,10 +86,10 @@ class ShardTable:
     and `num_parameters` of the stage."""
 
 
-def predict(table: ShardTable) -> Ledger:
-    """What one rank sends in a steady-state step."""
+def predict(table: ShardTable, choose: Choose = lambda axis, kind, payload_bytes, ranks: None) -> Ledger:
+    """What one rank sends in a steady-state step; `choose` names the algorithms of the backend, where it has several."""
     calls = (*_loss(table), *_gradients(table), *_parameters(table), *_norm(table), *_batch_norm(table), *table.calls)
-    return ledger_of(call for call in calls if call[-1] > 1)
+    return ledger_of((call for call in calls if call[-1] > 1), choose)
 
 
 def _loss(table: ShardTable) -> Iterator[Call]:

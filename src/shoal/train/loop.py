@@ -17,7 +17,6 @@ import torch
 
 from shoal.comm.group import BACKENDS
 from shoal.comm.ledger import BOOK, Ledger
-from shoal.estimate.traffic import predict
 from shoal.job import Job
 from shoal.parallel.batch_norm import batch_norms
 from shoal.parallel.engine import NonFinite
@@ -288,7 +287,7 @@ class TrainingRun:
             "step_s": statistics.median(steady) if steady else None,
             "memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "steps_to_target": self.reached_step, "time_to_target_s": self.reached_s,
-            "ledger": self.ledger.to_json(), "predicted": predict(self.ready.table).to_json(),
+            "ledger": self.ledger.to_json(), "predicted": self.ready.predicted.to_json(),
             "folder": str(self.folder), **staleness(self.engine),
         }  # fmt: skip
         if self.recorder is not None:

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from shoal.comm.ledger import Ledger
 from shoal.comm.mesh import Mesh
-from shoal.estimate.traffic import ShardTable
+from shoal.estimate.traffic import ShardTable, predict
 from shoal.job import Job, load_job
 from shoal.job.elementwise import elementwise
 from shoal.parallel.apply import parallelize
@@ -36,6 +37,11 @@ class Prepared:
     def table(self) -> ShardTable:
         """What the traffic formulas read. The first step settles it: only then is it known how blocks are used."""
         return shard_table(self.job, self.strategy, self.engine, self.runner.calls)
+
+    @property
+    def predicted(self) -> Ledger:
+        """What this rank should send in a steady-state step."""
+        return predict(self.table, self.engine.placement.mesh.algorithm)
 
 
 def job_from(arguments: dict[str, Any]) -> Job:

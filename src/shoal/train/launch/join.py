@@ -67,7 +67,7 @@ def join(*, backend: str | None = None, timeout_s: float | None = None, meet_s: 
         return _joined
     register_backends()
     on_gpu = torch.cuda.is_available() and backend in (None, "nccl", BACKENDS["nccl"])
-    chosen = backend or BACKENDS["nccl" if on_gpu else "gloo"]
+    chosen = backend or BACKENDS["nccl" if on_gpu else os.environ.get("SHOAL_BACKEND", "gloo")]
     _adopted = dist.is_initialized()
     if _adopted:
         base: dist.Store = dist.distributed_c10d._get_default_store()

@@ -19,7 +19,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 from shoal.comm.ledger import BOOK
-from shoal.estimate.traffic import predict
 from shoal.job import Job
 from shoal.parallel.optimizer import Piece
 from shoal.strategy import Strategy, contract, parse, pp, require_legal
@@ -215,9 +214,9 @@ def _train(ready: Prepared, steps: int) -> dict[str, Any]:
         # The first step also settles who has gradients at all; every other one must be as predicted, once a pipeline
         # without flush is full.
         if step >= steady or steps == 1:
-            unlike += counted.differences(predict(ready.table))
+            unlike += counted.differences(ready.predicted)
         counter = order.next(counter)
-    return {"losses": losses, "ledger_differences": sorted(set(unlike)), "predicted": predict(ready.table).to_json()}
+    return {"losses": losses, "ledger_differences": sorted(set(unlike)), "predicted": ready.predicted.to_json()}
 
 
 def compare(ready: Prepared, path: str) -> dict[str, Any]:

@@ -1,0 +1,85 @@
+"""gTop-k (Shi et al. 2019): the k largest of the sum, found by a tree of merges; each sends k elements, not k times P.
+
+A merge adds two lists of k elements and keeps the k largest of the sum; after ceil(log2 P) rounds rank 0 has the result
+and broadcasts it. As in the paper, what a rank chose and what is not among the k of the result stays in its residual.
+One thing the paper loses: an element that one merge dropped and that came into the result by another branch. The rank
+that dropped it keeps it here, so nothing is lost: over all ranks, sent and kept are the gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from shoal.comm.compress.codec import sparse_parts, sparse_payload
+from shoal.comm.compress.feedback import Residual
+from shoal.comm.compress.method import Draw, Method, Over, State, flat, is_finite, spoilt_if_not_finite
+from shoal.comm.compress.topk import TopK
+from shoal.strategy.compress import gtopk
+
+Sparse = tuple[torch.Tensor, torch.Tensor]
+"""Values and their places."""
+
+
+class GTopK(Method):
+    """A fraction r of the elements of the sum."""
+
+    def __init__(self, term: gtopk) -> None:
+        super().__init__(term)
+        self.codec = TopK(fraction=term.r)
+        self.feedback = Residual()
+
+    def reduce(self, x: torch.Tensor, state: State, over: Over, draw: Draw) -> torch.Tensor:
+        if x.numel() == 0:
+            return x.clone()
+        value, kept = self.feedback.take_up(flat(x), state, over)
+        value = spoilt_if_not_finite(value)
+        payload = self.codec.encode(value, draw)
+        best, dropped = merged_by_tree(payload, over, value.dtype)
+        values, places = best
+        total = torch.zeros_like(value).index_add_(0, places, values)
+        if is_finite(values):
+            in_result = torch.zeros(len(value), dtype=torch.bool, device=value.device)
+            in_result[places.long()] = True
+            residual = kept["residual"]
+            _, mine = sparse_parts(payload, value.dtype)
+            residual[mine[in_result[mine.long()]].long()] = 0
+            for lost, where in dropped:
+                again = in_result[where.long()]
+                residual.index_add_(0, where[again], lost[again])
+            state.update(kept)
+        return total.view(x.shape)
+
+
+def merged_by_tree(payload: torch.Tensor, over: Over, dtype: torch.dtype) -> tuple[Sparse, list[Sparse]]:
+    """The k largest of the sum, on every rank; and what the merges on this rank dropped."""
+    dropped: list[Sparse] = []
+    if over.group is None:
+        return sparse_parts(payload, dtype), dropped
+    distance = 1
+    while distance < over.size:
+        if over.rank % (2 * distance) == distance:
+            dist.send(payload, group=over.group, group_dst=over.rank - distance)
+            break
+        if over.rank + distance < over.size:
+            arrived = torch.empty_like(payload)
+            dist.recv(arrived, group=over.group, group_src=over.rank + distance)
+            best, rest = merged(sparse_parts(payload, dtype), sparse_parts(arrived, dtype))
+            payload = sparse_payload(*best)
+            dropped.append(rest)
+        distance *= 2
+    payload = payload.clone()
+    dist.broadcast(payload, group=over.group, group_src=0)
+    return sparse_parts(payload, dtype), dropped
+
+
+def merged(first: Sparse, second: Sparse) -> tuple[Sparse, Sparse]:
+    """The k largest of the sum of two sparse tensors of k elements, and what is left of it."""
+    count = len(first[0])
+    places, inverse = torch.cat([first[1], second[1]]).unique(return_inverse=True)
+    values = torch.zeros(len(places), dtype=first[0].dtype, device=places.device)
+    # One after the other: the lower rank's part comes first in every sum.
+    values.index_add_(0, inverse[:count], first[0]).index_add_(0, inverse[count:], second[0])
+    chosen = torch.zeros(len(places), dtype=torch.bool, device=places.device)
+    chosen[values.abs().topk(count, sorted=False).indices] = True
+    return (values[chosen], places[chosen]), (values[~chosen], places[~chosen])

@@ -1,0 +1,59 @@
+"""PowerSGD (Vogels et al. 2019): a gradient matrix as a product of two thin ones, by one step of power iteration.
+
+With a query Q, P = M Q is summed over ranks and made orthonormal, then Q = M^T P is summed: both all-reduces of thin
+matrices, and P Q^T is the projection of the summed gradient on the columns of P. The sum of Q is the next step's query
+(a warm start), the same on all ranks. Each rank keeps M - P (M^T P)^T, its own part of what the projection leaves out.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shoal.comm.compress.exchange import summed
+from shoal.comm.compress.feedback import Residual
+from shoal.comm.compress.method import Draw, Method, Over, State, flat, is_finite, spoilt_if_not_finite
+from shoal.comm.compress.traffic import effective_rank, matrix_of
+from shoal.strategy.compress import powersgd
+
+
+class PowerSgd(Method):
+    """Rank-r approximations of gradient matrices (the first dimension by all others) with error feedback."""
+
+    term: powersgd
+
+    def __init__(self, term: powersgd) -> None:
+        super().__init__(term)
+        self.feedback = Residual()
+
+    def reduce(self, x: torch.Tensor, state: State, over: Over, draw: Draw) -> torch.Tensor:
+        if x.numel() == 0:
+            return x.clone()
+        value, kept = self.feedback.take_up(flat(x), state, over)
+        matrix = spoilt_if_not_finite(value).view(matrix_of(x.shape))
+        query = _query(matrix, effective_rank(self.term.rank, x.shape), state, draw)
+        left = summed((matrix @ query).view(-1), over).view(len(matrix), -1)
+        if not is_finite(left):
+            return torch.full_like(x, torch.nan)
+        # Householder's method: orthonormal also where columns depend on each other, or are zero.
+        left = torch.linalg.qr(left).Q
+        mine = matrix.t() @ left
+        right = summed(mine.reshape(-1), over).view_as(mine)
+        if not is_finite(right):
+            return torch.full_like(x, torch.nan)
+        kept["residual"].view_as(matrix).addmm_(left, mine.t(), alpha=-1)
+        state.update(kept)
+        state["query"] = right
+        return (left @ right.t()).view(x.shape)
+
+
+def _query(matrix: torch.Tensor, rank: int, state: State, draw: Draw) -> torch.Tensor:
+    """[columns, rank]: the last product, with random columns where it has none that say anything."""
+    drawn = torch.randn(matrix.shape[1], rank, generator=draw.shared(), dtype=torch.float64).to(matrix)
+    before = state.get("query")
+    if before is None or before.shape != drawn.shape:
+        return drawn
+    before = before.to(matrix)
+    scales = before.abs().amax(0)
+    # A gradient of zeros would otherwise leave a query of zeros, which sees nothing ever after. Of the others only the
+    # direction counts; their size would make the next product overflow or vanish.
+    return torch.where(scales == 0, drawn, before / torch.where(scales == 0, 1.0, scales))

@@ -1,0 +1,102 @@
+"""Count sketch, as in Sketched-SGD (Ivkin et al. 2019): a table of rows x columns signed sums stands for the gradient.
+
+Sketches add: the all-reduced table is the sketch of the sum. Every rank reads the same estimates off it (the median
+over rows), takes the columns / 4 largest of them, and the exact values at these places are summed in a second, small
+all-reduce. Each rank's error is then what it did not send. The estimates themselves cannot stand in for the second
+round: their noise, the norm of the gradient over sqrt(columns), would enter the residuals, and grow there from step to
+step wherever the gradient is not sparse.
+
+The hash functions are drawn anew for every step, alike on all ranks: two elements that collide today do not tomorrow.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shoal.comm.compress.exchange import summed
+from shoal.comm.compress.feedback import Residual
+from shoal.comm.compress.method import Draw, Method, Over, State, flat, is_finite, spoilt_if_not_finite
+from shoal.comm.compress.topk import largest
+from shoal.comm.compress.traffic import sketch_count
+from shoal.strategy.compress import sketch
+
+FEW_ROWS = 9
+"""Up to here exchanging rows in a network is faster than sorting a column for each element."""
+
+
+class CountSketch:
+    """The linear map to a table and the estimates back, for one draw of hash functions. It works row by row, so that
+    the hashes of one row are all that it holds."""
+
+    def __init__(self, *, rows: int, columns: int, num_elements: int, draw: Draw, device: torch.device) -> None:
+        self.rows, self.columns = rows, columns
+        whole = torch.iinfo(torch.int64)
+        numbers = torch.randint(whole.min, whole.max, (2, rows), generator=draw.shared(), dtype=torch.int64)
+        self._factors, self._shifts = numbers.bitwise_or(torch.tensor([[1], [0]])).tolist()
+        self._elements = torch.arange(num_elements, device=device)
+
+    def table(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, columns]: in each row every element is added to one cell, with a sign."""
+        table = x.new_zeros(self.rows, self.columns)
+        for row in range(self.rows):
+            cells, signs = self._hashed(row, x.dtype)
+            table[row].scatter_add_(0, cells, signs.mul_(x))
+        return table
+
+    def estimates(self, table: torch.Tensor) -> torch.Tensor:
+        """What the elements probably were."""
+        found = []
+        for row in range(self.rows):
+            cells, signs = self._hashed(row, table.dtype)
+            found.append(signs.mul_(table[row].index_select(0, cells)))
+        return median(found)
+
+    def _hashed(self, row: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each element's cell and sign in a row: the upper half of a i + b modulo 2**64 (multiply-shift hashing, whose
+        upper bits are pairwise independent). One bit is the sign, 31 bits choose the cell."""
+        mixed = (self._elements * self._factors[row]).add_(self._shifts[row])
+        signs = torch.ones((), dtype=dtype, device=mixed.device).copysign(mixed.to(dtype))
+        cells = mixed.bitwise_right_shift_(32).bitwise_and_(0x7FFFFFFF).mul_(self.columns).bitwise_right_shift_(31)
+        return cells, signs
+
+
+def median(rows: list[torch.Tensor]) -> torch.Tensor:
+    """The median of every element over rows; the mean of the two in the middle for an even number of rows."""
+    if len(rows) > FEW_ROWS:
+        ordered = list(torch.stack(rows).sort(dim=0).values)
+    else:
+        ordered = rows
+        for turn in range(len(rows)):
+            # Odd-even transposition: after as many turns as rows everything is in its place.
+            for first in range(turn % 2, len(rows) - 1, 2):
+                pair = ordered[first], ordered[first + 1]
+                ordered[first], ordered[first + 1] = torch.minimum(*pair), torch.maximum(*pair)
+    low, high = ordered[(len(rows) - 1) // 2], ordered[len(rows) // 2]
+    return low if low is high else torch.lerp(low, high, 0.5)
+
+
+class Sketch(Method):
+    """A count sketch, an exact round for the elements it points at, error feedback for the others."""
+
+    term: sketch
+
+    def __init__(self, term: sketch) -> None:
+        super().__init__(term)
+        self.feedback = Residual()
+
+    def reduce(self, x: torch.Tensor, state: State, over: Over, draw: Draw) -> torch.Tensor:
+        if x.numel() == 0:
+            return x.clone()
+        value, kept = self.feedback.take_up(flat(x), state, over)
+        value = spoilt_if_not_finite(value)
+        counted = CountSketch(
+            rows=self.term.rows, columns=self.term.columns, num_elements=len(value), draw=draw, device=value.device
+        )
+        table = summed(counted.table(value), over)
+        # In one order on all ranks, since values are summed by it.
+        places = largest(counted.estimates(table), sketch_count(self.term.columns, len(value))).sort().values
+        exact = summed(value[places], over)
+        if is_finite(table) and is_finite(exact):
+            kept["residual"].index_fill_(0, places, 0.0)
+            state.update(kept)
+        return torch.zeros_like(value).index_copy_(0, places, exact).view(x.shape)

@@ -1,0 +1,75 @@
+"""A block of memory that all ranks of a group on one host see, and that nobody has to clean up.
+
+The first rank makes an anonymous file and tells the others where to find it under its process; once all have mapped it,
+its descriptor is closed. It has no name, so the kernel takes it back with the last process that holds it, however that
+ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+
+import torch
+import torch.distributed as dist
+
+from shoal.comm.mesh import Members
+from shoal.comm.transport.connect import host_name
+
+
+class NotOneHost(ValueError):
+    """The ranks that were to share memory are on different hosts."""
+
+
+class SharedBlock:
+    """So many bytes, the same on every rank. Collective: all members call it alike."""
+
+    def __init__(self, members: Members, nbytes: int) -> None:
+        self.members = members
+        self.nbytes = max(nbytes, mmap.PAGESIZE)
+        if members.group is None:
+            self._memory = mmap.mmap(-1, self.nbytes)
+        else:
+            self._memory = self._shared_with(members.group)
+        self._tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
+
+    def _shared_with(self, group: dist.ProcessGroup) -> mmap.mmap:
+        self._require_one_host(group)
+        first = self.members.ranks[0]
+        place = torch.zeros(2, dtype=torch.int64)
+        descriptor = -1
+        if self.members.index == 0:
+            descriptor = os.memfd_create("shoal-block", os.MFD_CLOEXEC)
+            os.ftruncate(descriptor, self.nbytes)
+            place = torch.tensor([os.getpid(), descriptor])
+        dist.broadcast(place, src=first, group=group)
+        opened = -1
+        try:
+            if self.members.index:
+                process, number = place.tolist()
+                opened = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+            return mmap.mmap(descriptor if self.members.index == 0 else opened, self.nbytes)
+        finally:
+            # Nobody lets go of the file before all have it.
+            dist.barrier(group=group)
+            for held in (descriptor, opened):
+                with contextlib.suppress(OSError):
+                    os.close(held)
+
+    def _require_one_host(self, group: dist.ProcessGroup) -> None:
+        mine = torch.zeros(256, dtype=torch.uint8)
+        name = host_name().encode()[:256]
+        mine[: len(name)] = torch.tensor(list(name), dtype=torch.uint8)
+        everyone = torch.empty(256 * self.members.size, dtype=torch.uint8)
+        dist.all_gather_single(everyone, mine, group=group)
+        for place, theirs in zip(self.members.ranks, everyone.view(-1, 256), strict=True):
+            if not torch.equal(theirs, mine):
+                raise NotOneHost(
+                    f"via=shared() shares memory among ranks {', '.join(map(str, self.members.ranks))}, but rank {place} "
+                    "is on another host; put a level of dp(..., via=allreduce()) between hosts"
+                )
+
+    def tensor(self, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Elements that begin at a byte of the block."""
+        return self._tensor[start : start + count * dtype.itemsize].view(dtype)
