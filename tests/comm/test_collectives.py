@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.comm.serial import TYPES, group, numbers, sizes, summed, together, vectors
 
+from comm.serial import TYPES, group, numbers, sizes, summed, together, vectors
 from shoal.comm.collectives import direct
 from shoal.comm.collectives.algorithms import ALL_REDUCE
 from shoal.comm.collectives.tree import tree_broadcast, tree_reduce
-from shoal.comm.peers import OutOfStep, Peers
+from shoal.comm.peers import OutOfStep, Peers, Steps
 from shoal.comm.vector import OPERATIONS, Vector
 from shoal.comm.wire import sent
 
 RANKS = range(1, 10)
 SUM = OPERATIONS["sum"]
+
+
+def reducing(algorithm: str, given: list[torch.Tensor], operation: str = "sum") -> Callable[[Peers], Steps]:
+    mine = vectors(given)
+    return lambda each: ALL_REDUCE[algorithm](each, mine[each.rank], OPERATIONS[operation])
 
 
 def counted(peers: list[Peers]) -> tuple[int, int]:
@@ -31,7 +38,7 @@ def test_all_reduce(algorithm: str, ranks: int) -> None:
             given = [numbers(rank, size, dtype) for rank in range(ranks)]
             expected = summed(given)
             peers = group(ranks, per_host=3)
-            together(peers, "all_reduce", lambda each, v=vectors(given): ALL_REDUCE[algorithm](each, v[each.rank], SUM))
+            together(peers, "all_reduce", reducing(algorithm, given))
             assert all(torch.equal(result, expected) for result in given)
 
 
@@ -56,7 +63,7 @@ def test_bytes_and_messages_of_an_all_reduce(algorithm: str, ranks: int) -> None
             continue  # A host with one rank less: its first rank speaks for it.
         peers = group(ranks, per_host=2)
         given = [numbers(rank, size, torch.float64) for rank in range(ranks)]
-        together(peers, "all_reduce", lambda each, v=vectors(given): ALL_REDUCE[algorithm](each, v[each.rank], SUM))
+        together(peers, "all_reduce", reducing(algorithm, given))
         assert counted(peers) == total
         if ranks > 1 and algorithm != "hierarchical":
             formula = sent("all_reduce", payload_bytes=n, ranks=ranks, algorithm=algorithm)
@@ -71,8 +78,7 @@ def test_other_reductions(operation: str) -> None:
     for other in given[1:]:
         OPERATIONS[operation][1](expected, other, out=expected)
     peers = group(5)
-    call = ALL_REDUCE["ring"]
-    together(peers, "all_reduce", lambda each, v=vectors(given): call(each, v[each.rank], OPERATIONS[operation]))
+    together(peers, "all_reduce", reducing("ring", given, operation))
     assert all(torch.equal(result, expected) for result in given)
 
 
@@ -86,8 +92,8 @@ def test_reduce_scatter(ranks: int) -> None:
             peers = group(ranks)
             together(
                 peers, "reduce_scatter",
-                lambda each, g=given, i=vectors(into): direct.direct_reduce_scatter(
-                    each, Vector(g[each.rank]).parts(each.size), i[each.rank], SUM
+                lambda each, g=given, i=into: direct.direct_reduce_scatter(
+                    each, Vector(g[each.rank]).parts(each.size), Vector(i[each.rank]), SUM
                 ),
             )  # fmt: skip
             assert torch.equal(torch.cat(into), summed(kept))
@@ -103,8 +109,8 @@ def test_all_gather(ranks: int) -> None:
         peers = group(ranks)
         together(
             peers, "all_gather",
-            lambda each, g=vectors(given), i=into: direct.direct_all_gather(
-                each, g[each.rank], Vector(i[each.rank]).parts(each.size)
+            lambda each, g=given, i=into: direct.direct_all_gather(
+                each, Vector(g[each.rank]), Vector(i[each.rank]).parts(each.size)
             ),
         )  # fmt: skip
         assert all(torch.equal(result, torch.cat(given)) for result in into)
@@ -174,10 +180,10 @@ def test_ranks_that_call_different_collectives_are_told_so() -> None:
     tensors = [torch.zeros(4), torch.zeros(8)]
     peers[0].begin("all_reduce")
     peers[1].begin("all_gather")
-    with pytest.raises(OutOfStep, match="sent 32 bytes of all_gather.*expects 16 bytes of all_reduce"):
-        exchange = [ALL_REDUCE["butterfly"](each, Vector(t), SUM) for each, t in zip(peers, tensors, strict=True)]
-        next(exchange[1])
-        next(exchange[0])
+    first, second = (ALL_REDUCE["butterfly"](each, Vector(t), SUM) for each, t in zip(peers, tensors, strict=True))
+    next(second)
+    with pytest.raises(OutOfStep, match=r"sent 32 bytes of all_gather.*expects 16 bytes of all_reduce"):
+        next(first)
 
 
 @settings(max_examples=150)
@@ -190,5 +196,5 @@ def test_any_all_reduce(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 3))):  # One after the other over the same links.
         given = [numbers(rank, size, torch.float32) for rank in range(ranks)]
         expected = summed(given)
-        together(peers, "all_reduce", lambda each, v=vectors(given): ALL_REDUCE[algorithm](each, v[each.rank], SUM))
+        together(peers, "all_reduce", reducing(algorithm, given))
         assert all(torch.equal(result, expected) for result in given)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from shoal.comm.group import COUNTED, PASSIVE, REFUSED, CountingGroup, GlooGroup
+from shoal.comm.backend import ShoalGroup
+from shoal.comm.counted import REFUSED, CountedGroup
+from shoal.comm.group import COUNTED, PASSIVE, CountingGroup, GlooGroup
 from shoal.comm.wire import FORMULAS
 
 
@@ -23,12 +25,12 @@ def test_no_method_is_listed_that_torch_does_not_have() -> None:
     assert {*COUNTED, *REFUSED, *PASSIVE} <= set(methods())
 
 
-@pytest.mark.parametrize("cls", [CountingGroup, GlooGroup])
+@pytest.mark.parametrize("cls", [CountingGroup, GlooGroup, ShoalGroup])
 @pytest.mark.parametrize("name", [*COUNTED, *REFUSED])
 def test_each_counted_or_refused_method_is_overridden(cls: type, name: str) -> None:
     # One that is not would fall through to the backend below, silently.
     owner = next(base for base in cls.__mro__ if name in vars(base))
-    assert issubclass(owner, CountingGroup)
+    assert issubclass(owner, CountedGroup)
 
 
 @pytest.mark.parametrize("kind", sorted({kind for kind, _ in COUNTED.values()}))

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shoal.comm.choice import on_one_host
 from shoal.comm.ledger import BOOK, Ledger, ledger_of
 from shoal.comm.mesh import Members, Mesh
 from shoal.estimate.tensor_traffic import crossing_calls
@@ -55,7 +56,7 @@ def gradients_apart(ours: nn.Module, theirs: nn.Module, applied: Applied, member
 
 
 def predicted(applied: Applied, members: Members) -> Ledger:
-    return ledger_of(crossing_calls(Group(axis="tp", ranks=members.size), applied.tally.take()))
+    return ledger_of(crossing_calls(Group(axis="tp", ranks=members.size), applied.tally.take()), on_one_host)
 
 
 def step(model: nn.Module, call: Callable[[nn.Module], torch.Tensor]) -> torch.Tensor:

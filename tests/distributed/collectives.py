@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal.comm.group import PLAIN_SENDS_BYTES
+from shoal.comm.group import BACKENDS, PLAIN_SENDS_BYTES
 from shoal.comm.ledger import BOOK
 from shoal.train.launch.channel import Channel
 from shoal.train.launch.join import join
@@ -203,7 +203,7 @@ DIRECT: dict[str, Call] = {
 
 def compare_with_plain(arguments: dict[str, Any], channel: Channel) -> dict[str, Any]:
     """For each call: whether it fills what plain Gloo fills, and what it enters into the ledger."""
-    me = join()
+    me = join(backend=BACKENDS[arguments.get("backend", "gloo")])
     plain = dist.new_group(backend="gloo")
     found: dict[str, Any] = {}
     for name, call in {"public": PUBLIC, "direct": DIRECT}[arguments["table"]].items():
@@ -232,7 +232,7 @@ SHAPES = ((1,), (7,), (3, 5), (2, 3, 4), (1, 1), (1000,), (331, 1601))
 
 def against_serial(arguments: dict[str, Any], channel: Channel) -> list[str]:
     """Every case of the two replaced collectives that differs from what one process computes."""
-    me = join()
+    me = join(backend=BACKENDS[arguments.get("backend", "gloo")])
     wrong = []
     for dtype in DTYPES:
         for shape in SHAPES:
@@ -308,7 +308,7 @@ def _all_gather_case(rank: int, ranks: int, dtype: torch.dtype, shape: tuple[int
 
 def who_carries(arguments: dict[str, Any], channel: Channel) -> dict[str, str]:
     """Whose work object each collective returns: Shoal's where it replaces Gloo's, else torch's."""
-    me = join()
+    me = join(backend=BACKENDS[arguments.get("backend", "gloo")])
     whole, part = torch.ones(3 * me.world), torch.ones(3)
     large = torch.ones(PLAIN_SENDS_BYTES // 4 // me.world)
     works = {
@@ -325,7 +325,7 @@ def who_carries(arguments: dict[str, Any], channel: Channel) -> dict[str, str]:
 
 def polled_to_completion(arguments: dict[str, Any], channel: Channel) -> list[bool]:
     """Nobody waits: a collective that says it is completed must have its result in place."""
-    me = join()
+    me = join(backend=BACKENDS[arguments.get("backend", "gloo")])
     output = torch.zeros(3)
     work = dist.reduce_scatter_single(output, torch.ones(3 * me.world), async_op=True)
     while not work.is_completed():
@@ -340,7 +340,7 @@ def polled_to_completion(arguments: dict[str, Any], channel: Channel) -> list[bo
 
 def other_operations(arguments: dict[str, Any], channel: Channel) -> dict[str, Any]:
     """Whether reductions that are neither sum nor mean come out as plain Gloo has them."""
-    me = join()
+    me = join(backend=BACKENDS[arguments.get("backend", "gloo")])
     plain = dist.new_group(backend="gloo")
     found: dict[str, Any] = {}
     for op in ("MAX", "MIN", "PRODUCT"):
@@ -355,7 +355,7 @@ def other_operations(arguments: dict[str, Any], channel: Channel) -> dict[str, A
 
 def gradients(arguments: dict[str, Any], channel: Channel) -> dict[str, Any]:
     """The largest difference of gradients from those over plain Gloo, for DDP and fully_shard."""
-    me = join()
+    me = join(backend=BACKENDS[arguments.get("backend", "gloo")])
     plain = dist.new_group(backend="gloo")
     found: dict[str, list[Tensor]] = {}
     calls = {}
@@ -405,7 +405,7 @@ def refused(arguments: dict[str, Any], channel: Channel) -> list[str]:
 
 def last_calls(arguments: dict[str, Any], channel: Channel) -> dict[str, Any]:
     """What the book keeps of the last collective, by group; and a world of one that sends nothing."""
-    me = join()
+    me = join(backend=BACKENDS[arguments.get("backend", "gloo")])
     pair = dist.new_group([0, 1])
     with BOOK.during("gradient"):
         dist.all_reduce(torch.ones(1))

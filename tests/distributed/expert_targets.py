@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from distributed.expert_models import build, tokens_of
 from distributed.jobs import moe_layers
+from shoal.comm.choice import on_one_host
 from shoal.comm.ledger import BOOK, ledger_of
 from shoal.comm.mesh import Members, Mesh
 from shoal.estimate.expert_traffic import expert_traffic
@@ -85,7 +86,7 @@ def one_against_whole(arguments: dict[str, Any], members: Members) -> dict[str, 
         outputs, loss = forward(parted, mine * 1 if mine.requires_grad else mine, members.index)
     loss.backward()
     counted = BOOK.take()
-    predicted = ledger_of(expert_traffic(take_routed(parted)))
+    predicted = ledger_of(expert_traffic(take_routed(parted)), on_one_host)
     found = {
         "output": max(apart(a, b) for a, b in zip(outputs, everyones[members.index], strict=True)),
         "input": 0.0,
@@ -208,7 +209,7 @@ def evaluated(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     return {
         "output": max(apart(a, b) for a, b in zip(outputs, expected, strict=True)),
         "phases": sorted({key.phase for key in counted.entries}),
-        "ledger": counted.differences(ledger_of(expert_traffic(routed))),
+        "ledger": counted.differences(ledger_of(expert_traffic(routed), on_one_host)),
     }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from shoal.comm.choice import on_one_host
 from shoal.comm.ledger import Ledger, ledger_of
 from shoal.estimate.attention_traffic import Attention, attention_traffic
 from shoal.estimate.traffic import Group
@@ -81,7 +82,7 @@ def predicted(case: dict[str, Any], ranks: int) -> Ledger:
         value_dim=c.get("Dv"), itemsize=itemsize,
     )  # fmt: skip
     group = Group(axis="cp", ranks=ranks)
-    return ledger_of(attention_traffic(call, c["method"], group, recomputed=bool(c.get("recompute"))))
+    return ledger_of(attention_traffic(call, c["method"], group, recomputed=bool(c.get("recompute"))), on_one_host)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

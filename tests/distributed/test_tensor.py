@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from distributed.tensor_models import CASES, HEAD, WIDTH
+from shoal.comm.choice import on_one_host
 from shoal.comm.ledger import Ledger, ledger_of
 from shoal.estimate.tensor_traffic import region_calls, stream_calls, vocabulary_calls
 from shoal.estimate.traffic import Group
@@ -90,7 +91,7 @@ def closed(between: Any, *, again: str = "", world: int = 2, listed: bool = Fals
                 tp, between=between, input_bytes=[STREAM], output_bytes=[STREAM], inside_bytes=norm,
                 recomputed_inputs=bool(again), recomputed_outputs=region in again,
             )  # fmt: skip
-    return ledger_of([*calls, *(stream_calls(tp, stream_bytes=STREAM) if between == "sequence" else ())])
+    return ledger_of([*calls, *(stream_calls(tp, stream_bytes=STREAM) if between == "sequence" else ())], on_one_host)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +149,8 @@ def test_multihead_attention_in_every_way_it_may_be_called(ranks: Ranks, world: 
 def test_samples_dealt_out_and_wide_layers_cut_on_the_same_ranks(ranks: Ranks, world: int) -> None:
     tp = Group(axis="tp", ranks=world)
     expected = ledger_of(
-        region_calls(tp, between="batch", input_bytes=[2 * world * 96 * 8], output_bytes=[2 * world * WIDTH * 8])
+        region_calls(tp, between="batch", input_bytes=[2 * world * 96 * 8], output_bytes=[2 * world * WIDTH * 8]),
+        on_one_host,
     )
     for rank in ranks(f"{HERE}:batch", ranks=world):
         assert rank["worst"] <= EXACT

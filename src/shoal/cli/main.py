@@ -104,7 +104,7 @@ def train(
     hang_after: Annotated[
         float, typer.Option(min=1.0, help="Seconds without progress after which a late rank is named.")
     ] = 300.0,
-    backend: Annotated[str | None, typer.Option(help="gloo or nccl (default: what the device needs).")] = None,
+    backend: Annotated[str | None, typer.Option(help="shoal, gloo or nccl (default: the fastest here).")] = None,
     no_gate: Annotated[
         bool, typer.Option("--no-gate", help="Do not check a layout by one step in float64 before its first use.")
     ] = False,

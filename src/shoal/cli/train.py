@@ -43,8 +43,8 @@ def train_command(
     require_legal(strategy, world=world)
     require_runnable(strategy)
     require_known(job, given["size"])
-    if given["backend"] not in (None, "gloo", "nccl"):
-        raise CannotTrain(f"--backend {given['backend']}: expected gloo or nccl")
+    if given["backend"] not in (None, "shoal", "gloo", "nccl"):
+        raise CannotTrain(f"--backend {given['backend']}: expected shoal, gloo or nccl")
     arguments["strategy"] = str(strategy)
     if launched:
         _as_one_rank(arguments, hang_after=hang_after, as_json=as_json)

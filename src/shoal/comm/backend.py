@@ -8,7 +8,7 @@ copied back.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -106,10 +106,13 @@ class Collective(Work):  # type: ignore[misc]
 def _operation(reduce: Any) -> tuple[Operation, bool]:
     """What combines two elements, and whether the result is divided by the number of ranks."""
     # In this order of the two sides: the other way round they never compare equal.
-    for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"):
+    names = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+    for name in names:
         if reduce == getattr(dist.ReduceOp, name):
             return OPERATIONS["sum" if name == "AVG" else name.lower()], name == "AVG"
-    raise ValueError(f"the shoal backend has no reduction {reduce}; it has SUM, AVG, PRODUCT, MIN, MAX and bitwise ones")
+    raise ValueError(
+        f"the shoal backend has no reduction {reduce}; it has SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR"
+    )
 
 
 class Flat:
@@ -132,6 +135,22 @@ class Flat:
         return [Vector(part) for part in self.data.split(list(counts))]
 
 
+class Joined:
+    """Several tensors as one: one message in place of many small ones."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._flats = [Flat(tensor) for tensor in tensors]
+        self.data = self._flats[0].data if len(tensors) == 1 else torch.cat([flat.data for flat in self._flats])
+        self.vector = self._flats[0].vector if len(tensors) == 1 else Vector(self.data)
+
+    def restore(self) -> None:
+        if len(self._flats) > 1:
+            for flat, values in zip(self._flats, self.data.split([len(f.data) for f in self._flats]), strict=True):
+                flat.data.copy_(values)
+        for flat in self._flats:
+            flat.restore()
+
+
 def _even(flat: Flat, ranks: int) -> list[Vector]:
     if len(flat.data) % ranks:
         raise ValueError(f"{len(flat.data)} elements do not divide among {ranks} ranks")
@@ -144,7 +163,8 @@ def _by_rows(flat: Flat, rows: Sequence[int], ranks: int) -> list[Vector]:
         return _even(flat, ranks)
     width = len(flat.data) // max(1, flat.tensor.shape[0])
     if len(rows) != ranks or sum(rows) != flat.tensor.shape[0]:
-        raise ValueError(f"split sizes {list(rows)} do not sum to the {flat.tensor.shape[0]} rows given, for {ranks} ranks")
+        given = flat.tensor.shape[0]
+        raise ValueError(f"split sizes {list(rows)} are not one for each of {ranks} ranks that sum to {given} rows")
     return flat.parts([width * count for count in rows])
 
 
@@ -212,14 +232,14 @@ class ShoalGroup(CountedGroup):
         tensors = _listed(tensors)
         opts = _options(opts, AllreduceOptions)
         operation, average = _operation(opts.reduceOp)
-        flats = [Flat(tensor) for tensor in tensors]
+        flats = [Joined(tensors)] if len({tensor.dtype for tensor in tensors}) == 1 else [Joined([t]) for t in tensors]
         algorithms = [str(self.algorithm_of("all_reduce", flat.vector.nbytes)) for flat in flats]
         for flat, algorithm in zip(flats, algorithms, strict=True):
             self._enter("all_reduce", flat.vector.nbytes, algorithm)
 
         def steps() -> Steps:
             for flat, algorithm in zip(flats, algorithms, strict=True):
-                if self.size() > 1 and len(flat.vector):
+                if self.size() > 1 and flat.vector.nbytes:
                     yield from ALL_REDUCE[algorithm](self.peers, flat.vector, operation)
                 if average:
                     _divide(flat.data, self.size())
@@ -249,7 +269,7 @@ class ShoalGroup(CountedGroup):
 
         return self._start("reduce", steps(), tensors, opts)
 
-    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None, **_: Any) -> Any:
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         return self._reduce_scatter([(output, input)], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
@@ -270,7 +290,8 @@ class ShoalGroup(CountedGroup):
             parts = self._parts(given)
             into = Flat(output)
             if into.vector.nbytes != parts[self.rank()].nbytes:
-                raise ValueError(f"a part of {len(parts[self.rank()])} elements does not fit an output of {len(into.data)}")
+                mine = len(parts[self.rank()])
+                raise ValueError(f"a part of {mine} elements does not fit an output of {len(into.data)}")
             self._enter("reduce_scatter", total_bytes(parts))
             ready.append((into, parts))
 
@@ -290,7 +311,7 @@ class ShoalGroup(CountedGroup):
 
     # Exchanges
 
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None, **_: Any) -> Any:
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         return self._all_gather([(output, input)], opts)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
@@ -315,7 +336,8 @@ class ShoalGroup(CountedGroup):
             parts = _even(outputs[0], self.size()) if isinstance(output, torch.Tensor) else [o.vector for o in outputs]
             mine = Flat(given)
             if mine.vector.nbytes != parts[self.rank()].nbytes:
-                raise ValueError(f"a part of {len(mine.data)} elements does not fill its place of {len(parts[self.rank()])}")
+                place = len(parts[self.rank()])
+                raise ValueError(f"a part of {len(mine.data)} elements does not fill its place of {place}")
             self._enter("all_gather", total_bytes(parts))
             ready.append((outputs, parts, mine))
 
@@ -444,6 +466,35 @@ def _options(given: Any, cls: Any) -> Any:
         options.rootRank = given
         return options
     return given
+
+
+def _also_by_name(method: Callable[..., Any]) -> Callable[..., Any]:
+    """c10d's methods have short forms with arguments by name; laid out they are outputs, inputs, sizes, options."""
+    places = ("output", "tensor", "input")
+
+    def call(self: ShoalGroup, *args: Any, **named: Any) -> Any:
+        if named:
+            sizes = [named.pop(name) for name in ("output_split_sizes", "input_split_sizes") if name in named]
+            last = [named.pop(name) for name in ("opts", "op", "root") if name in named]
+            timeout = named.pop("timeout", None)
+            given = [named.pop(name) for place in places for name in sorted(named) if name.startswith(place)]
+            if named:
+                raise TypeError(f"{method.__name__}() of the shoal backend has no argument {', '.join(named)}")
+            args = (*args, *given, *sizes, *last)
+            if timeout is not None and not last:
+                raise TypeError(f"{method.__name__}(): give the timeout in the options")
+        return method(self, *args)
+
+    call.__name__ = method.__name__
+    return call
+
+
+for _name in (
+    "allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base",
+    "allgather", "all_gather_single", "_allgather_base", "all_to_all_single", "alltoall_base", "alltoall", "broadcast",
+    "gather", "scatter",
+):  # fmt: skip
+    setattr(ShoalGroup, _name, _also_by_name(vars(ShoalGroup)[_name]))
 
 
 def _divide(values: torch.Tensor, by: int) -> None:

@@ -34,6 +34,9 @@ class Network:
         return self.inside if hosts == 1 else self.between
 
 
+ONE_MEMORY = 1.5
+"""A butterfly sends and takes in the same memory: what arrives has to wait until what it replaces has left."""
+
 DEFAULT = Network(
     inside=LinkTimes(latency_s=30e-6, byte_s=1 / 6e9, reduce_byte_s=1 / 12e9),
     between=LinkTimes(latency_s=100e-6, byte_s=1 / 1e9, reduce_byte_s=1 / 12e9),
@@ -57,7 +60,7 @@ def all_reduce_time(algorithm: str, nbytes: int, ranks: int, per_host: int, netw
         return 2 * steps * (latency + move) + steps * reduce
     if algorithm == "butterfly":
         whole = int(log2(ranks))
-        return (whole + 2 * folds) * (latency + move) + (whole + folds) * reduce
+        return (whole + 2 * folds) * latency + (whole * ONE_MEMORY + 2 * folds) * move + (whole + folds) * reduce
     if algorithm == "rabenseifner":
         whole = int(log2(ranks))
         part = 1 - 1 / (1 << whole)
@@ -75,3 +78,10 @@ def choose_all_reduce(nbytes: int, ranks: int, per_host: int, network: Network) 
     if 1 < per_host < ranks and ranks % per_host == 0:
         options.append("hierarchical")
     return min(options, key=lambda name: all_reduce_time(name, nbytes, ranks, per_host, network))
+
+
+def on_one_host(axis: str, kind: str, payload_bytes: int, ranks: int) -> str | None:
+    """What the shoal backend takes where all ranks share a host: a `Choose` for predictions without a group."""
+    if kind == "reduce":
+        return "tree"
+    return choose_all_reduce(payload_bytes, ranks, ranks, DEFAULT) if kind == "all_reduce" and ranks > 1 else None

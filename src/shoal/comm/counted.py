@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shoal.comm.ledger import BOOK
+
+REFUSED = ("split_group", "merge_remote_group")
+"""They would make groups that nobody counts; `dist.new_group` makes ones that are counted."""
 
 
 class CountedGroup(dist.ProcessGroup):
@@ -35,3 +39,15 @@ class CountedGroup(dist.ProcessGroup):
             axis=self.axis, kind=kind, payload_bytes=payload_bytes, ranks=self.size(), group=self.label,
             algorithm=algorithm,
         )  # fmt: skip
+
+
+def _refused(method: str) -> Callable[..., Any]:
+    def call(self: CountedGroup, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(f"{method} would make a group that the ledger does not see; use torch.distributed.new_group")
+
+    call.__name__ = method
+    return call
+
+
+for _method in REFUSED:
+    setattr(CountedGroup, _method, _refused(_method))

@@ -83,9 +83,6 @@ COUNTED: dict[str, tuple[str, Payload]] = {
     "monitored_barrier": ("barrier", _no_payload),
 }
 
-REFUSED = ("split_group", "merge_remote_group")
-"""They would make groups that nobody counts; `dist.new_group` makes ones that are counted."""
-
 PASSIVE = (
     "BackendType CUSTOM GLOO MPI NCCL UCC UNDEFINED XCCL _backend_id _device_types _enable_collectives_timing "
     "_end_coalescing _get_backend _get_backend_name _get_sequence_number_for_group _has_hooks _id "
@@ -149,19 +146,9 @@ def _counted_by_parts(method: str) -> Callable[..., Any]:
     return call
 
 
-def _refused(method: str) -> Callable[..., Any]:
-    def call(self: CountingGroup, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(f"{method} would make a group that the ledger does not see; use torch.distributed.new_group")
-
-    call.__name__ = method
-    return call
-
-
 for _method, (_kind, _payload) in COUNTED.items():
     _by_parts = _kind == "all_to_all"
     setattr(CountingGroup, _method, _counted_by_parts(_method) if _by_parts else _counted(_method, _kind, _payload))
-for _method in REFUSED:
-    setattr(CountingGroup, _method, _refused(_method))
 
 
 class _Finish(Work):  # type: ignore[misc]

@@ -144,9 +144,9 @@ class Receive:
             mine = _HEADER.unpack(self._header)
             theirs = KINDS[kind] if kind < len(KINDS) else f"kind {kind}"
             raise OutOfStep(
-                f"rank {self.link.peer} sent {size} bytes of {theirs}, its collective number {number} in this group, while "
-                f"this rank expects {mine[2]} bytes of {KINDS[mine[1]]}, its number {mine[0]}. Ranks of a group have to "
-                "call the same collectives in the same order, with tensors of the same size."
+                f"rank {self.link.peer} sent {size} bytes of {theirs}, its collective number {number} in this group, "
+                f"while this rank expects {mine[2]} bytes of {KINDS[mine[1]]}, its number {mine[0]}. Ranks of a group "
+                "have to call the same collectives in the same order, with tensors of the same size."
             )
 
 

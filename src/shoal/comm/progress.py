@@ -188,7 +188,8 @@ class Line:
             others = {}
             for link in self._links:
                 if link in wanted:
-                    poll.register(link.fileno(), select.POLLIN | (select.POLLOUT if link.polls_writing and wanted[link] else 0))
+                    writing = link.polls_writing and wanted[link]
+                    poll.register(link.fileno(), select.POLLIN | (select.POLLOUT if writing else 0))
                 elif link.peer not in self._missed:
                     others[link.fileno()] = link.peer
                     poll.register(link.fileno(), select.POLLRDHUP)
@@ -235,5 +236,3 @@ def run(steps: Steps, links: Iterable[Link], *, timeout_s: float = 60.0) -> None
     """One collective, waited for: what the tests and the calibration use."""
     line = Line(links, "once")
     line.wait(line.submit(Task(steps, "a collective"), background=False), timeout_s)
-
-

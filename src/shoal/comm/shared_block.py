@@ -66,8 +66,8 @@ class SharedBlock:
         for place, theirs in zip(self.members.ranks, everyone.view(-1, 256), strict=True):
             if not torch.equal(theirs, mine):
                 raise NotOneHost(
-                    f"via=shared() shares memory among ranks {', '.join(map(str, self.members.ranks))}, but rank {place} "
-                    "is on another host; put a level of dp(..., via=allreduce()) between hosts"
+                    f"via=shared() shares memory among ranks {', '.join(map(str, self.members.ranks))}, but rank "
+                    f"{place} is on another host; put a level of dp(..., via=allreduce()) between hosts"
                 )
 
     def tensor(self, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:

@@ -87,7 +87,7 @@ class ShardTable:
 
 
 def predict(table: ShardTable, choose: Choose = lambda axis, kind, payload_bytes, ranks: None) -> Ledger:
-    """What one rank sends in a steady-state step; `choose` names the algorithms of the backend, where it has several."""
+    """What one rank sends in a steady-state step; `choose` names the backend's algorithms, where it has several."""
     calls = (*_loss(table), *_gradients(table), *_parameters(table), *_norm(table), *_batch_norm(table), *table.calls)
     return ledger_of((call for call in calls if call[-1] > 1), choose)
 

@@ -7,37 +7,39 @@ from __future__ import annotations
 import torch
 
 from shoal.comm.compress.method import Draw
-from shoal.comm.compress.traffic import LEVEL_BLOCK
+from shoal.comm.compress.traffic import LEVEL_BLOCK, divided_up
+
+
+def filled_up(x: torch.Tensor, length: int) -> torch.Tensor:
+    """A flat tensor with zeros behind it; itself where none are missing."""
+    return x if len(x) == length else torch.cat([x, x.new_zeros(length - len(x))])
 
 
 def in_blocks(x: torch.Tensor, size: int) -> torch.Tensor:
-    """[blocks, size], the last one filled up with zeros; a view where nothing is to be filled."""
-    surplus = -len(x) % size
-    if surplus:
-        x = torch.cat([x, x.new_zeros(surplus)])
-    return x.view(-1, size)
+    """[blocks, size], the last one filled up with zeros; a view where none are missing."""
+    return filled_up(x, divided_up(len(x), size) * size).view(-1, size)
 
 
-def largest_of_each(blocks: torch.Tensor) -> torch.Tensor:
-    return blocks.abs().amax(1)
+def divisors(scales: torch.Tensor) -> torch.Tensor:
+    """A column of scales to divide blocks by: a block of zeros is divided by one."""
+    return torch.where(scales == 0, 1.0, scales)[:, None]
 
 
 def rounded_at_random(x: torch.Tensor, levels: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each block's largest magnitude, and each element's level in -levels ... levels of it (as a float).
+    """Each block's largest magnitude, and the level, from 0 to `levels` parts of it, of each element's magnitude.
 
     A magnitude between two levels takes the upper one with the probability that makes the expectation exact.
     """
-    blocks = in_blocks(x, LEVEL_BLOCK)
-    scales = largest_of_each(blocks)
-    exact = (blocks / torch.where(scales == 0, 1.0, scales)[:, None]).view(-1)[: len(x)].mul_(levels)
-    lower = exact.abs().floor_()
+    blocks = in_blocks(x.abs(), LEVEL_BLOCK)
+    scales = blocks.amax(1)
+    exact = blocks.div_(divisors(scales)).mul_(levels).view(-1)[: len(x)]
+    lower = exact.floor()
     # Compared with the fraction and not added to it: a sum near a whole number would round, and always upwards.
     chance = torch.rand(len(x), generator=draw.own(x.device), dtype=x.dtype, device=x.device)
-    upper = chance < exact.abs() - lower
-    return scales, lower.add_(upper).copysign_(exact)
+    return scales, lower.add_(chance < exact.sub_(lower))
 
 
 def from_levels(signed: torch.Tensor, scales: torch.Tensor, levels: int) -> torch.Tensor:
     """The elements that signed levels of their blocks' scales stand for."""
     # In this order nothing overflows and a denormal scale is not lost.
-    return (in_blocks(signed, LEVEL_BLOCK) / levels).mul_(scales[:, None]).view(-1)[: len(signed)]
+    return in_blocks(signed / levels, LEVEL_BLOCK).mul_(scales[:, None]).view(-1)[: len(signed)]

@@ -3,6 +3,9 @@
 Momentum is applied here, on each rank, before elements are chosen (`feedback.MomentumCorrection`). The job's optimiser
 should therefore be plain SGD, without momentum of its own. In its first steps it sends more: a quarter of the elements,
 a sixteenth and so on, down to its fraction (`traffic.warm_up_fraction`).
+
+Masking momentum where elements were sent is not linear in the gradient. Where ranks see alike data that is harmless;
+where their gradients differ in the mean (each rank its own kind of data), they do not quite cancel at the optimum.
 """
 
 from __future__ import annotations

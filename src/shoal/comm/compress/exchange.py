@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from shoal.comm.compress.blocks import filled_up
 from shoal.comm.compress.codec import Codec
 from shoal.comm.compress.method import Draw, Over
 from shoal.comm.compress.traffic import divided_up
@@ -49,8 +50,8 @@ def gathered_unequal(payload: torch.Tensor, over: Over) -> list[torch.Tensor]:
 
 def added(payloads: list[torch.Tensor], codec: Codec, like: torch.Tensor, draw: Draw) -> torch.Tensor:
     """The sum of what payloads stand for, in their order."""
-    total = torch.zeros_like(like)
-    for payload in payloads:
+    total = codec.decode(payloads[0], len(like), like.dtype, draw)
+    for payload in payloads[1:]:
         codec.add(payload, total, draw)
     return total
 
@@ -59,13 +60,11 @@ def summed_by_parts(x: torch.Tensor, codec: Codec, over: Over, draw: Draw) -> to
     """An all-reduce of encoded parts: each rank decodes and sums one part of all ranks, and sends the sum, encoded
     again, to all. As many bytes as a ring all-reduce of the codes, but sums are made in full precision."""
     size = divided_up(len(x), over.size)
-    parts = x.new_zeros(over.size, size)
-    parts.view(-1)[: len(x)] = x
+    parts = filled_up(x, over.size * size).view(over.size, size)
     sending = torch.stack([codec.encode(part, draw) for part in parts])
-    arrived = torch.empty_like(sending)
-    if over.group is None:
-        arrived.copy_(sending)
-    else:
+    arrived = sending
+    if over.group is not None:
+        arrived = torch.empty_like(sending)
         dist.all_to_all_single(arrived, sending, group=over.group)
     mine = added(list(arrived), codec, parts[0], draw)
     totals = [codec.decode(each, size, x.dtype, draw) for each in gathered(codec.encode(mine, draw), over)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from shoal.comm.compress.blocks import filled_up
 from shoal.comm.compress.exchange import added, gathered
 from shoal.comm.compress.feedback import Residual
 from shoal.comm.compress.method import Draw, Method, Over, State, flat, is_finite, spoilt_if_not_finite
@@ -50,11 +51,9 @@ class HiTopK(Method):
 
 def _reduce_scattered(value: torch.Tensor, inside: Over) -> torch.Tensor:
     """This rank's shard of the sum over its host; the last ones are filled up with zeros."""
-    size = divided_up(len(value), inside.size)
-    padded = value.new_zeros(inside.size * size)
-    padded[: len(value)] = value
     if inside.group is None:
-        return padded
+        return value
+    size = divided_up(len(value), inside.size)
     shard = value.new_empty(size)
-    dist.reduce_scatter_single(shard, padded, group=inside.group)
+    dist.reduce_scatter_single(shard, filled_up(value, inside.size * size), group=inside.group)
     return shard

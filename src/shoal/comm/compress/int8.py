@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shoal.comm.compress.blocks import in_blocks, largest_of_each
+from shoal.comm.compress.blocks import divisors, in_blocks
 from shoal.comm.compress.codec import Codec
 from shoal.comm.compress.method import Draw
 from shoal.comm.compress.payload import Reader, laid_out
@@ -18,9 +18,9 @@ class Int8(Codec):
 
     def encode(self, x: torch.Tensor, draw: Draw) -> torch.Tensor:
         blocks = in_blocks(x, INT8_BLOCK)
-        scales = largest_of_each(blocks) / LARGEST
-        # Divided, not multiplied by an inverse: that of a denormal scale is infinite. A block of zeros divides by one.
-        whole = (blocks / torch.where(scales == 0, 1.0, scales)[:, None]).round_().clamp_(-LARGEST, LARGEST)
+        scales = blocks.abs().amax(1) / LARGEST
+        # Divided, not multiplied by an inverse: that of a denormal scale is infinite.
+        whole = (blocks / divisors(scales)).round_().clamp_(-LARGEST, LARGEST)
         return laid_out(scales, whole.to(torch.int8).view(-1)[: len(x)])
 
     def decode(self, payload: torch.Tensor, num_elements: int, dtype: torch.dtype, draw: Draw) -> torch.Tensor:

@@ -33,14 +33,16 @@ def bisected(x: torch.Tensor, count: int) -> torch.Tensor:
     magnitudes = x.abs()
     bits = magnitudes.view(torch.int32 if x.dtype == torch.float32 else torch.int64)
     low, high = 0, int(bits.max()) + 1
-    # Most tensors have their k largest above the mean: the paper starts there, too.
-    middle = int(magnitudes.mean().view(bits.dtype))
+    # Most tensors have their k largest above the mean (where the paper starts, too) and few elements far above it.
+    mean = magnitudes.mean()
+    guesses = [int(guess.view(bits.dtype)) for guess in (mean, 2 * mean)]
     places: torch.Tensor | None = None  # of the candidates; None: all
     chosen: list[torch.Tensor] = []
-    # Candidates have their bits in low ... high - 1, and at least `count` of them are still to be chosen.
+    # Candidates have their bits in low ... high - 1, and `count` of them, at most all, are still to be chosen.
     while high - low > 1 and count < len(bits):
+        middle = guesses.pop() if guesses else (low + high) // 2
         if not low < middle < high:
-            middle = (low + high) // 2
+            continue
         above = bits >= middle
         num_above = int(above.count_nonzero())
         if num_above >= count:
@@ -53,11 +55,10 @@ def bisected(x: torch.Tensor, count: int) -> torch.Tensor:
                 chosen.append(_narrowed(bits, places, above)[1])
                 bits, places = _narrowed(bits, places, above.logical_not_())
                 count -= num_above
-        middle = (low + high) // 2
     rest = torch.arange(count, device=x.device) if places is None else places[:count]
     return torch.cat([*chosen, rest])
 
 
 def _narrowed(bits: torch.Tensor, places: torch.Tensor | None, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     found = places_where(mask)
-    return bits[found], found if places is None else places[found]
+    return bits.index_select(0, found), found if places is None else places.index_select(0, found)

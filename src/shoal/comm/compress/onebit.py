@@ -26,4 +26,5 @@ class OneBit(Codec):
     def decode(self, payload: torch.Tensor, num_elements: int, dtype: torch.dtype, draw: Draw) -> torch.Tensor:
         reader = Reader(payload)
         means = reader.take(2, dtype)
-        return means[unpacked_bits(reader.take(divided_up(num_elements, 8), torch.uint8), num_elements).int()]
+        bits = unpacked_bits(reader.take(divided_up(num_elements, 8), torch.uint8), num_elements)
+        return means.index_select(0, bits.int())

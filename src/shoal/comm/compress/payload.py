@@ -32,7 +32,7 @@ class Reader:
 
 
 def packed_bits(bits: torch.Tensor) -> torch.Tensor:
-    """Truth values, eight to a byte, the first in the highest bit."""
+    """Truth values (bool, or uint8 where all but 0 is true), eight to a byte, the first in the highest bit."""
     if bits.device.type == "cpu":
         return torch.from_numpy(np.packbits(bits.numpy()))
     return shifted_in(bits)
@@ -48,7 +48,7 @@ def unpacked_bits(packed: torch.Tensor, count: int) -> torch.Tensor:
 def shifted_in(bits: torch.Tensor) -> torch.Tensor:
     """`packed_bits` on any device."""
     padded = torch.zeros(divided_up(len(bits), 8) * 8, dtype=torch.uint8, device=bits.device)
-    padded[: len(bits)] = bits
+    padded[: len(bits)] = bits != 0
     weights = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8, device=bits.device)
     return (padded.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
 
@@ -60,15 +60,23 @@ def shifted_out(packed: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def packed_numbers(numbers: torch.Tensor, bits: int) -> torch.Tensor:
-    """Whole numbers from 0 to 2**bits - 1, `bits` bits each."""
-    return torch.cat([packed_bits((numbers >> bit).bitwise_and_(1).bool()) for bit in range(bits)])
+    """Whole numbers from 0 to 2**bits - 1 (int32), `bits` bits each."""
+    planes = []
+    for start in range(0, bits, 8):
+        byte = (numbers >> start).to(torch.uint8)
+        planes += [packed_bits(byte & (1 << bit)) for bit in range(min(8, bits - start))]
+    return torch.cat(planes)
 
 
 def unpacked_numbers(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """The numbers as int32."""
+    planes = packed.view(bits, -1)
     numbers = torch.zeros(count, dtype=torch.int32, device=packed.device)
-    for bit, plane in enumerate(packed.view(bits, -1)):
-        numbers |= unpacked_bits(plane.contiguous(), count).int() << bit
+    for start in range(0, bits, 8):
+        byte = torch.zeros(count, dtype=torch.uint8, device=packed.device)
+        for bit, plane in enumerate(planes[start : start + 8]):
+            byte |= unpacked_bits(plane, count) << bit
+        numbers |= byte.int() << start
     return numbers
 
 
@@ -78,7 +86,7 @@ def packed_trits(trits: torch.Tensor) -> torch.Tensor:
     planes = torch.zeros(TRITS_A_BYTE * size, dtype=torch.uint8, device=trits.device)
     planes[: len(trits)] = trits
     packed = torch.zeros(size, dtype=torch.uint8, device=trits.device)
-    for plane in planes.view(TRITS_A_BYTE, size).flip(0):
+    for plane in reversed(planes.view(TRITS_A_BYTE, size).unbind()):
         packed = packed.mul_(3).add_(plane)
     return packed
 
@@ -86,6 +94,6 @@ def packed_trits(trits: torch.Tensor) -> torch.Tensor:
 def unpacked_trits(packed: torch.Tensor, count: int) -> torch.Tensor:
     """Numbers 0, 1 and 2 as uint8."""
     every_byte = torch.arange(256, dtype=torch.int32, device=packed.device)
-    places = packed.int()
-    planes = [(every_byte // 3**place % 3).to(torch.uint8)[places] for place in range(TRITS_A_BYTE)]
+    index = packed.int()
+    planes = [(every_byte // 3**place % 3).to(torch.uint8).index_select(0, index) for place in range(TRITS_A_BYTE)]
     return torch.cat(planes)[:count]

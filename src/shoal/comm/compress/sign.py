@@ -23,4 +23,4 @@ class Sign(Codec):
         reader = Reader(payload)
         scale = reader.take(1, dtype)
         bits = unpacked_bits(reader.take(divided_up(num_elements, 8), torch.uint8), num_elements)
-        return torch.cat([scale, -scale])[bits.int()]
+        return torch.cat([scale, -scale]).index_select(0, bits.int())

@@ -26,7 +26,7 @@ FEW_ROWS = 9
 
 class CountSketch:
     """The linear map to a table and the estimates back, for one draw of hash functions. It works row by row, so that
-    the hashes of one row are all that it holds."""
+    the hashes of one row are all that it holds. A sign is part of the cell: sums of plus and minus lie apart."""
 
     def __init__(self, *, rows: int, columns: int, num_elements: int, draw: Draw, device: torch.device) -> None:
         self.rows, self.columns = rows, columns
@@ -37,31 +37,25 @@ class CountSketch:
 
     def table(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, columns]: in each row every element is added to one cell, with a sign."""
-        table = x.new_zeros(self.rows, self.columns)
+        rows = []
         for row in range(self.rows):
-            cells, signs = self._hashed(row, x.dtype)
-            table[row].scatter_add_(0, cells, signs.mul_(x))
-        return table
+            plus, minus = x.new_zeros(2 * self.columns).scatter_add_(0, self._cells(row), x).view(2, self.columns)
+            rows.append(plus - minus)
+        return torch.stack(rows)
 
     def estimates(self, table: torch.Tensor) -> torch.Tensor:
         """What the elements probably were."""
-        found = []
-        for row in range(self.rows):
-            cells, signs = self._hashed(row, table.dtype)
-            found.append(signs.mul_(table[row].index_select(0, cells)))
-        return median(found)
+        return median([torch.cat([row, -row]).index_select(0, self._cells(at)) for at, row in enumerate(table)])
 
-    def _hashed(self, row: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each element's cell and sign in a row: the upper half of a i + b modulo 2**64 (multiply-shift hashing, whose
-        upper bits are pairwise independent). One bit is the sign, 31 bits choose the cell."""
+    def _cells(self, row: int) -> torch.Tensor:
+        """Each element's cell in a row, counted on by the number of columns where its sign is minus: the upper half of
+        a i + b modulo 2**64 (multiply-shift hashing, whose upper bits are pairwise independent), brought into range."""
         mixed = (self._elements * self._factors[row]).add_(self._shifts[row])
-        signs = torch.ones((), dtype=dtype, device=mixed.device).copysign(mixed.to(dtype))
-        cells = mixed.bitwise_right_shift_(32).bitwise_and_(0x7FFFFFFF).mul_(self.columns).bitwise_right_shift_(31)
-        return cells, signs
+        return mixed.bitwise_right_shift_(32).mul_(2 * self.columns).bitwise_right_shift_(32).add_(self.columns)
 
 
 def median(rows: list[torch.Tensor]) -> torch.Tensor:
-    """The median of every element over rows; the mean of the two in the middle for an even number of rows."""
+    """The median of every element over rows (which are used up); of an even number the mean of the middle two."""
     if len(rows) > FEW_ROWS:
         ordered = list(torch.stack(rows).sort(dim=0).values)
     else:
@@ -69,8 +63,8 @@ def median(rows: list[torch.Tensor]) -> torch.Tensor:
         for turn in range(len(rows)):
             # Odd-even transposition: after as many turns as rows everything is in its place.
             for first in range(turn % 2, len(rows) - 1, 2):
-                pair = ordered[first], ordered[first + 1]
-                ordered[first], ordered[first + 1] = torch.minimum(*pair), torch.maximum(*pair)
+                low, high = ordered[first], ordered[first + 1]
+                ordered[first], ordered[first + 1] = torch.minimum(low, high), torch.maximum(low, high, out=high)
     low, high = ordered[(len(rows) - 1) // 2], ordered[len(rows) // 2]
     return low if low is high else torch.lerp(low, high, 0.5)
 

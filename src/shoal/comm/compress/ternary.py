@@ -17,8 +17,8 @@ class Ternary(Codec):
     """Scales, then the numbers -1, 0, 1 as 0, 1, 2."""
 
     def encode(self, x: torch.Tensor, draw: Draw) -> torch.Tensor:
-        scales, signed = rounded_at_random(x, 1, draw)
-        return laid_out(scales, packed_trits(signed.add_(1).to(torch.uint8)))
+        scales, level = rounded_at_random(x, 1, draw)
+        return laid_out(scales, packed_trits(level.copysign_(x).add_(1).to(torch.uint8)))
 
     def decode(self, payload: torch.Tensor, num_elements: int, dtype: torch.dtype, draw: Draw) -> torch.Tensor:
         reader = Reader(payload)

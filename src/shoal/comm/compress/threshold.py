@@ -1,5 +1,4 @@
-"""Threshold: every element whose magnitude reaches t, with its place. How many these are the data decide, on each rank.
-"""
+"""Threshold: every element whose magnitude reaches t, with its place. How many these are is up to the data."""
 
 from __future__ import annotations
 

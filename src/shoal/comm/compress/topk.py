@@ -38,7 +38,7 @@ def largest(x: torch.Tensor, count: int) -> torch.Tensor:
     candidates = _probable(magnitudes, count)
     if candidates is None or len(candidates) < count:
         return magnitudes.topk(count, sorted=False).indices
-    return candidates[magnitudes[candidates].topk(count, sorted=False).indices]
+    return candidates[magnitudes.index_select(0, candidates).topk(count, sorted=False).indices]
 
 
 def _probable(magnitudes: torch.Tensor, count: int) -> torch.Tensor | None:

@@ -228,5 +228,3 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
             raise ConnectionError("the other process closed the connection")
         got += more
     return got
-
-

@@ -14,7 +14,7 @@ from typing import Any
 
 ECHO = re.compile(
     r"connection (was )?(likely )?(closed|reset|refused)|broken pipe|socket (closed|is closed|not connected)|"
-    r"application timeout|timed out waiting|read error|writev error|recvvalue failed",
+    r"application timeout|timed out waiting|read error|writev error|recvvalue failed|is gone: ",
     re.IGNORECASE,
 )
 

@@ -67,7 +67,7 @@ def join(*, backend: str | None = None, timeout_s: float | None = None, meet_s: 
         return _joined
     register_backends()
     on_gpu = torch.cuda.is_available() and backend in (None, "nccl", BACKENDS["nccl"])
-    chosen = backend or BACKENDS["nccl" if on_gpu else os.environ.get("SHOAL_BACKEND", "gloo")]
+    chosen = backend or BACKENDS["nccl" if on_gpu else default_backend()]
     _adopted = dist.is_initialized()
     if _adopted:
         base: dist.Store = dist.distributed_c10d._get_default_store()
@@ -89,6 +89,15 @@ def join(*, backend: str | None = None, timeout_s: float | None = None, meet_s: 
         dist.init_process_group(chosen, store=store, rank=rank, world_size=world, timeout=time_limit)
     _joined = Rank(rank=rank, world=world, local_rank=local_rank, device=device, store=store, backend=chosen)
     return _joined
+
+
+def default_backend() -> str:
+    """What carries tensors in host memory: SHOAL_BACKEND if set, otherwise Shoal's own where the system has what it
+    needs (anonymous files and their like), and Gloo elsewhere."""
+    asked = os.environ.get("SHOAL_BACKEND")
+    if asked and asked not in BACKENDS:
+        raise JoinError(f"SHOAL_BACKEND is {asked!r}: expected {', '.join(BACKENDS)}")
+    return asked or ("shoal" if hasattr(os, "memfd_create") and hasattr(os, "eventfd") else "gloo")
 
 
 def current() -> Rank | None:

@@ -23,6 +23,7 @@ import torch
 import torch._dynamo  # An optimiser loads it at its first step, in more than a second.
 
 import shoal.parallel.apply  # noqa: F401
+from shoal.comm.transport.link import PeerLost
 from shoal.train.launch.channel import Channel, Line
 from shoal.train.launch.join import leave
 from shoal.train.launch.lateness import Verdict
@@ -95,7 +96,7 @@ def describe(error: BaseException) -> dict[str, Any]:
         "message": str(error),
         "traceback": "".join(traceback.format_exception(error)),
         "for_user": bool(getattr(error, "for_user", ours)),
-        "network": isinstance(error, torch.distributed.DistError) or "gloo/transport" in str(error),
+        "network": isinstance(error, torch.distributed.DistError | PeerLost) or "gloo/transport" in str(error),
         "at_s": time.monotonic(),
     }
 
