@@ -205,6 +205,9 @@ class ShoalGroup(CountedGroup):
 
     abort = shutdown
 
+    def prefer(self, algorithm: str) -> None:
+        self.algorithm = algorithm
+
     def algorithm_of(self, kind: str, payload_bytes: int) -> str | None:
         """An all-reduce takes the algorithm asked for, or the cheapest by the model of the links."""
         if kind == "reduce":

@@ -30,6 +30,14 @@ class CountedGroup(dist.ProcessGroup):
         self._register_backend(device, kind, backend)
         self._set_default_backend(kind)
 
+    def prefer(self, algorithm: str) -> None:
+        """Names the algorithm of this group's all-reduces; "auto" leaves the choice to the backend."""
+        if algorithm not in ("auto", "ring"):
+            raise ValueError(
+                f'via=allreduce("{algorithm}"): {self.getBackendName()} has an algorithm of its own, a ring; use '
+                "--backend shoal, or via=allreduce()"
+            )
+
     def algorithm_of(self, kind: str, payload_bytes: int) -> str | None:
         """By which algorithm it carries such a collective; None where there is only one."""
         return None

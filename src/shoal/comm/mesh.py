@@ -6,7 +6,7 @@ axis of one rank has no group: nothing is sent along it and nothing is counted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -33,8 +33,17 @@ class Members:
 class Mesh:
     """The world as a grid. `along(...)` gives the members of one axis or of several merged into one."""
 
-    def __init__(self, axes: Sequence[tuple[str, int]], *, rank: int, backend: str | None) -> None:
+    def __init__(
+        self,
+        axes: Sequence[tuple[str, int]],
+        *,
+        rank: int,
+        backend: str | None,
+        algorithms: Mapping[str, str] | None = None,
+    ) -> None:
+        """`algorithms` names the all-reduce of some axes; a group along several takes the first that is named."""
         self.axes = tuple(axes)
+        self._algorithms = dict(algorithms or {})
         self.rank = rank
         self.size = prod(size for _, size in axes)
         self._backend = backend
@@ -77,11 +86,15 @@ class Mesh:
             for ranks in groups.values():
                 group = dist.new_group(ranks, backend=self._backend, group_desc=label) if len(ranks) > 1 else None
                 if self.rank in ranks and mine[axis] in places:
-                    if group is not None:
-                        group.axis = label
+                    self._settle(group, label, key)
                     found = Members(label, tuple(ranks), ranks.index(self.rank), group)
             self._known[key] = found
         return self._known[key]
+
+    def _settle(self, group: dist.ProcessGroup | None, label: str, key: Sequence[str]) -> None:
+        if isinstance(group, CountedGroup):
+            group.axis = label
+            group.prefer(next((self._algorithms[name] for name in key if name in self._algorithms), "auto"))
 
     def _make(self, key: tuple[str, ...], label: str) -> Members:
         sizes = {name: size for name, size in self.axes}
@@ -98,8 +111,7 @@ class Mesh:
             if len(ranks) > 1:
                 group = dist.new_group(ranks, backend=self._backend, group_desc=label)
             if all(mine[name] == value for name, value in zip(fixed, rest, strict=True)):
-                if group is not None:
-                    group.axis = label
+                self._settle(group, label, key)
                 found = Members(label, tuple(ranks), ranks.index(self.rank), group)
         assert found is not None
         return found

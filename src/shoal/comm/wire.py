@@ -85,6 +85,8 @@ ALL_REDUCE: dict[str, Callable[[int, int], Sent]] = {
     "tree": _both_ways,
     "butterfly": _butterfly,
     "rabenseifner": _rabenseifner,
+    # Its bytes are a ring's; how many messages depends on the hosts, which the group knows.
+    "hierarchical": _ring_all_reduce,
 }
 
 FORMULAS: dict[str, Callable[[int, int], Sent]] = {

@@ -78,6 +78,8 @@ class ShardTable:
     norm: Group
     samples: Group
     buffers: tuple[Buffer, ...]
+    one_memory: bool = False
+    """Whether those that shard see each other's memory: they meet, and send nothing."""
     norms: tuple[Norm, ...] = field(default=())
     calls: tuple[Call, ...] = field(default=())
     """What the other axes send in a step, by their own formulas."""
@@ -102,18 +104,23 @@ def _loss(table: ShardTable) -> Iterator[Call]:
 
 
 def _gradients(table: ShardTable) -> Iterator[Call]:
+    if table.one_memory:
+        yield table.buffers[0].sharding.axis, "gradient", "barrier", 0, table.buffers[0].sharding.ranks
     for buffer in table.buffers:
         n = buffer.padded_bytes
         if table.zero == 0:
             for _ in range(buffer.reductions):
                 yield buffer.replicas.axis, "gradient", "all_reduce", n, buffer.replicas.ranks
             continue
-        for _ in range(buffer.reductions):
+        for _ in range(0 if table.one_memory else buffer.reductions):
             yield buffer.sharding.axis, "gradient", "reduce_scatter", n, buffer.sharding.ranks
         yield buffer.copies.axis, "gradient", "all_reduce", n // buffer.sharding.ranks, buffer.copies.ranks
 
 
 def _parameters(table: ShardTable) -> Iterator[Call]:
+    if table.one_memory:
+        yield table.buffers[0].sharding.axis, "optimizer", "barrier", 0, table.buffers[0].sharding.ranks
+        return
     for buffer in table.buffers:
         axis, ranks = buffer.sharding.axis, buffer.sharding.ranks
         if table.zero in (1, 2):

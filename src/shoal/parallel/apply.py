@@ -21,6 +21,7 @@ from shoal.parallel.cutting import CutModel, cut_model
 from shoal.parallel.data import BUCKET_BYTES, PLAIN, Bucket, GradientReduction
 from shoal.parallel.engine import Engine
 from shoal.parallel.flat import FlatBuffer, StoredShard
+from shoal.parallel.one_memory import OneMemory
 from shoal.parallel.optimizer import Factory
 from shoal.parallel.pipeline.executor import Pipeline
 from shoal.parallel.pipeline.pipedream import PipeDream
@@ -149,8 +150,10 @@ class _Shards:
         name = group[0][0]
         family = self.cut.family(name)
         replicas = self.placement.replicas(family)
-        buffer = FlatBuffer(group, shards=replicas.sharding.size, index=replicas.sharding.index)
-        return Bucket(buffer, replicas, family=family, part=self.cut.part(name))
+        memory = OneMemory(replicas.sharding) if replicas.one_memory else None
+        shards, index = replicas.sharding.size, replicas.sharding.index
+        buffer = FlatBuffer(group, shards=shards, index=index, memory=memory)
+        return Bucket(buffer, replicas, family=family, part=self.cut.part(name), memory=memory)
 
     def _add(self, bucket: Bucket, master: torch.Tensor) -> None:
         self.buckets.append(bucket)

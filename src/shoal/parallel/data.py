@@ -23,6 +23,7 @@ from torch import nn
 
 from shoal.comm.ledger import BOOK
 from shoal.parallel.flat import FlatBuffer
+from shoal.parallel.one_memory import OneMemory
 from shoal.parallel.placement import Family, Replicas
 
 BUCKET_BYTES = 8 << 20
@@ -44,7 +45,15 @@ NEVER = 1 << 60
 class Bucket:
     """A flat buffer of parameters, the gradient that belongs to it, and how far this step's reduction has come."""
 
-    def __init__(self, buffer: FlatBuffer, replicas: Replicas, *, family: Family = PLAIN, part: int = 0) -> None:
+    def __init__(
+        self,
+        buffer: FlatBuffer,
+        replicas: Replicas,
+        *,
+        family: Family = PLAIN,
+        part: int = 0,
+        memory: OneMemory | None = None,
+    ) -> None:
         self.buffer = buffer
         self.replicas = replicas
         self.zero = replicas.zero
@@ -53,6 +62,8 @@ class Bucket:
         """Which of the rank's pipeline stages its parameters belong to; SHARED if to several."""
         self.whole: torch.Tensor | None = None
         self.views: list[torch.Tensor] = []
+        self.memory = memory
+        """Where the gradients of all replicas lie, if they share memory."""
         self.filled = [False] * len(buffer.slots)
         self.missing = len(buffer.slots) if part != SHARED else NEVER
         self.shard: torch.Tensor | None = None
@@ -76,7 +87,10 @@ class Bucket:
 
     def _allocate(self) -> torch.Tensor:
         if self.whole is None:
-            self.whole = torch.zeros(self.buffer.padded, dtype=self.buffer.dtype, device=self.buffer.device)
+            if self.memory is not None:
+                self.whole = self.memory.mine
+            else:
+                self.whole = torch.zeros(self.buffer.padded, dtype=self.buffer.dtype, device=self.buffer.device)
             self.views = self.buffer.views_of(self.whole)
         return self.whole
 
@@ -167,7 +181,16 @@ class GradientReduction:
             self.flush()
         while self._in_flight:
             self._wait_for_oldest()
+        self._sum_in_one_memory()
         self._reduce_copies()
+
+    def _sum_in_one_memory(self) -> None:
+        shared = [bucket for bucket in self.buckets if bucket.memory is not None]
+        if shared:
+            with BOOK.during("gradient"):
+                shared[0].memory.meet()  # type: ignore[union-attr]
+            for bucket in shared:
+                bucket.memory.sum_slice(bucket.buffer.shard)  # type: ignore[union-attr]
 
     def _done(self, bucket: Bucket) -> None:
         if id(bucket) in self.on_done:
@@ -181,6 +204,8 @@ class GradientReduction:
 
     def _reduce(self, bucket: Bucket) -> None:
         whole = bucket.complete()
+        if bucket.memory is not None:
+            return  # The others will read it where it is.
         work, target = None, None
         with BOOK.during("gradient"):
             if bucket.zero == 0:

@@ -247,7 +247,10 @@ class Engine:
         """Stages 1 and 2: every rank gets the shards that the others updated. Stage 3: what is whole is out of date."""
         if self.gathering is not None:
             self.gathering.finish(root=True)
-        if self.placement.zero in (1, 2):
+        if self.placement.one_memory:
+            if self.buckets and self.buckets[0].memory is not None:
+                self.buckets[0].memory.meet()
+        elif self.placement.zero in (1, 2):
             works = []
             for bucket in self.buckets:
                 values, sharding = bucket.buffer.values, bucket.replicas.sharding
@@ -315,5 +318,9 @@ class Engine:
         """Takes the hooks off; every rank is left with the whole parameters. All ranks call it alike."""
         self.settle()
         self.reduction.remove()
+        for bucket in self.buckets:
+            if bucket.memory is not None:
+                for slot in bucket.buffer.slots:
+                    slot.param.data = slot.param.data.clone()  # Its own again.
         if self.gathering:
             self.gathering.remove()

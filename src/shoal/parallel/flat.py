@@ -10,11 +10,13 @@ that is what makes checkpoints independent of the number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+
+Memory = Callable[[int, torch.dtype], torch.Tensor]
 
 ALIGN = 16
 """Elements: 64 bytes of float32, a cache line, so that no kernel starts in the middle of one."""
@@ -43,7 +45,10 @@ class Slot:
 class FlatBuffer:
     """Some parameters of one dtype, their common storage, and this rank's shard of it."""
 
-    def __init__(self, params: Sequence[tuple[str, nn.Parameter, int]], *, shards: int, index: int) -> None:
+    def __init__(
+        self, params: Sequence[tuple[str, nn.Parameter, int]], *, shards: int, index: int, memory: Memory | None = None
+    ) -> None:
+        """`memory` gives the storage, of so many elements of a type; without it the buffer has its own."""
         self.slots: list[Slot] = []
         start = 0
         # Parameters with equal options lie side by side, so that the optimiser sees few, long tensors.
@@ -56,7 +61,10 @@ class FlatBuffer:
         self.shard = slice(index * (self.padded // shards), (index + 1) * (self.padded // shards))
         first = self.slots[0].param
         self.dtype, self.device = first.dtype, first.device
-        self.values = torch.zeros(self.padded, dtype=self.dtype, device=self.device)
+        if memory is None:
+            self.values = torch.zeros(self.padded, dtype=self.dtype, device=self.device)
+        else:
+            self.values = memory(self.padded, self.dtype)
         self.views = [self.values[s.start : s.stop].view(s.shape) for s in self.slots]
         for slot, view in zip(self.slots, self.views, strict=True):
             view.copy_(slot.param.data)

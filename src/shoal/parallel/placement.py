@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.comm.mesh import Members, Mesh
-from shoal.strategy import Strategy, cp, ep, pp, tp
+from shoal.strategy import Strategy, allreduce, cp, dp, ep, pp, shared, tp
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ class Replicas:
     """Those that also hold different shards; one rank when nothing is sharded."""
     copies: Members
     """Those that hold the same shard of different data."""
+    one_memory: bool = False
+    """Whether those that shard lay parameters and gradients into memory that all of them see."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,11 @@ class Placement:
         sharded = [axis for axis in strategy.axes if axis.name in self.levels and axis.term.zero]  # type: ignore[attr-defined]
         self.zero: int = sharded[0].term.zero if sharded else 0  # type: ignore[attr-defined]
         self.sharded = sharded[0].name if sharded else None
+        together = [axis.name for axis in strategy.axes if isinstance(getattr(axis.term, "via", None), shared)]
+        self.one_memory = bool(together)
+        """Whether the replicas of one level share memory. Each then updates its slice, as at stage 1 of ZeRO."""
+        if together:
+            self.zero, self.sharded = 1, together[0]
         self.pipeline = self._axis(strategy, pp)
         self.tensor = self._axis(strategy, tp)
         self.context = self._axis(strategy, cp)
@@ -111,6 +118,7 @@ class Placement:
             self.mesh.along(*over, label=label),
             self.mesh.along(self.sharded),
             self._members(rest, family.stages, None),
+            self.one_memory,
         )
 
     def _members(self, names: Sequence[str], stages: tuple[int, ...], label: str | None) -> Members:
@@ -130,3 +138,14 @@ class Placement:
     def writes(self, family: Family) -> bool:
         """Whether this rank is the one, of those along tp that hold the same, to write it to a checkpoint."""
         return family.cut or family.partial or self.first_of_tensor
+
+
+def mesh_of(strategy: Strategy, *, rank: int, backend: str | None) -> Mesh:
+    """The ranks of a strategy, with the all-reduce that its levels of dp name."""
+    named = {
+        axis.name: axis.term.via.algorithm
+        for axis in strategy.axes
+        if isinstance(axis.term, dp) and isinstance(axis.term.via, allreduce) and axis.term.via.algorithm != "auto"
+    }
+    axes = [(axis.name, axis.size) for axis in strategy.axes]
+    return Mesh(axes, rank=rank, backend=backend, algorithms=named)

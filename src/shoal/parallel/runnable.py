@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.strategy import Strategy, accumulate, allreduce, amp, bsp, cp, dp, ep, none, pp, recompute, tp
+from shoal.strategy import Strategy, accumulate, allreduce, amp, bsp, cp, dp, ep, none, pp, recompute, shared, tp
 
 
 class NotRunnable(ValueError):
@@ -15,8 +15,8 @@ def cannot_run(strategy: Strategy) -> str | None:
         if isinstance(term, dp):
             if not isinstance(term.sync, bsp) or term.sync.backup:
                 return f"{term}: sync={term.sync} cannot be trained yet; use sync=bsp()"
-            if not isinstance(term.via, allreduce) or term.via.algorithm not in ("auto", "ring"):
-                return f"{term}: via={term.via} cannot be trained yet; use via=allreduce()"
+            if not isinstance(term.via, allreduce | shared):
+                return f"{term}: via={term.via} cannot be trained yet; use via=allreduce() or via=shared()"
             if not isinstance(term.compress, none):
                 return f"{term}: compress={term.compress} cannot be trained yet; leave compress out"
         elif isinstance(term, amp):
@@ -27,6 +27,12 @@ def cannot_run(strategy: Strategy) -> str | None:
                 f"{term} cannot be trained yet: {type(term).__name__} parses and explains, but has no runtime so far. "
                 "What trains today: dp (zero=0..3, several levels), pp, tp, cp, ep, accumulate, recompute, amp"
             )
+    if any(isinstance(level.via, shared) for level in strategy.dp_levels):
+        if any(level.zero for level in strategy.dp_levels):
+            return f"{strategy}: zero on one level and via=shared() on another cannot be trained yet; leave one out"
+        schedule = next((term.schedule for term in strategy.terms if isinstance(term, pp)), None)
+        if schedule == "pipedream":
+            return f"{strategy}: pipedream keeps versions of its weights, and in shared memory there is one; use 1f1b"
     return None
 
 
@@ -34,8 +40,9 @@ def require_runnable(strategy: Strategy, *, elementwise: bool = True) -> None:
     reason = cannot_run(strategy)
     if reason is not None:
         raise NotRunnable(reason)
-    if not elementwise and any(level.zero for level in strategy.dp_levels):
+    if not elementwise and any(level.zero or isinstance(level.via, shared) for level in strategy.dp_levels):
         raise NotRunnable(
-            f"{strategy}: the optimiser looks at whole parameters (it is not element-wise), and zero >= 1 would give "
-            "it slices; use zero=0 or an element-wise optimiser such as AdamW"
+            f"{strategy}: the optimiser looks at whole parameters (it is not element-wise), and zero >= 1 or "
+            "via=shared() would give it slices; use zero=0 and via=allreduce(), or an element-wise optimiser such as "
+            "AdamW"
         )

@@ -13,11 +13,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shoal.comm.mesh import Mesh
 from shoal.job.elementwise import elementwise
 from shoal.parallel.apply import Options, parallelize
 from shoal.parallel.engine import Engine
 from shoal.parallel.optimizer import Factory
+from shoal.parallel.placement import mesh_of
 from shoal.strategy import Strategy, parse, require_legal
 from shoal.train.launch.join import join
 
@@ -35,7 +35,7 @@ def engine(
     wanted = parse(strategy) if isinstance(strategy, str) else strategy
     me = join()
     require_legal(wanted, world=me.world)
-    mesh = Mesh([(axis.name, axis.size) for axis in wanted.axes], rank=me.rank, backend=me.backend)
+    mesh = mesh_of(wanted, rank=me.rank, backend=me.backend)
     if me.device.type != "cpu":
         model.to(me.device)
     torch.set_num_threads(1 if me.world > 1 and me.device.type == "cpu" else torch.get_num_threads())

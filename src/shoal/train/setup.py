@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from shoal.comm.ledger import Ledger
-from shoal.comm.mesh import Mesh
 from shoal.estimate.traffic import ShardTable, predict
 from shoal.job import Job, load_job
 from shoal.job.elementwise import elementwise
 from shoal.parallel.apply import parallelize
 from shoal.parallel.engine import Engine
+from shoal.parallel.placement import mesh_of
 from shoal.strategy import Strategy, amp
 from shoal.train.checkpoint.exchange import exchange
 from shoal.train.step import StepRunner, build_model
@@ -54,7 +54,7 @@ def job_from(arguments: dict[str, Any]) -> Job:
 def prepare(job: Job, strategy: Strategy, *, rank: int, backend: str | None, device: Any = "cpu",
             dtype: torch.dtype | None = None) -> Prepared:  # fmt: skip
     """Builds the model, lays the strategy over it, and makes ready to step. All ranks call it alike."""
-    mesh = Mesh([(axis.name, axis.size) for axis in strategy.axes], rank=rank, backend=backend)
+    mesh = mesh_of(strategy, rank=rank, backend=backend)
     model = build_model(job, dtype).to(device)
     engine = parallelize(
         model, strategy, mesh, optimizer=job.optimizer, options=job.options, clip=job.clip,

@@ -40,6 +40,7 @@ def shard_table(job: Job, strategy: Strategy, engine: Engine, calls: Sequence[Ca
     unflushed = engine.pipeline if isinstance(engine.pipeline, PipeDream) else None
     return ShardTable(
         zero=placement.zero,
+        one_memory=placement.one_memory,
         micro_batches=strategy.micro_batches,
         num_parameters=len(unflushed.names if unflushed else engine.names),
         world=_group(placement.world),
