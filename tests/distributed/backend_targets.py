@@ -1,0 +1,192 @@
+"""The shoal backend on real ranks: every collective against a serial computation, many at once, and what goes wrong."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from comm.serial import TYPES, numbers, summed
+from shoal.comm.backend import ShoalGroup
+from shoal.comm.collectives.algorithms import ALL_REDUCE
+from shoal.comm.ledger import BOOK
+from shoal.comm.transport.link import PeerLost
+from shoal.train.launch.channel import Channel
+from shoal.train.launch.join import join, leave
+
+
+def _joined(arguments: dict[str, Any]) -> Any:
+    os.environ["SHOAL_CARRIER"] = arguments.get("carrier", "auto")
+    return join(backend="shoal")
+
+
+def everything(arguments: dict[str, Any], channel: Channel) -> list[str]:
+    """Every collective for every type and size, in every layout; what differs from the serial computation."""
+    me = _joined(arguments)
+    wrong: list[str] = []
+    for size in (0, 1, me.world - 1, me.world, me.world + 1, 10007, *arguments.get("more", ())):
+        for dtype in TYPES if size < 1 << 20 else (torch.float32,):
+            for strided in (False, True):
+                for name, got, expected in _cases(me.rank, me.world, size, dtype, strided):
+                    if not torch.equal(got, expected):
+                        wrong.append(f"{name} of {size} {dtype}{' strided' if strided else ''}")
+    leave()
+    return wrong
+
+
+def _laid(tensor: Tensor, strided: bool) -> Tensor:
+    """The same numbers, with gaps between them."""
+    if not strided:
+        return tensor
+    wide = torch.zeros(*tensor.shape, 2, dtype=tensor.dtype)
+    wide[..., 0] = tensor
+    return wide[..., 0]
+
+
+def _cases(rank: int, ranks: int, size: int, dtype: torch.dtype, strided: bool) -> Any:
+    given = [numbers(each, size, dtype) for each in range(ranks)]
+    wide = [numbers(each, ranks * size, dtype) for each in range(ranks)]
+    root = ranks - 1
+    for algorithm in ALL_REDUCE:
+        dist.group.WORLD.algorithm = algorithm
+        x = _laid(given[rank].clone(), strided)
+        dist.all_reduce(x)
+        yield algorithm, x, summed(given)
+    dist.group.WORLD.algorithm = "auto"
+    x = _laid(given[rank].clone(), strided)
+    dist.all_reduce(x, op=dist.ReduceOp.MAX)
+    yield "max", x, torch.stack([g.to(torch.float64) for g in given]).amax(0).to(dtype)
+    x = _laid(given[rank].clone(), strided)
+    dist.broadcast(x, src=root)
+    yield "broadcast", x, given[root]
+    x = _laid(given[rank].clone(), strided)
+    dist.reduce(x, dst=root)
+    yield "reduce", x, summed(given) if rank == root else given[rank]
+    out = _laid(torch.zeros(ranks * size, dtype=dtype), strided)
+    dist.all_gather_single(out, _laid(given[rank], strided))
+    yield "all_gather", out, torch.cat(given)
+    out = _laid(torch.zeros(size, dtype=dtype), strided)
+    dist.reduce_scatter_single(out, _laid(wide[rank], strided))
+    yield "reduce_scatter", out, summed(wide).view(ranks, size)[rank]
+    out = _laid(torch.zeros(ranks * size, dtype=dtype), strided)
+    dist.all_to_all_single(out, _laid(wide[rank], strided))
+    yield "all_to_all", out, torch.cat([w.view(ranks, size)[rank] for w in wide])
+    parts = [_laid(torch.zeros(size, dtype=dtype), strided) for _ in range(ranks)]
+    dist.gather(_laid(given[rank], strided), parts if rank == root else None, dst=root)
+    yield "gather", torch.cat(parts), torch.cat(given) if rank == root else torch.cat(parts)
+    out = _laid(torch.zeros(size, dtype=dtype), strided)
+    dist.scatter(out, list(wide[root].view(ranks, size)) if rank == root else None, src=root)
+    yield "scatter", out, wide[root].view(ranks, size)[rank]
+    dist.barrier()
+
+
+def at_random(arguments: dict[str, Any], channel: Channel) -> dict[str, Any]:
+    """Random collectives on several groups, asynchronous, finished in another order; messages in between."""
+    me = _joined(arguments)
+    draw = random.Random(arguments["seed"])
+    groups = [dist.group.WORLD, *(dist.new_group(backend="shoal") for _ in range(2))]
+    wrong, flying = 0, []
+    for number in range(arguments["count"]):
+        kind = draw.choice(("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "mail", "barrier"))
+        group, size = draw.choice(groups), draw.choice((0, 1, 3, 17, 1000, 40_000))
+        options: dict[str, Any] = {"group": group, "async_op": True}
+        given = [numbers(each + number, size, torch.float32) for each in range(me.world)]
+        wide = [numbers(each + number, me.world * size, torch.float32) for each in range(me.world)]
+        if kind == "all_reduce":
+            out, expected = given[me.rank].clone(), summed(given)
+            works = [dist.all_reduce(out, **options)]
+        elif kind == "all_gather":
+            out, expected = torch.zeros(me.world * size), torch.cat(given)
+            works = [dist.all_gather_single(out, given[me.rank], **options)]
+        elif kind == "reduce_scatter":
+            out, expected = torch.zeros(size), summed(wide).view(me.world, size)[me.rank]
+            works = [dist.reduce_scatter_single(out, wide[me.rank], **options)]
+        elif kind == "broadcast":
+            source = draw.randrange(me.world)
+            out, expected = given[me.rank].clone(), given[source]
+            works = [dist.broadcast(out, src=source, **options)]
+        elif kind == "all_to_all":
+            out, expected = torch.zeros(me.world * size), torch.cat([w.view(me.world, size)[me.rank] for w in wide])
+            works = [dist.all_to_all_single(out, wide[me.rank], **options)]
+        elif kind == "mail":
+            before, behind = (me.rank - 1) % me.world, (me.rank + 1) % me.world
+            out, expected = torch.zeros(size), given[before]
+            works = [
+                dist.isend(given[me.rank], behind, group=group, tag=number),
+                dist.irecv(out, before, group=group, tag=number),
+            ]
+        else:
+            out = expected = torch.zeros(0)
+            works = [dist.barrier(**options)]
+        flying.append((works, out, expected, given, wide))
+        while flying and (len(flying) > 8 or draw.random() < 0.3):
+            works, out, expected, *_ = flying.pop(draw.randrange(len(flying)))
+            for work in works:
+                work.wait()
+            wrong += not torch.equal(out, expected)
+    for works, out, expected, *_ in flying:
+        for work in works:
+            work.wait()
+        wrong += not torch.equal(out, expected)
+    leave()
+    return {"wrong": wrong}
+
+
+def bytes_entered(arguments: dict[str, Any], channel: Channel) -> list[tuple[int, int]]:
+    """What the Book says of a group, and what its links were given to send."""
+    me = _joined(arguments)
+    group: ShoalGroup = dist.new_group(backend="shoal")
+    BOOK.take()
+    before = group.peers.sent.bytes
+    for size in (1, 100, 60_000):
+        dist.all_reduce(torch.zeros(me.world * size), group=group)
+        dist.all_gather_single(torch.zeros(me.world * size), torch.zeros(size), group=group)
+        dist.reduce_scatter_single(torch.zeros(size), torch.zeros(me.world * size), group=group)
+        dist.all_to_all_single(torch.zeros(me.world * size), torch.zeros(me.world * size), group=group)
+    entered = BOOK.take().bytes
+    sent = group.peers.sent.bytes - before
+    leave()
+    return [(entered, sent)]
+
+
+def survivors(arguments: dict[str, Any], channel: Channel) -> dict[str, Any]:
+    """One rank dies without a word while the others wait for each other."""
+    me = _joined(arguments)
+    channel.say({"pid": os.getpid()})
+    dist.all_reduce(torch.zeros(1000))
+    if me.rank == arguments["dies"]:
+        time.sleep(0.2)
+        os.kill(os.getpid(), 9)
+    start = time.monotonic()
+    try:
+        for _ in range(1000):
+            dist.all_reduce(torch.zeros(100_000))
+    except PeerLost as lost:
+        channel.say({"lost": lost.peer, "after_s": time.monotonic() - start, "rank": me.rank})
+    return {}
+
+
+def given_up(arguments: dict[str, Any], channel: Channel) -> dict[str, Any]:
+    """A peer that is given up on fails its own messages; others go on."""
+    me = _joined(arguments)
+    result: dict[str, Any] = {}
+    if me.rank == 0:
+        group: ShoalGroup = dist.group.WORLD
+        hopeless = dist.irecv(torch.zeros(3), 1, tag=7)
+        group.mail.give_up(1)
+        try:
+            hopeless.wait()
+        except PeerLost as lost:
+            result["lost"] = lost.peer
+        out = torch.zeros(4)
+        dist.recv(out, 2, tag=8)
+        result["from_2"] = out.tolist()
+    elif me.rank == 2:
+        dist.send(torch.arange(4.0), 0, tag=8)
+    leave()
+    return result

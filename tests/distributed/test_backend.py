@@ -1,0 +1,81 @@
+"""The shoal backend on real ranks, over shared memory and over TCP."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from shoal.train.launch import RankFailed
+
+Ranks = Callable[..., list[Any]]
+TARGETS = "distributed.backend_targets"
+CARRIERS = ("auto", "tcp")
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_every_collective_equals_a_serial_computation(ranks: Ranks, world: int, carrier: str) -> None:
+    more = [4 << 20] if world == 2 else []
+    assert ranks(f"{TARGETS}:everything", {"carrier": carrier, "more": more}, ranks=world) == [[]] * world
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize("world", [2, 3])
+def test_random_collectives_on_many_groups_neither_mismatch_nor_hang(ranks: Ranks, world: int, carrier: str) -> None:
+    found = ranks(f"{TARGETS}:at_random", {"carrier": carrier, "seed": 11 * world, "count": 600}, ranks=world)
+    assert found == [{"wrong": 0}] * world
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_ten_thousand_random_collectives(ranks: Ranks, carrier: str) -> None:
+    settings = {"carrier": carrier, "seed": 5, "count": 10_000}
+    assert ranks(f"{TARGETS}:at_random", settings, ranks=4, timeout_s=600) == [{"wrong": 0}] * 4
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_the_ledger_says_what_the_links_were_given(ranks: Ranks, world: int) -> None:
+    found = [pair for rank in ranks(f"{TARGETS}:bytes_entered", ranks=world) for pair in rank]
+    entered, sent = (sum(pair[side] for pair in found) for side in (0, 1))
+    assert abs(entered - sent) <= 4 * world * world  # The formulas are means over ranks, rounded down.
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_a_rank_that_dies_is_named_by_all_others_within_seconds(ranks: Ranks, carrier: str) -> None:
+    said: list[dict[str, Any]] = []
+    start = time.monotonic()
+    with pytest.raises(RankFailed, match="rank 1 was killed by SIGKILL"):
+        ranks(
+            f"{TARGETS}:survivors", {"dies": 1, "carrier": carrier}, ranks=3,
+            on_message=lambda rank, message: said.append(message),
+        )  # fmt: skip
+    assert time.monotonic() - start < 30
+    assert {message["lost"] for message in said if "lost" in message} <= {1}
+
+
+def test_a_peer_that_is_given_up_on_does_not_poison_the_rest(ranks: Ranks) -> None:
+    first, *_ = ranks(f"{TARGETS}:given_up", ranks=3)
+    assert first == {"lost": 1, "from_2": [0.0, 1.0, 2.0, 3.0]}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world"),
+    [
+        ("dp(2, via=shared())", 2),
+        ("dp(4, via=shared()) * accumulate(2)", 4),
+        ("dp(2) * dp(2, via=shared())", 4),
+        ("pp(2, '1f1b', micro=4) * dp(2, via=shared())", 4),
+        ("tp(2) * dp(2, via=shared())", 4),
+        ("dp(4, via=allreduce('tree'))", 4),
+        ("dp(4, via=allreduce('butterfly'))", 4),
+        ("dp(2, via=allreduce('rabenseifner'))", 2),
+    ],
+)
+def test_each_path_between_replicas_trains_exactly_as_the_serial_run(ranks: Ranks, strategy: str, world: int) -> None:
+    cases = [["language:tiny", strategy]]
+    for (found,) in ranks("distributed.proofs:prove_many", {"cases": cases, "steps": 4}, ranks=world, timeout_s=120):
+        assert found["difference"] <= 1e-10, found["where"]
+        assert found["ledger"] == []
