@@ -15,7 +15,7 @@ import torch.distributed as dist
 import shoal.parallel.apply as apply
 import shoal.parallel.data as data
 import shoal.train.setup as setup
-from shoal.comm.group import CountingGroup
+from shoal.comm.counted import CountedGroup
 from shoal.job import Order
 from shoal.parallel.data import Bucket, GradientReduction
 from shoal.parallel.engine import Engine
@@ -222,11 +222,11 @@ def collective_in_another_phase(arguments: dict[str, Any], channel: Any) -> Any:
 
 def uncounted_collective(arguments: dict[str, Any], channel: Any) -> Any:
     """The ledger misses every reduce-scatter."""
-    enter = CountingGroup._enter
+    enter = CountedGroup._enter
 
-    def faulty(self: CountingGroup, kind: str, payload_bytes: int) -> None:
+    def faulty(self: CountedGroup, kind: str, payload_bytes: int, algorithm: str | None = None) -> None:
         if kind != "reduce_scatter":
-            enter(self, kind, payload_bytes)
+            enter(self, kind, payload_bytes, algorithm)
 
-    CountingGroup._enter = faulty
+    CountedGroup._enter = faulty
     return parallel_run(arguments, channel)

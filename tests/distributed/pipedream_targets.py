@@ -13,7 +13,6 @@ import shoal.parallel.pipeline.stash as stash
 from distributed.pipedream_serial import Simulated, simulate, stages_of
 from distributed.watched_layer import SEEN, mark
 from shoal.comm.ledger import BOOK
-from shoal.estimate.traffic import predict
 from shoal.parallel.engine import NonFinite
 from shoal.parallel.pipeline.pipedream import PipeDream
 from shoal.strategy import parse, pp
@@ -61,7 +60,7 @@ def _beside(me: Any, job_name: str, text: str, steps: int, drained_after: list[i
             losses.append(runner.step(step, counter).loss)
             counted = BOOK.take()
             if step - filling >= pipeline.first_steady_step:
-                unlike += counted.differences(predict(ready.table))
+                unlike += counted.differences(ready.predicted)
             counter = runner.order.next(counter)
         still_out = len(pipeline._underway)
         engine.settle()
