@@ -134,6 +134,16 @@ def merge_that_the_tree_drops(arguments: dict[str, Any], channel: Channel) -> di
     return {"total": total[0, :2].tolist(), "residual": state["residual"][:2].tolist()}
 
 
+def low_rank_sum(arguments: dict[str, Any], channel: Channel) -> float:
+    """A sum of rank 2 whose parts have different columns: PowerSGD's error, of the sum's size, in its first step."""
+    ranks, rank = arranged(arguments)
+    right = torch.randn(2, 60, generator=torch.Generator().manual_seed(99), dtype=torch.float64)
+    x = torch.randn(40, 2, generator=torch.Generator().manual_seed(rank), dtype=torch.float64) @ right
+    total = method_of(parse_term("powersgd(2)")).reduce(x, {}, ranks, Draw(7, 0, "w", rank))
+    whole = torch.stack(everyone(x)).sum(0)
+    return float((total - whole).norm() / whole.norm())
+
+
 def unequal_payloads(arguments: dict[str, Any], channel: Channel) -> list[list[int]]:
     ranks, rank = arranged(arguments)
     payload = torch.arange(arguments["sizes"][rank], dtype=torch.uint8) + 50 * rank

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from shoal.comm.compress.blocks import filled_up
 from shoal.comm.compress.exchange import added, gathered
 from shoal.comm.compress.feedback import Residual
-from shoal.comm.compress.method import Draw, Method, Over, State, flat, is_finite, spoilt_if_not_finite
+from shoal.comm.compress.method import Draw, Method, Over, State, flat, is_finite
 from shoal.comm.compress.mstopk import MsTopK
 from shoal.comm.compress.traffic import divided_up
 from shoal.strategy.compress import hitopk
@@ -33,7 +33,8 @@ class HiTopK(Method):
         inside, between = over.inside or Over(), over.between or over
         # Residuals are zero outside their shards, so the sum over the host adds each to its own.
         value, _ = self.feedback.take_up(flat(x), state, over)
-        shard = spoilt_if_not_finite(_reduce_scattered(spoilt_if_not_finite(value), inside))
+        # What is no number counts as the largest of all, and is sent.
+        shard = _reduce_scattered(value, inside)
         kept = torch.zeros_like(value)
         if between.size == 1:
             total = shard
