@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from _report import add_ratio, arguments, report
 
 PEERS = {
+    "dp(2, via=shared())": "one process, two threads",
     "dp(2)": "DDP",
     "dp(2, zero=1)": "DDP + ZeroRedundancyOptimizer",
     "dp(2, zero=2)": "fully_shard, kept after forward",
@@ -97,7 +98,29 @@ def _contestants(settings: dict[str, Any], me: Any, plain: Any) -> dict[str, Any
 
         return param_groups(model, job.options)
 
+    def two_threads(model: Any, optimizer: Any) -> Any:
+        """One process on the whole batch with both cores, while the other rank sleeps."""
+        state = {"counter": 0}
+
+        def step() -> None:
+            if me.rank:
+                return
+            torch.set_num_threads(2)
+            batch = job.train.batch(order.indices(state["counter"]))
+            loss, count = job.loss(job.run_model(model, batch), batch)
+            optimizer.zero_grad(set_to_none=True)
+            (loss / count).backward()
+            if job.clip is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), job.clip)
+            optimizer.step()
+            state["counter"] = order.next(state["counter"])
+            torch.set_num_threads(1)
+
+        return step
+
     found: dict[str, Any] = {}
+    both = build_model(job)
+    found["one process, two threads"] = two_threads(both, job.optimizer(groups(both)))
     alone = build_model(job)
     found[LIMIT] = plain_step(alone, job.optimizer(groups(alone)), alone.parameters)
     ddp = DistributedDataParallel(build_model(job), process_group=plain)
