@@ -105,6 +105,9 @@ def train(
         float, typer.Option(min=1.0, help="Seconds without progress after which a late rank is named.")
     ] = 300.0,
     backend: Annotated[str | None, typer.Option(help="shoal, gloo or nccl (default: the fastest here).")] = None,
+    emulate: Annotated[
+        str | None, typer.Option(help='Behave like a slower cluster: "4x2, 10us, 20GB/s | 100us, 1Gb/s".')
+    ] = None,
     no_gate: Annotated[
         bool, typer.Option("--no-gate", help="Do not check a layout by one step in float64 before its first use.")
     ] = False,
@@ -117,7 +120,7 @@ def train(
         train_command(
             job, strategy, ranks=ranks, hang_after=hang_after, as_json=as_json, size=size, steps=steps,
             global_batch=batch, seed=seed, folder=folder, resume=resume, checkpoint_every=checkpoint_every,
-            trace=trace, stop_at_target=not full, backend=backend, gate=not no_gate,
+            trace=trace, stop_at_target=not full, backend=backend, gate=not no_gate, emulate=emulate,
         )
     )  # fmt: skip
 

@@ -45,6 +45,8 @@ def train_command(
     require_known(job, given["size"])
     if given["backend"] not in (None, "shoal", "gloo", "nccl"):
         raise CannotTrain(f"--backend {given['backend']}: expected shoal, gloo or nccl")
+    if given["emulate"] is not None:
+        _require_emulation(given["emulate"], strategy.world, given["backend"])
     arguments["strategy"] = str(strategy)
     if launched:
         _as_one_rank(arguments, hang_after=hang_after, as_json=as_json)
@@ -58,6 +60,20 @@ def train_command(
                 bar.close()
         show(outcome)
     return 0 if outcome["status"] == "finished" else 130
+
+
+def _require_emulation(described: str, world: int, backend: str | None) -> None:
+    """Refuses a cluster that cannot be emulated, before any rank starts."""
+    from shoal.comm.emulate import parse_emulation
+
+    wanted = parse_emulation(described)
+    if wanted.world != world:
+        raise CannotTrain(
+            f"--emulate {described!r}: {wanted.hosts} hosts of {wanted.per_host} ranks are {wanted.world} ranks, and the "
+            f"strategy has {world}"
+        )
+    if backend not in (None, "shoal"):
+        raise CannotTrain(f"--emulate needs the shoal backend, and --backend {backend} was given; leave one out")
 
 
 def require_known(job: str, size: str | None) -> None:

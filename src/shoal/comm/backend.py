@@ -44,6 +44,7 @@ from shoal.comm.counted import CountedGroup
 from shoal.comm.mail import ANY, Mail, Wanted
 from shoal.comm.peers import Peers, Steps
 from shoal.comm.progress import Line, Task, note_ranks_here
+from shoal.comm.transport import emulated
 from shoal.comm.transport.connect import connect, job_secret
 from shoal.comm.vector import OPERATIONS, Operation, Vector, total_bytes
 from shoal.comm.wire import even_payload
@@ -171,7 +172,10 @@ def _by_rows(flat: Flat, rows: Sequence[int], ranks: int) -> list[Vector]:
 class ShoalGroup(CountedGroup):
     """A group of ranks joined by Shoal's own links."""
 
-    def __init__(self, store: Any, rank: int, size: int, name: str, timeout: timedelta, network: Network) -> None:
+    def __init__(
+        self, store: Any, rank: int, size: int, name: str, timeout: timedelta, network: Network, ranks: Sequence[int]
+    ) -> None:
+        """`ranks`: the members' numbers in the job."""
         super().__init__(rank, size, name)
         # The backend below gives the group its name only; a test holds that every method that communicates is ours.
         self.register(FakeProcessGroup._create_internal(rank, size, FakeProcessGroup.Options()), torch.device("cpu"))
@@ -184,11 +188,16 @@ class ShoalGroup(CountedGroup):
         )  # fmt: skip
         note_ranks_here(max(len(host) for host in joined.hosts))
         collective, mail = joined.channels
-        self.peers = Peers(rank, size, collective, hosts=joined.hosts)
+        hosts = joined.hosts
+        if emulated.emulator is not None:
+            slow = emulated.emulator
+            collective, mail = (slow.around(links, ranks, ranks[rank]) for links in (collective, mail))
+            hosts = slow.hosts(ranks)
+        self.peers = Peers(rank, size, collective, hosts=hosts)
         self.line = Line(collective.values(), f"collectives of {name}")
         self.mail = Mail(mail, f"messages of {name}")
         self._timeout_s = timeout.total_seconds()
-        sizes = {len(host) for host in joined.hosts}
+        sizes = {len(host) for host in hosts}
         self._per_host = sizes.pop() if len(sizes) == 1 else 1
 
     def getBackendName(self) -> str:
@@ -506,6 +515,7 @@ def _divide(values: torch.Tensor, by: int) -> None:
 
 def create(options: Any, _: Any) -> ShoalGroup:
     """As torch.distributed makes a group of this backend."""
+    ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     return ShoalGroup(
-        options.store, options.group_rank, options.group_size, options.group_id, options.timeout, DEFAULT
+        options.store, options.group_rank, options.group_size, options.group_id, options.timeout, DEFAULT, ranks
     )  # fmt: skip

@@ -194,7 +194,8 @@ class Line:
                     others[link.fileno()] = link.peer
                     poll.register(link.fileno(), select.POLLRDHUP)
             now = time.monotonic()
-            for descriptor, _ in poll.poll(max(0.0, seconds) * 1000):
+            due = min((at for link in wanted if (at := link.due()) is not None), default=now + seconds)
+            for descriptor, _ in poll.poll(max(0.0, min(seconds, due - now)) * 1000):
                 if descriptor in others:
                     self._missed.setdefault(others[descriptor], now)
                 elif descriptor == self._bell:

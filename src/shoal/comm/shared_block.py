@@ -7,7 +7,6 @@ ends.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 
@@ -25,7 +24,10 @@ class NotOneHost(ValueError):
 class SharedBlock:
     """So many bytes, the same on every rank. Collective: all members call it alike."""
 
-    def __init__(self, members: Members, nbytes: int) -> None:
+    def __init__(self, members: Members, nbytes: int, *, keep_open: bool = False) -> None:
+        """`keep_open`: keeps a descriptor of the file, for locks on it."""
+        self.descriptor = -1
+        self._keep_open = keep_open
         self.members = members
         self.nbytes = max(nbytes, mmap.PAGESIZE)
         if members.group is None:
@@ -53,9 +55,11 @@ class SharedBlock:
         finally:
             # Nobody lets go of the file before all have it.
             dist.barrier(group=group)
-            for held in (descriptor, opened):
-                with contextlib.suppress(OSError):
-                    os.close(held)
+            held = max(descriptor, opened)
+            if self._keep_open:
+                self.descriptor = held
+            elif held >= 0:
+                os.close(held)
 
     def _require_one_host(self, group: dist.ProcessGroup) -> None:
         mine = torch.zeros(256, dtype=torch.uint8)
@@ -69,6 +73,10 @@ class SharedBlock:
                     f"via=shared() shares memory among ranks {', '.join(map(str, self.members.ranks))}, but rank "
                     f"{place} is on another host; put a level of dp(..., via=allreduce()) between hosts"
                 )
+
+    @property
+    def memory(self) -> memoryview:
+        return memoryview(self._memory)
 
     def tensor(self, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Elements that begin at a byte of the block."""

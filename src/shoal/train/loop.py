@@ -88,7 +88,7 @@ def require_job_of(checkpoint: Checkpoint, job: Job) -> None:
 
 def train_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     """On every rank: a job under a strategy, from its start or from a checkpoint, to its end."""
-    me = join(backend=BACKENDS.get(arguments.get("backend") or ""))
+    me = join(backend=BACKENDS.get(arguments.get("backend") or ""), emulate=arguments.get("emulate"))
     job, strategy = job_from(arguments), parse(arguments["strategy"])
     if arguments.get("gate") and cutting_axes(strategy):
         # No process stands above the ranks that could have done it.

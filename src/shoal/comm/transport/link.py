@@ -62,6 +62,10 @@ class Link(ABC):
     def disarm(self) -> None:
         """After sleeping. Raises PeerLost if that is what woke us."""
 
+    def due(self) -> float | None:
+        """When time alone may let something move, on the monotonic clock; None if time changes nothing."""
+        return None
+
     @abstractmethod
     def fileno(self) -> int:
         """What to sleep on; -1 if there is nothing (in memory)."""

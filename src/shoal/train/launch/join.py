@@ -22,7 +22,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shoal.comm.emulate import WrongEmulation, parse_emulation
 from shoal.comm.group import BACKENDS, register_backends
+from shoal.comm.mesh import Members
+from shoal.comm.shared_block import SharedBlock
+from shoal.comm.transport import emulated
 
 MEET_S = 300.0
 """How long ranks wait for each other at the start; hosts of a batch system may come up minutes apart."""
@@ -54,12 +58,15 @@ _times_joined = 0
 _adopted = False
 
 
-def join(*, backend: str | None = None, timeout_s: float | None = None, meet_s: float = MEET_S) -> Rank:
+def join(
+    *, backend: str | None = None, timeout_s: float | None = None, meet_s: float = MEET_S, emulate: str | None = None
+) -> Rank:
     """Makes this process a rank of its job; a second call gives the same Rank.
 
     `backend` is a name of torch.distributed ("gloo" is the plain one); without it the counting backend for
     this machine's devices is taken. `timeout_s` bounds a collective (1800, or more where a hang may take
-    longer to be one), `meet_s` the wait for the other ranks. A program that has called init_process_group
+    longer to be one), `meet_s` the wait for the other ranks. `emulate` describes a cluster (`comm/emulate.py`) as whose
+    links those of the shoal backend are to behave; without it SHOAL_EMULATE does. A program that has called init_process_group
     itself keeps its own world group, and groups made beside it are counted.
     """
     global _joined, _times_joined, _adopted
@@ -87,8 +94,26 @@ def join(*, backend: str | None = None, timeout_s: float | None = None, meet_s: 
         hang_after_s = float(os.environ.get("SHOAL_HANG_AFTER_S", 0))
         time_limit = timedelta(seconds=timeout_s or min(max(1800.0, 2 * hang_after_s), LONGEST_S))
         dist.init_process_group(chosen, store=store, rank=rank, world_size=world, timeout=time_limit)
+    described = emulate or os.environ.get("SHOAL_EMULATE")
+    if described:
+        _emulate(described, rank, world, chosen)
     _joined = Rank(rank=rank, world=world, local_rank=local_rank, device=device, store=store, backend=chosen)
     return _joined
+
+
+def _emulate(described: str, rank: int, world: int, backend: str) -> None:
+    wanted = parse_emulation(described)
+    if backend != BACKENDS["shoal"]:
+        raise WrongEmulation(f"--emulate {described!r}: only the shoal backend emulates links, and this job has {backend}")
+    if wanted.world != world:
+        raise WrongEmulation(
+            f"--emulate {described!r}: {wanted.hosts} hosts of {wanted.per_host} ranks are {wanted.world} ranks, and "
+            f"the job has {world}"
+        )
+    if world > 1:
+        everyone = Members("world", tuple(range(world)), rank, dist.group.WORLD)
+        block = SharedBlock(everyone, 8 * wanted.hosts, keep_open=True)
+        emulated.emulate(emulated.Emulator(wanted, emulated.Wires(block.memory, block.descriptor)))
 
 
 def default_backend() -> str:
@@ -115,6 +140,7 @@ def leave() -> None:
         # A rank that closes its connections while a peer still reads from them would fail the peer.
         joined.store.add(f"left/{joined.rank}", 1)
         _wait_for([f"left/{rank}" for rank in range(joined.world)], joined.store, LEAVE_S)
+    emulated.emulate(None)
     dist.destroy_process_group()
 
 
