@@ -27,6 +27,7 @@ FIRST_COUNTED = 3
 # then writes down how many bytes this host has sent to the other.
 JOB = """
 import os
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ from shoal.job.models.gpt import GPT, GPTConfig
 from shoal.job.tasks.language import language
 
 def schedule(step):
+    time.sleep(0.05)  # What the kernel has taken leaves the host a moment later.
     counter = Path("/sys/class/net") / os.environ.get("GLOO_SOCKET_IFNAME", "lo") / "statistics" / "tx_bytes"
     with open(f"{folder}/sent-{{os.environ['RANK']}}", "a") as file:
         file.write(f"{{step}} {{counter.read_text()}}")
