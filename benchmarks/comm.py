@@ -1,8 +1,8 @@
 """Collectives of two ranks beside plain Gloo's and beside a copy in memory, interleaved in one run.
 
-Every contestant does the same collective on the same tensors, round after round, so that whatever the machine does meets
-all of them. The limit is a plain copy of the same bytes. `--backend gloo` measures the counting group around Gloo, which
-carries reduce-scatter and all-gather itself (src/shoal/comm/group.py), in place of the shoal backend.
+Every contestant does the same collective on the same tensors, round after round, so that whatever the machine does
+meets all of them. The limit is a plain copy of the same bytes. `--backend gloo` measures the counting group around
+Gloo, which carries reduce-scatter and all-gather itself (src/shoal/comm/group.py), in place of the shoal backend.
 
     python benchmarks/comm.py [--backend shoal] [--rounds 20] [--only all_reduce] [--json]
 """

@@ -190,3 +190,20 @@ def given_up(arguments: dict[str, Any], channel: Channel) -> dict[str, Any]:
         dist.send(torch.arange(4.0), 0, tag=8)
     leave()
     return result
+
+
+def emulated_times(arguments: dict[str, Any], channel: Channel) -> dict[str, float]:
+    """Milliseconds of an all-reduce over emulated links: the best of a few."""
+    join(backend="shoal", emulate=arguments["emulate"])
+    group = dist.new_group(backend="shoal")
+    found = {}
+    for size in arguments["sizes"]:
+        x, best = torch.ones(size // 4), float("inf")
+        for _ in range(3):
+            dist.barrier(group=group)
+            start = time.perf_counter()
+            dist.all_reduce(x, group=group)
+            best = min(best, 1000 * (time.perf_counter() - start))
+        found[str(size)] = best
+    leave()
+    return found

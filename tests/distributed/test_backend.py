@@ -79,3 +79,10 @@ def test_each_path_between_replicas_trains_exactly_as_the_serial_run(ranks: Rank
     for (found,) in ranks("distributed.proofs:prove_many", {"cases": cases, "steps": 4}, ranks=world, timeout_s=120):
         assert found["difference"] <= 1e-10, found["where"]
         assert found["ledger"] == []
+
+
+def test_emulated_links_take_the_time_of_those_they_stand_for(ranks: Ranks) -> None:
+    """Two hosts at 100 Mb/s and 2 ms: a ring of two sends half the vector twice."""
+    settings = {"emulate": "2x1, 1us, 20GB/s | 2ms, 100Mb/s", "sizes": [400_000]}
+    for rank in ranks(f"{TARGETS}:emulated_times", settings, ranks=2):
+        assert 36 <= rank["400000"] <= 36 * 1.5

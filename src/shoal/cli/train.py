@@ -69,8 +69,8 @@ def _require_emulation(described: str, world: int, backend: str | None) -> None:
     wanted = parse_emulation(described)
     if wanted.world != world:
         raise CannotTrain(
-            f"--emulate {described!r}: {wanted.hosts} hosts of {wanted.per_host} ranks are {wanted.world} ranks, and the "
-            f"strategy has {world}"
+            f"--emulate {described!r}: {wanted.hosts} hosts of {wanted.per_host} ranks are {wanted.world} ranks, and "
+            f"the strategy has {world}"
         )
     if backend not in (None, "shoal"):
         raise CannotTrain(f"--emulate needs the shoal backend, and --backend {backend} was given; leave one out")

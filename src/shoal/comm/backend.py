@@ -25,11 +25,9 @@ from torch._C._distributed_c10d import (
     ReduceOptions,
     ReduceScatterOptions,
     ScatterOptions,
-    Work,
 )
-from torch.futures import Future
 
-from shoal.comm.choice import DEFAULT, Network, choose_all_reduce
+from shoal.comm.choice import DEFAULT, Network, choose_all_reduce, network_like
 from shoal.comm.collectives.algorithms import ALL_REDUCE
 from shoal.comm.collectives.direct import (
     barrier,
@@ -41,67 +39,15 @@ from shoal.comm.collectives.direct import (
 )
 from shoal.comm.collectives.tree import tree_broadcast, tree_reduce
 from shoal.comm.counted import CountedGroup
-from shoal.comm.mail import ANY, Mail, Wanted
+from shoal.comm.laid_flat import Flat, Joined, even_parts, parts_by_rows
+from shoal.comm.mail import ANY, Mail
 from shoal.comm.peers import Peers, Steps
 from shoal.comm.progress import Line, Task, note_ranks_here
 from shoal.comm.transport import emulated
 from shoal.comm.transport.connect import connect, job_secret
 from shoal.comm.vector import OPERATIONS, Operation, Vector, total_bytes
 from shoal.comm.wire import even_payload
-
-NO_TIMEOUT = timedelta(0)
-
-
-class Collective(Work):  # type: ignore[misc]
-    """What a call gives back: to be waited for, asked, or turned into a future."""
-
-    def __init__(self, line: Line, task: Task, result: list[torch.Tensor], timeout_s: float) -> None:
-        super().__init__()
-        self._line, self._task, self._result, self._timeout_s = line, task, result, timeout_s
-
-    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        if not self._task.done:
-            self._line.wait(self._task, timeout.total_seconds() or self._timeout_s)
-        elif self._task.error is not None:
-            raise self._task.error
-        return True
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def is_completed(self) -> bool:
-        return self._task.done
-
-    def is_success(self) -> bool:
-        return self._task.done and self._task.error is None
-
-    def exception(self) -> Any:
-        return self._task.error
-
-    def result(self) -> list[torch.Tensor]:
-        self.wait()
-        return self._result
-
-    def source_rank(self) -> int:
-        return self._source_rank()
-
-    def _source_rank(self) -> int:
-        return self._task.source if isinstance(self._task, Wanted) else -1
-
-    def get_future(self) -> Future:
-        done: Future = Future()
-
-        def finished(_: Future) -> list[torch.Tensor]:
-            # Raised here and not set on the future: DDP does not survive the latter.
-            if self._task.error is not None:
-                raise self._task.error
-            return self._result
-
-        following: Future = done.then(finished)
-        self._task.when_done(lambda: done.set_result(None))
-        if not self._task.done:
-            self._line.call_worker()
-        return following
+from shoal.comm.work import NO_TIMEOUT, Collective
 
 
 def _operation(reduce: Any) -> tuple[Operation, bool]:
@@ -114,59 +60,6 @@ def _operation(reduce: Any) -> tuple[Operation, bool]:
     raise ValueError(
         f"the shoal backend has no reduction {reduce}; it has SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR"
     )
-
-
-class Flat:
-    """A tensor laid out flat: itself if it lies so, or a copy that `restore` writes back."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type != "cpu":
-            raise ValueError(f"the shoal backend carries tensors in host memory, not on {tensor.device}; use nccl")
-        if tensor.is_sparse:
-            raise ValueError("the shoal backend carries dense tensors; call to_dense() first")
-        self.tensor = tensor.detach()
-        self.data = self.tensor.contiguous().view(-1)
-        self.vector = Vector(self.data)
-
-    def restore(self) -> None:
-        if self.data.data_ptr() != self.tensor.data_ptr():
-            self.tensor.copy_(self.data.view(self.tensor.shape))
-
-    def parts(self, counts: Sequence[int]) -> list[Vector]:
-        return [Vector(part) for part in self.data.split(list(counts))]
-
-
-class Joined:
-    """Several tensors as one: one message in place of many small ones."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._flats = [Flat(tensor) for tensor in tensors]
-        self.data = self._flats[0].data if len(tensors) == 1 else torch.cat([flat.data for flat in self._flats])
-        self.vector = self._flats[0].vector if len(tensors) == 1 else Vector(self.data)
-
-    def restore(self) -> None:
-        if len(self._flats) > 1:
-            for flat, values in zip(self._flats, self.data.split([len(f.data) for f in self._flats]), strict=True):
-                flat.data.copy_(values)
-        for flat in self._flats:
-            flat.restore()
-
-
-def _even(flat: Flat, ranks: int) -> list[Vector]:
-    if len(flat.data) % ranks:
-        raise ValueError(f"{len(flat.data)} elements do not divide among {ranks} ranks")
-    return flat.parts([len(flat.data) // ranks] * ranks)
-
-
-def _by_rows(flat: Flat, rows: Sequence[int], ranks: int) -> list[Vector]:
-    """The parts of an all-to-all: so many rows for each rank, or as many for all."""
-    if not rows:
-        return _even(flat, ranks)
-    width = len(flat.data) // max(1, flat.tensor.shape[0])
-    if len(rows) != ranks or sum(rows) != flat.tensor.shape[0]:
-        given = flat.tensor.shape[0]
-        raise ValueError(f"split sizes {list(rows)} are not one for each of {ranks} ranks that sum to {given} rows")
-    return flat.parts([width * count for count in rows])
 
 
 class ShoalGroup(CountedGroup):
@@ -318,7 +211,7 @@ class ShoalGroup(CountedGroup):
 
     def _parts(self, given: Any) -> list[Vector]:
         if isinstance(given, torch.Tensor):
-            return _even(Flat(given), self.size())
+            return even_parts(Flat(given), self.size())
         return [Flat(tensor).vector for tensor in given]
 
     # Exchanges
@@ -345,7 +238,9 @@ class ShoalGroup(CountedGroup):
         ready = []
         for output, given in pairs:
             outputs = [Flat(output)] if isinstance(output, torch.Tensor) else [Flat(tensor) for tensor in output]
-            parts = _even(outputs[0], self.size()) if isinstance(output, torch.Tensor) else [o.vector for o in outputs]
+            parts = (
+                even_parts(outputs[0], self.size()) if isinstance(output, torch.Tensor) else [o.vector for o in outputs]
+            )
             mine = Flat(given)
             if mine.vector.nbytes != parts[self.rank()].nbytes:
                 place = len(parts[self.rank()])
@@ -366,8 +261,8 @@ class ShoalGroup(CountedGroup):
         opts: Any = None,
     ) -> Any:  # fmt: skip
         into, given = Flat(output), Flat(input)
-        coming = _by_rows(into, output_split_sizes or (), self.size())
-        going = _by_rows(given, input_split_sizes or (), self.size())
+        coming = parts_by_rows(into, output_split_sizes or (), self.size())
+        going = parts_by_rows(given, input_split_sizes or (), self.size())
         return self._all_to_all(going, coming, [into], opts)
 
     alltoall_base = all_to_all_single
@@ -516,6 +411,7 @@ def _divide(values: torch.Tensor, by: int) -> None:
 def create(options: Any, _: Any) -> ShoalGroup:
     """As torch.distributed makes a group of this backend."""
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+    network = DEFAULT if emulated.emulator is None else network_like(emulated.emulator.emulation)
     return ShoalGroup(
-        options.store, options.group_rank, options.group_size, options.group_id, options.timeout, DEFAULT, ranks
+        options.store, options.group_rank, options.group_size, options.group_id, options.timeout, network, ranks
     )  # fmt: skip

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, log2
 
+from shoal.comm.emulate import Emulation, Speed
+
 ALL_REDUCE = ("ring", "tree", "butterfly", "rabenseifner", "hierarchical")
 
 
@@ -42,6 +44,16 @@ DEFAULT = Network(
     between=LinkTimes(latency_s=100e-6, byte_s=1 / 1e9, reduce_byte_s=1 / 12e9),
 )
 """Until `shoal calibrate` has measured: two processes of one machine over shared memory; a 10 Gb/s network."""
+
+
+def network_like(emulation: Emulation) -> Network:
+    """The links of an emulated cluster, on top of what this machine's own cost."""
+
+    def times(speed: Speed) -> LinkTimes:
+        own = DEFAULT.inside
+        return LinkTimes(own.latency_s + speed.latency_s, own.byte_s + 1 / speed.bytes_per_s, own.reduce_byte_s)
+
+    return Network(inside=times(emulation.inside), between=times(emulation.between))
 
 
 def all_reduce_time(algorithm: str, nbytes: int, ranks: int, per_host: int, network: Network) -> float:

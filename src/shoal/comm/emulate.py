@@ -1,7 +1,7 @@
 """A cluster you do not have, from its description: `"4x2, 10us, 20GB/s | 100us, 1Gb/s"`.
 
-Four hosts of two ranks; inside a host messages take 10 microseconds and 20 gigabytes move in a second, between hosts 100
-microseconds and one gigabit. Ranks are dealt to hosts in their order.
+Four hosts of two ranks; inside a host messages take 10 microseconds and 20 gigabytes move in a second, between hosts
+100 microseconds and one gigabit. Ranks are dealt to hosts in their order.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 PyTorch calls a method that a Python process group lacks on the backend below, silently; so every method is
 either in COUNTED (it communicates) or in PASSIVE (it does not), and a test walks the class to keep it that way.
 
-Over Gloo two collectives are also replaced, on a measurement (benchmarks/comm.py --backend gloo): Gloo's reduce-scatter runs a
-whole all-reduce and then copies, twice the bytes of an all-to-all and a sum; its all-gather is slower than plain sends
-of large parts. Everything that uses the group, DDP and fully_shard included, gets the faster ones.
+Over Gloo two collectives are also replaced, on a measurement (benchmarks/comm.py --backend gloo): Gloo's reduce-scatter
+runs a whole all-reduce and then copies, twice the bytes of an all-to-all and a sum; its all-gather is slower than plain
+sends of large parts. Everything that uses the group, DDP and fully_shard included, gets the faster ones.
 """
 
 from __future__ import annotations

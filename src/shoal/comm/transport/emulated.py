@@ -1,8 +1,8 @@
 """A link made slower: what is written is stamped with the time at which it would arrive, and is seen no sooner.
 
 The sender reserves its host's wire: a chunk starts when the wire is free, occupies it for its bytes over the bandwidth,
-and arrives a latency later. Ranks of one emulated host share the wire between hosts, so they slow each other down as on a
-real one. Time is the clock that all processes of a machine share.
+and arrives a latency later. Ranks of one emulated host share the wire between hosts, so they slow each other down as on
+a real one. Time is the clock that all processes of a machine share.
 """
 
 from __future__ import annotations

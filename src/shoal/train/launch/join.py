@@ -65,9 +65,9 @@ def join(
 
     `backend` is a name of torch.distributed ("gloo" is the plain one); without it the counting backend for
     this machine's devices is taken. `timeout_s` bounds a collective (1800, or more where a hang may take
-    longer to be one), `meet_s` the wait for the other ranks. `emulate` describes a cluster (`comm/emulate.py`) as whose
-    links those of the shoal backend are to behave; without it SHOAL_EMULATE does. A program that has called init_process_group
-    itself keeps its own world group, and groups made beside it are counted.
+    longer to be one), `meet_s` the wait for the other ranks. `emulate` describes a cluster (`comm/emulate.py`) as
+    whose links those of the shoal backend are to behave; without it SHOAL_EMULATE does. A program that has called
+    init_process_group itself keeps its own world group, and groups made beside it are counted.
     """
     global _joined, _times_joined, _adopted
     if _joined is not None:
@@ -104,7 +104,7 @@ def join(
 def _emulate(described: str, rank: int, world: int, backend: str) -> None:
     wanted = parse_emulation(described)
     if backend != BACKENDS["shoal"]:
-        raise WrongEmulation(f"--emulate {described!r}: only the shoal backend emulates links, and this job has {backend}")
+        raise WrongEmulation(f"--emulate {described!r}: only the shoal backend emulates links; this job has {backend}")
     if wanted.world != world:
         raise WrongEmulation(
             f"--emulate {described!r}: {wanted.hosts} hosts of {wanted.per_host} ranks are {wanted.world} ranks, and "

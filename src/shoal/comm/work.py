@@ -1,0 +1,67 @@
+"""What a call of the shoal backend gives back: a collective to be waited for, asked, or turned into a future."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Work
+from torch.futures import Future
+
+from shoal.comm.mail import Wanted
+from shoal.comm.progress import Line, Task
+
+NO_TIMEOUT = timedelta(0)
+
+
+class Collective(Work):  # type: ignore[misc]
+    """What a call gives back: to be waited for, asked, or turned into a future."""
+
+    def __init__(self, line: Line, task: Task, result: list[torch.Tensor], timeout_s: float) -> None:
+        super().__init__()
+        self._line, self._task, self._result, self._timeout_s = line, task, result, timeout_s
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        if not self._task.done:
+            self._line.wait(self._task, timeout.total_seconds() or self._timeout_s)
+        elif self._task.error is not None:
+            raise self._task.error
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._task.done
+
+    def is_success(self) -> bool:
+        return self._task.done and self._task.error is None
+
+    def exception(self) -> Any:
+        return self._task.error
+
+    def result(self) -> list[torch.Tensor]:
+        self.wait()
+        return self._result
+
+    def source_rank(self) -> int:
+        return self._source_rank()
+
+    def _source_rank(self) -> int:
+        return self._task.source if isinstance(self._task, Wanted) else -1
+
+    def get_future(self) -> Future:
+        done: Future = Future()
+
+        def finished(_: Future) -> list[torch.Tensor]:
+            # Raised here and not set on the future: DDP does not survive the latter.
+            if self._task.error is not None:
+                raise self._task.error
+            return self._result
+
+        following: Future = done.then(finished)
+        self._task.when_done(lambda: done.set_result(None))
+        if not self._task.done:
+            self._line.call_worker()
+        return following
