@@ -8,12 +8,11 @@ copied back.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
@@ -27,6 +26,7 @@ from torch._C._distributed_c10d import (
     ScatterOptions,
 )
 
+from shoal.comm.c10d_forms import also_by_name, listed, operation_of, options_of, tensors_of
 from shoal.comm.choice import DEFAULT, Network, choose_all_reduce, network_like
 from shoal.comm.collectives.algorithms import ALL_REDUCE
 from shoal.comm.collectives.direct import (
@@ -45,21 +45,9 @@ from shoal.comm.peers import Peers, Steps
 from shoal.comm.progress import Line, Task, note_ranks_here
 from shoal.comm.transport import emulated
 from shoal.comm.transport.connect import connect, job_secret
-from shoal.comm.vector import OPERATIONS, Operation, Vector, total_bytes
+from shoal.comm.vector import Vector, total_bytes
 from shoal.comm.wire import even_payload
 from shoal.comm.work import NO_TIMEOUT, Collective
-
-
-def _operation(reduce: Any) -> tuple[Operation, bool]:
-    """What combines two elements, and whether the result is divided by the number of ranks."""
-    # In this order of the two sides: the other way round they never compare equal.
-    names = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
-    for name in names:
-        if reduce == getattr(dist.ReduceOp, name):
-            return OPERATIONS["sum" if name == "AVG" else name.lower()], name == "AVG"
-    raise ValueError(
-        f"the shoal backend has no reduction {reduce}; it has SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR"
-    )
 
 
 class ShoalGroup(CountedGroup):
@@ -134,9 +122,9 @@ class ShoalGroup(CountedGroup):
     # Reductions
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
-        tensors = _listed(tensors)
-        opts = _options(opts, AllreduceOptions)
-        operation, average = _operation(opts.reduceOp)
+        tensors = listed(tensors)
+        opts = options_of(opts, AllreduceOptions)
+        operation, average = operation_of(opts.reduceOp)
         flats = [Joined(tensors)] if len({tensor.dtype for tensor in tensors}) == 1 else [Joined([t]) for t in tensors]
         algorithms = [str(self.algorithm_of("all_reduce", flat.vector.nbytes)) for flat in flats]
         for flat, algorithm in zip(flats, algorithms, strict=True):
@@ -156,9 +144,9 @@ class ShoalGroup(CountedGroup):
         return self.allreduce(tensors, opts)
 
     def reduce(self, tensors: Any, opts: Any = None) -> Any:
-        tensors = _listed(tensors)
-        opts = _options(opts, ReduceOptions)
-        operation, average = _operation(opts.reduceOp)
+        tensors = listed(tensors)
+        opts = options_of(opts, ReduceOptions)
+        operation, average = operation_of(opts.reduceOp)
         root, flat = opts.rootRank, Flat(tensors[0])
         self._enter("reduce", flat.vector.nbytes, "tree")
 
@@ -188,8 +176,8 @@ class ShoalGroup(CountedGroup):
 
     def _reduce_scatter(self, pairs: Sequence[tuple[torch.Tensor, Any]], opts: Any) -> Any:
         """Each input is one tensor of even parts, or a list with a tensor for each rank."""
-        opts = _options(opts, ReduceScatterOptions)
-        operation, average = _operation(opts.reduceOp)
+        opts = options_of(opts, ReduceScatterOptions)
+        operation, average = operation_of(opts.reduceOp)
         ready = []
         for output, given in pairs:
             parts = self._parts(given)
@@ -234,7 +222,7 @@ class ShoalGroup(CountedGroup):
 
     def _all_gather(self, pairs: Sequence[tuple[Any, torch.Tensor]], opts: Any) -> Any:
         """Each output is one tensor of even parts, or a list with a tensor for each rank."""
-        opts = _options(opts, AllgatherOptions)
+        opts = options_of(opts, AllgatherOptions)
         ready = []
         for output, given in pairs:
             outputs = [Flat(output)] if isinstance(output, torch.Tensor) else [Flat(tensor) for tensor in output]
@@ -254,7 +242,7 @@ class ShoalGroup(CountedGroup):
                 for output in outputs:
                     output.restore()
 
-        return self._start("all_gather", steps(), _tensors([output for output, _ in pairs]), opts)
+        return self._start("all_gather", steps(), tensors_of([output for output, _ in pairs]), opts)
 
     def all_to_all_single(
         self, output: torch.Tensor, input: torch.Tensor, output_split_sizes: Any = (), input_split_sizes: Any = (),
@@ -280,13 +268,13 @@ class ShoalGroup(CountedGroup):
             for flat in into:
                 flat.restore()
 
-        return self._start("all_to_all", steps(), [f.tensor for f in into], _options(opts, AllToAllOptions))
+        return self._start("all_to_all", steps(), [f.tensor for f in into], options_of(opts, AllToAllOptions))
 
     # From and to a root
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
-        tensors = _listed(tensors)
-        opts = _options(opts, BroadcastOptions)
+        tensors = listed(tensors)
+        opts = options_of(opts, BroadcastOptions)
         flat = Flat(tensors[0])
         self._enter("broadcast", flat.vector.nbytes)
 
@@ -298,7 +286,7 @@ class ShoalGroup(CountedGroup):
         return self._start("broadcast", steps(), tensors, opts)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        opts = _options(opts, GatherOptions)
+        opts = options_of(opts, GatherOptions)
         mine, root = Flat(inputs[0]), opts.rootRank
         into = [Flat(tensor) for tensor in outputs[0]] if self.rank() == root else []
         self._enter("gather", mine.vector.nbytes * self.size())
@@ -311,7 +299,7 @@ class ShoalGroup(CountedGroup):
         return self._start("gather", steps(), [flat.tensor for flat in into], opts)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        opts = _options(opts, ScatterOptions)
+        opts = options_of(opts, ScatterOptions)
         into, root = Flat(outputs[0]), opts.rootRank
         parts = [Flat(tensor).vector for tensor in inputs[0]] if self.rank() == root else None
         self._enter("scatter", into.vector.nbytes * self.size())
@@ -325,7 +313,7 @@ class ShoalGroup(CountedGroup):
     def barrier(self, opts: Any = None) -> Any:
         self._enter("barrier", 0)
         nothing = Vector(torch.empty(0))
-        return self._start("barrier", barrier(self.peers, nothing), [], _options(opts, BarrierOptions))
+        return self._start("barrier", barrier(self.peers, nothing), [], options_of(opts, BarrierOptions))
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         opts = BarrierOptions()
@@ -336,13 +324,13 @@ class ShoalGroup(CountedGroup):
     # Between two
 
     def send(self, tensors: Any, to: int, tag: int = 0) -> Any:
-        flat = Flat(_listed(tensors)[0])
+        flat = Flat(listed(tensors)[0])
         self._enter("send", flat.vector.nbytes)
         letter = self.mail.send(to, tag, flat.vector, background=True)
         return Collective(self.mail, letter, [flat.tensor], self._timeout_s)
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> Any:
-        flat = Flat(_listed(tensors)[0])
+        flat = Flat(listed(tensors)[0])
         self._enter("recv", flat.vector.nbytes)
         letter = self.mail.receive(source, tag, flat.vector, background=True)
         letter.when_done(flat.restore)
@@ -352,56 +340,12 @@ class ShoalGroup(CountedGroup):
         return self.recv(tensors, ANY, tag)
 
 
-def _listed(tensors: Any) -> list[torch.Tensor]:
-    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-
-
-def _tensors(nested: Any) -> list[torch.Tensor]:
-    return [nested] if isinstance(nested, torch.Tensor) else [tensor for part in nested for tensor in _tensors(part)]
-
-
-def _options(given: Any, cls: Any) -> Any:
-    """Options as c10d gives them; a bare reduction or root, as the short forms of its methods do."""
-    if given is None:
-        return cls()
-    if isinstance(given, dist.ReduceOp | dist.ReduceOp.RedOpType):
-        options = cls()
-        options.reduceOp = given if isinstance(given, dist.ReduceOp) else dist.ReduceOp(given)
-        return options
-    if isinstance(given, int):
-        options = cls()
-        options.rootRank = given
-        return options
-    return given
-
-
-def _also_by_name(method: Callable[..., Any]) -> Callable[..., Any]:
-    """c10d's methods have short forms with arguments by name; laid out they are outputs, inputs, sizes, options."""
-    places = ("output", "tensor", "input")
-
-    def call(self: ShoalGroup, *args: Any, **named: Any) -> Any:
-        if named:
-            sizes = [named.pop(name) for name in ("output_split_sizes", "input_split_sizes") if name in named]
-            last = [named.pop(name) for name in ("opts", "op", "root") if name in named]
-            timeout = named.pop("timeout", None)
-            given = [named.pop(name) for place in places for name in sorted(named) if name.startswith(place)]
-            if named:
-                raise TypeError(f"{method.__name__}() of the shoal backend has no argument {', '.join(named)}")
-            args = (*args, *given, *sizes, *last)
-            if timeout is not None and not last:
-                raise TypeError(f"{method.__name__}(): give the timeout in the options")
-        return method(self, *args)
-
-    call.__name__ = method.__name__
-    return call
-
-
 for _name in (
     "allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base",
     "allgather", "all_gather_single", "_allgather_base", "all_to_all_single", "alltoall_base", "alltoall", "broadcast",
     "gather", "scatter",
 ):  # fmt: skip
-    setattr(ShoalGroup, _name, _also_by_name(vars(ShoalGroup)[_name]))
+    setattr(ShoalGroup, _name, also_by_name(vars(ShoalGroup)[_name]))
 
 
 def _divide(values: torch.Tensor, by: int) -> None:
