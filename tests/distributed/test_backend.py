@@ -86,3 +86,10 @@ def test_emulated_links_take_the_time_of_those_they_stand_for(ranks: Ranks) -> N
     settings = {"emulate": "2x1, 1us, 20GB/s | 2ms, 100Mb/s", "sizes": [400_000]}
     for rank in ranks(f"{TARGETS}:emulated_times", settings, ranks=2):
         assert 36 <= rank["400000"] <= 36 * 1.5
+
+
+def test_gloo_is_not_asked_for_an_algorithm_it_does_not_have(ranks: Ranks) -> None:
+    settings = {"job": "language:tiny", "strategy": "dp(2, via=allreduce('tree'))", "backend": "gloo", "folder": None}
+    with pytest.raises(RankFailed, match="use --backend shoal") as caught:
+        ranks("shoal.train.loop:train_run", settings, ranks=2)
+    assert caught.value.for_user

@@ -14,6 +14,10 @@ REFUSED = ("split_group", "merge_remote_group")
 """They would make groups that nobody counts; `dist.new_group` makes ones that are counted."""
 
 
+class NoSuchAlgorithm(ValueError):
+    """A backend that carries all-reduces in one way was asked for another."""
+
+
 class CountedGroup(dist.ProcessGroup):
     """A process group written in Python that enters what it sends into this process's Book."""
 
@@ -33,8 +37,8 @@ class CountedGroup(dist.ProcessGroup):
     def prefer(self, algorithm: str) -> None:
         """Names the algorithm of this group's all-reduces; "auto" leaves the choice to the backend."""
         if algorithm not in ("auto", "ring"):
-            raise ValueError(
-                f'via=allreduce("{algorithm}"): {self.getBackendName()} has an algorithm of its own, a ring; use '
+            raise NoSuchAlgorithm(
+                f'via=allreduce("{algorithm}"): the backend of this job has an algorithm of its own, a ring; use '
                 "--backend shoal, or via=allreduce()"
             )
 

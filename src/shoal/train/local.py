@@ -38,7 +38,8 @@ def train_job(
     """Trains a job by name or file, as `shoal train` does, and returns its record.
 
     `gate`: whether a layout that has not been proven yet is checked first, by one step in float64.
-    `options`: size, steps, global_batch, seed, resume, checkpoint_every, trace, stop_at_target, backend.
+    `options`: size, steps, global_batch, seed, resume, checkpoint_every, trace, stop_at_target, backend,
+    emulate.
     """
     chosen = parse(strategy) if isinstance(strategy, str) else strategy
     require_legal(chosen)
