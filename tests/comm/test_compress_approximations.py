@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from comm.test_compress import DTYPES, close, draw, normal
-from shoal.comm.compress.method import Over, State
+from shoal.comm.compress.given import Over, State
 from shoal.comm.compress.powersgd import PowerSgd
 from shoal.comm.compress.sketch import CountSketch, median
 from shoal.comm.compress.table import method_of

@@ -13,8 +13,8 @@ from comm.test_compress import DTYPES, draw, gradients, normal
 from shoal.comm.compress import payload as packing
 from shoal.comm.compress import traffic
 from shoal.comm.compress.codec import Codec
+from shoal.comm.compress.given import Over
 from shoal.comm.compress.half import Half
-from shoal.comm.compress.method import Over
 from shoal.comm.compress.table import codec_of, method_of
 from shoal.strategy import compress as terms
 

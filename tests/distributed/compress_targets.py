@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.compress.compressed import Compressed
-from shoal.comm.compress.exchange import gathered_unequal
-from shoal.comm.compress.method import Draw, Method, Over, State
+from shoal.comm.compress.exchange import Gather, Reduction, run
+from shoal.comm.compress.given import Draw, Over, State
+from shoal.comm.compress.method import Method
 from shoal.comm.compress.table import method_of
 from shoal.comm.ledger import BOOK
-from shoal.comm.mesh import Members, Mesh
+from shoal.comm.mesh import Mesh
 from shoal.strategy.compress import CompressTerm
 from shoal.strategy.text import parse
 from shoal.train.launch.channel import Channel
@@ -24,17 +25,11 @@ def parse_term(text: str) -> CompressTerm:
     return parse(f"dp(2, compress={text})").dp_levels[0].compress
 
 
-def over(members: Members, **levels: Over) -> Over:
-    return Over(group=members.group, size=members.size, rank=members.index, **levels)
-
-
 def arranged(arguments: dict[str, Any]) -> tuple[Over, int]:
-    """All ranks as one group, and as hosts of `inside` ranks each."""
+    """All ranks as one group."""
     me = join(backend=arguments.get("backend"))
-    inside = arguments.get("inside", 1)
-    mesh = Mesh([("hosts", me.world // inside), ("inside", inside)], rank=me.rank, backend=me.backend)
-    levels = {"inside": over(mesh.along("inside")), "between": over(mesh.along("hosts"))}
-    return over(mesh.along("hosts", "inside", label="all"), **(levels if "inside" in arguments else {})), me.rank
+    members = Mesh([("all", me.world)], rank=me.rank, backend=me.backend).along("all")
+    return Over(group=members.group, size=members.size, rank=members.index), me.rank
 
 
 def everyone(x: torch.Tensor) -> list[torch.Tensor]:
@@ -144,13 +139,41 @@ def low_rank_sum(arguments: dict[str, Any], channel: Channel) -> float:
     return float((total - whole).norm() / whole.norm())
 
 
-def unequal_payloads(arguments: dict[str, Any], channel: Channel) -> list[list[int]]:
+def unequal_payloads(arguments: dict[str, Any], channel: Channel) -> dict[str, Any]:
+    """Two payloads of each rank's own sizes, gathered side by side."""
     ranks, rank = arranged(arguments)
-    payload = torch.arange(arguments["sizes"][rank], dtype=torch.uint8) + 50 * rank
+    payloads = [torch.arange(size, dtype=torch.uint8) + 50 * rank for size in arguments["sizes"][rank]]
+
+    def gathering(payload: torch.Tensor) -> Reduction:
+        return (yield Gather(payload, equal=False))
+
     BOOK.take()
-    parts = [part.tolist() for part in gathered_unequal(payload, ranks)]
-    parts.append([row["bytes"] for row in BOOK.take().to_json() if row["kind"] == "all_to_all"])
-    return parts
+    parts = [[part.tolist() for part in each] for each in run([gathering(payload) for payload in payloads], ranks)]
+    return {"parts": parts, "bytes": [row["bytes"] for row in BOOK.take().to_json() if row["kind"] == "all_to_all"]}
+
+
+def side_by_side(arguments: dict[str, Any], channel: Channel) -> list[list[Any]]:
+    """For each term: three tensors reduced side by side and one by one: whether results and states are the same to the
+    bit, and the ledgers of both."""
+    ranks, rank = arranged(arguments)
+    found = []
+    for text in arguments["terms"]:
+        method = method_of(parse_term(text))
+        tensors = [gradient("", shape, torch.float32, rank, at) for at, shape in enumerate(arguments["shapes"])]
+        draws = [Draw(7, 0, f"{text} {at}", rank) for at in range(len(tensors))]
+        alone, together = [State() for _ in tensors], [State() for _ in tensors]
+        BOOK.take()
+        one_by_one = [method.reduce(x, s, ranks, d) for x, s, d in zip(tensors, alone, draws, strict=True)]
+        apart = BOOK.take().to_json()
+        reductions = [method.reduction(x, s, ranks, d) for x, s, d in zip(tensors, together, draws, strict=True)]
+        joined = run(reductions, ranks)
+        ledger = BOOK.take().to_json()
+        same = all(map(torch.equal, one_by_one, joined)) and all(
+            set(a) == set(b) and all(torch.equal(a[name], b[name]) for name in a)
+            for a, b in zip(alone, together, strict=True)
+        )
+        found.append([same, apart, ledger])
+    return found
 
 
 def quadratic(arguments: dict[str, Any], channel: Channel) -> list[float]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from shoal.comm.compress.table import method_of
+from shoal.comm.compress.traffic import joined
 from shoal.comm.group import BACKENDS
 from shoal.comm.ledger import ledger_of
 from shoal.strategy import compress as terms
@@ -35,19 +36,12 @@ def run(ranks: Ranks, number: int, cases: list[Case], **arguments: Any) -> list[
     return ranks("distributed.compress_targets:reduce_and_account", arguments, ranks=number)
 
 
-def predicted(case: Case, *, number: int, rank: int, inside: int, step: int = 2) -> Any:
+def predicted(case: Case, *, number: int, rank: int, step: int = 2) -> Any:
     term, _, shape, dtype = case
-    calls = method_of(term).sent_bytes(shape, 4 if dtype == "float32" else 8, number, step, rank=rank, inside=inside)
+    calls = method_of(term).sent_bytes(shape, 4 if dtype == "float32" else 8, number, step, rank=rank)
     if calls is None:
         return None
-    axes = {"all": ("all", number), "inside": ("inside", inside), "between": ("hosts", number // inside)}
-    if isinstance(term, terms.hitopk) and inside == 1:
-        axes["between"] = ("all", number)
-    rows = []
-    for kind, payload, over in calls:
-        axis, size = axes[over]
-        rows.append((axis, "gradient", kind, payload, size))
-    return ledger_of(rows).to_json()
+    return ledger_of([("all", "gradient", kind, payload, number) for kind, payload in calls]).to_json()
 
 
 def check(ranks: Ranks, number: int, cases: list[Case], **arguments: Any) -> None:
@@ -61,7 +55,7 @@ def check(ranks: Ranks, number: int, cases: list[Case], **arguments: Any) -> Non
         if isinstance(case[0], tuple(map(type, FEEDBACK))):
             assert max(result["roundings_apart"] for result in each) < 8 * number, f"{case}: something was lost"
         for rank, result in enumerate(each):
-            expected = predicted(case, number=number, rank=rank, inside=arguments.get("inside", 1))
+            expected = predicted(case, number=number, rank=rank)
             if expected is None:
                 continue
             counted = result["ledger"]
@@ -89,23 +83,20 @@ def test_the_same_over_our_own_links(ranks: Ranks, number: int) -> None:
     check(ranks, number, ORDINARY, backend=BACKENDS["shoal"])
 
 
-def test_hitopk_is_dense_inside_a_host_and_sparse_between_hosts(ranks: Ranks) -> None:
-    cases = [case for case in [*ORDINARY, *ODD] if isinstance(case[0], terms.hitopk)]
-    check(ranks, 4, cases, inside=2)
-    found = run(ranks, 4, cases, inside=2)
-    ordinary = found[0][cases.index((terms.hitopk(0.02), "", [33, 65], "float32"))]
-    assert {(row["axis"], row["kind"]) for row in ordinary["ledger"]} == {
-        ("inside", "reduce_scatter"), ("hosts", "all_gather"), ("inside", "all_gather"),
-    }  # fmt: skip
-    # Two hosts of two shards, 2% of each: at most 4% of the elements are there.
-    assert 0.95 < ordinary["zeros"] < 0.98
-
-
-def test_hitopk_on_one_host_is_a_dense_sum(ranks: Ranks) -> None:
-    cases: list[Case] = [(terms.hitopk(0.02), "", [33, 65], "float64")]
-    check(ranks, 2, cases, inside=2)
-    for (result,) in run(ranks, 2, cases, inside=2):
-        assert result["zeros"] == 0
+def test_side_by_side_the_results_are_the_same_in_fewer_messages(ranks: Ranks) -> None:
+    names = [str(term) for term in ALL]
+    shapes = [[33, 65], [64, 31], [5, 5, 41]]
+    found = ranks("distributed.compress_targets:side_by_side", {"terms": names, "shapes": shapes}, ranks=3)
+    for rank, results in enumerate(found):
+        for term, (same, apart, together) in zip(ALL, results, strict=True):
+            assert same, f"{term}: side by side the result is another"
+            calls = [method_of(term).sent_bytes(shape, 4, 3, 0, rank=rank) for shape in shapes]
+            if None in calls:
+                assert sum(row["calls"] for row in together) == 2 < sum(row["calls"] for row in apart) == 6
+                continue
+            rows = [("all", "setup", kind, payload, 3) for kind, payload in joined(calls)]  # type: ignore[arg-type]
+            assert _without_sizes_of_all_reduce(together) == _without_sizes_of_all_reduce(ledger_of(rows).to_json())
+            assert 3 * sum(row["calls"] for row in together) == sum(row["calls"] for row in apart)
 
 
 @pytest.mark.parametrize("number", [2, 3])
@@ -128,13 +119,13 @@ def test_powersgd_asks_all_ranks_the_same_query(ranks: Ranks) -> None:
         assert error < 1e-12
 
 
-@pytest.mark.parametrize("sizes", [[3, 0, 5], [0, 0, 0], [1, 1, 1]])
-def test_unequal_payloads_arrive_whole_and_without_padding(ranks: Ranks, sizes: list[int]) -> None:
+@pytest.mark.parametrize("sizes", [[[3, 1], [0, 2], [5, 0]], [[0, 0]] * 3, [[1, 1]] * 3])
+def test_unequal_payloads_arrive_whole_and_without_padding(ranks: Ranks, sizes: list[list[int]]) -> None:
     found = ranks("distributed.compress_targets:unequal_payloads", {"sizes": sizes}, ranks=3)
-    whole = [[value + 50 * rank for value in range(size)] for rank, size in enumerate(sizes)]
-    for rank, parts in enumerate(found):
-        assert parts[:-1] == whole
-        assert parts[-1] == ([2 * sizes[rank]] if any(sizes) else [])
+    whole = [[[value + 50 * rank for value in range(sizes[rank][at])] for rank in range(3)] for at in range(2)]
+    for rank, told in enumerate(found):
+        assert told["parts"] == whole
+        assert told["bytes"] == ([2 * sum(sizes[rank])] if any(map(any, sizes)) else [])
 
 
 @pytest.mark.parametrize("number", [2, 3])

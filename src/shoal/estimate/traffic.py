@@ -12,6 +12,9 @@ For k micro-batches and a buffer of n bytes, sharded over S ranks with C copies,
     stage 2   as 1, with k reduce-scatters
     stage 3   k reduce-scatters of n over S, all-reduce n/S over C        gradients
               k all-gathers of n over S in forward, and k in backward     parameters (root and last block: forward only)
+    compress  inside the level: reduce-scatter and all-gather of n (stage 0), as above (sharded there), or all-reduce n
+              (the level shards itself); between: payloads (`comm/compress/traffic.py`) and an all-reduce of what is not
+              compressed; outside: all-reduce of this rank's part
     loss      all-reduce of sum, count, stop flag and one use count for each parameter over all ranks
     norm      all-reduce of one squared norm over the ranks that hold different parts of the model
     PipeDream as stage 0, gradients and norm k times; for each of the k updates an all-reduce of sum, count and use
@@ -25,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from shoal.comm.compress.traffic import Transfer
 from shoal.comm.ledger import Choose, Ledger, ledger_of
 
 NUMBER_BYTES = 8
@@ -43,6 +47,19 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Compressed:
+    """How the gradient of a buffer goes where a level of dp compresses it."""
+
+    inside: Group
+    between: Group
+    outside: Group
+    whole: bool
+    """Whether the level also shards, so that gradients are compressed whole."""
+    transfers: tuple[Transfer, ...]
+    """What goes between: the payloads, and what is not compressed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Buffer:
     """One flat buffer of parameters and gradients."""
 
@@ -50,6 +67,8 @@ class Buffer:
     replicas: Group
     sharding: Group
     copies: Group
+    compressed: Compressed | None = None
+    """Where a level of dp compresses its gradient."""
     reductions: int = 1
     """Reduce-scatters in a step; all-reduces, where nothing is sharded."""
     forward_gathers: int = 0
@@ -108,6 +127,9 @@ def _gradients(table: ShardTable) -> Iterator[Call]:
         yield table.buffers[0].sharding.axis, "gradient", "barrier", 0, table.buffers[0].sharding.ranks
     for buffer in table.buffers:
         n = buffer.padded_bytes
+        if buffer.compressed is not None:
+            yield from _compressed(table, buffer, buffer.compressed)
+            continue
         if table.zero == 0:
             for _ in range(buffer.reductions):
                 yield buffer.replicas.axis, "gradient", "all_reduce", n, buffer.replicas.ranks
@@ -115,6 +137,24 @@ def _gradients(table: ShardTable) -> Iterator[Call]:
         for _ in range(0 if table.one_memory else buffer.reductions):
             yield buffer.sharding.axis, "gradient", "reduce_scatter", n, buffer.sharding.ranks
         yield buffer.copies.axis, "gradient", "all_reduce", n // buffer.sharding.ranks, buffer.copies.ranks
+
+
+def _compressed(table: ShardTable, buffer: Buffer, way: Compressed) -> Iterator[Call]:
+    n, inside = buffer.padded_bytes, way.inside
+    shard = n // buffer.sharding.ranks
+    if table.zero == 0:
+        yield inside.axis, "gradient", "reduce_scatter", n, inside.ranks
+        yield inside.axis, "gradient", "all_gather", n, inside.ranks
+        shard = n // inside.ranks
+    elif way.whole:
+        yield inside.axis, "gradient", "all_reduce", n, inside.ranks
+    else:
+        for _ in range(0 if table.one_memory else buffer.reductions):
+            yield buffer.sharding.axis, "gradient", "reduce_scatter", n, buffer.sharding.ranks
+        yield inside.axis, "gradient", "all_reduce", shard, inside.ranks
+    for kind, payload_bytes in way.transfers:
+        yield way.between.axis, "gradient", kind, payload_bytes, way.between.ranks
+    yield way.outside.axis, "gradient", "all_reduce", shard, way.outside.ranks
 
 
 def _parameters(table: ShardTable) -> Iterator[Call]:

@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shoal.comm.compress.table import method_of
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members, Mesh
 from shoal.parallel.batch_norm import count_once, synchronise
+from shoal.parallel.compression import Compression
 from shoal.parallel.cutting import CutModel, cut_model
 from shoal.parallel.data import BUCKET_BYTES, PLAIN, Bucket, GradientReduction
 from shoal.parallel.engine import Engine
@@ -29,7 +31,7 @@ from shoal.parallel.placement import Placement
 from shoal.parallel.recompute import recompute_blocks
 from shoal.parallel.runnable import NotRunnable, require_runnable
 from shoal.parallel.zero import ParameterGathering, ShardedUnit
-from shoal.strategy import Strategy, pp, recompute, tp
+from shoal.strategy import Strategy, dp, pp, recompute, tp
 from shoal.workload.blocks import units
 from shoal.workload.layout import Layout
 
@@ -49,8 +51,10 @@ def parallelize(
     batch_norm: Literal["sync", "local"] = "sync",
     bucket_bytes: int = BUCKET_BYTES,
     layout: Layout | None = None,
+    seed: int = 0,
 ) -> Engine:
-    """Makes the model train by the strategy. All ranks call it alike; rank 0's values are everyone's start."""
+    """Makes the model train by the strategy. All ranks call it alike; rank 0's values are everyone's start. `seed` is
+    that of what compression draws."""
     require_runnable(strategy, elementwise=elementwise)
     cutting = next((axis for axis in strategy.axes if not axis.name.startswith("dp")), None)
     if layout is None and cutting is not None:
@@ -99,7 +103,7 @@ def parallelize(
     engine = Engine(
         model=model, placement=placement, reduction=reduction, gathering=gathering, factory=optimizer,
         options=known, elementwise=elementwise, clip=clip, masters=shards.masters, offsets=shards.offsets,
-        names=names, shapes=shapes, cut=cut,
+        names=names, shapes=shapes, cut=cut, compression=_compression(strategy, placement, shards.buckets, clip, seed),
         counts_loss=alike and (placement.context.index == 0 or not gathers),
         loss_share=1 / placement.context.size if gathers else 1.0,
     )  # fmt: skip
@@ -109,6 +113,16 @@ def parallelize(
         executor = PipeDream if term.schedule == "pipedream" else Pipeline
         engine.pipeline = executor(engine, cut.staged, placement.pipeline, term)
     return engine
+
+
+def _compression(
+    strategy: Strategy, placement: Placement, buckets: list[Bucket], clip: float | None, seed: int
+) -> Compression | None:
+    if placement.compressing is None:
+        return None
+    term = next(axis.term for axis in strategy.axes if axis.name == placement.compressing)
+    assert isinstance(term, dp)
+    return Compression(buckets, method_of(term.compress, clip=clip), seed=seed)
 
 
 class _Shards:
@@ -152,7 +166,8 @@ class _Shards:
         replicas = self.placement.replicas(family)
         memory = OneMemory(replicas.sharding) if replicas.one_memory else None
         shards, index = replicas.sharding.size, replicas.sharding.index
-        buffer = FlatBuffer(group, shards=shards, index=index, memory=memory)
+        slices = replicas.route.inside.size if replicas.route is not None else 1
+        buffer = FlatBuffer(group, shards=shards, index=index, memory=memory, multiple=slices)
         return Bucket(buffer, replicas, family=family, part=self.cut.part(name), memory=memory)
 
     def _add(self, bucket: Bucket, master: torch.Tensor) -> None:

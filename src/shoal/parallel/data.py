@@ -10,6 +10,9 @@ that every rank shares. What a reduction is depends on the stage of ZeRO:
 
 Levels of dp outside the one that shards replicate it: their ranks all-reduce the shard once, at the end. Losses
 are sums, so gradients are sums too; `Engine.step` divides by the global count.
+
+Where a level compresses, what is inside the level is reduced here and the rest when the step is known to count
+(`compression.py`). Stage 0 then reduce-scatters, too, so that every rank compresses a part of its own.
 """
 
 from __future__ import annotations
@@ -68,6 +71,15 @@ class Bucket:
         self.missing = len(buffer.slots) if part != SHARED else NEVER
         self.shard: torch.Tensor | None = None
         """Gradient of this rank's shard; stages 2 and 3 keep it apart from the whole."""
+        self.route = replicas.route
+        self.scattering = replicas.sharding
+        """Those among whom the gradient is dealt out while backward runs."""
+        self.slice = buffer.shard
+        """What this rank gets of it."""
+        if self.route is not None and replicas.zero == 0:
+            self.scattering = self.route.inside
+            size = buffer.padded // self.scattering.size
+            self.slice = slice(self.scattering.index * size, (self.scattering.index + 1) * size)
 
     def receive(self, slot: int, gradient: torch.Tensor) -> None:
         self._allocate()
@@ -101,6 +113,30 @@ class Bucket:
             if not filled:
                 self.views[slot].zero_()
         return whole
+
+    @property
+    def stays_whole(self) -> bool:
+        """Whether this rank holds the whole gradient until the step ends."""
+        return self.route.whole if self.route is not None else self.zero == 0
+
+    def part_to_compress(self) -> tuple[torch.Tensor, int]:
+        """This rank's part of the gradient, summed inside the level that compresses, and where in the buffer it is."""
+        assert self.route is not None
+        if self.route.whole:
+            assert self.whole is not None
+            return self.whole, 0
+        if self.zero >= 2:
+            assert self.shard is not None
+            return self.shard, self.slice.start
+        assert self.whole is not None
+        return self.whole[self.slice], self.slice.start
+
+    def keep_shard(self) -> None:
+        """Stages 2 and 3, where the whole gradient was compressed: only the shard stays."""
+        if self.zero >= 2 and self.stays_whole:
+            assert self.whole is not None
+            self.shard = self.whole[self.buffer.shard].clone()
+            self.whole, self.views = None, []
 
     def reduced(self) -> torch.Tensor:
         """What the optimiser reads: the whole gradient at stage 0, this rank's shard of it otherwise."""
@@ -182,7 +218,7 @@ class GradientReduction:
         while self._in_flight:
             self._wait_for_oldest()
         self._sum_in_one_memory()
-        self._reduce_copies()
+        self._sum_copies()
 
     def _sum_in_one_memory(self) -> None:
         shared = [bucket for bucket in self.buckets if bucket.memory is not None]
@@ -208,19 +244,19 @@ class GradientReduction:
             return  # The others will read it where it is.
         work, target = None, None
         with BOOK.during("gradient"):
-            if bucket.zero == 0:
-                if bucket.replicas.everyone.group is not None:
-                    work = dist.all_reduce(whole, group=bucket.replicas.everyone.group, async_op=True)
+            if bucket.stays_whole:
+                together = bucket.route.inside if bucket.route is not None else bucket.replicas.everyone
+                if together.group is not None:
+                    work = dist.all_reduce(whole, group=together.group, async_op=True)
             else:
-                target = whole[bucket.buffer.shard]
+                target = whole[bucket.slice]
                 if bucket.zero >= 2:
                     target = torch.empty_like(target)
-                if bucket.replicas.sharding.group is not None:
-                    group = bucket.replicas.sharding.group
-                    work = dist.reduce_scatter_single(target, whole, group=group, async_op=True)
+                if bucket.scattering.group is not None:
+                    work = dist.reduce_scatter_single(target, whole, group=bucket.scattering.group, async_op=True)
                 elif bucket.zero >= 2:
                     target.copy_(whole)
-        if bucket.zero >= 2:
+        if bucket.zero >= 2 and not bucket.stays_whole:
             bucket.whole, bucket.views = None, []
             bucket.filled = [False] * len(bucket.filled)
         self._in_flight.append((bucket, work, whole, target))
@@ -236,20 +272,20 @@ class GradientReduction:
         bucket, work, _, target = self._in_flight.pop(0)
         if work is not None:
             work.wait()
-        if bucket.zero >= 2:
-            assert target is not None
+        if bucket.zero >= 2 and target is not None:
             if bucket.shard is None:
                 bucket.shard = target
             else:
                 bucket.shard.add_(target)
 
-    def _reduce_copies(self) -> None:
+    def _sum_copies(self) -> None:
         with BOOK.during("gradient"):
-            works = [
-                dist.all_reduce(bucket.reduced(), group=bucket.replicas.copies.group, async_op=True)
-                for bucket in self.buckets
-                if bucket.zero and bucket.replicas.copies.group is not None
-            ]
+            works = []
+            for bucket in self.buckets:
+                if bucket.zero and not bucket.stays_whole:
+                    copies = bucket.replicas.copies if bucket.route is None else bucket.route.inside
+                    if copies.group is not None:
+                        works.append(dist.all_reduce(bucket.reduced(), group=copies.group, async_op=True))
         for work in works:
             work.wait()
 

@@ -22,6 +22,7 @@ from torch import nn
 
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
+from shoal.parallel.compression import Compression
 from shoal.parallel.cutting import CutModel
 from shoal.parallel.data import PLAIN, Bucket, GradientReduction
 from shoal.parallel.optimizer import Factory, Piece, SavedState, SlicedOptimizer, unlike_the_rest
@@ -73,6 +74,8 @@ class Engine:
     pipeline: Any = None
     """Runs the step where the model is in stages."""
     optimizer: SlicedOptimizer = field(init=False)
+    compression: Compression | None = None
+    """Where a level of dp compresses."""
     loss_share: float = 1.0
     """The part of its loss that this rank learns from, where several compute the same loss and share its gradient."""
     counts_loss: bool = True
@@ -186,6 +189,9 @@ class Engine:
             self.reduction.clear()
             raise NonFinite(f"the loss is {loss} (sum {loss_sum} over {count:g} tokens or samples){self._hint()}")
         unused = frozenset(name for name, times in zip(self.names, used, strict=True) if not times)
+        if self.compression is not None:
+            with BOOK.during("gradient"), torch.no_grad():
+                self.compression.reduce(count, unused)
         with BOOK.during("optimizer"), torch.no_grad():
             gradients = {id(bucket): bucket.reduced() for bucket in self.buckets}
             norm = self._scale(gradients, count)

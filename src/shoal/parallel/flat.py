@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import lcm
 
 import torch
 from torch import nn
@@ -46,9 +47,16 @@ class FlatBuffer:
     """Some parameters of one dtype, their common storage, and this rank's shard of it."""
 
     def __init__(
-        self, params: Sequence[tuple[str, nn.Parameter, int]], *, shards: int, index: int, memory: Memory | None = None
+        self,
+        params: Sequence[tuple[str, nn.Parameter, int]],
+        *,
+        shards: int,
+        index: int,
+        memory: Memory | None = None,
+        multiple: int = 1,
     ) -> None:
-        """`memory` gives the storage, of so many elements of a type; without it the buffer has its own."""
+        """`memory` gives the storage, of so many elements of a type; without it the buffer has its own. The whole can
+        also be cut into `multiple` parts."""
         self.slots: list[Slot] = []
         start = 0
         # Parameters with equal options lie side by side, so that the optimiser sees few, long tensors.
@@ -56,7 +64,7 @@ class FlatBuffer:
             self.slots.append(Slot(name, param, param.shape, start, options))
             start = _up(start + param.numel(), ALIGN)
         self.numel = sum(slot.shape.numel() for slot in self.slots)
-        self.padded = _up(start, ALIGN * shards)
+        self.padded = _up(start, ALIGN * lcm(shards, multiple))
         self.shards = shards
         self.shard = slice(index * (self.padded // shards), (index + 1) * (self.padded // shards))
         first = self.slots[0].param

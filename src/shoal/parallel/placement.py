@@ -11,7 +11,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.comm.mesh import Members, Mesh
-from shoal.strategy import Strategy, allreduce, cp, dp, ep, pp, shared, tp
+from shoal.strategy import Strategy, allreduce, cp, dp, ep, none, pp, shared, tp
+
+
+@dataclass(frozen=True)
+class Route:
+    """The way of gradients where one level of dp compresses them: dense among those inside the level, which is where
+    links are fast, compressed between them, dense among the levels outside."""
+
+    inside: Members
+    """Without those that shard, who have their part of the work already."""
+    between: Members
+    outside: Members
+    whole: bool
+    """Whether the level also shards: gradients are compressed whole then, and each rank keeps its shard of the sum."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +40,8 @@ class Replicas:
     """Those that hold the same shard of different data."""
     one_memory: bool = False
     """Whether those that shard lay parameters and gradients into memory that all of them see."""
+    route: Route | None = None
+    """Where a level of dp compresses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +72,12 @@ class Placement:
         """Whether the replicas of one level share memory. Each then updates its slice, as at stage 1 of ZeRO."""
         if together:
             self.zero, self.sharded = 1, together[0]
+        compressing = [
+            axis.name
+            for axis in strategy.axes
+            if isinstance(axis.term, dp) and axis.size > 1 and not isinstance(axis.term.compress, none)
+        ]
+        self.compressing = compressing[0] if compressing else None
         self.pipeline = self._axis(strategy, pp)
         self.tensor = self._axis(strategy, tp)
         self.context = self._axis(strategy, cp)
@@ -108,9 +129,10 @@ class Placement:
     def _make(self, family: Family) -> Replicas:
         over = self.over(family)
         label = "dp" if set(over) == set(self.levels) else None
+        route = self._route(over, family)
         if not self.zero:
             everyone = self._members(over, family.stages, label)
-            return Replicas(0, everyone, Members("dp", (self.mesh.rank,), 0, None), everyone)
+            return Replicas(0, everyone, Members("dp", (self.mesh.rank,), 0, None), everyone, route=route)
         rest = [name for name in over if name != self.sharded]
         assert self.sharded is not None
         return Replicas(
@@ -119,6 +141,19 @@ class Placement:
             self.mesh.along(self.sharded),
             self._members(rest, family.stages, None),
             self.one_memory,
+            route,
+        )
+
+    def _route(self, over: Sequence[str], family: Family) -> Route | None:
+        if self.compressing is None:
+            return None
+        outside = self.levels[: self.levels.index(self.compressing)]
+        inside = [name for name in over if name not in (*outside, self.compressing, self.sharded)]
+        return Route(
+            self._members(inside, family.stages, None),
+            self.mesh.along(self.compressing),
+            self.mesh.along(*outside),
+            self.compressing == self.sharded,
         )
 
     def _members(self, names: Sequence[str], stages: tuple[int, ...], label: str | None) -> Members:

@@ -17,8 +17,6 @@ def cannot_run(strategy: Strategy) -> str | None:
                 return f"{term}: sync={term.sync} cannot be trained yet; use sync=bsp()"
             if not isinstance(term.via, allreduce | shared):
                 return f"{term}: via={term.via} cannot be trained yet; use via=allreduce() or via=shared()"
-            if not isinstance(term.compress, none):
-                return f"{term}: compress={term.compress} cannot be trained yet; leave compress out"
         elif isinstance(term, amp):
             if term.dtype != "bf16":
                 return f'{term} cannot be trained yet; use amp("bf16")'
@@ -27,12 +25,32 @@ def cannot_run(strategy: Strategy) -> str | None:
                 f"{term} cannot be trained yet: {type(term).__name__} parses and explains, but has no runtime so far. "
                 "What trains today: dp (zero=0..3, several levels), pp, tp, cp, ep, accumulate, recompute, amp"
             )
+    reason = _cannot_compress(strategy)
+    if reason is not None:
+        return reason
     if any(isinstance(level.via, shared) for level in strategy.dp_levels):
         if any(level.zero for level in strategy.dp_levels):
             return f"{strategy}: zero on one level and via=shared() on another cannot be trained yet; leave one out"
         schedule = next((term.schedule for term in strategy.terms if isinstance(term, pp)), None)
         if schedule == "pipedream":
             return f"{strategy}: pipedream keeps versions of its weights, and in shared memory there is one; use 1f1b"
+    return None
+
+
+def _cannot_compress(strategy: Strategy) -> str | None:
+    levels = strategy.dp_levels
+    compressing = [place for place, level in enumerate(levels) if not isinstance(level.compress, none)]
+    if not compressing:
+        return None
+    if len(compressing) > 1:
+        return f"{strategy}: two levels that compress cannot be trained yet; compress on the outer one, between hosts"
+    if any(level.zero for level in levels[: compressing[0]]):
+        return (
+            f"{strategy}: zero on a level outside the one that compresses cannot be trained yet; put zero on the level "
+            "that compresses, or on one inside it"
+        )
+    if any(isinstance(term, pp) and term.schedule == "pipedream" for term in strategy.terms):
+        return f"{strategy}: pipedream with compress cannot be trained yet; use 1f1b, or leave compress out"
     return None
 
 

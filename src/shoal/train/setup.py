@@ -8,10 +8,12 @@ from typing import Any
 import torch
 
 from shoal.comm.ledger import Ledger
+from shoal.comm.transport.emulated import host_of
 from shoal.estimate.traffic import ShardTable, predict
 from shoal.job import Job, load_job
 from shoal.job.elementwise import elementwise
 from shoal.parallel.apply import parallelize
+from shoal.parallel.by_hosts import asks_for_hosts, by_hosts
 from shoal.parallel.engine import Engine
 from shoal.parallel.placement import mesh_of
 from shoal.strategy import Strategy, amp
@@ -43,6 +45,17 @@ class Prepared:
         """What this rank should send in a steady-state step."""
         return predict(self.table, self.engine.placement.mesh.algorithm)
 
+    def differences(self, counted: Ledger) -> list[str]:
+        """How the ledger of the step just made departs from its prediction, but for what data alone decide."""
+        compression = self.engine.compression
+        undecided = compression.undecided if compression is not None else frozenset()
+        known = {
+            key: entry
+            for key, entry in counted.entries.items()
+            if key.phase != "gradient" or (key.axis, key.kind) not in undecided
+        }
+        return Ledger(known).differences(self.predicted)
+
 
 def job_from(arguments: dict[str, Any]) -> Job:
     """The job that a command's arguments name, with its overrides."""
@@ -54,11 +67,14 @@ def job_from(arguments: dict[str, Any]) -> Job:
 def prepare(job: Job, strategy: Strategy, *, rank: int, backend: str | None, device: Any = "cpu",
             dtype: torch.dtype | None = None) -> Prepared:  # fmt: skip
     """Builds the model, lays the strategy over it, and makes ready to step. All ranks call it alike."""
+    if asks_for_hosts(strategy):
+        strategy = by_hosts(strategy, [row["host"] for row in exchange({"host": host_of(rank)})])
     mesh = mesh_of(strategy, rank=rank, backend=backend)
     model = build_model(job, dtype).to(device)
     engine = parallelize(
         model, strategy, mesh, optimizer=job.optimizer, options=job.options, clip=job.clip,
         elementwise=elementwise(job.optimizer), batch_norm=job.batch_norm, layout=layout_of(job, strategy),
+        seed=job.seed,
     )  # fmt: skip
     runner = StepRunner(job, engine, strategy, autocast=strategy.modifier(amp) is not None, dtype=dtype)
     return Prepared(job, strategy, engine, runner)

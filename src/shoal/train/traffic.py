@@ -6,14 +6,17 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from shoal.comm.compress.traffic import Transfer, joined
 from shoal.comm.mesh import Members
 from shoal.estimate.attention_traffic import attention_calls
 from shoal.estimate.expert_traffic import expert_traffic
 from shoal.estimate.pipeline_traffic import pipeline_traffic
 from shoal.estimate.tensor_traffic import crossing_calls
-from shoal.estimate.traffic import NUMBER_BYTES, Buffer, Call, Group, Norm, ShardTable
+from shoal.estimate.traffic import NUMBER_BYTES, Buffer, Call, Compressed, Group, Norm, ShardTable
 from shoal.job import Job
 from shoal.parallel.batch_norm import batch_norms
+from shoal.parallel.compression import working_type
+from shoal.parallel.data import Bucket
 from shoal.parallel.engine import Engine
 from shoal.parallel.expert.deal_out import take_routed
 from shoal.parallel.pipeline.pipedream import PipeDream
@@ -75,10 +78,33 @@ def _buffers(strategy: Strategy, engine: Engine) -> Iterator[Buffer]:
             replicas=_group(replicas.everyone),
             sharding=_group(replicas.sharding),
             copies=_group(replicas.copies),
+            compressed=_compressed(engine, bucket),
             reductions=micro if every_micro or (replicas.zero >= 2 and not pipelined) else 1,
             forward_gathers=forward.get(id(bucket.buffer), 0),
             backward_gathers=backward.get(id(bucket.buffer), 0),
         )
+
+
+def _compressed(engine: Engine, bucket: Bucket) -> Compressed | None:
+    """What the step just made sent of a bucket, where a level of dp compresses."""
+    compression, route = engine.compression, bucket.route
+    if compression is None or route is None:
+        return None
+    itemsize = working_type(bucket.buffer.dtype).itemsize
+    reductions = [
+        compression.method.sent_bytes(
+            each.shape, itemsize, route.between.size, compression.step - 1, rank=route.between.index
+        )
+        for each in compression.sent(bucket)
+    ]
+    transfers = joined(calls for calls in reductions if calls is not None)
+    dense = sum(high - low for low, high in compression.dense_ranges(bucket)) * bucket.buffer.dtype.itemsize
+    if dense:
+        transfers.append(Transfer("all_reduce", dense))
+    return Compressed(
+        inside=_group(route.inside), between=_group(route.between), outside=_group(route.outside), whole=route.whole,
+        transfers=tuple(transfers),
+    )  # fmt: skip
 
 
 def axis_calls(strategy: Strategy, engine: Engine) -> Iterator[Call]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from shoal.comm.compress.method import Draw
+from shoal.comm.compress.given import Draw
 from shoal.comm.compress.traffic import LEVEL_BLOCK, divided_up
 
 

@@ -7,10 +7,11 @@ add (`adds`) gives numbers, so that an all-reduce of payloads is the payload of 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 
-from shoal.comm.compress.method import CompressError, Draw
+from shoal.comm.compress.given import CompressError, Draw
 from shoal.comm.compress.payload import Reader, laid_out
 from shoal.comm.compress.traffic import LARGEST_INDEX
 
@@ -55,6 +56,14 @@ class SparseCodec(Codec):
     def add(self, payload: torch.Tensor, into: torch.Tensor, draw: Draw, *, alpha: int = 1) -> None:
         values, places = sparse_parts(payload, into.dtype)
         into.index_add_(0, places, values, alpha=alpha)
+
+
+def added(payloads: Sequence[torch.Tensor], codec: Codec, like: torch.Tensor, draw: Draw) -> torch.Tensor:
+    """The sum of what payloads stand for, in their order."""
+    total = codec.decode(payloads[0], len(like), like.dtype, draw)
+    for payload in payloads[1:]:
+        codec.add(payload, total, draw)
+    return total
 
 
 def sparse_payload(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from shoal.comm.compress.exchange import summed
-from shoal.comm.compress.method import Draw, Method, Over, State, flat
+from shoal.comm.compress.exchange import Sum
+from shoal.comm.compress.given import Draw, Over, State
+from shoal.comm.compress.method import Method, Total
 
 
 class Dense(Method):
     """Gradients as they are."""
 
-    def reduce(self, x: torch.Tensor, state: State, over: Over, draw: Draw) -> torch.Tensor:
-        if x.numel() == 0:
-            return x.clone()
-        return summed(flat(x), over).view(x.shape)
+    def _total(self, value: torch.Tensor, shape: torch.Size, kept: State, over: Over, draw: Draw) -> Total:
+        return (yield Sum(value))

@@ -1,71 +1,167 @@
-"""How payloads are exchanged: summed where they add, gathered where they do not, in equal or unequal sizes; and a sum
-by parts, for codecs that are nearly exact. Whatever is decoded is summed in the order of ranks, so all ranks end with
-the same bits. (Where payloads add, the order is the all-reduce's own, which is one for all ranks as well.)
+"""How payloads are exchanged. A reduction asks for an exchange and goes on with the answer, so that those of many
+tensors run side by side: what they ask for at the same time travels as one message.
+
+Payloads are summed where they add, gathered where they do not, in equal or unequal sizes, dealt out by parts, or sent
+along a tree. What is decoded is summed in the order of ranks, so all ranks end with the same bits. (Where payloads add,
+the order is the all-reduce's own, which is one for all ranks as well.)
 """
 
 from __future__ import annotations
 
+from collections.abc import Generator, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
-from shoal.comm.compress.blocks import filled_up
-from shoal.comm.compress.codec import Codec
-from shoal.comm.compress.method import Draw, Over
-from shoal.comm.compress.traffic import divided_up
+from shoal.comm.compress.given import Over
 
 
-def summed(payload: torch.Tensor, over: Over) -> torch.Tensor:
-    """The sum of all ranks' payloads; the own one stays as it is."""
-    total = payload.clone()
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """The sum of all ranks' payloads (flat); the own one stays as it is."""
+
+    payload: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """All ranks' payloads (flat), in the order of ranks: of one size, or sizes first, then each to each, unpadded."""
+
+    payload: torch.Tensor
+    equal: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Deal:
+    """Row i of [ranks, size] goes to rank i; the answer holds what came from each."""
+
+    rows: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """To one rank; there is no answer."""
+
+    payload: torch.Tensor
+    to: int
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """What one rank sends, of the size and type of another tensor."""
+
+    like: torch.Tensor
+    source: int
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The first rank's payload, for all."""
+
+    payload: torch.Tensor
+
+
+Ask = Sum | Gather | Deal | Send | Receive | Spread
+Reduction = Generator[Ask, Any, torch.Tensor]
+"""Yields what it asks for, is sent the answers, and returns the reduced tensor."""
+
+
+def run(reductions: Sequence[Reduction], over: Over) -> list[torch.Tensor]:
+    """The results of reductions that run side by side. All ranks give the same ones in the same order."""
+    totals: dict[int, torch.Tensor] = {}
+    answers: dict[int, Any] = dict.fromkeys(range(len(reductions)))
+    while answers:
+        asked: dict[int, Ask] = {}
+        for at, answer in answers.items():
+            try:
+                asked[at] = reductions[at].send(answer)
+            except StopIteration as end:
+                totals[at] = end.value
+        joined: dict[Hashable, list[int]] = {}
+        for at, ask in asked.items():
+            joined.setdefault(_kind(ask), []).append(at)
+        answers = {}
+        for together in joined.values():
+            answers |= zip(together, _answered([asked[at] for at in together], over), strict=True)
+        answers = dict(sorted(answers.items()))
+    return [totals[at] for at in range(len(reductions))]
+
+
+def _kind(ask: Ask) -> Hashable:
+    """Asks of one kind can travel together."""
+    match ask:
+        case Sum(payload) | Spread(payload):
+            return type(ask), payload.dtype
+        case Gather(payload, equal):
+            return Gather, payload.dtype, equal
+        case Deal(rows):
+            return Deal, rows.dtype
+        case Send(payload, to):
+            return Send, payload.dtype, to
+        case Receive(like, source):
+            return Receive, like.dtype, source
+
+
+def _answered(asks: Sequence[Any], over: Over) -> list[Any]:
+    """The answers to asks of one kind."""
+    match asks[0]:
+        case Sum():
+            total = _joined([ask.payload for ask in asks])
+            if over.group is not None:
+                dist.all_reduce(total, group=over.group)
+            return list(total.split([ask.payload.numel() for ask in asks]))
+        case Gather(equal=True):
+            return _gathered([ask.payload for ask in asks], over)
+        case Gather():
+            return _gathered_unequal([ask.payload for ask in asks], over)
+        case Deal():
+            rows = torch.cat([ask.rows for ask in asks], dim=1)
+            if over.group is not None:
+                rows, going = torch.empty_like(rows), rows
+                dist.all_to_all_single(rows, going, group=over.group)
+            return list(rows.split([ask.rows.size(1) for ask in asks], dim=1))
+        case Send(to=to):
+            dist.send(_joined([ask.payload for ask in asks]), group=over.group, group_dst=to)
+            return [None] * len(asks)
+        case Receive(source=source):
+            arrived = _joined([ask.like for ask in asks])
+            dist.recv(arrived, group=over.group, group_src=source)
+            return list(arrived.split([len(ask.like) for ask in asks]))
+    payload = _joined([ask.payload for ask in asks])
     if over.group is not None:
-        dist.all_reduce(total, group=over.group)
-    return total
+        dist.broadcast(payload, group=over.group, group_src=0)
+    return list(payload.split([len(ask.payload) for ask in asks]))
 
 
-def gathered(payload: torch.Tensor, over: Over) -> list[torch.Tensor]:
-    """All ranks' payloads of one size, in the order of ranks."""
+def _joined(payloads: Sequence[torch.Tensor]) -> torch.Tensor:
+    """End to end, always in memory of its own."""
+    return torch.cat([payload.reshape(-1) for payload in payloads])
+
+
+def _gathered(payloads: Sequence[torch.Tensor], over: Over) -> list[list[torch.Tensor]]:
     if over.group is None:
-        return [payload]
-    everyone = payload.new_empty(over.size, len(payload))
-    dist.all_gather_single(everyone, payload, group=over.group)
-    return list(everyone)
+        return [[payload] for payload in payloads]
+    mine = _joined(payloads)
+    everyone = mine.new_empty(over.size, len(mine))
+    dist.all_gather_single(everyone, mine, group=over.group)
+    return [list(rows.unbind()) for rows in everyone.split([len(payload) for payload in payloads], dim=1)]
 
 
-def gathered_unequal(payload: torch.Tensor, over: Over) -> list[torch.Tensor]:
-    """All ranks' payloads of any size, in the order of ranks: sizes first, then each to each, without padding."""
+def _gathered_unequal(payloads: Sequence[torch.Tensor], over: Over) -> list[list[torch.Tensor]]:
     if over.group is None:
-        return [payload]
-    own_size = torch.tensor([len(payload)], dtype=torch.int64, device=payload.device)
-    sizes = torch.cat(gathered(own_size, over)).tolist()
+        return [[payload] for payload in payloads]
+    own_sizes = torch.tensor([len(payload) for payload in payloads], dtype=torch.int64, device=payloads[0].device)
+    sizes = [rank_sizes.tolist() for rank_sizes in _gathered([own_sizes], over)[0]]
+    mine = _joined(payloads)
     # What stays here is not sent.
-    coming = [0 if rank == over.rank else size for rank, size in enumerate(sizes)]
-    going = [0 if rank == over.rank else len(payload) for rank in range(over.size)]
-    arrived = payload.new_empty(sum(coming))
-    if any(sizes):
-        dist.all_to_all_single(arrived, payload.repeat(over.size - 1), coming, going, group=over.group)
+    coming = [0 if rank == over.rank else sum(sizes[rank]) for rank in range(over.size)]
+    going = [0 if rank == over.rank else len(mine) for rank in range(over.size)]
+    arrived = mine.new_empty(sum(coming))
+    if any(map(any, sizes)):
+        dist.all_to_all_single(arrived, mine.repeat(over.size - 1), coming, going, group=over.group)
     parts = list(arrived.split(coming))
-    parts[over.rank] = payload
-    return parts
-
-
-def added(payloads: list[torch.Tensor], codec: Codec, like: torch.Tensor, draw: Draw) -> torch.Tensor:
-    """The sum of what payloads stand for, in their order."""
-    total = codec.decode(payloads[0], len(like), like.dtype, draw)
-    for payload in payloads[1:]:
-        codec.add(payload, total, draw)
-    return total
-
-
-def summed_by_parts(x: torch.Tensor, codec: Codec, over: Over, draw: Draw) -> torch.Tensor:
-    """An all-reduce of encoded parts: each rank decodes and sums one part of all ranks, and sends the sum, encoded
-    again, to all. As many bytes as a ring all-reduce of the codes, but sums are made in full precision."""
-    size = divided_up(len(x), over.size)
-    parts = filled_up(x, over.size * size).view(over.size, size)
-    sending = torch.stack([codec.encode(part, draw) for part in parts])
-    arrived = sending
-    if over.group is not None:
-        arrived = torch.empty_like(sending)
-        dist.all_to_all_single(arrived, sending, group=over.group)
-    mine = added(list(arrived), codec, parts[0], draw)
-    totals = [codec.decode(each, size, x.dtype, draw) for each in gathered(codec.encode(mine, draw), over)]
-    return torch.cat(totals)[: len(x)]
+    parts[over.rank] = mine
+    by_rank = [part.split(rank_sizes) for part, rank_sizes in zip(parts, sizes, strict=True)]
+    return [[by_rank[rank][at] for rank in range(over.size)] for at in range(len(payloads))]

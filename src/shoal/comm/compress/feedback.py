@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 import torch
 
 from shoal.comm.compress.codec import Codec, SparseCodec, sparse_parts
-from shoal.comm.compress.method import CompressError, Draw, Over, State
+from shoal.comm.compress.given import CompressError, Draw, Over, State
 
 MOMENTUM = 0.9
 """DGC's factor m, as in its paper."""
@@ -18,6 +18,9 @@ MOMENTUM = 0.9
 
 class Feedback(ABC):
     """How the error of one step reaches the next."""
+
+    keeps: tuple[str, ...] = ()
+    """What it keeps for each element."""
 
     @abstractmethod
     def take_up(self, x: torch.Tensor, state: State, over: Over) -> tuple[torch.Tensor, State]:
@@ -41,6 +44,8 @@ class Nothing(Feedback):
 class Residual(Feedback):
     """Error feedback (Seide et al. 2014): what was not sent of x + e is the next e."""
 
+    keeps: tuple[str, ...] = ("residual",)
+
     def take_up(self, x: torch.Tensor, state: State, over: Over) -> tuple[torch.Tensor, State]:
         before = kept_before(state, "residual", x)
         total = x.clone() if before is None else x + before
@@ -59,6 +64,8 @@ class MomentumCorrection(Residual):
     that size sum to one of size `clip`. The paper takes the norm of the whole gradient; here every tensor is clipped
     alone, which is never stricter.
     """
+
+    keeps = ("residual", "velocity")
 
     def __init__(self, *, clip: float | None) -> None:
         self.clip = clip

@@ -8,12 +8,16 @@ that dropped it keeps it here, so nothing is lost: over all ranks, sent and kept
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from typing import Any
+
 import torch
-import torch.distributed as dist
 
 from shoal.comm.compress.codec import sparse_parts, sparse_payload
+from shoal.comm.compress.exchange import Ask, Receive, Send, Spread
 from shoal.comm.compress.feedback import Residual
-from shoal.comm.compress.method import Draw, Method, Over, State, flat, is_finite, spoilt_if_not_finite
+from shoal.comm.compress.given import Draw, Over, State
+from shoal.comm.compress.method import Method, Total
 from shoal.comm.compress.topk import TopK
 from shoal.strategy.compress import gtopk
 
@@ -24,52 +28,43 @@ Sparse = tuple[torch.Tensor, torch.Tensor]
 class GTopK(Method):
     """A fraction r of the elements of the sum."""
 
+    feedback = Residual()
+
     def __init__(self, term: gtopk) -> None:
         super().__init__(term)
         self.codec = TopK(fraction=term.r)
-        self.feedback = Residual()
 
-    def reduce(self, x: torch.Tensor, state: State, over: Over, draw: Draw) -> torch.Tensor:
-        if x.numel() == 0:
-            return x.clone()
-        value, kept = self.feedback.take_up(flat(x), state, over)
-        value = spoilt_if_not_finite(value)
+    def _total(self, value: torch.Tensor, shape: torch.Size, kept: State, over: Over, draw: Draw) -> Total:
         payload = self.codec.encode(value, draw)
-        best, dropped = merged_by_tree(payload, over, value.dtype)
-        values, places = best
-        total = torch.zeros_like(value).index_add_(0, places, values)
-        if is_finite(values):
-            in_result = torch.zeros(len(value), dtype=torch.bool, device=value.device)
-            in_result[places.long()] = True
-            residual = kept["residual"]
-            _, mine = sparse_parts(payload, value.dtype)
-            residual[mine[in_result[mine.long()]].long()] = 0
-            for lost, where in dropped:
-                again = in_result[where.long()]
-                residual.index_add_(0, where[again], lost[again])
-            state.update(kept)
-        return total.view(x.shape)
+        (values, places), dropped = yield from merged_by_tree(payload, over, value.dtype)
+        in_result = torch.zeros(len(value), dtype=torch.bool, device=value.device)
+        in_result[places.long()] = True
+        residual = kept["residual"]
+        _, mine = sparse_parts(payload, value.dtype)
+        residual[mine[in_result[mine.long()]].long()] = 0
+        for lost, where in dropped:
+            again = in_result[where.long()]
+            residual.index_add_(0, where[again], lost[again])
+        return torch.zeros_like(value).index_add_(0, places, values)
 
 
-def merged_by_tree(payload: torch.Tensor, over: Over, dtype: torch.dtype) -> tuple[Sparse, list[Sparse]]:
+def merged_by_tree(
+    payload: torch.Tensor, over: Over, dtype: torch.dtype
+) -> Generator[Ask, Any, tuple[Sparse, list[Sparse]]]:
     """The k largest of the sum, on every rank; and what the merges on this rank dropped."""
     dropped: list[Sparse] = []
-    if over.group is None:
-        return sparse_parts(payload, dtype), dropped
     distance = 1
     while distance < over.size:
         if over.rank % (2 * distance) == distance:
-            dist.send(payload, group=over.group, group_dst=over.rank - distance)
+            yield Send(payload, over.rank - distance)
             break
         if over.rank + distance < over.size:
-            arrived = torch.empty_like(payload)
-            dist.recv(arrived, group=over.group, group_src=over.rank + distance)
+            arrived = yield Receive(payload, over.rank + distance)
             best, rest = merged(sparse_parts(payload, dtype), sparse_parts(arrived, dtype))
             payload = sparse_payload(*best)
             dropped.append(rest)
         distance *= 2
-    payload = payload.clone()
-    dist.broadcast(payload, group=over.group, group_src=0)
+    payload = yield Spread(payload)
     return sparse_parts(payload, dtype), dropped
 
 

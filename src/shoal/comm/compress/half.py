@@ -2,9 +2,8 @@
 
 Gradients are far from the middle of float16's range: those of 1e6 would overflow, and elements below 6e-8 vanish. The
 exponent is chosen from the tensor itself and travels with it, so nothing overflows, and elements down to 2**-39 of the
-largest survive. Scales of different ranks differ, so halves do not add: they are summed by parts
-(`exchange.summed_by_parts`) in the tensor's own precision. That takes the bytes of an all-reduce of halves, needs no
-round to agree on a scale, and rounds twice where an all-reduce would round at every addition.
+largest survive. Scales of different ranks differ, so halves do not add: they are summed by parts, in the tensor's own
+precision. That needs no round to agree on a scale, and rounds twice where an all-reduce would round at every addition.
 """
 
 from __future__ import annotations
@@ -13,9 +12,12 @@ import math
 
 import torch
 
-from shoal.comm.compress.codec import Codec
-from shoal.comm.compress.exchange import summed_by_parts
-from shoal.comm.compress.method import Draw, Method, Over, State, flat, spoilt_if_not_finite
+from shoal.comm.compress.blocks import filled_up
+from shoal.comm.compress.codec import Codec, added
+from shoal.comm.compress.exchange import Deal, Gather
+from shoal.comm.compress.given import Draw, Over, State
+from shoal.comm.compress.method import Method, Total
+from shoal.comm.compress.traffic import divided_up
 
 LARGEST_EXPONENT = 15
 """Elements are brought below 2**15: float16 ends at 65504."""
@@ -48,12 +50,18 @@ def _exponent(x: torch.Tensor) -> int:
 
 
 class Fp16(Method):
-    """Half precision on the wire. The error, half a unit in the eleventh bit, is not kept."""
+    """Half precision on the wire. The error, half a unit in the eleventh bit, is not kept.
+
+    Each rank decodes and sums one part of all ranks, and sends the sum, encoded again, to all: as many bytes as a ring
+    all-reduce of halves.
+    """
 
     codec = Half()
 
-    def reduce(self, x: torch.Tensor, state: State, over: Over, draw: Draw) -> torch.Tensor:
-        if x.numel() == 0:
-            return x.clone()
-        value = spoilt_if_not_finite(flat(x))
-        return summed_by_parts(value, self.codec, over, draw).view(x.shape)
+    def _total(self, value: torch.Tensor, shape: torch.Size, kept: State, over: Over, draw: Draw) -> Total:
+        size = divided_up(len(value), over.size)
+        parts = filled_up(value, over.size * size).view(over.size, size)
+        arrived = yield Deal(torch.stack([self.codec.encode(part, draw) for part in parts]))
+        mine = added(list(arrived), self.codec, parts[0], draw)
+        sums = yield Gather(self.codec.encode(mine, draw))
+        return torch.cat([self.codec.decode(each, size, value.dtype, draw) for each in sums])[: len(value)]

@@ -6,7 +6,7 @@ import torch
 
 from shoal.comm.compress.blocks import divisors, in_blocks
 from shoal.comm.compress.codec import Codec
-from shoal.comm.compress.method import Draw
+from shoal.comm.compress.given import Draw
 from shoal.comm.compress.payload import Reader, laid_out
 from shoal.comm.compress.traffic import INT8_BLOCK, divided_up
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from shoal.comm.compress.codec import SparseCodec
-from shoal.comm.compress.method import Draw
+from shoal.comm.compress.given import Draw
 from shoal.comm.compress.topk import places_where
 from shoal.comm.compress.traffic import kept_count
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 from shoal.comm.compress.codec import Codec
-from shoal.comm.compress.method import Draw
+from shoal.comm.compress.given import Draw
 from shoal.comm.compress.payload import Reader, laid_out, packed_bits, unpacked_bits
 from shoal.comm.compress.traffic import divided_up
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import torch
 
-from shoal.comm.compress.exchange import summed
+from shoal.comm.compress.exchange import Sum
 from shoal.comm.compress.feedback import Residual
-from shoal.comm.compress.method import Draw, Method, Over, State, flat, is_finite, spoilt_if_not_finite
+from shoal.comm.compress.given import Draw, Over, State
+from shoal.comm.compress.method import Method, Total, is_finite
 from shoal.comm.compress.traffic import effective_rank, matrix_of
 from shoal.strategy.compress import powersgd
 
@@ -20,30 +21,21 @@ class PowerSgd(Method):
     """Rank-r approximations of gradient matrices (the first dimension by all others) with error feedback."""
 
     term: powersgd
+    feedback = Residual()
 
-    def __init__(self, term: powersgd) -> None:
-        super().__init__(term)
-        self.feedback = Residual()
-
-    def reduce(self, x: torch.Tensor, state: State, over: Over, draw: Draw) -> torch.Tensor:
-        if x.numel() == 0:
-            return x.clone()
-        value, kept = self.feedback.take_up(flat(x), state, over)
-        matrix = spoilt_if_not_finite(value).view(matrix_of(x.shape))
-        query = _query(matrix, effective_rank(self.term.rank, x.shape), state, draw)
-        left = summed((matrix @ query).view(-1), over).view(len(matrix), -1)
+    def _total(self, value: torch.Tensor, shape: torch.Size, kept: State, over: Over, draw: Draw) -> Total:
+        matrix = value.view(matrix_of(shape))
+        query = _query(matrix, effective_rank(self.term.rank, shape), kept, draw)
+        left = (yield Sum(matrix @ query)).view(len(matrix), -1)
         if not is_finite(left):
-            return torch.full_like(x, torch.nan)
+            return torch.full_like(value, torch.nan)
         # Householder's method: orthonormal also where columns depend on each other, or are zero.
         left = torch.linalg.qr(left).Q
         mine = matrix.t() @ left
-        right = summed(mine.reshape(-1), over).view_as(mine)
-        if not is_finite(right):
-            return torch.full_like(x, torch.nan)
+        right = (yield Sum(mine)).view_as(mine)
         kept["residual"].view_as(matrix).addmm_(left, mine.t(), alpha=-1)
-        state.update(kept)
-        state["query"] = right
-        return (left @ right.t()).view(x.shape)
+        kept["query"] = right.clone()
+        return (left @ right.t()).view(-1)
 
 
 def _query(matrix: torch.Tensor, rank: int, state: State, draw: Draw) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 
 from shoal.comm.compress.blocks import from_levels, rounded_at_random
 from shoal.comm.compress.codec import Codec
-from shoal.comm.compress.method import Draw
+from shoal.comm.compress.given import Draw
 from shoal.comm.compress.payload import Reader, laid_out, packed_bits, packed_numbers, unpacked_bits, unpacked_numbers
 from shoal.comm.compress.traffic import LEVEL_BLOCK, divided_up
 

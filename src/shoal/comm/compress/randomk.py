@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from shoal.comm.compress.codec import Codec
-from shoal.comm.compress.method import Draw
+from shoal.comm.compress.given import Draw
 from shoal.comm.compress.traffic import kept_count
 
 

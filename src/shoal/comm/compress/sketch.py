@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import torch
 
-from shoal.comm.compress.exchange import summed
+from shoal.comm.compress.exchange import Sum
 from shoal.comm.compress.feedback import Residual
-from shoal.comm.compress.method import Draw, Method, Over, State, flat, is_finite, spoilt_if_not_finite
+from shoal.comm.compress.given import Draw, Over, State
+from shoal.comm.compress.method import Method, Total, is_finite
 from shoal.comm.compress.topk import largest
 from shoal.comm.compress.traffic import sketch_count
 from shoal.strategy.compress import sketch
@@ -73,24 +74,17 @@ class Sketch(Method):
     """A count sketch, an exact round for the elements it points at, error feedback for the others."""
 
     term: sketch
+    feedback = Residual()
 
-    def __init__(self, term: sketch) -> None:
-        super().__init__(term)
-        self.feedback = Residual()
-
-    def reduce(self, x: torch.Tensor, state: State, over: Over, draw: Draw) -> torch.Tensor:
-        if x.numel() == 0:
-            return x.clone()
-        value, kept = self.feedback.take_up(flat(x), state, over)
-        value = spoilt_if_not_finite(value)
+    def _total(self, value: torch.Tensor, shape: torch.Size, kept: State, over: Over, draw: Draw) -> Total:
         counted = CountSketch(
             rows=self.term.rows, columns=self.term.columns, num_elements=len(value), draw=draw, device=value.device
         )
-        table = summed(counted.table(value), over)
+        table = (yield Sum(counted.table(value))).view(self.term.rows, -1)
+        if not is_finite(table):
+            return torch.full_like(value, torch.nan)
         # In one order on all ranks, since values are summed by it.
         places = largest(counted.estimates(table), sketch_count(self.term.columns, len(value))).sort().values
-        exact = summed(value[places], over)
-        if is_finite(table) and is_finite(exact):
-            kept["residual"].index_fill_(0, places, 0.0)
-            state.update(kept)
-        return torch.zeros_like(value).index_copy_(0, places, exact).view(x.shape)
+        exact = yield Sum(value[places])
+        kept["residual"].index_fill_(0, places, 0.0)
+        return torch.zeros_like(value).index_copy_(0, places, exact)

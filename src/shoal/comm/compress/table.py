@@ -9,7 +9,6 @@ from shoal.comm.compress.dgc import Dgc
 from shoal.comm.compress.feedback import Nothing, Residual
 from shoal.comm.compress.gtopk import GTopK
 from shoal.comm.compress.half import Fp16
-from shoal.comm.compress.hitopk import HiTopK
 from shoal.comm.compress.int8 import Int8
 from shoal.comm.compress.method import Method
 from shoal.comm.compress.mstopk import MsTopK
@@ -36,8 +35,6 @@ def method_of(term: terms.CompressTerm, *, clip: float | None = None) -> Method:
             return Dgc(term, clip=clip)
         case terms.gtopk():
             return GTopK(term)
-        case terms.hitopk():
-            return HiTopK(term)
         case terms.sketch():
             return Sketch(term)
         case terms.powersgd():
@@ -63,7 +60,7 @@ def codec_of(term: terms.CompressTerm) -> Codec:
             return Sign()
         case terms.topk():
             return TopK(fraction=term.r)
-        case terms.mstopk():
+        case terms.mstopk() | terms.hitopk():
             return MsTopK(fraction=term.r)
         case terms.randomk():
             return RandomK(fraction=term.r)

@@ -8,7 +8,7 @@ import torch
 
 from shoal.comm.compress.blocks import from_levels, rounded_at_random
 from shoal.comm.compress.codec import Codec
-from shoal.comm.compress.method import Draw
+from shoal.comm.compress.given import Draw
 from shoal.comm.compress.payload import Reader, laid_out, packed_trits, unpacked_trits
 from shoal.comm.compress.traffic import LEVEL_BLOCK, TRITS_A_BYTE, divided_up
 

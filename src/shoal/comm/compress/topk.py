@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from shoal.comm.compress.codec import SparseCodec
-from shoal.comm.compress.method import Draw
+from shoal.comm.compress.given import Draw
 from shoal.comm.compress.traffic import kept_count
 
 SAMPLE = 8192

@@ -10,22 +10,21 @@ sent; scales are numbers of s bytes:
     ternary     ceil(n/5) + s ceil(n/512)
     onebit      ceil(n/8) + 2s
     sign        ceil(n/8) + s
-    topk, mstopk, dgc   k (4 + s)               all-gather (dgc: k falls to its value in the first steps)
+    topk, mstopk, hitopk, dgc   k (4 + s)       all-gather (dgc: k falls to its value in the first steps)
     threshold   c (4 + s), c its own count      all-gather of P counts (8 each), all-to-all of what each found
     gtopk       k (4 + s)                       a tree of sends to rank 0, broadcast
     randomk     k s                             all-reduce
     sketch      rows columns s; k s, k = columns / 4      all-reduce of the table, all-reduce of the elements chosen
     powersgd(r) a r s; b r s of an a x b matrix           two all-reduces
-    hitopk      inside a host: reduce-scatter and all-gather of n s (padded); between: all-gather of k (4 + s), k of n/g
 
 No torch here: predictions are made where it is not loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from shoal.comm.wire import sent
 from shoal.strategy.compress import (
@@ -66,8 +65,6 @@ The paper changes it every epoch, four times; here an epoch is not known."""
 SPARSE = (topk, mstopk, gtopk, hitopk, dgc, threshold)
 """Those that send elements with their places."""
 
-Level = Literal["all", "inside", "between"]
-
 
 class Transfer(NamedTuple):
     """One collective of a reduction."""
@@ -75,8 +72,6 @@ class Transfer(NamedTuple):
     kind: str
     payload_bytes: int
     """As `wire.py` defines it."""
-    over: Level = "all"
-    """The ranks that take part: all, those of the same host, or those of the same place on each host."""
 
 
 def divided_up(whole: int, part: int) -> int:
@@ -130,15 +125,15 @@ def payload_bytes(term: CompressTerm, num_elements: int, itemsize: int, *, step:
         return divided_up(n, 8) + itemsize
     if isinstance(term, dgc):
         return sparse_bytes(kept_count(warm_up_fraction(term.r, step), n), itemsize)
-    if isinstance(term, (topk, mstopk, gtopk)):
+    if isinstance(term, (topk, mstopk, gtopk, hitopk)):
         return sparse_bytes(kept_count(term.r, n), itemsize)
     return None
 
 
 def sent_bytes(
-    term: CompressTerm, shape: Sequence[int], itemsize: int, ranks: int, step: int, *, rank: int = 0, inside: int = 1
+    term: CompressTerm, shape: Sequence[int], itemsize: int, ranks: int, step: int, *, rank: int = 0
 ) -> list[Transfer] | None:
-    """The collectives of one reduction as rank `rank` makes them, `inside` ranks to a host; None where data decide."""
+    """The collectives of one reduction as rank `rank` makes them; None where data decide."""
     n = prod(shape)
     if ranks == 1 or n == 0:
         return []
@@ -157,13 +152,17 @@ def sent_bytes(
     if isinstance(term, powersgd):
         width = effective_rank(term.rank, shape)
         return [Transfer("all_reduce", size * width * itemsize) for size in matrix_of(shape)]
-    if isinstance(term, hitopk):
-        return _two_levels(term, n, itemsize, hosts=ranks // inside, inside=inside)
     payload = payload_bytes(term, n, itemsize, step=step)
     assert payload is not None, f"{term} has no formula"
     if isinstance(term, gtopk):
         return _tree(payload, ranks, rank)
     return [Transfer("all_gather", ranks * payload)]
+
+
+def joined(reductions: Iterable[list[Transfer]]) -> list[Transfer]:
+    """The collectives of several reductions of one method that run side by side."""
+    rounds = zip(*(calls for calls in reductions if calls), strict=True)
+    return [Transfer(calls[0].kind, sum(call.payload_bytes for call in calls)) for calls in rounds]
 
 
 def _tree(payload: int, ranks: int, rank: int) -> list[Transfer]:
@@ -178,31 +177,15 @@ def _tree(payload: int, ranks: int, rank: int) -> list[Transfer]:
     return [*calls, Transfer("broadcast", payload)]
 
 
-def _two_levels(term: hitopk, n: int, itemsize: int, *, hosts: int, inside: int) -> list[Transfer]:
-    shard = divided_up(n, inside)
-    dense = shard * inside * itemsize
-    sparse = Transfer("all_gather", hosts * sparse_bytes(kept_count(term.r, shard), itemsize), "between")
-    return [
-        *([Transfer("reduce_scatter", dense, "inside")] if inside > 1 else []),
-        *([sparse] if hosts > 1 else []),
-        *([Transfer("all_gather", dense, "inside")] if inside > 1 else []),
-    ]
-
-
-def pays(term: CompressTerm, shape: Sequence[int], itemsize: int, *, ranks: int = 2, inside: int = 1) -> bool:
+def pays(term: CompressTerm, shape: Sequence[int], itemsize: int, *, ranks: int = 2) -> bool:
     """Whether compressing a tensor can pay at all: not for small ones, not for vectors (norms, biases), and not where a
-    rank would send as much as for a dense all-reduce. Between hosts only, where a method tells levels apart."""
+    rank would send as much as for a dense all-reduce."""
     n = prod(shape)
     if isinstance(term, none) or len(shape) < 2 or n < SMALLEST or (isinstance(term, SPARSE) and n > LARGEST_INDEX):
         return False
     # A step far from the start: what is sent in the long run decides.
-    calls = sent_bytes(term, shape, itemsize, ranks, step=10**9, rank=min(1, ranks - 1), inside=inside)
+    calls = sent_bytes(term, shape, itemsize, ranks, step=10**9, rank=min(1, ranks - 1))
     if not calls:
         return calls is None
-    if isinstance(term, hitopk):
-        hosts = ranks // inside
-        calls = [call for call in calls if call.over == "between"]
-        dense = sent("all_reduce", payload_bytes=divided_up(n, inside) * itemsize, ranks=hosts).bytes
-        return 0 < sum(sent(call.kind, payload_bytes=call.payload_bytes, ranks=hosts).bytes for call in calls) < dense
     dense = sent("all_reduce", payload_bytes=n * itemsize, ranks=ranks).bytes
     return sum(sent(call.kind, payload_bytes=call.payload_bytes, ranks=ranks).bytes for call in calls) < dense

@@ -15,6 +15,7 @@ from struct import Struct
 import numpy as np
 
 from shoal.comm.emulate import Emulation, Speed
+from shoal.comm.transport.connect import host_name
 from shoal.comm.transport.link import ALIGN, Bytes, Link
 
 _CHUNK = Struct("<qd")
@@ -177,3 +178,8 @@ emulator: Emulator | None = None
 def emulate(chosen: Emulator | None) -> None:
     global emulator
     emulator = chosen
+
+
+def host_of(rank: int) -> str:
+    """What a rank of this job, in this process, calls its host: the emulated one where links are emulated."""
+    return host_name() if emulator is None else f"emulated {emulator.emulation.host_of(rank)}"

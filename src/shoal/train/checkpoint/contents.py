@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from shoal.parallel.engine import Engine
+from shoal.parallel.kept_errors import errors, extras
 from shoal.parallel.optimizer import Piece
 from shoal.train.checkpoint.files import dtype_name, file_of, to_json
 from shoal.workload.cuts import Part
@@ -27,6 +28,8 @@ class Contents:
     buffers: dict[str, Any] = field(default_factory=dict)
     numbers: dict[str, Any] = field(default_factory=dict)
     pieces: list[dict[str, Any]] = field(default_factory=list)
+    extras: dict[str, Any] = field(default_factory=dict)
+    """Tensors that belong to a parameter and are not of its size."""
 
     @property
     def bytes(self) -> int:
@@ -38,6 +41,7 @@ class Contents:
             "buffers": self.buffers,
             "numbers": self.numbers,
             "pieces": self.pieces,
+            "extras": self.extras,
         }
 
     def add_parameter(self, piece: Piece, dtype: torch.dtype, part: Part | None = None) -> None:
@@ -47,6 +51,11 @@ class Contents:
 
     def add_state(self, key: str, piece: Piece, part: Part | None = None) -> None:
         self._add(piece, key, part)
+
+    def add_extra(self, name: str, key: str, values: torch.Tensor, part: Part | None = None) -> None:
+        full = extra_name(name, key, part)
+        self.extras[full] = {"file": self.file, "tensor": full}
+        self.tensors.append((full, values))
 
     def add_buffer(self, name: str, values: torch.Tensor, part: Part | None = None) -> None:
         key = f"buffer {name}"
@@ -86,6 +95,10 @@ class Contents:
         self.pieces.append(row)
 
 
+def extra_name(name: str, key: str, part: Part | None) -> str:
+    return f"{name} {key}" if part is None else f"{name} {key} part {part.index}"
+
+
 def contents_of(engine: Engine, *, buffers: dict[str, torch.Tensor], rank: int) -> Contents:
     """What this rank writes of the engine's state; `buffers` are the model's as they shall be saved."""
     contents = Contents(file=file_of(rank))
@@ -97,6 +110,14 @@ def contents_of(engine: Engine, *, buffers: dict[str, torch.Tensor], rank: int) 
     _refuse_unknown_state(engine.optimizer.optimizer)
     for key, piece in engine.owned_state():
         contents.add_state(key, piece, engine.part_of(piece.name))
+    if engine.compression is not None:
+        families = {slot.name: bucket.family for bucket in engine.buckets for slot in bucket.buffer.slots}
+        for key, piece in errors(engine.compression):
+            if engine.placement.writes(families[piece.name]):
+                contents.add_state(key, piece, engine.part_of(piece.name))
+        for name, key, values in extras(engine.compression):
+            if engine.placement.writes(families[name]):
+                contents.add_extra(name, key, values, engine.part_of(name))
     # Whoever writes a parameter's first element also reports its numbers, so that they are reported once.
     contents.numbers = {
         name: {key: [to_json(value), kind] for key, (value, kind) in numbers.items()}

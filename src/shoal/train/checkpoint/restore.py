@@ -14,8 +14,10 @@ import torch
 
 from shoal.comm.ledger import BOOK
 from shoal.parallel.engine import Engine
+from shoal.parallel.kept_errors import load as load_errors
 from shoal.parallel.optimizer import Numbers
 from shoal.train.checkpoint.buffers import persistent_buffers
+from shoal.train.checkpoint.contents import extra_name
 from shoal.train.checkpoint.exchange import exchange, world_and_rank
 from shoal.train.checkpoint.files import checkpoints, dtype_name, tidy
 from shoal.train.checkpoint.saved import Checkpoint, CheckpointBroken, from_manifest
@@ -77,6 +79,8 @@ def restore(engine: Engine, checkpoint: Checkpoint) -> None:
             engine.gathering.finish()
         engine.load_parameters(saved.read_parameter)
         engine.load_optimizer(saved)
+        if engine.compression is not None:
+            load_errors(engine.compression, saved, step=checkpoint.step)
 
 
 class _Own:
@@ -91,6 +95,12 @@ class _Own:
 
     def numbers(self, name: str) -> Numbers:
         return self.checkpoint.numbers(name)
+
+    def errors(self, name: str, what: str) -> list[str]:
+        return self.checkpoint.errors(name, what)
+
+    def extra(self, name: str, key: str) -> torch.Tensor | None:
+        return self.checkpoint.extra(extra_name(name, key, self.engine.part_of(name)))
 
     def read(self, name: str, key: str, start: int, stop: int) -> torch.Tensor:
         return self._read(name, key, start, stop)

@@ -142,7 +142,7 @@ class _Save:
             "world": self.world,
             "files": files,
         }
-        for what in ("parameters", "buffers", "numbers"):
+        for what in ("parameters", "buffers", "numbers", "extras"):
             manifest[what] = {name: entry for table in tables for name, entry in table[what].items()}
         known = manifest["parameters"]
         manifest["parameters"] = {name: known[name] for name in self.engine.shapes}

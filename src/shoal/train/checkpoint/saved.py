@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass, replace
+from itertools import count
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from shoal.parallel.kept_errors import ERRORS, error_key
 from shoal.parallel.optimizer import Numbers
 from shoal.train.checkpoint.files import (
     CHECKSUMS,
@@ -87,8 +89,9 @@ class Checkpoint:
         self._keys: dict[str, list[str]] = {}
         for (name, key), parts in self._parts.items():
             parts.sort(key=lambda part: (part.of.index if part.of else 0, part.start))
-            if key is not None:
+            if key is not None and not key.startswith(ERRORS):
                 self._keys.setdefault(name, []).append(key)
+        self._extras = {name: (str(e["file"]), str(e["tensor"])) for name, e in manifest.get("extras", {}).items()}
         self._open: dict[str, Any] = {}
         self._assembled: tuple[tuple[str, str | None], torch.Tensor] | None = None
         self._require_consistent()
@@ -96,6 +99,19 @@ class Checkpoint:
     def keys(self, name: str) -> list[str]:
         """The element-wise optimiser state it holds for a parameter."""
         return list(self._keys.get(name, ()))
+
+    def errors(self, name: str, what: str) -> list[str]:
+        """The keys of what each replica had not sent of a parameter, in the order of replicas."""
+        replicas = next((n for n in count(1) if (name, error_key(what, 0, n)) in self._parts or n > self.world), 0)
+        keys = [error_key(what, replica, replicas) for replica in range(replicas)]
+        return keys if all((name, key) in self._parts for key in keys) else []
+
+    def extra(self, name: str) -> torch.Tensor | None:
+        """A tensor that belongs to a parameter and is not of its size."""
+        if name not in self._extras:
+            return None
+        file, tensor = self._extras[name]
+        return self._file(file).get_tensor(tensor)
 
     def numbers(self, name: str) -> Numbers:
         return dict(self._numbers.get(name, {}))
@@ -193,6 +209,7 @@ class Checkpoint:
         """Every element of everything is there once, in files that the manifest knows."""
         used = {part.file for parts in self._parts.values() for part in parts}
         used |= {row[1] for rows in self._buffers.values() for row in rows}
+        used |= {file for file, _ in self._extras.values()}
         for file in {*used, *self.files}:
             if file not in self.files or not _FILE.fullmatch(file):
                 raise CheckpointBroken(f"{self.path / MANIFEST} names the file {file!r}, which is none of its own")

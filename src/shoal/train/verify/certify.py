@@ -214,7 +214,7 @@ def _train(ready: Prepared, steps: int) -> dict[str, Any]:
         # The first step also settles who has gradients at all; every other one must be as predicted, once a pipeline
         # without flush is full.
         if step >= steady or steps == 1:
-            unlike += counted.differences(ready.predicted)
+            unlike += ready.differences(counted)
         counter = order.next(counter)
     return {"losses": losses, "ledger_differences": sorted(set(unlike)), "predicted": ready.predicted.to_json()}
 

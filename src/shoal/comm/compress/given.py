@@ -1,0 +1,62 @@
+"""What a reduction is given: the ranks it is over, where its random numbers come from, and what it kept so far.
+
+Random draws are functions of (seed, step, parameter, rank), so a resumed run draws what the uninterrupted one would
+have drawn, and all ranks can draw alike without a message.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+State = dict[str, torch.Tensor]
+"""What is kept for one parameter on one rank; empty at the start, and part of a checkpoint. "residual" and "velocity"
+are flat and as long as the parameter; PowerSGD's "query" is [columns, rank], the same on all ranks."""
+
+
+class CompressError(ValueError):
+    """A tensor, a state or a group that a compression cannot take."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Over:
+    """A group of ranks and this one's place in it."""
+
+    group: dist.ProcessGroup | None = None
+    """None: one rank, nothing is sent."""
+    size: int = 1
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size or (self.group is None) != (self.size == 1):
+            raise CompressError(
+                f"rank {self.rank} of {self.size} with{'out' if self.group is None else ''} a group: expected "
+                "0 <= rank < size, and a group for more than one rank only"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Where random numbers come from."""
+
+    seed: int
+    step: int
+    key: str
+    """The parameter's name."""
+    rank: int
+
+    def shared(self) -> torch.Generator:
+        """The same on all ranks. In host memory, wherever the tensor lies: what a GPU draws depends on its model."""
+        return self._generator(torch.device("cpu"), "shared")
+
+    def own(self, device: torch.device | str = "cpu") -> torch.Generator:
+        """Different on each rank."""
+        return self._generator(torch.device(device), f"rank {self.rank}")
+
+    def _generator(self, device: torch.device, who: str) -> torch.Generator:
+        text = f"{self.seed}\n{self.step}\n{who}\n{self.key}"
+        digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        return torch.Generator(device).manual_seed(int.from_bytes(digest, "little"))

@@ -1,0 +1,105 @@
+"""What compression has kept back, to and from checkpoints.
+
+Every replica writes its error of each parameter, element by element like the parameter itself, so that any strategy can
+read it. As many replicas as there were take up their own; where there are more or fewer, each takes an equal part of
+the sum: what was held back for all reaches all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from shoal.parallel.compression import Compression, Fragment, part_of, route_of, working_type
+from shoal.parallel.data import Bucket
+from shoal.parallel.optimizer import Piece
+from shoal.parallel.placement import Route
+
+ERRORS = "error "
+"""What the names of errors begin with; optimisers name no state so."""
+QUERY = "query"
+
+
+class SavedErrors(Protocol):
+    """What a checkpoint offers of what was not sent."""
+
+    def errors(self, name: str, what: str) -> Sequence[str]:
+        """The keys of the replicas' errors of a parameter, in the order of replicas; none if nothing was kept."""
+
+    def read(self, name: str, key: str, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of one of them, of this rank's part of the parameter laid out flat."""
+
+    def extra(self, name: str, key: str) -> torch.Tensor | None:
+        """A tensor of another size that was saved for this rank's part of a parameter."""
+
+
+def error_key(what: str, replica: int, replicas: int) -> str:
+    """How a checkpoint names one replica's error."""
+    return f"{ERRORS}{what} {replica} of {replicas}"
+
+
+def errors(compression: Compression) -> Iterator[tuple[str, Piece]]:
+    """What this rank writes: its error of each parameter, as (state key, piece)."""
+    for bucket in compression.buckets:
+        if not _writes(bucket) or not compression.step:
+            continue
+        part, dtype = part_of(bucket), working_type(bucket.buffer.dtype)
+        compressed = {each.slot.name: each for each in compression.fragments[id(bucket)]}
+        for slot in bucket.buffer.slots:
+            low, high = max(slot.start, part.start) - slot.start, min(slot.stop, part.stop) - slot.start
+            # Also of what is too small to be compressed: another rank's part of it may not be.
+            if low >= high or len(slot.shape) < 2:
+                continue
+            each = compressed.get(slot.name)
+            for what in compression.method.feedback.keeps:
+                values = torch.zeros(high - low, dtype=dtype)
+                if each is not None and what in each.state:
+                    values[each.start - low : each.stop - low] = each.state[what].cpu()
+                yield error_key(what, *_replica(route_of(bucket))), Piece(slot.name, tuple(slot.shape), low, values)
+
+
+def extras(compression: Compression) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """State of another size (PowerSGD's query, the same on all that compress), as (parameter, key, values)."""
+    for bucket in compression.buckets:
+        if _writes(bucket) and route_of(bucket).between.index == 0:
+            for each in compression.fragments[id(bucket)]:
+                if QUERY in each.state:
+                    yield each.slot.name, _query_key(bucket, each), each.state[QUERY]
+
+
+def load(compression: Compression, saved: SavedErrors, *, step: int) -> None:
+    """Takes up the errors that a checkpoint of `step` steps holds. A query of other rows is not taken up: it only says
+    where to begin."""
+    compression.step = step
+    for bucket in compression.buckets:
+        replica, replicas = _replica(route_of(bucket))
+        dtype, device = working_type(bucket.buffer.dtype), bucket.buffer.device
+        for each in compression.fragments[id(bucket)]:
+            each.state.clear()
+            name = each.slot.name
+            for what in compression.method.feedback.keeps:
+                keys = saved.errors(name, what)
+                if len(keys) == replicas:
+                    each.state[what] = saved.read(name, keys[replica], each.start, each.stop).to(device, dtype)
+                elif keys:
+                    total = sum(saved.read(name, key, each.start, each.stop).to(device, dtype) for key in keys)
+                    each.state[what] = total / replicas  # type: ignore[assignment]
+            query = saved.extra(name, _query_key(bucket, each))
+            if query is not None:
+                each.state[QUERY] = query.to(device, dtype)
+
+
+def _query_key(bucket: Bucket, each: Fragment) -> str:
+    return f"{QUERY} [{each.start}:{each.stop}] {route_of(bucket).outside.index}"
+
+
+def _writes(bucket: Bucket) -> bool:
+    """Of those inside the compressing level that hold the same error, one writes it."""
+    return bucket.zero == 0 or route_of(bucket).inside.index == 0
+
+
+def _replica(route: Route) -> tuple[int, int]:
+    """This rank's place among those with errors of their own, and how many there are."""
+    return route.outside.index * route.between.size + route.between.index, route.between.size * route.outside.size
