@@ -15,16 +15,18 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from shoal.comm.calibration import read_calibration
 from shoal.comm.emulate import WrongEmulation, parse_emulation
 from shoal.comm.group import BACKENDS, register_backends
 from shoal.comm.mesh import Members
+from shoal.comm.network import DEFAULT, LinkTimes, Network, agree_on
 from shoal.comm.shared_block import SharedBlock
 from shoal.comm.transport import emulated
 
@@ -74,7 +76,7 @@ def join(
         return _joined
     register_backends()
     on_gpu = torch.cuda.is_available() and backend in (None, "nccl", BACKENDS["nccl"])
-    chosen = backend or BACKENDS["nccl" if on_gpu else default_backend()]
+    described = emulate or os.environ.get("SHOAL_EMULATE")
     _adopted = dist.is_initialized()
     if _adopted:
         base: dist.Store = dist.distributed_c10d._get_default_store()
@@ -89,12 +91,14 @@ def join(
         torch.cuda.set_device(device)
     if world > 1:
         _meet(store, rank, world, meet_s)
+    host_backend, network = _agree(store, rank, emulates=bool(described))
+    agree_on(network)
+    chosen = backend or BACKENDS["nccl" if on_gpu else host_backend]
     if not _adopted:
         # Longer than the watch waits: what it says of a hang is better than that a collective timed out.
         hang_after_s = float(os.environ.get("SHOAL_HANG_AFTER_S", 0))
         time_limit = timedelta(seconds=timeout_s or min(max(1800.0, 2 * hang_after_s), LONGEST_S))
         dist.init_process_group(chosen, store=store, rank=rank, world_size=world, timeout=time_limit)
-    described = emulate or os.environ.get("SHOAL_EMULATE")
     if described:
         _emulate(described, rank, world, chosen)
     _joined = Rank(rank=rank, world=world, local_rank=local_rank, device=device, store=store, backend=chosen)
@@ -116,13 +120,39 @@ def _emulate(described: str, rank: int, world: int, backend: str) -> None:
         emulated.emulate(emulated.Emulator(wanted, emulated.Wires(block.memory, block.descriptor)))
 
 
-def default_backend() -> str:
-    """What carries tensors in host memory: SHOAL_BACKEND if set, otherwise Shoal's own where the system has what it
-    needs (anonymous files and their like), and Gloo elsewhere."""
+def _agree(store: dist.Store, rank: int, *, emulates: bool) -> tuple[str, Network]:
+    """The backend for host memory and the links' constants by which all ranks choose: rank 0's, whatever the others have.
+
+    Ranks that chose by different numbers would take different algorithms, and wait for each other without end. What
+    keeps rank 0 from choosing is told to all.
+    """
+    if rank == 0:
+        try:
+            measured = read_calibration()
+            chosen = default_backend(measured.backend if measured is not None else None, emulates=emulates)
+        except ValueError as error:
+            store.set("agreed", json.dumps({"refused": str(error)}))
+            raise
+        network = measured.network if measured is not None else DEFAULT
+        store.set("agreed", json.dumps({"backend": chosen, "network": asdict(network)}))
+        return chosen, network
+    said = json.loads(store.get("agreed"))
+    if "refused" in said:
+        raise JoinError(said["refused"])
+    return said["backend"], Network(**{level: LinkTimes(**times) for level, times in said["network"].items()})
+
+
+def default_backend(calibrated: str | None = None, *, emulates: bool = False) -> str:
+    """What carries tensors in host memory: SHOAL_BACKEND if set; otherwise what was measured to be fastest, or Shoal's
+    own where the system has what it needs (anonymous files and their like), and Gloo elsewhere. Only Shoal's own
+    emulates links."""
     asked = os.environ.get("SHOAL_BACKEND")
     if asked and asked not in BACKENDS:
         raise JoinError(f"SHOAL_BACKEND is {asked!r}: expected {', '.join(BACKENDS)}")
-    return asked or ("shoal" if hasattr(os, "memfd_create") and hasattr(os, "eventfd") else "gloo")
+    own = hasattr(os, "memfd_create") and hasattr(os, "eventfd")
+    if emulates:
+        calibrated = None
+    return asked or (calibrated if own else None) or ("shoal" if own else "gloo")
 
 
 def current() -> Rank | None:
@@ -134,6 +164,7 @@ def leave() -> None:
     """Takes this process out of its job, together with the other ranks; it may join again."""
     global _joined
     joined, _joined = _joined, None
+    agree_on(None)
     if joined is None or _adopted or not dist.is_initialized():
         return
     if joined.world > 1:
