@@ -150,7 +150,9 @@ def calibrate(
         str | None,
         typer.Option(help="Where to write (default: $SHOAL_CALIBRATION, or ~/.config/shoal/calibration.toml)."),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and rounds: a few seconds, rough figures.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer sizes and rounds: a few seconds, rough figures.")
+    ] = False,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Measure collectives by backend (shoal, gloo) and what messages cost inside and between hosts, in about half a

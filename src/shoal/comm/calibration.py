@@ -1,7 +1,7 @@
 """The calibration file: what `shoal calibrate` measured on this machine, for the jobs that are started on it.
 
-It is TOML and may be edited. [links.inside] and [links.between] say what messages cost, [backend] what carries tensors in
-host memory fastest; other tables are for other readers. A file that cannot be right is refused, never half used.
+It is TOML and may be edited. [links.inside] and [links.between] say what messages cost, [backend] what carries tensors
+in host memory fastest; other tables are for other readers. A file that cannot be right is refused, never half used.
 """
 
 from __future__ import annotations

@@ -69,4 +69,6 @@ def on_one_host(axis: str, kind: str, payload_bytes: int, ranks: int) -> str | N
     """What the shoal backend takes where all ranks share a host: a `Choose` for predictions without a group."""
     if kind == "reduce":
         return "tree"
-    return choose_all_reduce(payload_bytes, ranks, ranks, network_here()) if kind == "all_reduce" and ranks > 1 else None
+    if kind != "all_reduce" or ranks == 1:
+        return None
+    return choose_all_reduce(payload_bytes, ranks, ranks, network_here())

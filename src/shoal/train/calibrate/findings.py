@@ -60,8 +60,8 @@ class Findings:
         found = []
         if self.disturbed > MUCH_DISTURBED:
             found.append(
-                f"other programs had the cores {100 * self.disturbed:.0f}% of the time: the figures are those of a busy "
-                "machine; measure again when it is idle"
+                f"other programs had the cores {100 * self.disturbed:.0f}% of the time: the figures are those of a "
+                "busy machine; measure again when it is idle"
             )
         if self.ranks > self.cores * self.hosts:
             found.append(f"{self.ranks} ranks shared {self.cores} cores: messages waited for a turn, not for the links")
@@ -99,8 +99,8 @@ def findings_of(measured: dict[str, Any]) -> Findings:
             links[name] = fit_link(timed, ranks=ranks)
         except CannotFit as error:
             raise CannotCalibrate(
-                f"the times of the links {name} hosts make no sense: {error}. Nothing was written; measure again when the "
-                "machine is idle"
+                f"the times of the links {name} hosts make no sense: {error}. Nothing was written; measure again when "
+                "the machine is idle"
             ) from error
     by_call: dict[tuple[str, int], dict[str, float]] = {}
     for row in rows:
@@ -133,7 +133,7 @@ def as_toml(findings: Findings) -> str:
         else "Between hosts: TCP on this host's loopback, so the cost of the TCP stack without that of a network.",
     }
     lines = [
-        "# What `shoal calibrate` measured; jobs started here choose by it. Delete this file to go back to the defaults.",
+        "# What `shoal calibrate` measured; jobs started here choose by it. Delete it to go back to the defaults.",
         "",
         "[measured]",
         f"date = {of.date}",

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,17 +60,22 @@ def measure(arguments: dict[str, Any], channel: Channel) -> dict[str, Any]:
     ]
     rounds, start_s = arguments["rounds"], time.monotonic()
     turns: list[list[float]] = []
-    held_s = wall_s = 0.0
-    while len(turns) <= rounds and not (len(turns) > FEWEST_ROUNDS and _longer_than(arguments["seconds"], start_s, world)):
-        held_s, wall_s = held_s + _held(world), wall_s + PROBE_S
+    held_s = 0.0
+    while len(turns) <= rounds:
+        if len(turns) > FEWEST_ROUNDS and _longer_than(arguments["seconds"], start_s, world):
+            break
+        held_s += _held(world)
         turns.append([])
         for number, contestant in enumerate(contestants, 1):
             turns[-1].append(_timed(contestant, world))
             if number == len(contestants) or contestants[number].nbytes != contestant.nbytes:
                 done = (len(turns) - 1) * len(contestants) + number
                 channel.say({"event": "measured", "done": done, "of": (rounds + 1) * len(contestants)})
+    # Of ranks that outnumber the cores each can have its share only.
+    due_s = PROBE_S * len(turns) * min(1.0, len(os.sched_getaffinity(0)) / max(len(host) for host in hosts))
+    disturbed = max(0.0, 1 - held_s / due_s)
     # The first round warmed up. The slowest rank's time counts.
-    slowest = torch.tensor([*turns[1:], [1 - held_s / wall_s] * len(contestants)], dtype=torch.float64)
+    slowest = torch.tensor([*turns[1:], [disturbed] * len(contestants)], dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=world)
     leave()
     rows = [
@@ -92,7 +98,7 @@ def _held(everyone: Any) -> float:
     start_s, held_s = time.perf_counter(), time.thread_time()
     while time.perf_counter() - start_s < PROBE_S:
         pass
-    return min(PROBE_S, time.thread_time() - held_s)
+    return time.thread_time() - held_s
 
 
 def _longer_than(seconds: float, since_s: float, everyone: Any) -> bool:
@@ -120,16 +126,15 @@ def _links(hosts: tuple[tuple[int, ...], ...]) -> dict[str, tuple[tuple[int, ...
 
 def _of_backends(backends: dict[str, Any], nbytes: int, world: int) -> list[Contestant]:
     found = []
+    elements = nbytes // 4 // world * world
+    in_host = tuple(torch.zeros(count) for count in (elements, elements, elements // world))
     for name, group in backends.items():
-        device = "cuda" if name == "nccl" else "cpu"
-        elements = nbytes // 4 // world * world
-        whole, other = torch.zeros(elements, device=device), torch.zeros(elements, device=device)
-        part = torch.zeros(elements // world, device=device)
+        whole, other, part = (each.cuda() for each in in_host) if name == "nccl" else in_host
         calls: dict[str, Callable[[], Any]] = {
-            "all_reduce": lambda g=group, w=whole: dist.all_reduce(w, group=g),
-            "reduce_scatter": lambda g=group, p=part, w=whole: dist.reduce_scatter_single(p, w, group=g),
-            "all_gather": lambda g=group, p=part, w=whole: dist.all_gather_single(w, p, group=g),
-            "all_to_all": lambda g=group, o=other, w=whole: dist.all_to_all_single(o, w, group=g),
+            "all_reduce": partial(dist.all_reduce, whole, group=group),
+            "reduce_scatter": partial(dist.reduce_scatter_single, part, whole, group=group),
+            "all_gather": partial(dist.all_gather_single, whole, part, group=group),
+            "all_to_all": partial(dist.all_to_all_single, other, whole, group=group),
         }
         found += [Contestant("backends", kind, name, nbytes, calls[kind]) for kind in KINDS]
     # Backend after backend within a kind: rivals are timed in the same moment.
@@ -138,9 +143,10 @@ def _of_backends(backends: dict[str, Any], nbytes: int, world: int) -> list[Cont
 
 def _of_links(links: dict[str, tuple[tuple[int, ...], Any]], nbytes: int, rank: int) -> list[Contestant]:
     found = []
+    values = torch.zeros(nbytes // 4)
     for name, (ranks, group) in links.items():
         for algorithm in ALGORITHMS:
-            call = _all_reduce_by(group, algorithm, torch.zeros(nbytes // 4)) if rank in ranks else None
+            call = _all_reduce_by(group, algorithm, values) if rank in ranks else None
             found.append(Contestant(name, "all_reduce", algorithm, nbytes, call))
     return found
 

@@ -121,7 +121,7 @@ def _emulate(described: str, rank: int, world: int, backend: str) -> None:
 
 
 def _agree(store: dist.Store, rank: int, *, emulates: bool) -> tuple[str, Network]:
-    """The backend for host memory and the links' constants by which all ranks choose: rank 0's, whatever the others have.
+    """The backend for host memory, and the links' constants by which all choose: rank 0's, whatever the others have.
 
     Ranks that chose by different numbers would take different algorithms, and wait for each other without end. What
     keeps rank 0 from choosing is told to all.
