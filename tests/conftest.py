@@ -1,5 +1,5 @@
-"""What all tests share: examples have no deadline, proofs of layouts are remembered in a folder of their own, and no test
-sees what was measured on the machine it runs on."""
+"""What all tests share: examples have no deadline, proofs of layouts are remembered in a folder of their own, and no
+test sees what was measured on the machine it runs on."""
 
 from __future__ import annotations
 

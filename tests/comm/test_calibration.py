@@ -1,4 +1,4 @@
-"""The calibration file: where it is, what it gives a job, and that one which cannot be right is refused in a sentence."""
+"""The calibration file: where it is, what it gives a job, and that one which cannot be right is refused."""
 
 from __future__ import annotations
 

@@ -128,13 +128,13 @@ def test_times_that_make_no_sense_are_refused() -> None:
     wrong = measured()
     for row in wrong["rows"]:
         row["seconds"] = [1.0 / row["bytes"]] * 4
-    with pytest.raises(CannotCalibrate, match="the links inside hosts make no sense.*Nothing was written"):
+    with pytest.raises(CannotCalibrate, match=r"the links inside hosts make no sense.*Nothing was written"):
         findings_of(wrong)
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CannotCalibrate, match="cannot be written: .*; name another file by --output"):
+    with pytest.raises(CannotCalibrate, match=r"cannot be written: .*; name another file by --output"):
         write_findings(findings_of(measured()), tmp_path / "file" / "calibration.toml")
 
 
