@@ -93,7 +93,7 @@ def test_under_torchrun_the_links_between_hosts_are_measured(tmp_path: Path) -> 
     if reason is not None:
         pytest.skip(reason)
     place = Place(folder=tmp_path)
-    words = ["shoal", "calibrate", "--quick", "--json", "--output", str(tmp_path / "file.toml")]
+    words = ["shoal", "calibrate", "--quick", "--force", "--json", "--output", str(tmp_path / "file.toml")]
     with two_hosts() as hosts:
         first, second = torchrun(hosts, words, ranks_a_host=2, environment=place.environment(), timeout_s=150)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr

@@ -18,13 +18,14 @@ from shoal.train.calibrate.findings import CannotCalibrate, Findings, findings_o
 
 SIZES = [1 << power for power in range(10, 25, 2)]
 THOROUGH = {"sizes": SIZES, "rounds": 9, "seconds": 25.0}
-QUICK = {"sizes": SIZES[1:7:2], "rounds": 3, "seconds": 5.0}
+QUICK = {"sizes": [1 << 12, 1 << 16, 1 << 20, 1 << 22], "rounds": 3, "seconds": 5.0}
 MOST_RANKS = 4
+NOT_WRITTEN = "shoal: nothing was written; calibrate when the machine is idle, or write these figures with --force"
 
 Show = Callable[[Any], None]
 
 
-def calibrate_command(*, ranks: int | None, output: str | None, quick: bool, as_json: bool) -> int:
+def calibrate_command(*, ranks: int | None, output: str | None, quick: bool, force: bool, as_json: bool) -> int:
     from shoal.cli.main import only_json
 
     path = Path(output) if output else calibration_path()
@@ -36,6 +37,7 @@ def calibrate_command(*, ranks: int | None, output: str | None, quick: bool, as_
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if launched and ranks is not None:
         raise CannotCalibrate(f"--ranks {ranks}: the launcher has started the ranks already; leave --ranks out")
+    status = 0
     with only_json() if as_json else contextlib.nullcontext(show) as tell:
         if launched:
             measured = _as_one_rank(arguments)
@@ -43,15 +45,19 @@ def calibrate_command(*, ranks: int | None, output: str | None, quick: bool, as_
             measured = _on_ranks(arguments, ranks or min(MOST_RANKS, max(2, len(os.sched_getaffinity(0)))))
         if measured is not None:
             findings = findings_of(measured)
-            write_findings(findings, path)
-            told: Any = {**findings.to_json(), "file": str(path)} if as_json else (findings, path)
+            written = findings.usable or force
+            if written:
+                write_findings(findings, path)
+            told: Any = {**findings.to_json(), "file": str(path) if written else None} if as_json else findings
             tell(told)
+            print(f"written to {path}" if written else NOT_WRITTEN, file=sys.stderr)
+            status = 0 if written else 1
     if launched:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         # Gloo's threads may hang or abort the interpreter's own way out; all is done by now.
-        os._exit(0)
-    return 0
+        os._exit(status)
+    return status
 
 
 def _on_ranks(arguments: dict[str, Any], ranks: int) -> dict[str, Any]:
@@ -108,13 +114,12 @@ def _progress() -> Any:
         yield lambda said: bar.update(task, completed=said["done"], total=said["of"])
 
 
-def show(found: tuple[Findings, Path]) -> None:
+def show(findings: Findings) -> None:
     """The findings for people."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    findings, path = found
     console = Console(highlight=False)
     backends = list(findings.relative_time)
     where = f"{findings.ranks} ranks" + (f" on {findings.hosts} hosts" if findings.hosts > 1 else "")
@@ -147,7 +152,6 @@ def show(found: tuple[Findings, Path]) -> None:
         console.print(f"  all-reduce of {findings.link_ranks[name]} ranks: {chosen}", soft_wrap=True)
     for warning in findings.warnings:
         console.print(f"warning: {warning}", style="yellow", soft_wrap=True)
-    console.print(f"written to {path}", soft_wrap=True, markup=False)
 
 
 def in_words(seconds: float) -> str:

@@ -153,6 +153,9 @@ def calibrate(
     quick: Annotated[
         bool, typer.Option("--quick", help="Fewer sizes and rounds: a few seconds, rough figures.")
     ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write the figures also if other programs had most of the cores.")
+    ] = False,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Measure collectives by backend (shoal, gloo) and what messages cost inside and between hosts, in about half a
@@ -160,7 +163,7 @@ def calibrate(
     idle; under torchrun it measures the links between its hosts."""
     from shoal.cli.calibrate import calibrate_command
 
-    sys.exit(calibrate_command(ranks=ranks, output=output, quick=quick, as_json=as_json))
+    sys.exit(calibrate_command(ranks=ranks, output=output, quick=quick, force=force, as_json=as_json))
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -17,16 +17,17 @@ from typing import Any
 from shoal.comm.calibration import BACKENDS, read_calibration
 from shoal.comm.choice import choose_all_reduce
 from shoal.comm.network import DEFAULT, Network
-from shoal.train.calibrate.fit import CannotFit, Fit, Timed, fit_link
+from shoal.train.calibrate.fit import Fit, Timed, fit_link
 
-MUCH_DISTURBED = 0.15
-"""The share of the time that other programs may take before the figures are of little use."""
+DISTURBED, TOO_MUCH_DISTURBED = 0.15, 0.4
+"""The share of the time that other programs may take before it is warned of, and before the figures are of no use."""
 LARGE_ERROR = 0.5
+"""Of a link's model, as a share of the time: beyond it the times are hardly those of a link."""
 SHOWN_BYTES = [1 << power for power in range(10, 29)]
 
 
 class CannotCalibrate(ValueError):
-    """A calibration that cannot be made, or written."""
+    """A calibration that cannot be made or written as asked."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,9 +57,14 @@ class Findings:
         return Network(inside=found.get("inside", DEFAULT.inside), between=found.get("between", DEFAULT.between))
 
     @property
+    def usable(self) -> bool:
+        """Whether they say more of this machine than of what else it did."""
+        return self.disturbed <= TOO_MUCH_DISTURBED and all(fit.error <= LARGE_ERROR for fit in self.links.values())
+
+    @property
     def warnings(self) -> list[str]:
         found = []
-        if self.disturbed > MUCH_DISTURBED:
+        if self.disturbed > DISTURBED:
             found.append(
                 f"other programs had the cores {100 * self.disturbed:.0f}% of the time: the figures are those of a "
                 "busy machine; measure again when it is idle"
@@ -95,13 +101,7 @@ def findings_of(measured: dict[str, Any]) -> Findings:
     links = {}
     for name, ranks in measured["links"].items():
         timed = [Timed(row["by"], row["bytes"], row["seconds"]) for row in rows if row["where"] == name]
-        try:
-            links[name] = fit_link(timed, ranks=ranks)
-        except CannotFit as error:
-            raise CannotCalibrate(
-                f"the times of the links {name} hosts make no sense: {error}. Nothing was written; measure again when "
-                "the machine is idle"
-            ) from error
+        links[name] = fit_link(timed, ranks=ranks)
     by_call: dict[tuple[str, int], dict[str, float]] = {}
     for row in rows:
         if row["where"] == "backends":

@@ -2,7 +2,7 @@
 
 The model (`comm/choice.py`) is linear in its three constants, so its own answers for unit constants are the rows of a
 least-squares problem, and there is no second copy of its formulas to go astray. Errors are relative, since a choice
-between two algorithms at a kilobyte matters as much as one at megabytes, and constants cannot be negative.
+between two algorithms at a kilobyte matters as much as one at megabytes.
 """
 
 from __future__ import annotations
@@ -19,6 +19,13 @@ from shoal.comm.network import LinkTimes, Network
 
 Array = NDArray[Any]
 UNITS = (LinkTimes(1.0, 0.0, 0.0), LinkTimes(0.0, 1.0, 0.0), LinkTimes(0.0, 0.0, 1.0))
+# Reducing a byte costs nothing on top of moving it, at most as much, or something in between. (At two ranks the two are
+# hard to tell apart, and without bounds a little noise would give all of the time to one of them.)
+BASES = (
+    np.array([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]]),
+    np.array([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]]),
+    np.eye(3),
+)
 ROUNDS = 30
 NEAR = 0.01
 """Closer than this, errors weigh alike."""
@@ -51,36 +58,42 @@ def fit_link(times: Sequence[Timed], *, ranks: int) -> Fit:
     if len(times) < len(UNITS) or not (np.isfinite(measured) & (measured > 0)).all():
         raise CannotFit("expected at least three all-reduces, each with a time above 0")
     model = np.array([[_predicted(each, ranks, unit) for unit in UNITS] for each in times])
-    constants = _least_squares(model, measured, 1 / measured)
+    constants = _first_guess(model, measured, np.array([each.nbytes for each in times]))
     for _ in range(ROUNDS):
         # Weighed so that the sum of squares becomes that of |log(predicted / measured)|: twice as long is as wrong as
         # half as long, and a time that was disturbed pulls no harder than the others.
         predicted = model @ constants
         off = np.abs(np.log(predicted / measured))
-        constants = _least_squares(model, measured, 1 / np.sqrt(predicted * measured * np.maximum(off, NEAR)))
+        nearer = _least_squares(model, measured, 1 / np.sqrt(predicted * measured * np.maximum(off, NEAR)))
+        if nearer is None:
+            break
+        constants = nearer
     error = float(np.median(np.abs(model @ constants / measured - 1)))
     return Fit(LinkTimes(*(float(value) for value in constants)), error)
+
+
+def _first_guess(model: Array, measured: Array, nbytes: Array) -> Array:
+    """As if the smallest sizes were all latency, and the largest all bytes."""
+    smallest, largest = nbytes == nbytes.min(), nbytes == nbytes.max()
+    latency_s = np.median(measured[smallest] / model[smallest, 0])
+    return np.array([latency_s, np.median(measured[largest] / model[largest, 1]), 0.0])
 
 
 def _predicted(timed: Timed, ranks: int, link: LinkTimes) -> float:
     return all_reduce_time(timed.algorithm, timed.nbytes, ranks, ranks, Network(inside=link, between=link))
 
 
-def _least_squares(model: Array, measured: Array, weights: Array) -> Array:
-    """The constants >= 0 that bring the model nearest: of every choice of those that are not 0, the best without a
-    negative one."""
+def _least_squares(model: Array, measured: Array, weights: Array) -> Array | None:
+    """The constants that bring the model nearest, of those a link can have; None if there are none such."""
     rows, target = model * weights[:, None], measured * weights
-    # Seconds a byte are a millionth of seconds a message: columns of one length keep the solution exact.
-    scale = np.linalg.norm(rows, axis=0)
     best, nearest = None, np.inf
-    # A message and a byte always cost something; reducing may be hidden behind moving.
-    for chosen in ([0, 1], [0, 1, 2]):
-        found = np.linalg.lstsq(rows[:, chosen] / scale[chosen], target, rcond=None)[0]
-        constants = np.zeros(len(UNITS))
-        constants[chosen] = found / scale[chosen]
+    for basis in BASES:
+        columns = rows @ basis
+        # Seconds a byte are a millionth of seconds a message: columns of one length keep the solution exact.
+        scale = np.linalg.norm(columns, axis=0)
+        constants = basis @ (np.linalg.lstsq(columns / scale, target, rcond=None)[0] / scale)
+        latency_s, byte_s, reduce_byte_s = constants
         distance = float(np.sum((rows @ constants - target) ** 2))
-        if (found > 0).all() and distance < nearest:
+        if latency_s > 0 and byte_s > 0 and 0 <= reduce_byte_s <= byte_s and distance < nearest:
             best, nearest = constants, distance
-    if best is None:
-        raise CannotFit("the times grow neither with messages nor with bytes as those of a link would")
     return best
