@@ -52,6 +52,19 @@ def test_the_file_is_where_the_variables_say() -> None:
     assert calibration_path(configuration) == Path("/etc/mine/shoal/calibration.toml")
     assert calibration_path({**configuration, "SHOAL_CALIBRATION": "/a/file"}) == Path("/a/file")
     assert calibration_path({**configuration, "SHOAL_CALIBRATION": ""}) is None
+    assert calibration_path({}) is None
+
+
+def test_a_home_that_may_not_be_read_is_no_reason_to_refuse_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*_: object, **__: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", denied)
+    with pytest.raises(WrongCalibration, match="Permission denied"):
+        read_calibration()
+    monkeypatch.delenv("SHOAL_CALIBRATION")
+    monkeypatch.setenv("HOME", "/another")
+    assert read_calibration() is None
 
 
 @pytest.mark.parametrize(

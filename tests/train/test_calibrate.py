@@ -86,6 +86,7 @@ def test_what_was_found_comes_back_from_the_file(tmp_path: Path) -> None:
     findings = findings_of(measured())
     assert findings.relative_time == pytest.approx({"shoal": 1.0, "gloo": 2.0})
     assert findings.warnings == []
+    assert findings.over_best == pytest.approx({"inside": 1.0, "between": 1.0})
     path = tmp_path / "new" / "folder" / "calibration.toml"
     write_findings(findings, path)
     found = read_calibration(path)
@@ -137,6 +138,7 @@ def test_times_that_no_link_could_have_are_not_usable() -> None:
         row["seconds"] = [1.0 / row["bytes"]] * 4
     findings = findings_of(wrong)
     assert not findings.usable
+
     assert "links inside hosts: the model is " in findings.warnings[0]
 
 
@@ -152,3 +154,11 @@ def test_choices_are_those_of_the_model() -> None:
     assert (first, small, large) == (1024, "butterfly", "rabenseifner")
     link = findings.network.inside
     assert later / 2 <= link.latency_s / (link.byte_s / 2 + link.reduce_byte_s / 2) <= later
+
+
+def test_what_a_wrong_choice_costs_is_said() -> None:
+    slower = measured()
+    for row in slower["rows"]:
+        if row["where"] == "inside" and row["by"] in ("butterfly", "rabenseifner", "ring"):
+            row["seconds"] = [3 * each for each in row["seconds"]]
+    assert findings_of(slower).over_best["inside"] > 1.1

@@ -30,7 +30,9 @@ def calibrate_command(*, ranks: int | None, output: str | None, quick: bool, for
 
     path = Path(output) if output else calibration_path()
     if path is None:
-        raise CannotCalibrate("SHOAL_CALIBRATION is set and empty, so there is no file to write; name one by --output")
+        raise CannotCalibrate(
+            "there is no place for the file (SHOAL_CALIBRATION is empty, or HOME not set); name one by --output"
+        )
     if not (hasattr(os, "memfd_create") and hasattr(os, "eventfd")):
         raise CannotCalibrate("the shoal backend needs Linux; without it there are no links to measure here")
     arguments = QUICK if quick else THOROUGH
@@ -149,7 +151,11 @@ def show(findings: Findings) -> None:
             soft_wrap=True,
         )
         chosen = ", ".join(f"{algorithm} from {size(nbytes)}" for nbytes, algorithm in findings.choices(name))
-        console.print(f"  all-reduce of {findings.link_ranks[name]} ranks: {chosen}", soft_wrap=True)
+        console.print(
+            f"  all-reduce of {findings.link_ranks[name]} ranks: {chosen} "
+            f"({findings.over_best[name]:.2f} of the best algorithms' time)",
+            soft_wrap=True,
+        )
     for warning in findings.warnings:
         console.print(f"warning: {warning}", style="yellow", soft_wrap=True)
 

@@ -35,16 +35,19 @@ class Calibration:
 
 
 def calibration_path(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Where the file is: SHOAL_CALIBRATION (empty: nowhere, none is used), or in the user's own configuration."""
+    """Where the file is: SHOAL_CALIBRATION (empty: nowhere, none is used), or in the user's own configuration. None
+    where there is no such place."""
     named = environment.get("SHOAL_CALIBRATION")
     if named is not None:
         return Path(named) if named else None
-    configuration = environment.get("XDG_CONFIG_HOME") or Path(environment.get("HOME") or Path.home()) / ".config"
-    return Path(configuration) / "shoal" / "calibration.toml"
+    home = environment.get("HOME")
+    configuration = environment.get("XDG_CONFIG_HOME") or (home and f"{home}/.config")
+    return Path(configuration) / "shoal" / "calibration.toml" if configuration else None
 
 
 def read_calibration(path: Path | None = None) -> Calibration | None:
     """What was measured on this machine, or None if nothing was. Raises WrongCalibration."""
+    named = path is not None or "SHOAL_CALIBRATION" in os.environ
     path = path or calibration_path()
     if path is None:
         return None
@@ -53,6 +56,8 @@ def read_calibration(path: Path | None = None) -> Calibration | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
+        if isinstance(error, PermissionError) and not named:
+            return None  # HOME is another user's, as in many containers; nobody meant a file there.
         raise _wrong(path, f"cannot be read ({error})") from error
     try:
         tables = tomllib.loads(text)

@@ -43,6 +43,9 @@ class Findings:
     disturbed: float
     """The share of the time in which a rank wanted a core and another program had it."""
     links: dict[str, Fit]
+    over_best: dict[str, float]
+    """Of each kind of link, the time of the algorithms that the model chooses over that of the best ones, as measured:
+    geometric mean over sizes."""
     link_ranks: dict[str, int]
     times: list[dict[str, Any]]
     """Of each collective and size, the seconds that each backend took."""
@@ -98,10 +101,11 @@ class Findings:
 def findings_of(measured: dict[str, Any]) -> Findings:
     """`measured` is what `measure.measure` gives."""
     rows = [{**row, "seconds": lower_quartile(row["seconds"])} for row in measured["rows"]]
-    links = {}
+    links, over_best = {}, {}
     for name, ranks in measured["links"].items():
         timed = [Timed(row["by"], row["bytes"], row["seconds"]) for row in rows if row["where"] == name]
         links[name] = fit_link(timed, ranks=ranks)
+        over_best[name] = _over_best(timed, ranks, links[name])
     by_call: dict[tuple[str, int], dict[str, float]] = {}
     for row in rows:
         if row["where"] == "backends":
@@ -114,9 +118,18 @@ def findings_of(measured: dict[str, Any]) -> Findings:
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         ranks=measured["ranks"], hosts=measured["hosts"], cores=len(os.sched_getaffinity(0)),
         torch=measured["torch"], rounds=len(measured["rows"][0]["seconds"]), disturbed=measured["disturbed"],
-        links=links, link_ranks=measured["links"], times=times,
+        links=links, over_best=over_best, link_ranks=measured["links"], times=times,
         relative_time={name: mean / means[fastest] for name, mean in means.items()}, fastest=fastest,
     )  # fmt: skip
+
+
+def _over_best(timed: Sequence[Timed], ranks: int, fit: Fit) -> float:
+    network = Network(inside=fit.link, between=fit.link)
+    ratios = []
+    for nbytes in {each.nbytes for each in timed}:
+        seconds = {each.algorithm: each.seconds for each in timed if each.nbytes == nbytes}
+        ratios.append(seconds[choose_all_reduce(nbytes, ranks, ranks, network)] / min(seconds.values()))
+    return geometric_mean(ratios)
 
 
 def lower_quartile(seconds: Sequence[float]) -> float:
@@ -154,7 +167,10 @@ def as_toml(findings: Findings) -> str:
             f"reduce_byte_s = {link.reduce_byte_s:.4g}  # seconds to reduce a byte, on top of moving it",
         ]
         if name in of.links:
-            lines.append(f"error = {of.links[name].error:.3f}  # median of |predicted / measured time - 1|")
+            lines += [
+                f"error = {of.links[name].error:.3f}  # median of |predicted / measured time - 1|",
+                f"over_best = {of.over_best[name]:.3f}  # time of the algorithms it chooses, over the best ones'",
+            ]
     lines += [
         "",
         "# What carries tensors in host memory fastest: geometric mean over collectives and sizes.",
