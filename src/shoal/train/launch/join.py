@@ -15,20 +15,20 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shoal.comm.calibration import read_calibration
 from shoal.comm.emulate import WrongEmulation, parse_emulation
 from shoal.comm.group import BACKENDS, register_backends
 from shoal.comm.mesh import Members
-from shoal.comm.network import DEFAULT, LinkTimes, Network, agree_on
+from shoal.comm.network import agree_on
 from shoal.comm.shared_block import SharedBlock
 from shoal.comm.transport import emulated
+from shoal.train.launch.agree import agree
 
 MEET_S = 300.0
 """How long ranks wait for each other at the start; hosts of a batch system may come up minutes apart."""
@@ -91,7 +91,7 @@ def join(
         torch.cuda.set_device(device)
     if world > 1:
         _meet(store, rank, world, meet_s)
-    host_backend, network = _agree(store, rank, emulates=bool(described))
+    host_backend, network = agree(store, rank, emulates=bool(described))
     agree_on(network)
     chosen = backend or BACKENDS["nccl" if on_gpu else host_backend]
     if not _adopted:
@@ -118,41 +118,6 @@ def _emulate(described: str, rank: int, world: int, backend: str) -> None:
         everyone = Members("world", tuple(range(world)), rank, dist.group.WORLD)
         block = SharedBlock(everyone, 8 * wanted.hosts, keep_open=True)
         emulated.emulate(emulated.Emulator(wanted, emulated.Wires(block.memory, block.descriptor)))
-
-
-def _agree(store: dist.Store, rank: int, *, emulates: bool) -> tuple[str, Network]:
-    """The backend for host memory, and the links' constants by which all choose: rank 0's, whatever the others have.
-
-    Ranks that chose by different numbers would take different algorithms, and wait for each other without end. What
-    keeps rank 0 from choosing is told to all.
-    """
-    if rank == 0:
-        try:
-            measured = read_calibration()
-            chosen = default_backend(measured.backend if measured is not None else None, emulates=emulates)
-        except ValueError as error:
-            store.set("agreed", json.dumps({"refused": str(error)}))
-            raise
-        network = measured.network if measured is not None else DEFAULT
-        store.set("agreed", json.dumps({"backend": chosen, "network": asdict(network)}))
-        return chosen, network
-    said = json.loads(store.get("agreed"))
-    if "refused" in said:
-        raise JoinError(said["refused"])
-    return said["backend"], Network(**{level: LinkTimes(**times) for level, times in said["network"].items()})
-
-
-def default_backend(calibrated: str | None = None, *, emulates: bool = False) -> str:
-    """What carries tensors in host memory: SHOAL_BACKEND if set; otherwise what was measured to be fastest, or Shoal's
-    own where the system has what it needs (anonymous files and their like), and Gloo elsewhere. Only Shoal's own
-    emulates links."""
-    asked = os.environ.get("SHOAL_BACKEND")
-    if asked and asked not in BACKENDS:
-        raise JoinError(f"SHOAL_BACKEND is {asked!r}: expected {', '.join(BACKENDS)}")
-    own = hasattr(os, "memfd_create") and hasattr(os, "eventfd")
-    if emulates:
-        calibrated = None
-    return asked or (calibrated if own else None) or ("shoal" if own else "gloo")
 
 
 def current() -> Rank | None:
