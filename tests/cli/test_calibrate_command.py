@@ -24,7 +24,7 @@ def test_what_it_wrote_is_what_a_training_uses(shoal: Shoal, tmp_path: Path, mon
     done = shoal("calibrate", "--quick", "--force", "--ranks", "2")
     assert done.status == 0, done.err
     assert "measuring: 100%" in done.err
-    for words in ("all-reduce", "64 KB", "gloo", "inside a host: ", " a message, ", "GB/s", "(TCP on loopback)",
+    for words in ("all-reduce", "64 KB", "gloo", "inside a host: ", " a message, ", "B/s", "(TCP on loopback)",
                   "all-reduce of 2 ranks: "):  # fmt: skip
         assert words in done.out
     assert f"written to {path}" in done.err

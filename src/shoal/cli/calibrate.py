@@ -146,7 +146,7 @@ def show(findings: Findings) -> None:
         loopback = name == "between" and findings.hosts == 1
         title = {"inside": "inside a host", "between": "between hosts"}[name] + (" (TCP on loopback)" * loopback)
         console.print(
-            f"{title}: {in_words(fit.link.latency_s)} a message, {1e-9 / fit.link.byte_s:.1f} GB/s, "
+            f"{title}: {in_words(fit.link.latency_s)} a message, {_rate(fit.link.byte_s)}, "
             f"{_reducing(fit.link.reduce_byte_s)}; the model is {100 * fit.error:.0f}% off at the median",
             soft_wrap=True,
         )
@@ -168,5 +168,9 @@ def size(nbytes: int) -> str:
     return f"{nbytes >> 20} MB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KB"
 
 
+def _rate(byte_s: float) -> str:
+    return f"{1e-9 / byte_s:.1f} GB/s" if byte_s < 1e-9 else f"{1e-6 / byte_s:.3g} MB/s"
+
+
 def _reducing(byte_s: float) -> str:
-    return f"reducing at {1e-9 / byte_s:.1f} GB/s on top" if byte_s else "reducing included"
+    return f"reducing at {_rate(byte_s)} on top" if byte_s else "reducing included"
