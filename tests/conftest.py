@@ -1,8 +1,8 @@
-"""What all tests share: examples have no deadline, and proofs of layouts are remembered in a folder of their own."""
+"""What all tests share: examples have no deadline, proofs of layouts are remembered in a folder of their own, and no
+test sees what was measured on the machine it runs on."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -15,10 +15,8 @@ settings.load_profile("shared-machine")
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    before = os.environ.get("XDG_CACHE_HOME")
-    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
-    yield
-    if before is None:
-        del os.environ["XDG_CACHE_HOME"]
-    else:
-        os.environ["XDG_CACHE_HOME"] = before
+    own = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(own))
+        patch.setenv("SHOAL_CALIBRATION", str(own / "never-written.toml"))
+        yield

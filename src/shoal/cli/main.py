@@ -141,6 +141,31 @@ def verify(
     sys.exit(verify_command(job, strategy, steps=steps, size=size, batch=batch, seed=seed, as_json=as_json))
 
 
+@app.command()
+def calibrate(
+    ranks: Annotated[
+        int | None, typer.Option(min=2, help="Ranks to measure with (default: one a core, from 2 to 4).")
+    ] = None,
+    output: Annotated[
+        str | None,
+        typer.Option(help="Where to write (default: $SHOAL_CALIBRATION, or ~/.config/shoal/calibration.toml)."),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer sizes and rounds: a few seconds, rough figures.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write the figures also if other programs had most of the cores.")
+    ] = False,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Measure collectives by backend (shoal, gloo) and what messages cost inside and between hosts, in about half a
+    minute; jobs started here then take the fastest backend and the cheapest algorithms. Run it while the machine is
+    idle; under torchrun it measures the links between its hosts."""
+    from shoal.cli.calibrate import calibrate_command
+
+    sys.exit(calibrate_command(ranks=ranks, output=output, quick=quick, force=force, as_json=as_json))
+
+
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def launch(
     context: typer.Context,

@@ -25,6 +25,7 @@ def train_command(
 ) -> int:
     """`given`: the other options, by the names that `shoal.train.loop` knows them by."""
     from shoal.cli.main import only_json
+    from shoal.comm.calibration import read_calibration
     from shoal.parallel.runnable import require_runnable
     from shoal.strategy import parse, require_legal
 
@@ -43,6 +44,7 @@ def train_command(
     require_legal(strategy, world=world)
     require_runnable(strategy)
     require_known(job, given["size"])
+    read_calibration()  # One that cannot be used is refused here, not by every rank.
     if given["backend"] not in (None, "shoal", "gloo", "nccl"):
         raise CannotTrain(f"--backend {given['backend']}: expected shoal, gloo or nccl")
     if given["emulate"] is not None:

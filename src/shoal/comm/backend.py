@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import (
 )
 
 from shoal.comm.c10d_forms import also_by_name, listed, operation_of, options_of, tensors_of
-from shoal.comm.choice import DEFAULT, Network, choose_all_reduce, network_like
+from shoal.comm.choice import choose_all_reduce, network_like
 from shoal.comm.collectives.algorithms import ALL_REDUCE
 from shoal.comm.collectives.direct import (
     barrier,
@@ -41,6 +41,7 @@ from shoal.comm.collectives.tree import tree_broadcast, tree_reduce
 from shoal.comm.counted import CountedGroup
 from shoal.comm.laid_flat import Flat, Joined, even_parts, parts_by_rows
 from shoal.comm.mail import ANY, Mail
+from shoal.comm.network import DEFAULT, Network, agreed
 from shoal.comm.peers import Peers, Steps
 from shoal.comm.progress import Line, Task, note_ranks_here
 from shoal.comm.transport import emulated
@@ -355,7 +356,10 @@ def _divide(values: torch.Tensor, by: int) -> None:
 def create(options: Any, _: Any) -> ShoalGroup:
     """As torch.distributed makes a group of this backend."""
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-    network = DEFAULT if emulated.emulator is None else network_like(emulated.emulator.emulation)
+    # Never this rank's own file: members that choose by different numbers would wait for each other without end.
+    network = agreed() or DEFAULT
+    if emulated.emulator is not None:
+        network = network_like(emulated.emulator.emulation, network)
     return ShoalGroup(
         options.store, options.group_rank, options.group_size, options.group_id, options.timeout, network, ranks
     )  # fmt: skip

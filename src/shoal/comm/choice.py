@@ -6,51 +6,24 @@ is the one of `wire.py`'s formulas with times in place of counts, so what is cho
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, log2
 
+from shoal.comm.calibration import network_here
 from shoal.comm.emulate import Emulation, Speed
+from shoal.comm.network import DEFAULT, LinkTimes, Network
 
 ALL_REDUCE = ("ring", "tree", "butterfly", "rabenseifner", "hierarchical")
-
-
-@dataclass(frozen=True, slots=True)
-class LinkTimes:
-    """One kind of link: what a message costs, and what each byte of it costs."""
-
-    latency_s: float
-    byte_s: float
-    reduce_byte_s: float = 0.0
-    """Reducing a byte that has arrived, on top of moving it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Network:
-    """The links of a job: inside a host and between hosts."""
-
-    inside: LinkTimes
-    between: LinkTimes
-
-    def slowest(self, hosts: int) -> LinkTimes:
-        return self.inside if hosts == 1 else self.between
-
 
 ONE_MEMORY = 1.5
 """A butterfly sends and takes in the same memory: what arrives has to wait until what it replaces has left."""
 
-DEFAULT = Network(
-    inside=LinkTimes(latency_s=30e-6, byte_s=1 / 6e9, reduce_byte_s=1 / 12e9),
-    between=LinkTimes(latency_s=100e-6, byte_s=1 / 1e9, reduce_byte_s=1 / 12e9),
-)
-"""Until `shoal calibrate` has measured: two processes of one machine over shared memory; a 10 Gb/s network."""
 
-
-def network_like(emulation: Emulation) -> Network:
+def network_like(emulation: Emulation, machine: Network = DEFAULT) -> Network:
     """The links of an emulated cluster, on top of what this machine's own cost."""
+    own = machine.inside
 
     def times(speed: Speed) -> LinkTimes:
-        own = DEFAULT.inside
         return LinkTimes(own.latency_s + speed.latency_s, own.byte_s + 1 / speed.bytes_per_s, own.reduce_byte_s)
 
     return Network(inside=times(emulation.inside), between=times(emulation.between))
@@ -96,4 +69,6 @@ def on_one_host(axis: str, kind: str, payload_bytes: int, ranks: int) -> str | N
     """What the shoal backend takes where all ranks share a host: a `Choose` for predictions without a group."""
     if kind == "reduce":
         return "tree"
-    return choose_all_reduce(payload_bytes, ranks, ranks, DEFAULT) if kind == "all_reduce" and ranks > 1 else None
+    if kind != "all_reduce" or ranks == 1:
+        return None
+    return choose_all_reduce(payload_bytes, ranks, ranks, network_here())

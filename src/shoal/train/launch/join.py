@@ -25,8 +25,10 @@ import torch.distributed as dist
 from shoal.comm.emulate import WrongEmulation, parse_emulation
 from shoal.comm.group import BACKENDS, register_backends
 from shoal.comm.mesh import Members
+from shoal.comm.network import agree_on
 from shoal.comm.shared_block import SharedBlock
 from shoal.comm.transport import emulated
+from shoal.train.launch.agree import agree
 
 MEET_S = 300.0
 """How long ranks wait for each other at the start; hosts of a batch system may come up minutes apart."""
@@ -74,7 +76,7 @@ def join(
         return _joined
     register_backends()
     on_gpu = torch.cuda.is_available() and backend in (None, "nccl", BACKENDS["nccl"])
-    chosen = backend or BACKENDS["nccl" if on_gpu else default_backend()]
+    described = emulate or os.environ.get("SHOAL_EMULATE")
     _adopted = dist.is_initialized()
     if _adopted:
         base: dist.Store = dist.distributed_c10d._get_default_store()
@@ -89,12 +91,14 @@ def join(
         torch.cuda.set_device(device)
     if world > 1:
         _meet(store, rank, world, meet_s)
+    host_backend, network = agree(store, rank, emulates=bool(described))
+    agree_on(network)
+    chosen = backend or BACKENDS["nccl" if on_gpu else host_backend]
     if not _adopted:
         # Longer than the watch waits: what it says of a hang is better than that a collective timed out.
         hang_after_s = float(os.environ.get("SHOAL_HANG_AFTER_S", 0))
         time_limit = timedelta(seconds=timeout_s or min(max(1800.0, 2 * hang_after_s), LONGEST_S))
         dist.init_process_group(chosen, store=store, rank=rank, world_size=world, timeout=time_limit)
-    described = emulate or os.environ.get("SHOAL_EMULATE")
     if described:
         _emulate(described, rank, world, chosen)
     _joined = Rank(rank=rank, world=world, local_rank=local_rank, device=device, store=store, backend=chosen)
@@ -116,15 +120,6 @@ def _emulate(described: str, rank: int, world: int, backend: str) -> None:
         emulated.emulate(emulated.Emulator(wanted, emulated.Wires(block.memory, block.descriptor)))
 
 
-def default_backend() -> str:
-    """What carries tensors in host memory: SHOAL_BACKEND if set, otherwise Shoal's own where the system has what it
-    needs (anonymous files and their like), and Gloo elsewhere."""
-    asked = os.environ.get("SHOAL_BACKEND")
-    if asked and asked not in BACKENDS:
-        raise JoinError(f"SHOAL_BACKEND is {asked!r}: expected {', '.join(BACKENDS)}")
-    return asked or ("shoal" if hasattr(os, "memfd_create") and hasattr(os, "eventfd") else "gloo")
-
-
 def current() -> Rank | None:
     """What `join` gave, as long as this process has not left."""
     return _joined
@@ -134,6 +129,7 @@ def leave() -> None:
     """Takes this process out of its job, together with the other ranks; it may join again."""
     global _joined
     joined, _joined = _joined, None
+    agree_on(None)
     if joined is None or _adopted or not dist.is_initialized():
         return
     if joined.world > 1:

@@ -13,10 +13,12 @@ import re
 import statistics
 import warnings
 from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from shoal.comm.calibration import network_here
 from shoal.comm.ledger import Ledger
 from shoal.strategy import parse
 from shoal.strategy.contract import contract as contract_of
@@ -199,4 +201,6 @@ def environment() -> dict[str, Any]:
         "cpu_count": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "accelerators": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())],
+        "backend": torch.distributed.get_backend() if torch.distributed.is_initialized() else None,
+        "links": asdict(network_here()),
     }

@@ -1,0 +1,176 @@
+"""`shoal calibrate`: measures collectives and links on ranks of this host, shows them, and writes the file.
+
+Started by torchrun on several hosts it becomes one rank of the measurement instead, and rank 0 writes. Elsewhere this
+process imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shoal.comm.calibration import calibration_path
+from shoal.train.calibrate.findings import CannotCalibrate, Findings, findings_of, write_findings
+
+SIZES = [1 << power for power in range(10, 25, 2)]
+THOROUGH = {"sizes": SIZES, "rounds": 9, "seconds": 25.0}
+QUICK = {"sizes": [1 << 12, 1 << 16, 1 << 20, 1 << 22], "rounds": 3, "seconds": 5.0}
+MOST_RANKS = 4
+NOT_WRITTEN = "shoal: nothing was written; calibrate when the machine is idle, or write these figures with --force"
+
+Show = Callable[[Any], None]
+
+
+def calibrate_command(*, ranks: int | None, output: str | None, quick: bool, force: bool, as_json: bool) -> int:
+    from shoal.cli.main import only_json
+
+    path = Path(output) if output else calibration_path()
+    if path is None:
+        raise CannotCalibrate(
+            "there is no place for the file (SHOAL_CALIBRATION is empty, or HOME not set); name one by --output"
+        )
+    if not (hasattr(os, "memfd_create") and hasattr(os, "eventfd")):
+        raise CannotCalibrate("the shoal backend needs Linux; without it there are no links to measure here")
+    arguments = QUICK if quick else THOROUGH
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if launched and ranks is not None:
+        raise CannotCalibrate(f"--ranks {ranks}: the launcher has started the ranks already; leave --ranks out")
+    status = 0
+    with only_json() if as_json else contextlib.nullcontext(show) as tell:
+        if launched:
+            measured = _as_one_rank(arguments)
+        else:
+            measured = _on_ranks(arguments, ranks or min(MOST_RANKS, max(2, len(os.sched_getaffinity(0)))))
+        if measured is not None:
+            findings = findings_of(measured)
+            written = findings.usable or force
+            if written:
+                write_findings(findings, path)
+            told: Any = {**findings.to_json(), "file": str(path) if written else None} if as_json else findings
+            tell(told)
+            print(f"written to {path}" if written else NOT_WRITTEN, file=sys.stderr)
+            status = 0 if written else 1
+    if launched:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        # Gloo's threads may hang or abort the interpreter's own way out; all is done by now.
+        os._exit(status)
+    return status
+
+
+def _on_ranks(arguments: dict[str, Any], ranks: int) -> dict[str, Any]:
+    from shoal.train.launch import run_ranks
+
+    with _progress() as moved:
+
+        def message(rank: int, said: dict[str, Any]) -> None:
+            if said["event"] == "stopping":
+                raise KeyboardInterrupt  # There is nothing to bring to an end.
+            if rank == 0:
+                moved(said)
+
+        target = "shoal.train.calibrate.measure:measure"
+        measured: dict[str, Any] = run_ranks(target, arguments, ranks=ranks, on_message=message)[0]
+    return measured
+
+
+def _as_one_rank(arguments: dict[str, Any]) -> dict[str, Any] | None:
+    """What was measured on rank 0, None on the others."""
+    from shoal.train.calibrate.measure import measure
+    from shoal.train.launch.channel import Channel
+
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world < 2:
+        raise CannotCalibrate("the launcher has started one rank; expected at least 2")
+    with _progress() if rank == 0 else contextlib.nullcontext(lambda said: None) as moved:
+        measured = measure(arguments, Channel(rank=rank, world=world, receiver=moved))
+    return measured if rank == 0 else None
+
+
+@contextlib.contextmanager
+def _progress() -> Any:
+    """A bar on a terminal, otherwise a line a round."""
+    if not sys.stderr.isatty():
+        last = [0]
+
+        def line(said: dict[str, Any]) -> None:
+            percent = 100 * said["done"] // said["of"]
+            if percent >= last[0] + 20 or percent == 100:
+                last[0] = percent
+                print(f"measuring: {percent}%", file=sys.stderr, flush=True)
+
+        yield line
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    with Progress(
+        TextColumn("measuring collectives and links"), BarColumn(bar_width=24), TimeRemainingColumn(),
+        console=Console(stderr=True), transient=True,
+    ) as bar:  # fmt: skip
+        task = bar.add_task("", total=None)
+        yield lambda said: bar.update(task, completed=said["done"], total=said["of"])
+
+
+def show(findings: Findings) -> None:
+    """The findings for people."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    backends = list(findings.relative_time)
+    where = f"{findings.ranks} ranks" + (f" on {findings.hosts} hosts" if findings.hosts > 1 else "")
+    table = Table(title=f"Collectives of {where}", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("collective")
+    ratios = [f"{other} / {findings.fastest}" for other in backends if other != findings.fastest]
+    for column in ("size", *backends, *ratios):
+        table.add_column(column, justify="right")
+    before = None
+    for row in sorted(findings.times, key=lambda row: row["collective"]):
+        if before not in (None, row["collective"]):
+            table.add_section()
+        name = row["collective"].replace("_", "-") if row["collective"] != before else ""
+        before, seconds = row["collective"], row["seconds"]
+        others = [seconds[other] / seconds[findings.fastest] for other in backends if other != findings.fastest]
+        cells = [*(in_words(seconds[each]) for each in backends), *(f"{ratio:.2f}" for ratio in others)]
+        table.add_row(name, size(row["bytes"]), *cells)
+    console.print(table)
+    means = ", ".join(f"{name} {value:.2f}" for name, value in findings.relative_time.items())
+    console.print(f"fastest backend: {findings.fastest} (relative time, geometric mean: {means})")
+    for name, fit in findings.links.items():
+        loopback = name == "between" and findings.hosts == 1
+        title = {"inside": "inside a host", "between": "between hosts"}[name] + (" (TCP on loopback)" * loopback)
+        console.print(
+            f"{title}: {in_words(fit.link.latency_s)} a message, {_rate(fit.link.byte_s)}, "
+            f"{_reducing(fit.link.reduce_byte_s)}; the model is {100 * fit.error:.0f}% off at the median",
+            soft_wrap=True,
+        )
+        chosen = ", ".join(f"{algorithm} from {size(nbytes)}" for nbytes, algorithm in findings.choices(name))
+        console.print(
+            f"  all-reduce of {findings.link_ranks[name]} ranks: {chosen} "
+            f"({findings.over_best[name]:.2f} of the best algorithms' time)",
+            soft_wrap=True,
+        )
+    for warning in findings.warnings:
+        console.print(f"warning: {warning}", style="yellow", soft_wrap=True)
+
+
+def in_words(seconds: float) -> str:
+    return f"{1e6 * seconds:.0f} us" if seconds < 1e-3 else f"{1e3 * seconds:.2f} ms"
+
+
+def size(nbytes: int) -> str:
+    return f"{nbytes >> 20} MB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KB"
+
+
+def _rate(byte_s: float) -> str:
+    return f"{1e-9 / byte_s:.1f} GB/s" if byte_s < 1e-9 else f"{1e-6 / byte_s:.3g} MB/s"
+
+
+def _reducing(byte_s: float) -> str:
+    return f"reducing at {_rate(byte_s)} on top" if byte_s else "reducing included"

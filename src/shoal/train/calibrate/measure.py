@@ -1,0 +1,172 @@
+"""What the ranks of a calibration do: the same collectives by every backend and every algorithm, turn by turn.
+
+A round goes through all contestants at all sizes, so that whatever else the machine does meets all of them alike. The
+slowest rank's time counts. Several hosts are measured as they are: links inside the first of them and links between
+their first ranks. On one host the links between hosts are TCP on loopback.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shoal.comm.group import BACKENDS
+from shoal.train.launch.channel import Channel
+from shoal.train.launch.join import join, leave
+
+KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+ALGORITHMS = ("butterfly", "rabenseifner", "ring", "tree")
+BYTES_A_TURN = 2 << 20
+MOST_REPEATS = 40
+FEWEST_ROUNDS = 3
+PROBE_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """Something to be timed. `call` is None on ranks that take no part in it."""
+
+    where: str
+    """"backends", or the links it runs on: "inside" or "between"."""
+    what: str
+    by: str
+    nbytes: int
+    call: Callable[[], Any] | None
+
+
+def measure(arguments: dict[str, Any], channel: Channel) -> dict[str, Any]:
+    """On every rank: seconds of each contestant, by round."""
+    # What is measured is this machine as it is, whatever an earlier file says or a variable emulates.
+    os.environ.update(SHOAL_CALIBRATION="", SHOAL_EMULATE="", SHOAL_CARRIER="auto")
+    me = join(backend=BACKENDS["shoal"])
+    world: Any = dist.new_group(backend=BACKENDS["shoal"])
+    hosts: tuple[tuple[int, ...], ...] = world.peers.hosts
+    links = _links(hosts)
+    backends = {"shoal": world, "gloo": dist.new_group(backend=BACKENDS["gloo"])}
+    if torch.cuda.is_available() and torch.cuda.device_count() >= max(len(host) for host in hosts):
+        torch.cuda.set_device(me.local_rank)
+        backends["nccl"] = dist.new_group(backend=BACKENDS["nccl"])
+    contestants = [
+        each
+        for nbytes in arguments["sizes"]
+        for each in (*_of_backends(backends, nbytes, me.world), *_of_links(links, nbytes, me.rank))
+    ]
+    rounds, start_s = arguments["rounds"], time.monotonic()
+    turns: list[list[float]] = []
+    held_s = 0.0
+    while len(turns) <= rounds:
+        if len(turns) > FEWEST_ROUNDS and _longer_than(arguments["seconds"], start_s, world):
+            break
+        held_s += _held(world)
+        turns.append([])
+        for number, contestant in enumerate(contestants, 1):
+            turns[-1].append(_timed(contestant, world))
+            if number == len(contestants) or contestants[number].nbytes != contestant.nbytes:
+                done = (len(turns) - 1) * len(contestants) + number
+                channel.say({"event": "measured", "done": done, "of": (rounds + 1) * len(contestants)})
+    # Of ranks that outnumber the cores each can have its share only.
+    due_s = PROBE_S * len(turns) * min(1.0, len(os.sched_getaffinity(0)) / max(len(host) for host in hosts))
+    disturbed = max(0.0, 1 - held_s / due_s)
+    # The first round warmed up. The slowest rank's time counts.
+    slowest = torch.tensor([*turns[1:], [disturbed] * len(contestants)], dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=world)
+    leave()
+    rows = [
+        {"where": c.where, "what": c.what, "by": c.by, "bytes": c.nbytes, "seconds": slowest[:-1, number].tolist()}
+        for number, c in enumerate(contestants)
+    ]
+    return {
+        "rows": rows,
+        "ranks": me.world,
+        "hosts": len(hosts),
+        "torch": torch.__version__,
+        "links": {name: len(ranks) for name, (ranks, _) in links.items()},
+        "disturbed": float(slowest[-1, 0]),
+    }
+
+
+def _held(everyone: Any) -> float:
+    """Seconds for which this rank had a core while it wanted one for PROBE_S; the rest went to other programs."""
+    dist.barrier(group=everyone)
+    start_s, held_s = time.perf_counter(), time.thread_time()
+    while time.perf_counter() - start_s < PROBE_S:
+        pass
+    return time.thread_time() - held_s
+
+
+def _longer_than(seconds: float, since_s: float, everyone: Any) -> bool:
+    """Whether any rank has measured for so long: all have to stop after the same round."""
+    took_s = torch.tensor([time.monotonic() - since_s])
+    dist.all_reduce(took_s, op=dist.ReduceOp.MAX, group=everyone)
+    return float(took_s) > seconds
+
+
+def _links(hosts: tuple[tuple[int, ...], ...]) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """For each kind of link the ranks that are joined by it, and their group. Every rank makes every group."""
+    links = {}
+    inside = max(hosts, key=len)
+    if len(inside) > 1:
+        links["inside"] = (inside, dist.new_group(list(inside), backend=BACKENDS["shoal"]))
+    if len(hosts) > 1:
+        between = tuple(host[0] for host in hosts)
+    else:
+        os.environ["SHOAL_CARRIER"] = "tcp"
+        between = inside
+    links["between"] = (between, dist.new_group(list(between), backend=BACKENDS["shoal"]))
+    os.environ["SHOAL_CARRIER"] = "auto"
+    return links
+
+
+def _of_backends(backends: dict[str, Any], nbytes: int, world: int) -> list[Contestant]:
+    found = []
+    elements = nbytes // 4 // world * world
+    in_host = tuple(torch.zeros(count) for count in (elements, elements, elements // world))
+    for name, group in backends.items():
+        whole, other, part = (each.cuda() for each in in_host) if name == "nccl" else in_host
+        calls: dict[str, Callable[[], Any]] = {
+            "all_reduce": partial(dist.all_reduce, whole, group=group),
+            "reduce_scatter": partial(dist.reduce_scatter_single, part, whole, group=group),
+            "all_gather": partial(dist.all_gather_single, whole, part, group=group),
+            "all_to_all": partial(dist.all_to_all_single, other, whole, group=group),
+        }
+        found += [Contestant("backends", kind, name, nbytes, calls[kind]) for kind in KINDS]
+    # Backend after backend within a kind: rivals are timed in the same moment.
+    return sorted(found, key=lambda each: KINDS.index(each.what))
+
+
+def _of_links(links: dict[str, tuple[tuple[int, ...], Any]], nbytes: int, rank: int) -> list[Contestant]:
+    found = []
+    values = torch.zeros(nbytes // 4)
+    for name, (ranks, group) in links.items():
+        for algorithm in ALGORITHMS:
+            call = _all_reduce_by(group, algorithm, values) if rank in ranks else None
+            found.append(Contestant(name, "all_reduce", algorithm, nbytes, call))
+    return found
+
+
+def _all_reduce_by(group: Any, algorithm: str, values: torch.Tensor) -> Callable[[], Any]:
+    def call() -> None:
+        group.prefer(algorithm)
+        dist.all_reduce(values, group=group)
+
+    return call
+
+
+def _timed(contestant: Contestant, everyone: Any) -> float:
+    dist.barrier(group=everyone)
+    if contestant.call is None:
+        return 0.0
+    repeats = max(2, min(MOST_REPEATS, BYTES_A_TURN // contestant.nbytes))
+    start_s = time.perf_counter()
+    for _ in range(repeats):
+        contestant.call()
+    if contestant.by == "nccl":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start_s) / repeats
