@@ -79,16 +79,17 @@ def two_hosts(*, bits_per_s: float | None = None) -> Iterator[tuple[Host, Host]]
 
 
 def torchrun(
-    hosts: Sequence[Host], words: Sequence[str], *, ranks_a_host: int, environment: dict[str, str], timeout_s: float
-) -> list[subprocess.CompletedProcess[str]]:
-    """Runs `torchrun ... -m words` on all hosts at once, to their ends."""
+    hosts: Sequence[Host], words: Sequence[str], *, ranks_a_host: int, environment: dict[str, str], timeout_s: float,
+    errors: int | None = subprocess.PIPE,
+) -> list[subprocess.CompletedProcess[str]]:  # fmt: skip
+    """Runs `torchrun ... -m words` on all hosts at once, to their ends. `errors=None` shows what they say on the way."""
     started = [
         subprocess.Popen(
             ["ip", "netns", "exec", host.name, sys.executable, "-m", "torch.distributed.run",
              "--nnodes", str(len(hosts)), "--nproc-per-node", str(ranks_a_host), "--node-rank", str(number),
              "--master-addr", hosts[0].address, "--master-port", PORT, "-m", *words],
             env={**environment, "GLOO_SOCKET_IFNAME": host.interface},
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True,
         )
         for number, host in enumerate(hosts)
     ]  # fmt: skip
