@@ -82,7 +82,7 @@ def torchrun(
     hosts: Sequence[Host], words: Sequence[str], *, ranks_a_host: int, environment: dict[str, str], timeout_s: float,
     errors: int | None = subprocess.PIPE,
 ) -> list[subprocess.CompletedProcess[str]]:  # fmt: skip
-    """Runs `torchrun ... -m words` on all hosts at once, to their ends. `errors=None` shows what they say on the way."""
+    """Runs `torchrun ... -m words` on all hosts at once, to their ends. `errors=None` shows at once what they say."""
     started = [
         subprocess.Popen(
             ["ip", "netns", "exec", host.name, sys.executable, "-m", "torch.distributed.run",

@@ -1,4 +1,4 @@
-"""What trains over a slow link: DDP as one writes it by hand, with and without PyTorch's PowerSGD, and Shoal's strategies.
+"""What trains over a slow link: DDP written by hand, with and without PyTorch's PowerSGD, and Shoal's strategies.
 
 All have the same model, data order, optimiser, schedule, clipping and evaluation. The ranks either train one after the
 other to the target, or step all of them in turn, a few steps at a time, so that whatever the machine does meets all.
@@ -22,16 +22,16 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
-from peers.common import optimizer_of
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from peers.common import optimizer_of
 from shoal.comm.group import BACKENDS
 from shoal.comm.ledger import BOOK
 from shoal.job import Job, load_job, share
 from shoal.job.job import Target
 from shoal.parallel.engine import NonFinite
-from shoal.parallel.runnable import NotRunnable, require_runnable
+from shoal.parallel.runnable import require_runnable
 from shoal.strategy import dgc, parse, require_legal
 from shoal.train.launch.join import Rank, join, leave
 from shoal.train.setup import prepare
@@ -61,8 +61,8 @@ class ByHand:
 
     def __init__(self, job: Job, me: Rank, group: Any, *, powersgd: int = 0) -> None:
         self.job, self.me, self.group = job, me, group
-        # The hook sends from callbacks, whose order Gloo leaves open: with several buckets under way ranks lose step with
-        # each other. So it gets one. Plain DDP cuts its buckets as it always does.
+        # The hook sends from callbacks, whose order Gloo leaves open: with several buckets under way ranks lose step
+        # with each other. So it gets one. Plain DDP cuts its buckets as it always does.
         one_bucket_mb = 1024 if powersgd else None
         self.model = DistributedDataParallel(build_model(job), process_group=group, bucket_cap_mb=one_bucket_mb)
         if powersgd:
@@ -178,7 +178,7 @@ def train_each(settings: dict[str, Any], me: Rank, plain: Any, ddp_group: Any, s
     for name in settings["names"]:
         try:
             found[name] = _train(name, job, me, plain, ddp_group, settings["seconds"])
-        except (NotRunnable, NonFinite, ValueError) as error:
+        except (NonFinite, ValueError) as error:
             # All ranks refuse alike, before anything is sent, or find the same loss to be no number.
             found[name] = {"reason": str(error)}
         gc.collect()
