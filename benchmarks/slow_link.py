@@ -19,6 +19,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -170,8 +171,8 @@ def extend(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--emulated", action="store_true", help="emulate the links also where root")
     parser.add_argument("--whole", action="store_true", help="train at the limited rate from start to target")
     parser.add_argument("--size", default="small", help="of the language task")
-    parser.add_argument("--batch", type=int, help="global batch; the task's own if not given")
-    parser.add_argument("--steps", type=int, default=240, help="give up on the target after so many")
+    parser.add_argument("--batch", type=int, default=12, help="global batch: small, so that communication shows")
+    parser.add_argument("--steps", type=int, default=200, help="of the schedule; who needs more has not arrived")
     parser.add_argument("--evaluate-every", type=int, default=10)
     parser.add_argument("--target", type=float, help="validation loss; the task's own if not given")
     parser.add_argument("--rounds", type=int, default=8)
@@ -182,6 +183,7 @@ def extend(parser: argparse.ArgumentParser) -> None:
 
 def main() -> None:
     asked = arguments(__doc__ or "", extend)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # So that the hosts are removed.
     if asked.quick:
         asked.size, asked.steps, asked.evaluate_every, asked.target, asked.rounds = "tiny", 6, 3, 9.0, 1
     names, rates = chosen(asked.only), {text.strip(): bits_per_s(text) for text in asked.rate.split(",")}

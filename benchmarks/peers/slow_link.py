@@ -30,6 +30,7 @@ from shoal.comm.group import BACKENDS
 from shoal.comm.ledger import BOOK
 from shoal.job import Job, load_job, share
 from shoal.job.job import Target
+from shoal.job.schedule import WarmupCosine
 from shoal.parallel.engine import NonFinite
 from shoal.parallel.runnable import require_runnable
 from shoal.strategy import dgc, parse, require_legal
@@ -147,8 +148,11 @@ def contestant(name: str, job: Job, me: Rank, ddp_group: Any) -> Contestant:
 
 
 def job_of(settings: dict[str, Any]) -> Job:
+    """The language task with the batch, the steps and the target asked for; its schedule ends with its steps."""
     job = load_job(f"language:{settings['size']}")
-    changes = {field: settings[field] for field in ("steps", "global_batch", "evaluate_every") if settings.get(field)}
+    changes: dict[str, Any] = {name: settings[name] for name in ("steps", "global_batch", "evaluate_every")}
+    if isinstance(job.schedule, WarmupCosine):
+        changes["schedule"] = replace(job.schedule, steps=settings["steps"])
     if settings.get("target") is not None:
         changes["target"] = Target(metric="loss", value=settings["target"])
     return replace(job, **changes)
