@@ -42,7 +42,8 @@ def report(rows: list[dict[str, Any]], *, title: str, as_json: bool, notes: Sequ
     hidden = [f"{kind}_{end}" for kind in ("of_limit", "of_peer") for end in ("low", "high")]
     columns = [key for key in dict.fromkeys(key for row in rows for key in row) if key not in hidden]
     for column in columns:
-        table.add_column(column.replace("_", " "), justify="left" if column in ("name", "peer") else "right")
+        words = column in ("name", "peer")
+        table.add_column(column.replace("_", " "), justify="left" if words else "right", no_wrap=column == "name")
     for row in rows:
         cells = []
         for column in columns:

@@ -75,6 +75,57 @@ def test_ranks_of_a_host_share_its_wire() -> None:
     assert time.monotonic() - start >= 2 * len(data) / speed.bytes_per_s
 
 
+def test_who_waits_for_a_busy_wire_is_told_when_to_try_again_also_once_that_is_past() -> None:
+    sender, _ = _pair(Speed(latency_s=0.0, bytes_per_s=1e6))
+    data = np.zeros(5000, dtype=np.uint8)
+    assert sender.due() is None
+    assert sender.write(data) == len(data)
+    assert sender.due() is None
+    assert sender.write(data) == 0
+    again = sender.due()
+    assert again is not None
+    assert not sender.arm(to_write=True), "room in the link below does not free the wire"
+    while time.monotonic() < again:
+        time.sleep(1e-3)
+    assert sender.due() == again
+    assert sender.write(data) == len(data)
+
+
+def test_what_has_not_left_does_not_count_as_written() -> None:
+    here, there = memory_links(2, capacity=1 << 10)
+    wires = Wires(memoryview(bytearray(16)), os.memfd_create("test-wires"))
+    speed = Speed(latency_s=0.0, bytes_per_s=1e9)
+    sender, receiver = EmulatedLink(here[1], speed, wires, 0), EmulatedLink(there[0], speed, wires, 1)
+    data, got = np.arange(3000).astype(np.uint8), np.zeros(3000, dtype=np.uint8)
+    assert sender.write(data) == 0
+    arrived, sent = 0, 0
+    while arrived < 2000:
+        arrived += receiver.read(got[arrived:])
+        sent += sender.write(data[sent:])
+    assert sent == len(data)
+    while arrived < len(data):
+        arrived += receiver.read(got[arrived:])
+    assert (got == data).all()
+
+
+def test_frames_between_hosts_have_headers() -> None:
+    """Ranks of one host have no frames between them, and a link of their own."""
+    took = []
+    for wire in (None, 0):
+        here, there = memory_links(2, capacity=1 << 20)
+        wires = Wires(memoryview(bytearray(16)), os.memfd_create("test-wires"))
+        sender = EmulatedLink(here[1], Speed(latency_s=0.0, bytes_per_s=1e5), wires, wire)
+        receiver = EmulatedLink(there[0], Speed(latency_s=0.0, bytes_per_s=1e5), wires, wire)
+        start = time.monotonic()
+        assert sender.write(np.zeros(14_480, dtype=np.uint8)) == 14_480
+        receiver.window(1)
+        arrives = receiver.due()
+        assert arrives is not None
+        took.append(arrives - start)
+    assert took[0] == pytest.approx(0.1448, abs=0.003)
+    assert took[1] == pytest.approx(0.1514, abs=0.003)
+
+
 def test_the_choice_of_an_algorithm_follows_the_links() -> None:
     slow_between = network_like(parse_emulation("4x4, 10us, 20GB/s | 100us, 1Gb/s"))
     assert choose_all_reduce(64 << 20, 16, 4, slow_between) == "hierarchical"

@@ -66,6 +66,46 @@ def test_activations_follow_the_schedule() -> None:
         assert again[0]["one_mb"] < again[1]["one_mb"] < kept["pp(2, '1f1b', micro=4)", rank]["one_mb"]
 
 
+@pytest.mark.timeout(120)
+def test_a_slow_link_is_raced_over_also_without_root() -> None:
+    found = answer("slow_link.py", "--emulated", "--rate", "10mbit", "--only", "DDP,dp(2)")
+    assert found["emulated"]
+    rows = {row["name"]: row for row in found["rates"]["10mbit"]["rows"]}
+    assert rows.keys() == {"DDP", "dp(2)"}
+    for row in rows.values():
+        assert row["steps_to_target"] == 3
+        # The gradient of the tiny model, in float32, at 10 Mb/s and not faster.
+        assert row["sent_mb_a_step"] == pytest.approx(0.17, abs=0.05)
+        assert row["step_ms"] >= 8 * row["sent_mb_a_step"] / 10 * 1000
+        assert row["seconds_to_target"] == pytest.approx(3 * row["step_ms"] / 1000, abs=0.11)
+
+
+def test_the_sentence_on_compression_follows_from_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    says = loaded("slow_link", monkeypatch).where_compression_loses
+
+    def row(name: str, seconds: float | None, step_ms: int) -> dict[str, Any]:
+        return {"name": name, "seconds_to_target": seconds, "step_ms": step_ms}
+
+    dense = row("dp(2)", 10.0, 100)
+    text = says([
+        row("DDP", 12.0, 120), dense, row("dp(2, compress=int8())", 4.0, 40), row("dp(2, compress=sign())", 15.0, 30),
+        row("dp(2, compress=fp16())", 11.0, 110), row("dp(2, compress=topk(0.01))", None, 20),
+    ])  # fmt: skip
+    assert text.startswith("1 of 4 compressions reach the target sooner than dense dp(2) (10.0 s)")
+    assert "the best is dp(2, compress=int8()) (4.0 s), 3.00 times as fast as DDP" in text
+    assert "loses by dp(2, compress=fp16()): their steps are slower than dense ones" in text
+    assert "loses by dp(2, compress=sign()), dp(2, compress=topk(0.01)): their steps are faster, but too many" in text
+    assert says([dense]).startswith("Where compression loses cannot be said")
+
+
+def test_steps_that_send_more_than_the_timed_ones_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = loaded("slow_link", monkeypatch).seconds_to_target
+    even = {"steps": 4, "sent": [1000] * 4}
+    assert seconds(even, 0.5, 1000, 1e8) == 2.0
+    warming_up = {"steps": 4, "sent": [1_449_000, 1000, 1000, 1000]}
+    assert seconds(warming_up, 0.5, 1000, 1e8) == pytest.approx(2.0 + 1_514_000 * 8 / 1e8)
+
+
 def test_a_peer_with_other_losses_is_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     parallel = loaded("parallel", monkeypatch)
     parallel.require_agreement({"mine": [5.0, 4.0], "other": [5.00009, 4.0]}, {"mine": "other"})

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks._hosts import Host, torchrun, two_hosts, why_not
 
 from cli.command import Place
 from distributed.training_targets import curve
-from distributed.two_hosts import Host, torchrun, two_hosts, why_not
 from shoal.comm.ledger import Ledger
 
 Ranks = Callable[..., list[Any]]

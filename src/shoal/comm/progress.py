@@ -15,7 +15,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from shoal.comm.peers import Send, Steps, Waits
 from shoal.comm.transport.link import Link, PeerLost
@@ -28,6 +28,9 @@ HAND_OVER_S = 0.05
 """How long to wait for the driver to make way before looking again."""
 LOOK_S = 1.0
 """How often a sleeper looks around, whatever happens."""
+
+MOST_SELECTED = 1024
+"""Descriptors from here on are beyond what select takes."""
 
 ranks_here = 1
 """Ranks of the job on this host, as far as known: the largest group seen."""
@@ -183,19 +186,20 @@ class Line:
             wanted[transfer.link] = wanted.get(transfer.link, False) or isinstance(transfer, Send)
         ready = [link.arm(to_write=to_write) for link, to_write in wanted.items()]
         if not any(ready):
-            poll = select.poll()
-            poll.register(self._bell, select.POLLIN)
+            events = {self._bell: select.POLLIN}
             others = {}
             for link in self._links:
                 if link in wanted:
                     writing = link.polls_writing and wanted[link]
-                    poll.register(link.fileno(), select.POLLIN | (select.POLLOUT if writing else 0))
+                    events[link.fileno()] = select.POLLIN | (select.POLLOUT if writing else 0)
                 elif link.peer not in self._missed:
                     others[link.fileno()] = link.peer
-                    poll.register(link.fileno(), select.POLLRDHUP)
+                    events[link.fileno()] = select.POLLRDHUP
             now = time.monotonic()
-            due = min((at for link in wanted if (at := link.due()) is not None), default=now + seconds)
-            for descriptor, _ in poll.poll(max(0.0, min(seconds, due - now)) * 1000):
+            due = min((at for link in wanted if (at := link.due()) is not None), default=None)
+            if due is not None:
+                seconds = min(seconds, max(0.0, due - now))
+            for descriptor in _happened(events, seconds, to_the_microsecond=due is not None):
                 if descriptor in others:
                     self._missed.setdefault(others[descriptor], now)
                 elif descriptor == self._bell:
@@ -231,6 +235,22 @@ class Line:
         if self._worker is not None and self._worker is not threading.current_thread():
             self._worker.join(timeout=2 * LOOK_S)
         os.close(self._bell)
+
+
+def _happened(events: Mapping[int, int], seconds: float, *, to_the_microsecond: bool) -> list[int]:
+    """Sleeps until one of the descriptors has its events, and says which have. Waiting to the microsecond, where poll
+    rounds up to milliseconds, takes a few calls more."""
+    if to_the_microsecond:
+        with select.epoll() as all_of_them:
+            if all_of_them.fileno() < MOST_SELECTED:
+                for descriptor, mask in events.items():
+                    all_of_them.register(descriptor, mask)
+                select.select([all_of_them], [], [], seconds)
+                return [descriptor for descriptor, _ in all_of_them.poll(0)]
+    poll = select.poll()
+    for descriptor, mask in events.items():
+        poll.register(descriptor, mask)
+    return [descriptor for descriptor, _ in poll.poll(1000 * seconds)]
 
 
 def run(steps: Steps, links: Iterable[Link], *, timeout_s: float = 60.0) -> None:

@@ -2,7 +2,8 @@
 
 The sender reserves its host's wire: a chunk starts when the wire is free, occupies it for its bytes over the bandwidth,
 and arrives a latency later. Ranks of one emulated host share the wire between hosts, so they slow each other down as on
-a real one. Time is the clock that all processes of a machine share.
+a real one; between hosts bytes travel in frames, whose headers take their part of the bandwidth. Time is the clock that
+all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ _CHUNK = Struct("<qd")
 """Bytes that follow, and when they arrive. As long as ALIGN."""
 MOST_AT_ONCE = 1 << 16
 """Bytes in a chunk: a large message then shares the wire with others, as packets do."""
+FRAME_BYTES, FRAME_HEADER_BYTES = 1448, 66
+"""What a full Ethernet frame carries of a TCP stream, and the headers around it (Ethernet, IP, TCP, time stamps)."""
 AHEAD_S = 1e-3
 """How far ahead of time a wire may be reserved, beside the latency: what its queue holds."""
 
@@ -57,43 +60,47 @@ class EmulatedLink(Link):
         self.peer, self.polls_writing = link.peer, link.polls_writing
         self._link, self._speed, self._wires, self._wire = link, speed, wires, wire
         self._own_free = 0.0
+        self._again: float | None = None
+        """When a wire that was too busy for a chunk may take it."""
         self._pending: Bytes = np.empty(0, dtype=np.uint8)
         """Of a chunk that the link below has not taken wholly."""
+        self._taken = 0
+        """Bytes of the stream in that chunk; they count as written when it has left."""
         self._header: Bytes = np.empty(ALIGN, dtype=np.uint8)
         self._header_at = 0
         self._left = self._pad = 0
         self._arrives = 0.0
 
     def write(self, data: Bytes) -> int:
-        if len(self._pending):
-            self._pending = self._pending[self._link.write(self._pending) :]
-            if len(self._pending):
+        if not len(self._pending):
+            count = min(len(data), MOST_AT_ONCE)
+            arrives = self._reserve(count) if count else None
+            if arrives is None:
                 return 0
-        count = min(len(data), MOST_AT_ONCE)
-        if not count:
-            return 0
-        arrives = self._reserve(count)
-        if arrives is None:
-            return 0
-        chunk = np.zeros(ALIGN + count + -count % ALIGN, dtype=np.uint8)
-        chunk[:ALIGN] = np.frombuffer(_CHUNK.pack(count, arrives), dtype=np.uint8)
-        chunk[ALIGN : ALIGN + count] = data[:count]
-        self._pending = chunk[self._link.write(chunk) :]
-        return count
+            chunk = np.zeros(ALIGN + count + -count % ALIGN, dtype=np.uint8)
+            chunk[:ALIGN] = np.frombuffer(_CHUNK.pack(count, arrives), dtype=np.uint8)
+            chunk[ALIGN : ALIGN + count] = data[:count]
+            self._pending, self._taken = chunk, count
+        self._pending = self._pending[self._link.write(self._pending) :]
+        return 0 if len(self._pending) else self._taken
 
     def _reserve(self, count: int) -> float | None:
-        now, seconds = time.monotonic(), count / self._speed.bytes_per_s
-        latest = now + self._speed.latency_s + AHEAD_S
+        """When so many bytes arrive if they leave now; None if the wire is too busy for them."""
+        now, ahead_s = time.monotonic(), self._speed.latency_s + AHEAD_S
         if self._wire is not None:
-            end = self._wires.reserve(self._wire, seconds, now, latest)
-        elif self._own_free > latest:
+            framed = count + FRAME_HEADER_BYTES * -(-count // FRAME_BYTES)
+            end = self._wires.reserve(self._wire, framed / self._speed.bytes_per_s, now, now + ahead_s)
+        elif self._own_free > now + ahead_s:
             end = None
         else:
-            end = self._own_free = max(now, self._own_free) + seconds
-        return None if end is None else end + self._speed.latency_s
+            end = self._own_free = max(now, self._own_free) + count / self._speed.bytes_per_s
+        if end is None:
+            self._again = (self._own_free if self._wire is None else self._wires.free_at(self._wire)) - ahead_s
+            return None
+        self._again = None
+        return end + self._speed.latency_s
 
     def window(self, most: int) -> Bytes:
-        self._push()
         while self._left == 0:
             if self._pad:
                 skipped = len(self._link.window(self._pad))
@@ -113,29 +120,19 @@ class EmulatedLink(Link):
             return self._header[:0]
         return self._link.window(min(most, self._left))
 
-    def _push(self) -> None:
-        if len(self._pending):
-            self._pending = self._pending[self._link.write(self._pending) :]
-
     def consume(self, count: int) -> None:
         self._link.consume(count)
         self._left -= count
 
     def due(self) -> float | None:
-        """When time alone may let something move."""
-        free = self._wires.free_at(self._wire) if self._wire is not None else self._own_free
-        times = [free - self._speed.latency_s - AHEAD_S]
-        if self._left:
-            times.append(self._arrives)
-        now = time.monotonic()
-        later = [at for at in times if at > now]
-        return min(later) if later else None
+        times = ([self._arrives] if self._left else []) + ([] if self._again is None else [self._again])
+        return min(times, default=None)
 
     def arm(self, *, to_write: bool) -> bool:
-        now = time.monotonic()
         if self._left:
-            return now >= self._arrives
-        return self._link.arm(to_write=to_write or bool(len(self._pending)))
+            return time.monotonic() >= self._arrives
+        # Who waits for the wire waits for a time: that the link below has room is no news.
+        return self._link.arm(to_write=to_write and self._again is None)
 
     def disarm(self) -> None:
         self._link.disarm()
