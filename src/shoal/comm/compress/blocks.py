@@ -20,6 +20,14 @@ def in_blocks(x: torch.Tensor, size: int) -> torch.Tensor:
     return filled_up(x, divided_up(len(x), size) * size).view(-1, size)
 
 
+def block_sizes(length: int, size: int, like: torch.Tensor) -> torch.Tensor:
+    """How many elements each block really has, as numbers of the type of `like`."""
+    sizes = torch.full((divided_up(length, size),), float(size), dtype=like.dtype, device=like.device)
+    if length % size:
+        sizes[-1] = length % size
+    return sizes
+
+
 def divisors(scales: torch.Tensor) -> torch.Tensor:
     """A column of scales to divide blocks by: a block of zeros is divided by one."""
     return torch.where(scales == 0, 1.0, scales)[:, None]

@@ -8,8 +8,8 @@ sent; scales are numbers of s bytes:
     int8        n + s ceil(n/256)               all-gather
     qsgd(b)     (b + 1) ceil(n/8) + s ceil(n/512)
     ternary     ceil(n/5) + s ceil(n/512)
-    onebit      ceil(n/8) + 2s
-    sign        ceil(n/8) + s
+    onebit      ceil(n/8) + 2s ceil(n/512)
+    sign        ceil(n/8) + s ceil(n/512)
     topk, mstopk, hitopk, dgc   k (4 + s)       all-gather (dgc: k falls to its value in the first steps)
     threshold   c (4 + s), c its own count      all-gather of P counts (8 each), all-to-all of what each found
     gtopk       k (4 + s)                       a tree of sends to rank 0, broadcast
@@ -54,6 +54,7 @@ HALF_BYTES = 2
 INT8_BLOCK = 256
 LEVEL_BLOCK = 512
 """Elements that share a scale in QSGD and TernGrad."""
+SIGN_BLOCK = 512
 TRITS_A_BYTE = 5
 SMALLEST = 1024
 """Tensors of fewer elements are not compressed: a message costs as much as they do."""
@@ -120,9 +121,9 @@ def payload_bytes(term: CompressTerm, num_elements: int, itemsize: int, *, step:
     if isinstance(term, ternary):
         return divided_up(n, TRITS_A_BYTE) + itemsize * divided_up(n, LEVEL_BLOCK)
     if isinstance(term, onebit):
-        return divided_up(n, 8) + 2 * itemsize
+        return divided_up(n, 8) + 2 * itemsize * divided_up(n, SIGN_BLOCK)
     if isinstance(term, sign):
-        return divided_up(n, 8) + itemsize
+        return divided_up(n, 8) + itemsize * divided_up(n, SIGN_BLOCK)
     if isinstance(term, dgc):
         return sparse_bytes(kept_count(warm_up_fraction(term.r, step), n), itemsize)
     if isinstance(term, (topk, mstopk, gtopk, hitopk)):
