@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from comm.serial import TYPES, numbers, summed
 from shoal.comm.backend import ShoalGroup
 from shoal.comm.collectives.algorithms import ALL_REDUCE
 from shoal.comm.ledger import BOOK
 from shoal.comm.transport.link import PeerLost
+from shoal.parallel.apply import parallelize
+from shoal.parallel.placement import mesh_of
+from shoal.strategy import parse
 from shoal.train.launch.channel import Channel
 from shoal.train.launch.join import join, leave
 
@@ -207,3 +212,67 @@ def emulated_times(arguments: dict[str, Any], channel: Channel) -> dict[str, flo
         found[str(size)] = best
     leave()
     return found
+
+
+WIDE = 700
+"""A layer of more elements than are written under one lock."""
+
+
+def _in_one_memory(rank: int, world: int) -> Any:
+    strategy = parse(f"dp({world}, via=shared())")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDE, WIDE), nn.Tanh(), nn.Linear(WIDE, 3))
+    mesh = mesh_of(strategy, rank=rank, backend="shoal")
+    return parallelize(model, strategy, mesh, optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-3))
+
+
+def in_any_order(arguments: dict[str, Any], channel: Channel) -> list[bool]:
+    """Whether three steps end in the same bits when ranks come in another order; with one micro-batch, and with two."""
+    me = _joined(arguments)
+    torch.manual_seed(me.rank)
+    x = torch.randn(8, WIDE)
+    found = []
+    for micros in (1, 2):
+        ends = []
+        for order in (1, -1):
+            engine = _in_one_memory(me.rank, me.world)
+            for step in range(3):
+                for micro in range(micros):
+                    loss = engine.model(x + micro + step).square().sum()
+                    time.sleep(0.02 * ((order * me.rank) % me.world))
+                    engine.backward(loss, 8.0, last=micro == micros - 1)
+                engine.step()
+            ends.append([param.detach().clone() for param in engine.model.parameters()])
+            engine.close()
+        found.append(all(torch.equal(a, b) for a, b in zip(*ends, strict=True)))
+    leave()
+    return found
+
+
+def pages_in_use(arguments: dict[str, Any], channel: Channel) -> dict[str, float]:
+    """Resident bytes of the shared blocks over those of the parameters: after steps of one micro-batch, and of two."""
+    me = _joined(arguments)
+    engine = _in_one_memory(me.rank, me.world)
+    parameters = sum(bucket.buffer.bytes for bucket in engine.buckets)
+    found = {}
+    for name, micros in (("together", 1), ("apart", 2)):
+        for micro in range(micros):
+            engine.backward(engine.model(torch.ones(2, WIDE)).sum(), 2.0, last=micro == micros - 1)
+        engine.step()
+        # Only what a process touched is resident in it.
+        touched = sum(float(gradient.sum()) for bucket in engine.buckets for gradient in bucket.memory.in_use)
+        assert math.isfinite(touched)
+        found[name] = _resident("memfd:shoal-block") / parameters
+    engine.close()
+    leave()
+    return found
+
+
+def _resident(mapped: str) -> int:
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(maxsplit=1)[0]:
+            inside = mapped in line
+        elif inside and line.startswith("Rss:"):
+            total += 1024 * int(line.split()[1])
+    return total

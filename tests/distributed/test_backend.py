@@ -65,6 +65,7 @@ def test_a_peer_that_is_given_up_on_does_not_poison_the_rest(ranks: Ranks) -> No
     ("strategy", "world"),
     [
         ("dp(2, via=shared())", 2),
+        ("dp(4, via=shared())", 4),
         ("dp(4, via=shared()) * accumulate(2)", 4),
         ("dp(2) * dp(2, via=shared())", 4),
         ("pp(2, '1f1b', micro=4) * dp(2, via=shared())", 4),
@@ -79,6 +80,28 @@ def test_each_path_between_replicas_trains_exactly_as_the_serial_run(ranks: Rank
     for (found,) in ranks("distributed.proofs:prove_many", {"cases": cases, "steps": 4}, ranks=world, timeout_s=120):
         assert found["difference"] <= 1e-10, found["where"]
         assert found["ledger"] == []
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_replicas_in_one_memory_may_lack_gradients_and_have_odd_ones(ranks: Ranks, world: int) -> None:
+    jobs = ["unused", "late", "sometimes", "sparse", "tied", "one_linear", "short", "uneven", "loose"]
+    cases = [[job, f"dp({world}, via=shared())"] for job in jobs]
+    for rows in ranks("distributed.proofs:prove_many", {"cases": cases, "steps": 4}, ranks=world, timeout_s=120):
+        for row in rows:
+            assert row["difference"] <= 1e-10, (row["case"], row["where"])
+            assert row["ledger"] == [], row["case"]
+
+
+def test_a_sum_in_one_memory_does_not_depend_on_who_comes_first(ranks: Ranks) -> None:
+    for same in ranks(f"{TARGETS}:in_any_order", ranks=4):
+        assert same == [True, True]
+
+
+def test_two_replicas_in_one_memory_share_one_gradient(ranks: Ranks) -> None:
+    """Pages that nobody wrote to take no memory: parameters, gradients and a page for what is written."""
+    for seen in ranks(f"{TARGETS}:pages_in_use", ranks=4):
+        assert seen["apart"] == pytest.approx(1 + 4, abs=0.1)
+        assert seen["together"] == pytest.approx(1 + 2, abs=0.1)
 
 
 def test_emulated_links_take_the_time_of_those_they_stand_for(ranks: Ranks) -> None:

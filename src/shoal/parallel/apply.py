@@ -16,6 +16,7 @@ from torch import nn
 
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members, Mesh
+from shoal.comm.shared_block import SharedBlock
 from shoal.parallel.batch_norm import count_once, synchronise
 from shoal.parallel.cutting import CutModel, cut_model
 from shoal.parallel.data import BUCKET_BYTES, PLAIN, Bucket, GradientReduction
@@ -120,6 +121,8 @@ class _Shards:
         self.masters: list[torch.Tensor] = []
         self.offsets: list[int] = []
         self.done_with: list[tuple[Bucket, ShardedUnit]] = []
+        self.locks: SharedBlock | None = None
+        """Of replicas that share memory."""
 
     def buckets_of(self, params: list[tuple[str, nn.Parameter]]) -> None:
         # Backward meets parameters in the reverse of their order, so buckets are filled from the end.
@@ -150,7 +153,10 @@ class _Shards:
         name = group[0][0]
         family = self.cut.family(name)
         replicas = self.placement.replicas(family)
-        memory = OneMemory(replicas.sharding) if replicas.one_memory else None
+        memory = None
+        if replicas.one_memory:
+            self.locks = self.locks or SharedBlock(replicas.sharding, 0, keep_open=True)
+            memory = OneMemory(replicas.sharding, self.locks, bucket=len(self.buckets), slots=len(group))
         shards, index = replicas.sharding.size, replicas.sharding.index
         buffer = FlatBuffer(group, shards=shards, index=index, memory=memory)
         return Bucket(buffer, replicas, family=family, part=self.cut.part(name), memory=memory)
