@@ -164,6 +164,10 @@ class Book:
         number = last.number + 1 if last else 1
         self.last[group] = Call(number, kind, self.phase, time.monotonic())
 
+    def forget(self, group: str) -> None:
+        """A group that is no more is late for nothing."""
+        self.last.pop(group, None)
+
     def take(self) -> Ledger:
         """What was entered since the last take; the count starts anew."""
         entered, self._entered = self._entered, {}

@@ -51,7 +51,8 @@ def parallelize(
     bucket_bytes: int = BUCKET_BYTES,
     layout: Layout | None = None,
 ) -> Engine:
-    """Makes the model train by the strategy. All ranks call it alike; rank 0's values are everyone's start."""
+    """Makes the model train by the strategy. All ranks call it alike; rank 0's values are everyone's start. The mesh is
+    the engine's from then on, and is closed with it."""
     require_runnable(strategy, elementwise=elementwise)
     cutting = next((axis for axis in strategy.axes if not axis.name.startswith("dp")), None)
     if layout is None and cutting is not None:

@@ -22,6 +22,7 @@ from torch import nn
 
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
+from shoal.parallel.batch_norm import release
 from shoal.parallel.cutting import CutModel
 from shoal.parallel.data import PLAIN, Bucket, GradientReduction
 from shoal.parallel.optimizer import Factory, Piece, SavedState, SlicedOptimizer, unlike_the_rest
@@ -320,7 +321,8 @@ class Engine:
         self.optimizer.load(saved)
 
     def close(self) -> None:
-        """Takes the hooks off; every rank is left with the whole parameters. All ranks call it alike."""
+        """Takes the hooks off and ends the groups of the mesh; every rank is left with the whole parameters. All ranks
+        call it alike."""
         self.settle()
         self.reduction.remove()
         for bucket in self.buckets:
@@ -330,3 +332,5 @@ class Engine:
                 bucket.memory.close()
         if self.gathering:
             self.gathering.remove()
+        release(self.model)
+        self.placement.mesh.close()
