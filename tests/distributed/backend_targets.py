@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -276,3 +277,20 @@ def _resident(mapped: str) -> int:
         elif inside and line.startswith("Rss:"):
             total += 1024 * int(line.split()[1])
     return total
+
+
+def few_descriptors(arguments: dict[str, Any], channel: Channel) -> dict[str, int]:
+    """Thirty groups under a limit of forty descriptors more than are open."""
+    me = _joined(arguments)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = len(os.listdir("/proc/self/fd")) + 40
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most if arguments["hard"] else hard))
+    total = torch.zeros(1)
+    for _ in range(30):
+        group = dist.new_group(backend="shoal")
+        mine = torch.ones(1)
+        dist.all_reduce(mine, group=group)
+        total += mine
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    leave()
+    return {"total": int(total), "world": me.world, "most": most, "soft": soft, "hard": hard}

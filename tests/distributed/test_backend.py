@@ -116,3 +116,15 @@ def test_gloo_is_not_asked_for_an_algorithm_it_does_not_have(ranks: Ranks) -> No
     with pytest.raises(RankFailed, match="use --backend shoal") as caught:
         ranks("shoal.train.loop:train_run", settings, ranks=2)
     assert caught.value.for_user
+
+
+def test_a_soft_limit_on_descriptors_makes_way_for_groups(ranks: Ranks) -> None:
+    for seen in ranks(f"{TARGETS}:few_descriptors", {"hard": False}, ranks=2):
+        assert seen["total"] == 30 * seen["world"]
+        assert seen["most"] < seen["soft"] == seen["hard"]
+
+
+def test_a_hard_limit_on_descriptors_is_told_with_what_was_needed(ranks: Ranks) -> None:
+    with pytest.raises(RankFailed, match=r"takes 2 file descriptors.* may have \d+ \(RLIMIT_NOFILE.*ulimit -Hn") as told:
+        ranks(f"{TARGETS}:few_descriptors", {"hard": True}, ranks=2)
+    assert told.value.for_user
