@@ -15,7 +15,7 @@ from shoal.comm.collectives.algorithms import ALL_REDUCE
 from shoal.comm.collectives.tree import tree_broadcast, tree_reduce
 from shoal.comm.peers import OutOfStep, Peers, Steps
 from shoal.comm.vector import OPERATIONS, Vector
-from shoal.comm.wire import sent
+from shoal.comm.wire import Hierarchical, sent
 
 RANKS = range(1, 10)
 SUM = OPERATIONS["sum"]
@@ -43,12 +43,28 @@ def test_all_reduce(algorithm: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("algorithm", ALL_REDUCE)
+@pytest.mark.parametrize("per_host", [1, 2, 3, 4, 9])
+def test_bytes_and_messages_of_a_hierarchical_all_reduce(ranks: int, per_host: int) -> None:
+    """Also on hosts of unequal size, where the last has fewer ranks."""
+    for size in sizes(ranks):
+        peers = group(ranks, per_host=per_host)
+        together(peers, "all_reduce", reducing("hierarchical", [numbers(r, size, torch.float64) for r in range(ranks)]))
+        hosts = tuple(map(len, peers[0].hosts))
+        formula = sent("all_reduce", payload_bytes=8 * size, ranks=ranks, algorithm=Hierarchical(hosts))
+        messages, bytes_of_all = counted(peers)
+        assert (formula.messages, formula.bytes) == (-(-messages // ranks), bytes_of_all // ranks)
+        if len(set(hosts)) == 1:
+            # Rings inside and between: each rank sends as many messages as any other.
+            assert {each.sent.messages for each in peers} == {formula.messages}
+            assert formula.messages == 2 * (hosts[0] - 1) + 2 * (len(hosts) - 1)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("algorithm", [name for name in ALL_REDUCE if name != "hierarchical"])
 def test_bytes_and_messages_of_an_all_reduce(algorithm: str, ranks: int) -> None:
     """The sum over ranks, whatever the size: the mean over ranks is the closed formula."""
     steps = ranks.bit_length() - 1
     powers, surplus = 1 << steps, ranks - (1 << steps)
-    hosts = -(-ranks // 2)
     for size in sizes(ranks):
         n = 8 * size
         total = {
@@ -56,16 +72,12 @@ def test_bytes_and_messages_of_an_all_reduce(algorithm: str, ranks: int) -> None
             "tree": (2 * (ranks - 1), 2 * n * (ranks - 1)),
             "butterfly": (steps * powers + 2 * surplus, n * (steps * powers + 2 * surplus)),
             "rabenseifner": (2 * steps * powers + 2 * surplus, 2 * n * (ranks - 1)),
-            # In pairs: one exchange of halves each way inside, a ring of halves between.
-            "hierarchical": (2 * ranks + 2 * ranks * (hosts - 1), 2 * n * (ranks - 1)),
         }[algorithm]
-        if algorithm == "hierarchical" and ranks % 2:
-            continue  # A host with one rank less: its first rank speaks for it.
         peers = group(ranks, per_host=2)
         given = [numbers(rank, size, torch.float64) for rank in range(ranks)]
         together(peers, "all_reduce", reducing(algorithm, given))
         assert counted(peers) == total
-        if ranks > 1 and algorithm != "hierarchical":
+        if ranks > 1:
             formula = sent("all_reduce", payload_bytes=n, ranks=ranks, algorithm=algorithm)
             assert formula.bytes == total[1] // ranks
             assert formula.messages == -(-total[0] // ranks)

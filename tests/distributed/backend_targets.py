@@ -294,3 +294,19 @@ def few_descriptors(arguments: dict[str, Any], channel: Channel) -> dict[str, in
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     leave()
     return {"total": int(total), "world": me.world, "most": most, "soft": soft, "hard": hard}
+
+
+def hierarchical_counts(arguments: dict[str, Any], channel: Channel) -> dict[str, Any]:
+    """What the ledger says of a hierarchical all-reduce, and what the links were given."""
+    join(backend="shoal", emulate=arguments["emulate"])
+    group = dist.new_group(backend="shoal")
+    assert isinstance(group, ShoalGroup)
+    group.prefer("hierarchical")
+    dist.barrier(group=group)
+    BOOK.take()
+    before = (group.peers.sent.messages, group.peers.sent.bytes)
+    dist.all_reduce(torch.ones(600), group=group)
+    (entry,) = BOOK.take().entries.values()
+    sent = [now - then for now, then in zip((group.peers.sent.messages, group.peers.sent.bytes), before, strict=True)]
+    leave()
+    return {"ledger": [entry.messages, entry.bytes], "sent": sent}

@@ -111,6 +111,21 @@ def test_emulated_links_take_the_time_of_those_they_stand_for(ranks: Ranks) -> N
         assert 36 <= rank["400000"] <= 36 * 1.5
 
 
+@pytest.mark.parametrize(("shape", "world"), [("2x2", 4), ("3x2", 6), ("2x3", 6)])
+def test_the_ledger_knows_the_hosts_of_a_hierarchical_all_reduce(ranks: Ranks, shape: str, world: int) -> None:
+    settings = {"emulate": f"{shape}, 1us, 20GB/s | 10us, 1GB/s"}
+    for seen in ranks(f"{TARGETS}:hierarchical_counts", settings, ranks=world):
+        assert seen["ledger"] == seen["sent"]
+
+
+def test_a_hierarchical_all_reduce_trains_as_predicted(ranks: Ranks) -> None:
+    asked = {"cases": [["language:tiny", "dp(4, via=allreduce('hierarchical'))"]], "steps": 3}
+    emulated = {"SHOAL_EMULATE": "2x2, 1us, 20GB/s | 10us, 1GB/s"}
+    for (row,) in ranks("distributed.proofs:prove_many", asked, ranks=4, timeout_s=120, environment=emulated):
+        assert row["difference"] <= 1e-10, row["where"]
+        assert row["ledger"] == []
+
+
 def test_gloo_is_not_asked_for_an_algorithm_it_does_not_have(ranks: Ranks) -> None:
     settings = {"job": "language:tiny", "strategy": "dp(2, via=allreduce('tree'))", "backend": "gloo", "folder": None}
     with pytest.raises(RankFailed, match="use --backend shoal") as caught:
@@ -125,6 +140,8 @@ def test_a_soft_limit_on_descriptors_makes_way_for_groups(ranks: Ranks) -> None:
 
 
 def test_a_hard_limit_on_descriptors_is_told_with_what_was_needed(ranks: Ranks) -> None:
-    with pytest.raises(RankFailed, match=r"takes 2 file descriptors.* may have \d+ \(RLIMIT_NOFILE.*ulimit -Hn") as told:
+    with pytest.raises(
+        RankFailed, match=r"takes 2 file descriptors.* may have \d+ \(RLIMIT_NOFILE.*ulimit -Hn"
+    ) as told:
         ranks(f"{TARGETS}:few_descriptors", {"hard": True}, ranks=2)
     assert told.value.for_user

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from shoal.comm.counted import CountedGroup
 from shoal.comm.ledger import BOOK
+from shoal.comm.wire import Algorithm
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Mesh:
             rank, place[name] = divmod(rank, size)
         return place
 
-    def algorithm(self, axis: str, kind: str, payload_bytes: int, ranks: int) -> str | None:
+    def algorithm(self, axis: str, kind: str, payload_bytes: int, ranks: int) -> Algorithm:
         """What the group of an axis would take for such a collective; None where its backend has one way only."""
         for members in self._known.values():
             if members.axis == axis and members.size == ranks and isinstance(members.group, CountedGroup):

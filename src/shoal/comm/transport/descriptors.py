@@ -29,8 +29,8 @@ def make_room(needed: int, *, what: str) -> None:
         raise NoDescriptorsLeft(
             f"{what} takes {needed} file descriptors; this process has {_open()} open and may have {hard} "
             f"(RLIMIT_NOFILE, of which {SPARE} are kept spare). Raise the hard limit (`ulimit -Hn`, LimitNOFILE= of a "
-            "systemd unit, or /etc/security/limits.conf), use fewer ranks or fewer axes, or close engines that are done "
-            "with (`Engine.close`)"
+            "systemd unit, or /etc/security/limits.conf), use fewer ranks or fewer axes, or close engines that are "
+            "done with (`Engine.close`)"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else total, hard))
 
