@@ -58,26 +58,27 @@ class EmulatedLink(Link):
         self._own_free = 0.0
         self._pending: Bytes = np.empty(0, dtype=np.uint8)
         """Of a chunk that the link below has not taken wholly."""
+        self._owed = 0
+        """Bytes of that chunk: they count as taken only with its last, since nobody comes back for what is taken."""
         self._header: Bytes = np.empty(ALIGN, dtype=np.uint8)
         self._header_at = 0
         self._left = self._pad = 0
         self._arrives = 0.0
 
     def write(self, data: Bytes) -> int:
-        if len(self._pending):
-            self._pending = self._pending[self._link.write(self._pending) :]
-            if len(self._pending):
+        if not self._owed:
+            count = min(len(data), MOST_AT_ONCE)
+            arrives = self._reserve(count) if count else None
+            if arrives is None:
                 return 0
-        count = min(len(data), MOST_AT_ONCE)
-        if not count:
+            chunk = np.zeros(ALIGN + count + -count % ALIGN, dtype=np.uint8)
+            chunk[:ALIGN] = np.frombuffer(_CHUNK.pack(count, arrives), dtype=np.uint8)
+            chunk[ALIGN : ALIGN + count] = data[:count]
+            self._pending, self._owed = chunk, count
+        self._push()
+        if len(self._pending):
             return 0
-        arrives = self._reserve(count)
-        if arrives is None:
-            return 0
-        chunk = np.zeros(ALIGN + count + -count % ALIGN, dtype=np.uint8)
-        chunk[:ALIGN] = np.frombuffer(_CHUNK.pack(count, arrives), dtype=np.uint8)
-        chunk[ALIGN : ALIGN + count] = data[:count]
-        self._pending = chunk[self._link.write(chunk) :]
+        count, self._owed = self._owed, 0
         return count
 
     def _reserve(self, count: int) -> float | None:
@@ -113,8 +114,8 @@ class EmulatedLink(Link):
         return self._link.window(min(most, self._left))
 
     def _push(self) -> None:
-        if len(self._pending):
-            self._pending = self._pending[self._link.write(self._pending) :]
+        while len(self._pending) and (took := self._link.write(self._pending)):
+            self._pending = self._pending[took:]
 
     def consume(self, count: int) -> None:
         self._link.consume(count)
@@ -132,8 +133,8 @@ class EmulatedLink(Link):
 
     def arm(self, *, to_write: bool) -> bool:
         now = time.monotonic()
-        if self._left:
-            return now >= self._arrives
+        if self._left and now < self._arrives:
+            return False
         return self._link.arm(to_write=to_write or bool(len(self._pending)))
 
     def disarm(self) -> None:
