@@ -310,3 +310,27 @@ def hierarchical_counts(arguments: dict[str, Any], channel: Channel) -> dict[str
     sent = [now - then for now, then in zip((group.peers.sent.messages, group.peers.sent.bytes), before, strict=True)]
     leave()
     return {"ledger": [entry.messages, entry.bytes], "sent": sent}
+
+
+def over_hosts(arguments: dict[str, Any], channel: Channel) -> list[str]:
+    """What differs from a serial computation, also where three of four ranks make hosts of two and one."""
+    me = join(backend="shoal", emulate=arguments["emulate"])
+    wrong = []
+    for members in (range(me.world), range(me.world - 1)):
+        group = dist.new_group(list(members), backend="shoal")
+        if me.rank not in members:
+            continue
+        for part in (0, 1, 5000, 300_000):
+            given = [numbers(each, len(members) * part, torch.float32) for each in members]
+            mine = torch.empty(part)
+            dist.reduce_scatter_single(mine, given[me.rank], group=group)
+            if not torch.equal(mine, summed(given).view(len(members), part)[me.rank]):
+                wrong.append(f"reduce-scatter of {part} among {len(members)}")
+            # In place, as stage 1 of ZeRO asks for it.
+            whole = given[me.rank].clone()
+            dist.reduce_scatter_single(whole.view(len(members), part)[me.rank], whole, group=group)
+            dist.all_gather_single(whole, whole.view(len(members), part)[me.rank], group=group)
+            if not torch.equal(whole, summed(given)):
+                wrong.append(f"all-gather of {part} among {len(members)}")
+    leave()
+    return wrong

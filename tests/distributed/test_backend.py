@@ -118,12 +118,19 @@ def test_the_ledger_knows_the_hosts_of_a_hierarchical_all_reduce(ranks: Ranks, s
         assert seen["ledger"] == seen["sent"]
 
 
-def test_a_hierarchical_all_reduce_trains_as_predicted(ranks: Ranks) -> None:
-    asked = {"cases": [["language:tiny", "dp(4, via=allreduce('hierarchical'))"]], "steps": 3}
+def test_collectives_of_two_levels_train_as_predicted(ranks: Ranks) -> None:
+    strategies = ["dp(4, via=allreduce('hierarchical'))", "dp(4, zero=1)", "dp(4, zero=3)", "dp(2) * dp(2, zero=2)"]
+    asked = {"cases": [["language:tiny", strategy] for strategy in strategies], "steps": 3}
     emulated = {"SHOAL_EMULATE": "2x2, 1us, 20GB/s | 10us, 1GB/s"}
-    for (row,) in ranks("distributed.proofs:prove_many", asked, ranks=4, timeout_s=120, environment=emulated):
-        assert row["difference"] <= 1e-10, row["where"]
-        assert row["ledger"] == []
+    for rows in ranks("distributed.proofs:prove_many", asked, ranks=4, timeout_s=120, environment=emulated):
+        for row in rows:
+            assert row["difference"] <= 1e-10, (row["case"], row["where"])
+            assert row["ledger"] == [], row["case"]
+
+
+def test_gathers_and_scatters_over_emulated_hosts_and_over_hosts_of_unequal_size(ranks: Ranks) -> None:
+    settings = {"emulate": "2x2, 1us, 20GB/s | 10us, 1GB/s"}
+    assert ranks(f"{TARGETS}:over_hosts", settings, ranks=4) == [[]] * 4
 
 
 def test_gloo_is_not_asked_for_an_algorithm_it_does_not_have(ranks: Ranks) -> None:

@@ -38,6 +38,7 @@ from shoal.comm.collectives.direct import (
     scatter,
 )
 from shoal.comm.collectives.tree import tree_broadcast, tree_reduce
+from shoal.comm.collectives.two_levels import has_two_levels, two_level_all_gather, two_level_reduce_scatter
 from shoal.comm.counted import CountedGroup
 from shoal.comm.laid_flat import Flat, Joined, even_parts, parts_by_rows
 from shoal.comm.mail import ANY, Mail
@@ -192,9 +193,11 @@ class ShoalGroup(CountedGroup):
             self._enter("reduce_scatter", total_bytes(parts))
             ready.append((into, parts))
 
+        reduce_scatter = two_level_reduce_scatter if has_two_levels(self.peers.hosts) else direct_reduce_scatter
+
         def steps() -> Steps:
             for into, parts in ready:
-                yield from direct_reduce_scatter(self.peers, parts, into.vector, operation)
+                yield from reduce_scatter(self.peers, parts, into.vector, operation)
                 if average:
                     _divide(into.data, self.size())
                 into.restore()
@@ -240,9 +243,11 @@ class ShoalGroup(CountedGroup):
             self._enter("all_gather", total_bytes(parts))
             ready.append((outputs, parts, mine))
 
+        all_gather = two_level_all_gather if has_two_levels(self.peers.hosts) else direct_all_gather
+
         def steps() -> Steps:
             for outputs, parts, mine in ready:
-                yield from direct_all_gather(self.peers, mine.vector, parts)
+                yield from all_gather(self.peers, mine.vector, parts)
                 for output in outputs:
                     output.restore()
 
