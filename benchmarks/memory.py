@@ -1,4 +1,4 @@
-"""Peak memory of a rank by stage of ZeRO, beside the formula.
+"""Peak memory of a rank by stage of ZeRO, beside the formula; and of a host whose ranks share memory, beside DDP.
 
 The default allocator keeps what a program frees and so hides what sharding saves. So each stage runs in processes of
 its own with an allocator that gives memory back, the kernel's high-water mark is reset when training is under way,
@@ -11,6 +11,8 @@ parameters: 25 million of them in 32 blocks, a batch of one short sequence a ran
     stage 3   (4 + 4 + 8)/P
 
 What is over the formula is in use for a moment: buckets on the wire, gathered blocks, activations.
+
+What a host holds whose ranks share memory stands below, beside DDP (`_host_memory.py`).
 
     python benchmarks/memory.py [--ranks 2] [--json]
 """
@@ -61,12 +63,22 @@ def tensor_bytes() -> int:
     return sum(held.values())
 
 
-def peak(settings: dict[str, Any], channel: Any) -> dict[str, float]:
-    """On every rank: peak resident bytes over the start, and tensor bytes between two steps."""
+def job_of(world: int, width: int, blocks: int) -> Any:
     import torch
 
     from shoal.job import Job, TextData, cross_entropy
     from shoal.job.models.gpt import GPT, GPTConfig
+
+    config = GPTConfig(sequence=SEQUENCE, layers=blocks, hidden=width, heads=HEADS)
+    return Job(
+        name="memory", train=TextData(bytes(range(256)) * 64, sequence=SEQUENCE), loss=cross_entropy,
+        model=lambda: GPT(config), optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-4),
+        global_batch=world, steps=4,
+    )  # fmt: skip
+
+
+def peak(settings: dict[str, Any], channel: Any) -> dict[str, float]:
+    """On every rank: peak resident bytes over the start, and tensor bytes between two steps."""
     from shoal.strategy import parse
     from shoal.train.launch.join import join, leave
     from shoal.train.setup import prepare
@@ -74,12 +86,7 @@ def peak(settings: dict[str, Any], channel: Any) -> dict[str, float]:
     me = join()
 
     def trained(width: int, blocks: int) -> Any:
-        config = GPTConfig(sequence=SEQUENCE, layers=blocks, hidden=width, heads=HEADS)
-        job = Job(
-            name="memory", train=TextData(bytes(range(256)) * 64, sequence=SEQUENCE), loss=cross_entropy,
-            model=lambda: GPT(config), optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-4),
-            global_batch=me.world, steps=4,
-        )  # fmt: skip
+        job = job_of(me.world, width, blocks)
         ready = prepare(job, parse(settings["strategy"]), rank=me.rank, backend=me.backend)
         for step in range(3):
             ready.runner.step(step, step * me.world)
@@ -100,31 +107,47 @@ def peak(settings: dict[str, Any], channel: Any) -> dict[str, float]:
     return {"peak": highest - before, "held": held, "parameters": parameters}
 
 
-def main() -> None:
-    def extend(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--ranks", type=int, default=2)
-
-    asked = arguments(__doc__ or "", extend)
+def rank_rows(ranks: int) -> list[dict[str, Any]]:
     from shoal.train.launch import run_ranks
 
     rows = []
     for zero in range(4):
-        print(f"dp({asked.ranks}, zero={zero}) ...", file=sys.stderr, flush=True)
-        settings = {"strategy": f"dp({asked.ranks}, zero={zero})"}
-        found = run_ranks("memory:peak", settings, ranks=asked.ranks, environment=RETURNING)
+        print(f"dp({ranks}, zero={zero}) ...", file=sys.stderr, flush=True)
+        settings = {"strategy": f"dp({ranks}, zero={zero})"}
+        found = run_ranks("memory:peak", settings, ranks=ranks, environment=RETURNING)
         parameters = found[0]["parameters"]
-        expected = formula(zero, asked.ranks)
+        expected = formula(zero, ranks)
         measured = max(rank["peak"] for rank in found) / parameters
         rows.append(
             {
-                "name": f"dp({asked.ranks}, zero={zero})",
+                "name": f"dp({ranks}, zero={zero})",
                 "formula_bytes_per_parameter": round(expected, 2),
                 "peak_bytes_per_parameter": round(measured, 2),
                 "peak_over_formula": round(measured / expected, 3),
                 "held_between_steps": round(max(rank["held"] for rank in found) / parameters, 2),
             }
         )
-    report(rows, title=f"Peak memory of a rank, {parameters / 1e6:.1f} M parameters", as_json=asked.json)
+    return rows
+
+
+def main() -> None:
+    def extend(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--ranks", type=int, default=2)
+        parser.add_argument("--only", choices=["rank", "host"], help="one of the two tables")
+
+    asked = arguments(__doc__ or "", extend)
+    from _host_memory import host_rows
+
+    tables = {
+        "rank": ("Peak memory of a rank", rank_rows),
+        "host": ("Memory of a host, all its ranks together", host_rows),
+    }
+    found = {title: rows_of(asked.ranks) for of, (title, rows_of) in tables.items() if asked.only in (None, of)}
+    if asked.json:
+        report([row for rows in found.values() for row in rows], title="", as_json=True)
+        return
+    for title, rows in found.items():
+        report(rows, title=f"{title}, 25 M parameters", as_json=False)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from comm.serial import TYPES, group, numbers, sizes, summed, together, vectors
 from shoal.comm.collectives import direct
 from shoal.comm.collectives.algorithms import ALL_REDUCE
 from shoal.comm.collectives.tree import tree_broadcast, tree_reduce
+from shoal.comm.collectives.two_levels import has_two_levels, two_level_all_gather, two_level_reduce_scatter
 from shoal.comm.peers import OutOfStep, Peers, Steps
 from shoal.comm.vector import OPERATIONS, Vector
-from shoal.comm.wire import sent
+from shoal.comm.wire import Hierarchical, sent
 
 RANKS = range(1, 10)
 SUM = OPERATIONS["sum"]
@@ -43,12 +45,28 @@ def test_all_reduce(algorithm: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("algorithm", ALL_REDUCE)
+@pytest.mark.parametrize("per_host", [1, 2, 3, 4, 9])
+def test_bytes_and_messages_of_a_hierarchical_all_reduce(ranks: int, per_host: int) -> None:
+    """Also on hosts of unequal size, where the last has fewer ranks."""
+    for size in sizes(ranks):
+        peers = group(ranks, per_host=per_host)
+        together(peers, "all_reduce", reducing("hierarchical", [numbers(r, size, torch.float64) for r in range(ranks)]))
+        hosts = tuple(map(len, peers[0].hosts))
+        formula = sent("all_reduce", payload_bytes=8 * size, ranks=ranks, algorithm=Hierarchical(hosts))
+        messages, bytes_of_all = counted(peers)
+        assert (formula.messages, formula.bytes) == (-(-messages // ranks), bytes_of_all // ranks)
+        if len(set(hosts)) == 1:
+            # Rings inside and between: each rank sends as many messages as any other.
+            assert {each.sent.messages for each in peers} == {formula.messages}
+            assert formula.messages == 2 * (hosts[0] - 1) + 2 * (len(hosts) - 1)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("algorithm", [name for name in ALL_REDUCE if name != "hierarchical"])
 def test_bytes_and_messages_of_an_all_reduce(algorithm: str, ranks: int) -> None:
     """The sum over ranks, whatever the size: the mean over ranks is the closed formula."""
     steps = ranks.bit_length() - 1
     powers, surplus = 1 << steps, ranks - (1 << steps)
-    hosts = -(-ranks // 2)
     for size in sizes(ranks):
         n = 8 * size
         total = {
@@ -56,16 +74,12 @@ def test_bytes_and_messages_of_an_all_reduce(algorithm: str, ranks: int) -> None
             "tree": (2 * (ranks - 1), 2 * n * (ranks - 1)),
             "butterfly": (steps * powers + 2 * surplus, n * (steps * powers + 2 * surplus)),
             "rabenseifner": (2 * steps * powers + 2 * surplus, 2 * n * (ranks - 1)),
-            # In pairs: one exchange of halves each way inside, a ring of halves between.
-            "hierarchical": (2 * ranks + 2 * ranks * (hosts - 1), 2 * n * (ranks - 1)),
         }[algorithm]
-        if algorithm == "hierarchical" and ranks % 2:
-            continue  # A host with one rank less: its first rank speaks for it.
         peers = group(ranks, per_host=2)
         given = [numbers(rank, size, torch.float64) for rank in range(ranks)]
         together(peers, "all_reduce", reducing(algorithm, given))
         assert counted(peers) == total
-        if ranks > 1 and algorithm != "hierarchical":
+        if ranks > 1:
             formula = sent("all_reduce", payload_bytes=n, ranks=ranks, algorithm=algorithm)
             assert formula.bytes == total[1] // ranks
             assert formula.messages == -(-total[0] // ranks)
@@ -115,6 +129,75 @@ def test_all_gather(ranks: int) -> None:
         )  # fmt: skip
         assert all(torch.equal(result, torch.cat(given)) for result in into)
         assert counted(peers) == _each_to_each(ranks, given)
+
+
+HOSTS = [(2, 2), (2, 3), (3, 2), (4, 2), (2, 4), (3, 3)]
+
+
+@pytest.mark.parametrize(("hosts", "per_host"), HOSTS)
+@pytest.mark.parametrize("capacity", [64, 4096])
+def test_two_levels_of_reduce_scatter(hosts: int, per_host: int, capacity: int) -> None:
+    ranks = hosts * per_host
+    for part in (0, 1, 3, 700):
+        for dtype in TYPES:
+            given = [numbers(rank, ranks * part, dtype) for rank in range(ranks)]
+            kept = [tensor.clone() for tensor in given]
+            into = [torch.empty(part, dtype=dtype) for _ in range(ranks)]
+            peers = group(ranks, per_host=per_host, capacity=capacity)
+            between = far_bytes(peers)
+            together(
+                peers, "reduce_scatter",
+                lambda each, g=given, i=into: two_level_reduce_scatter(
+                    each, Vector(g[each.rank]).parts(each.size), Vector(i[each.rank]), SUM
+                ),
+            )  # fmt: skip
+            assert torch.equal(torch.cat(into), summed(kept))
+            assert all(torch.equal(a, b) for a, b in zip(given, kept, strict=True))
+            assert counted(peers) == _each_to_each(ranks, into)
+            assert sum(between) == ranks * (hosts - 1) * into[0].nbytes
+
+
+@pytest.mark.parametrize(("hosts", "per_host"), HOSTS)
+@pytest.mark.parametrize("capacity", [64, 4096])
+def test_two_levels_of_all_gather(hosts: int, per_host: int, capacity: int) -> None:
+    ranks = hosts * per_host
+    for part in (0, 1, 3, 700):
+        given = [numbers(rank, part, torch.float32) for rank in range(ranks)]
+        into = [torch.empty(ranks * part) for _ in range(ranks)]
+        peers = group(ranks, per_host=per_host, capacity=capacity)
+        between = far_bytes(peers)
+        together(
+            peers, "all_gather",
+            lambda each, g=given, i=into: two_level_all_gather(
+                each, Vector(g[each.rank]), Vector(i[each.rank]).parts(each.size)
+            ),
+        )  # fmt: skip
+        assert all(torch.equal(result, torch.cat(given)) for result in into)
+        assert counted(peers) == _each_to_each(ranks, given)
+        # Each to each, every rank of a host would send to every rank of the others.
+        assert sum(between) == ranks * (hosts - 1) * given[0].nbytes
+
+
+def far_bytes(peers: list[Peers]) -> list[int]:
+    """The bytes of every message between hosts, from now on."""
+    found: list[int] = []
+    for each in peers:
+        host = next(host for host in each.hosts if each.rank in host)
+
+        def send(to: int, data: Vector, plain: Any = each.send, host: Any = host) -> Any:
+            if to not in host:
+                found.append(data.nbytes)
+            return plain(to, data)
+
+        each.send = send  # type: ignore[method-assign]
+    return found
+
+
+def test_two_levels_need_hosts_of_equally_many_ranks() -> None:
+    assert has_two_levels([[0, 1], [2, 3]])
+    assert not has_two_levels([[0, 1, 2, 3]])
+    assert not has_two_levels([[0], [1]])
+    assert not has_two_levels([[0, 1], [2]])
 
 
 def _each_to_each(ranks: int, parts: list[torch.Tensor]) -> tuple[int, int]:
@@ -198,3 +281,29 @@ def test_any_all_reduce(data: st.DataObject) -> None:
         expected = summed(given)
         together(peers, "all_reduce", reducing(algorithm, given))
         assert all(torch.equal(result, expected) for result in given)
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_two_levels_on_ranks_dealt_to_hosts_in_any_order(data: st.DataObject) -> None:
+    hosts, per_host = data.draw(st.sampled_from(HOSTS))
+    dealt = data.draw(st.permutations(range(hosts * per_host)))
+    placed = [dealt[first : first + per_host] for first in range(0, len(dealt), per_host)]
+    peers = group(len(dealt), capacity=1 << data.draw(st.integers(5, 12)))
+    for each in peers:
+        each.hosts = tuple(map(tuple, placed))
+    # Parts of different sizes, as a list of tensors may have.
+    sizes_of = data.draw(st.lists(st.integers(0, 300), min_size=len(dealt), max_size=len(dealt)))
+    given = [[numbers(a * 10 + b, size, torch.int64) for b, size in enumerate(sizes_of)] for a in range(len(dealt))]
+    into = [torch.empty(size, dtype=torch.int64) for size in sizes_of]
+    whole = [[torch.empty(size, dtype=torch.int64) for size in sizes_of] for _ in dealt]
+    together(
+        peers, "reduce_scatter",
+        lambda each: two_level_reduce_scatter(each, vectors(given[each.rank]), Vector(into[each.rank]), SUM),
+    )  # fmt: skip
+    together(
+        peers, "all_gather",
+        lambda each: two_level_all_gather(each, Vector(into[each.rank]), vectors(whole[each.rank])),
+    )  # fmt: skip
+    expected = [summed([row[part] for row in given]) for part in range(len(dealt))]
+    assert all(torch.equal(a, b) for rows in whole for a, b in zip(rows, expected, strict=True))

@@ -59,6 +59,21 @@ def test_bytes_arrive_whole_and_not_before_their_time(size: int) -> None:
     assert took < speed.latency_s + size / speed.bytes_per_s + 0.2
 
 
+def test_what_a_link_has_taken_arrives_without_another_call_of_the_sender() -> None:
+    """Also where the buffer below wraps around, or is full, in the middle of a chunk."""
+    sender, receiver = _pair(Speed(latency_s=0.0, bytes_per_s=1e12))
+    for size in [300_000] * 12:
+        data = np.arange(size, dtype=np.int64).astype(np.uint8)
+        got = np.zeros(size, dtype=np.uint8)
+        start, sent, arrived = time.monotonic(), 0, 0
+        while arrived < size:
+            if sent < size:
+                sent += sender.write(data[sent:])
+            arrived += receiver.read(got[arrived:])
+            assert time.monotonic() - start < 5, f"{sent} bytes were taken and {arrived} arrived"
+        assert (got == data).all()
+
+
 def test_ranks_of_a_host_share_its_wire() -> None:
     speed = Speed(latency_s=0.0, bytes_per_s=1e7)
     links = memory_links(4, capacity=1 << 20)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
+import resource
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from comm.serial import TYPES, numbers, summed
 from shoal.comm.backend import ShoalGroup
 from shoal.comm.collectives.algorithms import ALL_REDUCE
 from shoal.comm.ledger import BOOK
 from shoal.comm.transport.link import PeerLost
+from shoal.parallel.apply import parallelize
+from shoal.parallel.placement import mesh_of
+from shoal.strategy import parse
 from shoal.train.launch.channel import Channel
 from shoal.train.launch.join import join, leave
 
@@ -207,3 +213,124 @@ def emulated_times(arguments: dict[str, Any], channel: Channel) -> dict[str, flo
         found[str(size)] = best
     leave()
     return found
+
+
+WIDE = 700
+"""A layer of more elements than are written under one lock."""
+
+
+def _in_one_memory(rank: int, world: int) -> Any:
+    strategy = parse(f"dp({world}, via=shared())")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDE, WIDE), nn.Tanh(), nn.Linear(WIDE, 3))
+    mesh = mesh_of(strategy, rank=rank, backend="shoal")
+    return parallelize(model, strategy, mesh, optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-3))
+
+
+def in_any_order(arguments: dict[str, Any], channel: Channel) -> list[bool]:
+    """Whether three steps end in the same bits when ranks come in another order; with one micro-batch, and with two."""
+    me = _joined(arguments)
+    torch.manual_seed(me.rank)
+    x = torch.randn(8, WIDE)
+    found = []
+    for micros in (1, 2):
+        ends = []
+        for order in (1, -1):
+            engine = _in_one_memory(me.rank, me.world)
+            for step in range(3):
+                for micro in range(micros):
+                    loss = engine.model(x + micro + step).square().sum()
+                    time.sleep(0.02 * ((order * me.rank) % me.world))
+                    engine.backward(loss, 8.0, last=micro == micros - 1)
+                engine.step()
+            ends.append([param.detach().clone() for param in engine.model.parameters()])
+            engine.close()
+        found.append(all(torch.equal(a, b) for a, b in zip(*ends, strict=True)))
+    leave()
+    return found
+
+
+def pages_in_use(arguments: dict[str, Any], channel: Channel) -> dict[str, float]:
+    """Resident bytes of the shared blocks over those of the parameters: after steps of one micro-batch, and of two."""
+    me = _joined(arguments)
+    engine = _in_one_memory(me.rank, me.world)
+    parameters = sum(bucket.buffer.bytes for bucket in engine.buckets)
+    found = {}
+    for name, micros in (("together", 1), ("apart", 2)):
+        for micro in range(micros):
+            engine.backward(engine.model(torch.ones(2, WIDE)).sum(), 2.0, last=micro == micros - 1)
+        engine.step()
+        # Only what a process touched is resident in it.
+        touched = sum(float(gradient.sum()) for bucket in engine.buckets for gradient in bucket.memory.in_use)
+        assert math.isfinite(touched)
+        found[name] = _resident("memfd:shoal-block") / parameters
+    engine.close()
+    leave()
+    return found
+
+
+def _resident(mapped: str) -> int:
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(maxsplit=1)[0]:
+            inside = mapped in line
+        elif inside and line.startswith("Rss:"):
+            total += 1024 * int(line.split()[1])
+    return total
+
+
+def few_descriptors(arguments: dict[str, Any], channel: Channel) -> dict[str, int]:
+    """Thirty groups under a limit of forty descriptors more than are open."""
+    me = _joined(arguments)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = len(os.listdir("/proc/self/fd")) + 40
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most if arguments["hard"] else hard))
+    total = torch.zeros(1)
+    for _ in range(30):
+        group = dist.new_group(backend="shoal")
+        mine = torch.ones(1)
+        dist.all_reduce(mine, group=group)
+        total += mine
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    leave()
+    return {"total": int(total), "world": me.world, "most": most, "soft": soft, "hard": hard}
+
+
+def hierarchical_counts(arguments: dict[str, Any], channel: Channel) -> dict[str, Any]:
+    """What the ledger says of a hierarchical all-reduce, and what the links were given."""
+    join(backend="shoal", emulate=arguments["emulate"])
+    group = dist.new_group(backend="shoal")
+    assert isinstance(group, ShoalGroup)
+    group.prefer("hierarchical")
+    dist.barrier(group=group)
+    BOOK.take()
+    before = (group.peers.sent.messages, group.peers.sent.bytes)
+    dist.all_reduce(torch.ones(600), group=group)
+    (entry,) = BOOK.take().entries.values()
+    sent = [now - then for now, then in zip((group.peers.sent.messages, group.peers.sent.bytes), before, strict=True)]
+    leave()
+    return {"ledger": [entry.messages, entry.bytes], "sent": sent}
+
+
+def over_hosts(arguments: dict[str, Any], channel: Channel) -> list[str]:
+    """What differs from a serial computation, also where three of four ranks make hosts of two and one."""
+    me = join(backend="shoal", emulate=arguments["emulate"])
+    wrong = []
+    for members in (range(me.world), range(me.world - 1)):
+        group = dist.new_group(list(members), backend="shoal")
+        if me.rank not in members:
+            continue
+        for part in (0, 1, 5000, 300_000):
+            given = [numbers(each, len(members) * part, torch.float32) for each in members]
+            mine = torch.empty(part)
+            dist.reduce_scatter_single(mine, given[me.rank], group=group)
+            if not torch.equal(mine, summed(given).view(len(members), part)[me.rank]):
+                wrong.append(f"reduce-scatter of {part} among {len(members)}")
+            # In place, as stage 1 of ZeRO asks for it.
+            whole = given[me.rank].clone()
+            dist.reduce_scatter_single(whole.view(len(members), part)[me.rank], whole, group=group)
+            dist.all_gather_single(whole, whole.view(len(members), part)[me.rank], group=group)
+            if not torch.equal(whole, summed(given)):
+                wrong.append(f"all-gather of {part} among {len(members)}")
+    leave()
+    return wrong

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -249,3 +251,48 @@ def traffic(arguments: dict[str, Any], channel: Any) -> list[dict[str, Any]]:
     rows = BOOK.take().to_json()
     leave()
     return rows
+
+
+def _held() -> dict[str, int]:
+    """What this process holds of the system: descriptors, threads, and memory it shares with others. The least of
+    several looks, as the kernel lets go of a thread a moment after it has ended."""
+    gc.collect()
+    looks = []
+    for _ in range(20):
+        looks.append(
+            {
+                "descriptors": len(os.listdir("/proc/self/fd")),
+                "threads": len(os.listdir("/proc/self/task")),
+                "shared": Path("/proc/self/maps").read_text().count("memfd:shoal"),
+            }
+        )
+        time.sleep(0.02)
+    return {what: min(look[what] for look in looks) for what in looks[0]}
+
+
+def one_after_another(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
+    """What is held after two engines, and after as many again as were asked for; what a closed group says."""
+    me = join(backend=arguments["backend"])
+    said = ""
+    for count in range(2 + arguments["engines"]):
+        engine, _ = start(arguments["strategies"][count % len(arguments["strategies"])], chain(2))
+        for _ in range(2):
+            engine.backward(loss_of(engine.model, torch.ones(2, WIDTH)), 2.0)
+            engine.step()
+        engine.close()
+        if count == 0:
+            group = engine.placement.world.group
+            try:
+                group.allreduce([torch.ones(1)]).wait()
+            except RuntimeError as error:
+                said = str(error)
+            del group
+        del engine
+        if count == 1:
+            before = _held()
+    after = _held()
+    groups = len(torch.distributed.distributed_c10d._world.pg_map)
+    known = len(BOOK.last)
+    torch.distributed.barrier()
+    leave()
+    return {"before": before, "after": after, "groups": groups, "known": known, "said": said, "rank": me.rank}

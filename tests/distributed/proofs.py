@@ -127,4 +127,5 @@ def _prove(me: Any, proof: Proof) -> dict[str, Any]:
     return {
         "difference": difference, "where": where, "ledger": trained["ledger_differences"],
         "compared": compared["compared"], "elements": serial["elements"], "losses": trained["losses"],
+        "backend": me.backend,
     }  # fmt: skip

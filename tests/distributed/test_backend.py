@@ -65,6 +65,7 @@ def test_a_peer_that_is_given_up_on_does_not_poison_the_rest(ranks: Ranks) -> No
     ("strategy", "world"),
     [
         ("dp(2, via=shared())", 2),
+        ("dp(4, via=shared())", 4),
         ("dp(4, via=shared()) * accumulate(2)", 4),
         ("dp(2) * dp(2, via=shared())", 4),
         ("pp(2, '1f1b', micro=4) * dp(2, via=shared())", 4),
@@ -81,6 +82,28 @@ def test_each_path_between_replicas_trains_exactly_as_the_serial_run(ranks: Rank
         assert found["ledger"] == []
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_replicas_in_one_memory_may_lack_gradients_and_have_odd_ones(ranks: Ranks, world: int) -> None:
+    jobs = ["unused", "late", "sometimes", "sparse", "tied", "one_linear", "short", "uneven", "loose"]
+    cases = [[job, f"dp({world}, via=shared())"] for job in jobs]
+    for rows in ranks("distributed.proofs:prove_many", {"cases": cases, "steps": 4}, ranks=world, timeout_s=120):
+        for row in rows:
+            assert row["difference"] <= 1e-10, (row["case"], row["where"])
+            assert row["ledger"] == [], row["case"]
+
+
+def test_a_sum_in_one_memory_does_not_depend_on_who_comes_first(ranks: Ranks) -> None:
+    for same in ranks(f"{TARGETS}:in_any_order", ranks=4):
+        assert same == [True, True]
+
+
+def test_two_replicas_in_one_memory_share_one_gradient(ranks: Ranks) -> None:
+    """Pages that nobody wrote to take no memory: parameters, gradients and a page for what is written."""
+    for seen in ranks(f"{TARGETS}:pages_in_use", ranks=4):
+        assert seen["apart"] == pytest.approx(1 + 4, abs=0.1)
+        assert seen["together"] == pytest.approx(1 + 2, abs=0.1)
+
+
 def test_emulated_links_take_the_time_of_those_they_stand_for(ranks: Ranks) -> None:
     """Two hosts at 100 Mb/s and 2 ms: a ring of two sends half the vector twice."""
     settings = {"emulate": "2x1, 1us, 20GB/s | 2ms, 100Mb/s", "sizes": [400_000]}
@@ -88,8 +111,44 @@ def test_emulated_links_take_the_time_of_those_they_stand_for(ranks: Ranks) -> N
         assert 36 <= rank["400000"] <= 36 * 1.5
 
 
+@pytest.mark.parametrize(("shape", "world"), [("2x2", 4), ("3x2", 6), ("2x3", 6)])
+def test_the_ledger_knows_the_hosts_of_a_hierarchical_all_reduce(ranks: Ranks, shape: str, world: int) -> None:
+    settings = {"emulate": f"{shape}, 1us, 20GB/s | 10us, 1GB/s"}
+    for seen in ranks(f"{TARGETS}:hierarchical_counts", settings, ranks=world):
+        assert seen["ledger"] == seen["sent"]
+
+
+def test_collectives_of_two_levels_train_as_predicted(ranks: Ranks) -> None:
+    strategies = ["dp(4, via=allreduce('hierarchical'))", "dp(4, zero=1)", "dp(4, zero=3)", "dp(2) * dp(2, zero=2)"]
+    asked = {"cases": [["language:tiny", strategy] for strategy in strategies], "steps": 3}
+    emulated = {"SHOAL_EMULATE": "2x2, 1us, 20GB/s | 10us, 1GB/s"}
+    for rows in ranks("distributed.proofs:prove_many", asked, ranks=4, timeout_s=120, environment=emulated):
+        for row in rows:
+            assert row["difference"] <= 1e-10, (row["case"], row["where"])
+            assert row["ledger"] == [], row["case"]
+
+
+def test_gathers_and_scatters_over_emulated_hosts_and_over_hosts_of_unequal_size(ranks: Ranks) -> None:
+    settings = {"emulate": "2x2, 1us, 20GB/s | 10us, 1GB/s"}
+    assert ranks(f"{TARGETS}:over_hosts", settings, ranks=4) == [[]] * 4
+
+
 def test_gloo_is_not_asked_for_an_algorithm_it_does_not_have(ranks: Ranks) -> None:
     settings = {"job": "language:tiny", "strategy": "dp(2, via=allreduce('tree'))", "backend": "gloo", "folder": None}
     with pytest.raises(RankFailed, match="use --backend shoal") as caught:
         ranks("shoal.train.loop:train_run", settings, ranks=2)
     assert caught.value.for_user
+
+
+def test_a_soft_limit_on_descriptors_makes_way_for_groups(ranks: Ranks) -> None:
+    for seen in ranks(f"{TARGETS}:few_descriptors", {"hard": False}, ranks=2):
+        assert seen["total"] == 30 * seen["world"]
+        assert seen["most"] < seen["soft"] == seen["hard"]
+
+
+def test_a_hard_limit_on_descriptors_is_told_with_what_was_needed(ranks: Ranks) -> None:
+    with pytest.raises(
+        RankFailed, match=r"takes 2 file descriptors.* may have \d+ \(RLIMIT_NOFILE.*ulimit -Hn"
+    ) as told:
+        ranks(f"{TARGETS}:few_descriptors", {"hard": True}, ranks=2)
+    assert told.value.for_user

@@ -19,7 +19,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 def answer(name: str, *words: str) -> Any:
     paths = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / name), "--quick", "--json", *words],
+        [sys.executable, str(BENCHMARKS / name), "--json", *words],
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
@@ -40,7 +40,9 @@ def loaded(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_every_axis_is_timed_beside_a_peer_that_trains_the_same() -> None:
-    found = answer("parallel.py", "--rounds", "1", "--steps", "1", "--only", "tensor,pipeline,context,experts")
+    found = answer(
+        "parallel.py", "--quick", "--rounds", "1", "--steps", "1", "--only", "tensor,pipeline,context,experts"
+    )
     beside = {row["name"]: row for rows in found.values() for row in rows if "peer" in row}
     for axis in (
         "tp(2)",
@@ -54,9 +56,19 @@ def test_every_axis_is_timed_beside_a_peer_that_trains_the_same() -> None:
         assert beside[axis]["of_limit"] > 0
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_host_that_shares_memory_holds_half_of_what_ddp_holds() -> None:
+    rows = {row["name"]: row for row in answer("memory.py", "--only", "host")["rows"]}
+    for row in rows.values():
+        assert row["held_between_steps"] == pytest.approx(row["formula_bytes_per_parameter"], rel=0.01)
+    assert rows["dp(2, via=shared())"]["held_of_ddp"] <= 0.51
+    assert rows["dp(2, via=shared())"]["peak_of_ddp"] <= 0.6
+
+
 @pytest.mark.timeout(300)
 def test_activations_follow_the_schedule() -> None:
-    rows = answer("activation_memory.py", "--micro", "2,4")["rows"]
+    rows = answer("activation_memory.py", "--quick", "--micro", "2,4")["rows"]
     assert all(row["in_flight"] == row["formula_in_flight"] for row in rows)
     kept = {(row["name"], row["rank"]): row for row in rows}
     for rank in (0, 1):

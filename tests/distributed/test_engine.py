@@ -84,3 +84,15 @@ def test_synchronised_batch_norm_is_torchs_own_at_the_full_batch(ranks: Run, wor
     for found in ranks(f"{TARGETS}:norms", {"cases": cases}, ranks=world):
         for difference, case in zip(found, cases, strict=True):
             assert difference < 1e-9, case
+
+
+@pytest.mark.parametrize("backend", ["shoal", "shoal-gloo"])
+def test_engines_after_one_another_leave_no_descriptors_threads_or_groups(ranks: Run, backend: str) -> None:
+    strategies = ["dp(4)", "dp(2, zero=3) * dp(2)", "dp(2) * dp(2, via=shared())", "dp(4, zero=1)"]
+    settings = {"backend": backend, "strategies": strategies, "engines": 20}
+    for seen in ranks(f"{TARGETS}:one_after_another", settings, ranks=4, timeout_s=120):
+        assert seen["after"] == seen["before"]
+        assert seen["groups"] == 1, "only the world's group is left"
+        assert seen["known"] <= 1
+        if backend == "shoal":
+            assert "the group was closed" in seen["said"]

@@ -38,6 +38,7 @@ from shoal.comm.collectives.direct import (
     scatter,
 )
 from shoal.comm.collectives.tree import tree_broadcast, tree_reduce
+from shoal.comm.collectives.two_levels import has_two_levels, two_level_all_gather, two_level_reduce_scatter
 from shoal.comm.counted import CountedGroup
 from shoal.comm.laid_flat import Flat, Joined, even_parts, parts_by_rows
 from shoal.comm.mail import ANY, Mail
@@ -47,7 +48,7 @@ from shoal.comm.progress import Line, Task, note_ranks_here
 from shoal.comm.transport import emulated
 from shoal.comm.transport.connect import connect, job_secret
 from shoal.comm.vector import Vector, total_bytes
-from shoal.comm.wire import even_payload
+from shoal.comm.wire import Algorithm, Hierarchical, even_payload
 from shoal.comm.work import NO_TIMEOUT, Collective
 
 
@@ -99,15 +100,19 @@ class ShoalGroup(CountedGroup):
     def prefer(self, algorithm: str) -> None:
         self.algorithm = algorithm
 
-    def algorithm_of(self, kind: str, payload_bytes: int) -> str | None:
-        """An all-reduce takes the algorithm asked for, or the cheapest by the model of the links."""
+    def algorithm_of(self, kind: str, payload_bytes: int) -> Algorithm:
         if kind == "reduce":
             return "tree"
-        if kind != "all_reduce":
-            return None
+        return self._counted_as(self._all_reduce_by(payload_bytes)) if kind == "all_reduce" else None
+
+    def _all_reduce_by(self, payload_bytes: int) -> str:
+        """An all-reduce takes the algorithm asked for, or the cheapest by the model of the links."""
         if self.algorithm != "auto":
             return self.algorithm
         return choose_all_reduce(payload_bytes, self.size(), self._per_host, self.network)
+
+    def _counted_as(self, name: str) -> Algorithm:
+        return Hierarchical(tuple(map(len, self.peers.hosts))) if name == "hierarchical" else name
 
     def _start(self, kind: str, steps: Steps, result: list[torch.Tensor], opts: Any) -> Collective:
         def whole() -> Steps:
@@ -127,9 +132,9 @@ class ShoalGroup(CountedGroup):
         opts = options_of(opts, AllreduceOptions)
         operation, average = operation_of(opts.reduceOp)
         flats = [Joined(tensors)] if len({tensor.dtype for tensor in tensors}) == 1 else [Joined([t]) for t in tensors]
-        algorithms = [str(self.algorithm_of("all_reduce", flat.vector.nbytes)) for flat in flats]
+        algorithms = [self._all_reduce_by(flat.vector.nbytes) for flat in flats]
         for flat, algorithm in zip(flats, algorithms, strict=True):
-            self._enter("all_reduce", flat.vector.nbytes, algorithm)
+            self._enter("all_reduce", flat.vector.nbytes, self._counted_as(algorithm))
 
         def steps() -> Steps:
             for flat, algorithm in zip(flats, algorithms, strict=True):
@@ -189,9 +194,11 @@ class ShoalGroup(CountedGroup):
             self._enter("reduce_scatter", total_bytes(parts))
             ready.append((into, parts))
 
+        reduce_scatter = two_level_reduce_scatter if has_two_levels(self.peers.hosts) else direct_reduce_scatter
+
         def steps() -> Steps:
             for into, parts in ready:
-                yield from direct_reduce_scatter(self.peers, parts, into.vector, operation)
+                yield from reduce_scatter(self.peers, parts, into.vector, operation)
                 if average:
                     _divide(into.data, self.size())
                 into.restore()
@@ -237,9 +244,11 @@ class ShoalGroup(CountedGroup):
             self._enter("all_gather", total_bytes(parts))
             ready.append((outputs, parts, mine))
 
+        all_gather = two_level_all_gather if has_two_levels(self.peers.hosts) else direct_all_gather
+
         def steps() -> Steps:
             for outputs, parts, mine in ready:
-                yield from direct_all_gather(self.peers, mine.vector, parts)
+                yield from all_gather(self.peers, mine.vector, parts)
                 for output in outputs:
                     output.restore()
 

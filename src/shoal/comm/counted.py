@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.ledger import BOOK
+from shoal.comm.wire import Algorithm
 
 REFUSED = ("split_group", "merge_remote_group")
 """They would make groups that nobody counts; `dist.new_group` makes ones that are counted."""
@@ -42,11 +43,11 @@ class CountedGroup(dist.ProcessGroup):
                 "--backend shoal, or via=allreduce()"
             )
 
-    def algorithm_of(self, kind: str, payload_bytes: int) -> str | None:
+    def algorithm_of(self, kind: str, payload_bytes: int) -> Algorithm:
         """By which algorithm it carries such a collective; None where there is only one."""
         return None
 
-    def _enter(self, kind: str, payload_bytes: int, algorithm: str | None = None) -> None:
+    def _enter(self, kind: str, payload_bytes: int, algorithm: Algorithm = None) -> None:
         BOOK.enter(
             axis=self.axis, kind=kind, payload_bytes=payload_bytes, ranks=self.size(), group=self.label,
             algorithm=algorithm,

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.comm.wire import sent
+from shoal.comm.wire import Algorithm, sent
 
 PHASES = ("setup", "shapes", "forward", "backward", "gradient", "optimizer", "loss", "evaluate", "checkpoint")
 
@@ -108,7 +108,7 @@ class Ledger:
         )
 
 
-Choose = Callable[[str, str, int, int], str | None]
+Choose = Callable[[str, str, int, int], Algorithm]
 """The algorithm of a collective, from its axis, kind, payload bytes and ranks; None where there is only one."""
 
 
@@ -153,7 +153,7 @@ class Book:
             self.phase = before
 
     def enter(
-        self, *, axis: str, kind: str, payload_bytes: int, ranks: int, group: str, algorithm: str | None = None
+        self, *, axis: str, kind: str, payload_bytes: int, ranks: int, group: str, algorithm: Algorithm = None
     ) -> None:
         cost = sent(kind, payload_bytes=payload_bytes, ranks=ranks, algorithm=algorithm)
         entry = self._entered.setdefault((axis, self.phase, kind), [0, 0, 0])
@@ -163,6 +163,10 @@ class Book:
         last = self.last.get(group)
         number = last.number + 1 if last else 1
         self.last[group] = Call(number, kind, self.phase, time.monotonic())
+
+    def forget(self, group: str) -> None:
+        """A group that is no more is late for nothing."""
+        self.last.pop(group, None)
 
     def take(self) -> Ledger:
         """What was entered since the last take; the count starts anew."""

@@ -14,6 +14,8 @@ from math import prod
 import torch.distributed as dist
 
 from shoal.comm.counted import CountedGroup
+from shoal.comm.ledger import BOOK
+from shoal.comm.wire import Algorithm
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class Mesh:
         self.size = prod(size for _, size in axes)
         self._backend = backend
         self._known: dict[tuple[str, ...], Members] = {}
+        self._groups: list[dist.ProcessGroup] = []
+        """Those of this rank, in the order in which all ranks made them."""
 
     def coordinates(self, rank: int) -> dict[str, int]:
         place: dict[str, int] = {}
@@ -55,7 +59,7 @@ class Mesh:
             rank, place[name] = divmod(rank, size)
         return place
 
-    def algorithm(self, axis: str, kind: str, payload_bytes: int, ranks: int) -> str | None:
+    def algorithm(self, axis: str, kind: str, payload_bytes: int, ranks: int) -> Algorithm:
         """What the group of an axis would take for such a collective; None where its backend has one way only."""
         for members in self._known.values():
             if members.axis == axis and members.size == ranks and isinstance(members.group, CountedGroup):
@@ -84,12 +88,31 @@ class Mesh:
                     fixed = tuple((n, at) for n, at in place.items() if n != axis and n not in names)
                     groups.setdefault(fixed, []).append(rank)
             for ranks in groups.values():
-                group = dist.new_group(ranks, backend=self._backend, group_desc=label) if len(ranks) > 1 else None
+                group = self._group(ranks, label)
                 if self.rank in ranks and mine[axis] in places:
                     self._settle(group, label, key)
                     found = Members(label, tuple(ranks), ranks.index(self.rank), group)
             self._known[key] = found
         return self._known[key]
+
+    def close(self) -> None:
+        """Ends the groups, with their links and threads. All ranks call it alike; nothing may be under way in them."""
+        while self._groups:
+            group = self._groups.pop(0)
+            with BOOK.during("setup"):
+                dist.barrier(group=group)
+            if isinstance(group, CountedGroup):
+                BOOK.forget(group.label)
+            dist.destroy_process_group(group)
+
+    def _group(self, ranks: Sequence[int], label: str) -> dist.ProcessGroup | None:
+        """A group of these ranks; none for one rank alone. Collective, also for those who are not in it."""
+        if len(ranks) == 1:
+            return None
+        group = dist.new_group(list(ranks), backend=self._backend, group_desc=label)
+        if self.rank in ranks:
+            self._groups.append(group)
+        return group
 
     def _settle(self, group: dist.ProcessGroup | None, label: str, key: Sequence[str]) -> None:
         if isinstance(group, CountedGroup):
@@ -107,9 +130,7 @@ class Mesh:
             for inside in product(*(range(sizes[name]) for name in key)):
                 place = {**dict(zip(fixed, rest, strict=True)), **dict(zip(key, inside, strict=True))}
                 ranks.append(rank_at[tuple((name, place[name]) for name, _ in reversed(self.axes))])
-            group = None
-            if len(ranks) > 1:
-                group = dist.new_group(ranks, backend=self._backend, group_desc=label)
+            group = self._group(ranks, label)
             if all(mine[name] == value for name, value in zip(fixed, rest, strict=True)):
                 self._settle(group, label, key)
                 found = Members(label, tuple(ranks), ranks.index(self.rank), group)

@@ -230,6 +230,7 @@ class Line:
         if self._closed:
             return
         self._closed = True
+        self._broken = self._broken or RuntimeError(f"{self._name}: the group was closed, and its links with it")
         self._called.set()
         self._ring()
         if self._worker is not None and self._worker is not threading.current_thread():

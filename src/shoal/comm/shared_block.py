@@ -7,6 +7,7 @@ ends.
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 
@@ -73,6 +74,21 @@ class SharedBlock:
                     f"via=shared() shares memory among ranks {', '.join(map(str, self.members.ranks))}, but rank "
                     f"{place} is on another host; put a level of dp(..., via=allreduce()) between hosts"
                 )
+
+    def lock(self, number: int) -> None:
+        """Waits until no other rank holds this number; a process that ends lets go. Needs `keep_open`."""
+        if self.members.group is not None:
+            fcntl.lockf(self.descriptor, fcntl.LOCK_EX, 1, number)
+
+    def unlock(self, number: int) -> None:
+        if self.members.group is not None:
+            fcntl.lockf(self.descriptor, fcntl.LOCK_UN, 1, number)
+
+    def close(self) -> None:
+        """Lets go of the descriptor. The memory goes with the last tensor in it."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
 
     @property
     def memory(self) -> memoryview:

@@ -25,6 +25,18 @@ class Sent:
     bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Hierarchical:
+    """The all-reduce whose messages depend on who shares a host with whom."""
+
+    hosts: tuple[int, ...]
+    """Ranks on each."""
+
+
+Algorithm = str | Hierarchical | None
+"""By its name; None where a collective has one algorithm only."""
+
+
 def _each_to_each(n: int, ranks: int) -> Sent:
     return Sent(ranks - 1, n * (ranks - 1) // ranks)
 
@@ -85,9 +97,18 @@ ALL_REDUCE: dict[str, Callable[[int, int], Sent]] = {
     "tree": _both_ways,
     "butterfly": _butterfly,
     "rabenseifner": _rabenseifner,
-    # Its bytes are a ring's; how many messages depends on the hosts, which the group knows.
-    "hierarchical": _ring_all_reduce,
 }
+
+
+def _hierarchical(n: int, hosts: tuple[int, ...]) -> Sent:
+    # Rings inside and between, or a tree inside each host and a ring of first ranks. A ring's bytes in either case.
+    ranks = sum(hosts)
+    if len(set(hosts)) == 1:
+        messages = 2 * ranks * (hosts[0] - 1 + len(hosts) - 1)
+    else:
+        messages = 2 * (ranks - len(hosts)) + 2 * len(hosts) * (len(hosts) - 1)
+    return Sent(ceil(messages / ranks), 2 * n * (ranks - 1) // ranks)
+
 
 FORMULAS: dict[str, Callable[[int, int], Sent]] = {
     "all_reduce": _ring_all_reduce,
@@ -111,10 +132,12 @@ def even_payload(*, bytes_to_others: int, ranks: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def sent(kind: str, *, payload_bytes: int, ranks: int, algorithm: str | None = None) -> Sent:
+def sent(kind: str, *, payload_bytes: int, ranks: int, algorithm: Algorithm = None) -> Sent:
     """Messages and bytes one rank sends for a collective of this kind; by Gloo's algorithm unless one is named."""
     if ranks == 1 and kind not in ("send", "recv"):
         return Sent(0, 0)
+    if isinstance(algorithm, Hierarchical):
+        return _hierarchical(payload_bytes, algorithm.hosts)
     if kind == "all_reduce" and algorithm is not None:
         return ALL_REDUCE[algorithm](payload_bytes, ranks)
     if kind == "reduce" and algorithm == "tree":

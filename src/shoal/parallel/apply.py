@@ -17,6 +17,7 @@ from torch import nn
 from shoal.comm.compress.table import method_of
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members, Mesh
+from shoal.comm.shared_block import SharedBlock
 from shoal.parallel.batch_norm import count_once, synchronise
 from shoal.parallel.compression import Compression
 from shoal.parallel.cutting import CutModel, cut_model
@@ -53,8 +54,8 @@ def parallelize(
     layout: Layout | None = None,
     seed: int = 0,
 ) -> Engine:
-    """Makes the model train by the strategy. All ranks call it alike; rank 0's values are everyone's start. `seed` is
-    that of what compression draws."""
+    """Makes the model train by the strategy. All ranks call it alike; rank 0's values are everyone's start. The mesh is
+    the engine's from then on, and is closed with it. `seed` is that of what compression draws."""
     require_runnable(strategy, elementwise=elementwise)
     cutting = next((axis for axis in strategy.axes if not axis.name.startswith("dp")), None)
     if layout is None and cutting is not None:
@@ -134,6 +135,8 @@ class _Shards:
         self.masters: list[torch.Tensor] = []
         self.offsets: list[int] = []
         self.done_with: list[tuple[Bucket, ShardedUnit]] = []
+        self.locks: SharedBlock | None = None
+        """Of replicas that share memory."""
 
     def buckets_of(self, params: list[tuple[str, nn.Parameter]]) -> None:
         # Backward meets parameters in the reverse of their order, so buckets are filled from the end.
@@ -164,7 +167,10 @@ class _Shards:
         name = group[0][0]
         family = self.cut.family(name)
         replicas = self.placement.replicas(family)
-        memory = OneMemory(replicas.sharding) if replicas.one_memory else None
+        memory = None
+        if replicas.one_memory:
+            self.locks = self.locks or SharedBlock(replicas.sharding, 0, keep_open=True)
+            memory = OneMemory(replicas.sharding, self.locks, bucket=len(self.buckets), slots=len(group))
         shards, index = replicas.sharding.size, replicas.sharding.index
         slices = replicas.route.inside.size if replicas.route is not None else 1
         buffer = FlatBuffer(group, shards=shards, index=index, memory=memory, multiple=slices)

@@ -31,6 +31,14 @@ def synchronise(model: nn.Module, replicas: Members) -> None:
         module.forward = partial(_forward, module, replicas)  # type: ignore[method-assign]
 
 
+def release(model: nn.Module) -> None:
+    """Takes `synchronise` back: every batch norm sees its own batch again."""
+    for _, module in batch_norms(model):
+        forward = vars(module).get("forward")
+        if isinstance(forward, partial) and forward.func is _forward:
+            del module.forward
+
+
 def count_once(model: nn.Module) -> None:
     """Batch norm that stays local: its running statistics take no notice of recomputation, nor of empty batches."""
     for _, module in batch_norms(model):

@@ -67,8 +67,13 @@ class Bucket:
         self.views: list[torch.Tensor] = []
         self.memory = memory
         """Where the gradients of all replicas lie, if they share memory."""
+        self.pieces: list[list[tuple[int, torch.Tensor]]] = []
+        """Of a gradient that another replica writes to as well, what is written at a time."""
         self.filled = [False] * len(buffer.slots)
-        self.missing = len(buffer.slots) if part != SHARED else NEVER
+        self.missing = len(buffer.slots)
+        if part == SHARED:
+            self.missing = NEVER
+            self.keep_apart()
         self.shard: torch.Tensor | None = None
         """Gradient of this rank's shard; stages 2 and 3 keep it apart from the whole."""
         self.route = replicas.route
@@ -83,19 +88,28 @@ class Bucket:
 
     def receive(self, slot: int, gradient: torch.Tensor) -> None:
         self._allocate()
-        if self.filled[slot]:
+        if self.memory is not None and not self.memory.apart:
+            self.memory.add(self.pieces[slot], gradient)
+        elif self.filled[slot]:
             self.views[slot].add_(gradient)
         else:
             self.views[slot].copy_(gradient)
-            self.filled[slot] = True
+        self.filled[slot] = True
         self.missing -= 1
 
     def receive_product(self, slot: int, left: torch.Tensor, right: torch.Tensor) -> None:
-        """A gradient that is a matrix product, accumulated as it is computed."""
+        """A gradient that is a matrix product, accumulated as it is computed. Only where replicas are apart."""
         self._allocate()
         self.views[slot].addmm_(left, right, beta=1.0 if self.filled[slot] else 0.0)
         self.filled[slot] = True
         self.missing -= 1
+
+    def keep_apart(self) -> None:
+        """From now on each replica has its own gradient, where they share memory. All of them call it alike, in a step
+        that has no gradient yet."""
+        if self.memory is not None and not self.memory.apart:
+            self.memory.apart = True
+            self.whole = None
 
     def _allocate(self) -> torch.Tensor:
         if self.whole is None:
@@ -104,13 +118,19 @@ class Bucket:
             else:
                 self.whole = torch.zeros(self.buffer.padded, dtype=self.buffer.dtype, device=self.buffer.device)
             self.views = self.buffer.views_of(self.whole)
+            if self.memory is not None and not self.memory.apart:
+                self.pieces = self.memory.pieces(self.views)
         return self.whole
 
     def complete(self) -> torch.Tensor:
         """The whole gradient, with zeros for parameters that took no part."""
         whole = self._allocate()
         for slot, filled in enumerate(self.filled):
-            if not filled:
+            if filled:
+                continue
+            if self.memory is not None and not self.memory.apart:
+                self.memory.add(self.pieces[slot], None)
+            else:
                 self.views[slot].zero_()
         return whole
 
@@ -195,12 +215,15 @@ class GradientReduction:
         self._last_micro = last_micro
         for bucket in self._at_work:
             bucket.missing = len(bucket.buffer.slots)
+            if not last_micro:
+                bucket.keep_apart()
 
     def hold(self, part: int) -> None:
         """Takes gradients of a stage in without reducing anything, until `start` and `flush`."""
         for bucket in self.buckets:
             if bucket.part == part:
                 bucket.missing = NEVER
+                bucket.keep_apart()
 
     def flush(self) -> None:
         """After a micro-batch's backward: what is not on the wire yet goes out now. A bucket may be late on some ranks
@@ -298,6 +321,8 @@ class GradientReduction:
                 bucket.missing = NEVER
             if bucket.zero >= 2:
                 bucket.shard = None
+            if bucket.memory is not None:
+                bucket.memory.next_step()
 
     def remove(self) -> None:
         for hook in self._hooks:

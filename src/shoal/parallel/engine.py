@@ -22,6 +22,7 @@ from torch import nn
 
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
+from shoal.parallel.batch_norm import release
 from shoal.parallel.compression import Compression
 from shoal.parallel.cutting import CutModel
 from shoal.parallel.data import PLAIN, Bucket, GradientReduction
@@ -186,6 +187,7 @@ class Engine:
         loss_sum, count, stop, *used = everything.tolist()
         loss = loss_sum / count if count else float("nan")
         if not isfinite(loss):
+            self._meet()  # Another replica may still be summing where this one would write next.
             self.reduction.clear()
             raise NonFinite(f"the loss is {loss} (sum {loss_sum} over {count:g} tokens or samples){self._hint()}")
         unused = frozenset(name for name, times in zip(self.names, used, strict=True) if not times)
@@ -254,8 +256,7 @@ class Engine:
         if self.gathering is not None:
             self.gathering.finish(root=True)
         if self.placement.one_memory:
-            if self.buckets and self.buckets[0].memory is not None:
-                self.buckets[0].memory.meet()
+            self._meet()
         elif self.placement.zero in (1, 2):
             works = []
             for bucket in self.buckets:
@@ -265,6 +266,11 @@ class Engine:
                     works.append(dist.all_gather_single(values, shard, group=sharding.group, async_op=True))
             for work in works:
                 work.wait()
+
+    def _meet(self) -> None:
+        """Replicas in one memory wait for each other."""
+        if self.buckets and self.buckets[0].memory is not None:
+            self.buckets[0].memory.meet()
 
     def owned(self, bucket: Bucket) -> tuple[int, int]:
         """The range of a bucket's buffer that this rank writes to a checkpoint: each element is written by one rank."""
@@ -321,12 +327,16 @@ class Engine:
         self.optimizer.load(saved)
 
     def close(self) -> None:
-        """Takes the hooks off; every rank is left with the whole parameters. All ranks call it alike."""
+        """Takes the hooks off and ends the groups of the mesh; every rank is left with the whole parameters. All ranks
+        call it alike."""
         self.settle()
         self.reduction.remove()
         for bucket in self.buckets:
             if bucket.memory is not None:
                 for slot in bucket.buffer.slots:
                     slot.param.data = slot.param.data.clone()  # Its own again.
+                bucket.memory.close()
         if self.gathering:
             self.gathering.remove()
+        release(self.model)
+        self.placement.mesh.close()

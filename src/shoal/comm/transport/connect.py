@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from shoal.comm.transport.descriptors import make_room
 from shoal.comm.transport.link import Link
 from shoal.comm.transport.shared import SharedLink, offer, take
 from shoal.comm.transport.tcp import TcpLink
@@ -58,6 +59,7 @@ def connect(
     grouped = tuple(tuple(ranks) for ranks in hosts.values())
     if size == 1:
         return Connected(links, grouped)
+    make_room(channels * (size - 1), what=f"joining rank {rank} to {size - 1} others by {channels} links each")
     deadline = time.monotonic() + timeout.total_seconds()
     nearby = {other for other, name in enumerate(names) if name == names[rank] and carrier == "auto"} - {rank}
     far = set(range(size)) - nearby - {rank}
