@@ -152,7 +152,7 @@ class ShoalGroup(CountedGroup):
 
         def steps() -> Steps:
             # Only the root's tensor may change; the others add up in a copy.
-            own = flat.vector if self.rank() == root else Vector(flat.data.clone())
+            own = flat.vector if self.rank() == root else Vector(flat.data.detach().clone())
             if self.size() > 1 and len(own):
                 yield from tree_reduce(self.peers, own, operation, root=root)
             if self.rank() == root:
@@ -184,7 +184,7 @@ class ShoalGroup(CountedGroup):
             into = Flat(output)
             if into.vector.nbytes != parts[self.rank()].nbytes:
                 mine = len(parts[self.rank()])
-                raise ValueError(f"a part of {mine} elements does not fit an output of {len(into.data)}")
+                raise ValueError(f"a part of {mine} elements does not fit an output of {len(into.vector)}")
             self._enter("reduce_scatter", total_bytes(parts))
             ready.append((into, parts))
 
@@ -232,7 +232,7 @@ class ShoalGroup(CountedGroup):
             mine = Flat(given)
             if mine.vector.nbytes != parts[self.rank()].nbytes:
                 place = len(parts[self.rank()])
-                raise ValueError(f"a part of {len(mine.data)} elements does not fill its place of {place}")
+                raise ValueError(f"a part of {len(mine.vector)} elements does not fill its place of {place}")
             self._enter("all_gather", total_bytes(parts))
             ready.append((outputs, parts, mine))
 
@@ -349,6 +349,7 @@ for _name in (
 
 
 def _divide(values: torch.Tensor, by: int) -> None:
+    values = values.detach()
     values.div_(by) if values.is_floating_point() or values.is_complex() else values.floor_divide_(by)
 
 

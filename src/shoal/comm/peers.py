@@ -27,8 +27,9 @@ KINDS = (
 _HEADER = Struct("<IIQ")
 """Number of the collective in its group, its kind, bytes that follow. As long as ALIGN."""
 
-JOINED_BYTES = 8192
-"""Up to here header and payload travel in one piece: a copy is cheaper than a second wake-up or packet."""
+SMALL_BYTES = 8192
+"""Up to here header and payload travel in one piece and are taken in one: a copy is cheaper than a second wake-up or
+packet."""
 
 
 class OutOfStep(RuntimeError):
@@ -38,27 +39,23 @@ class OutOfStep(RuntimeError):
 class Send:
     """One message on its way out."""
 
+    __slots__ = ("_at", "_pieces", "_size", "done", "link", "sent")
+
     def __init__(self, link: Link, header: bytes, payload: Bytes) -> None:
         self.link = link
-        self.sent = 0
-        """Bytes of the payload that the link has taken; a reader of the same memory must stay behind it."""
-        pad = -len(payload) % ALIGN
-        self._size = len(payload)
-        if len(payload) + pad <= JOINED_BYTES:
-            whole = np.empty(ALIGN + len(payload) + pad, dtype=np.uint8)
-            whole[:ALIGN] = np.frombuffer(header, dtype=np.uint8)
-            whole[ALIGN : ALIGN + len(payload)] = payload
-            self._pieces = [whole]
-            self.sent = self._size
+        self.done = False
+        self._size = size = len(payload)
+        padding = bytes(-size % ALIGN)
+        if size <= SMALL_BYTES:
+            self._pieces = [np.frombuffer(header + payload.tobytes() + padding, dtype=np.uint8)]
+            self.sent = size
+            """Bytes of the payload that the link has taken; a reader of the same memory must stay behind it."""
         else:
             self._pieces = [np.frombuffer(header, dtype=np.uint8), payload]
-            if pad:
-                self._pieces.append(np.zeros(pad, dtype=np.uint8))
+            self.sent = 0
+            if padding:
+                self._pieces.append(np.frombuffer(padding, dtype=np.uint8))
         self._at = 0
-
-    @property
-    def done(self) -> bool:
-        return not self._pieces
 
     def advance(self) -> bool:
         """Moves what can be moved; whether anything was."""
@@ -76,53 +73,72 @@ class Send:
                 self._pieces.pop(0)
                 self._at = 0
         self.sent = self._size
+        self.done = True
         return moved
 
 
 class Receive:
     """One message on its way in, written or reduced into place."""
 
+    __slots__ = ("_at", "_behind", "_end", "_got", "_header", "_operation", "done", "into", "link")
+
     def __init__(
         self, link: Link, header: bytes, into: Vector, operation: Operation | None, behind: Send | None
     ) -> None:
         self.link = link
         self.into = into
+        self.done = False
         self._header = header
         self._operation = operation
         self._behind = behind
-        self._got = np.empty(ALIGN, dtype=np.uint8)
-        self._at = -ALIGN
-        """Bytes of the payload that are in place; below zero, bytes of the header that are missing."""
-        self._pad = -into.nbytes % ALIGN
-
-    @property
-    def done(self) -> bool:
-        return self._at == self.into.nbytes + self._pad
+        self._got = b""
+        self._at = 0
+        """Bytes of the payload, and of what pads it, that are in place."""
+        self._end = into.nbytes + -into.nbytes % ALIGN
 
     def advance(self) -> bool:
+        link, size = self.link, self.into.nbytes
         moved = False
-        while self._at < 0:
-            took = self.link.read(self._got[ALIGN + self._at :])
+        if size <= SMALL_BYTES and not self._got:
+            whole = link.window(ALIGN + self._end)
+            if len(whole) == ALIGN + self._end:
+                self._check(whole[:ALIGN].tobytes())
+                # What leaves the same memory is as small, so it has left.
+                if size:
+                    self._place(whole[ALIGN : ALIGN + size])
+                link.consume(ALIGN + self._end)
+                self.done = True
+                return True
+        while len(self._got) < ALIGN:
+            arrived = link.window(ALIGN - len(self._got))
+            if not len(arrived):
+                return moved
+            moved = True
+            self._got += arrived.tobytes()
+            link.consume(len(arrived))
+            if len(self._got) == ALIGN:
+                self._check(self._got)
+        while self._at < size:
+            took = self._take(size - self._at)
             if not took:
                 return moved
             moved = True
             self._at += took
-            if self._at == 0:
-                self._check(self._got.tobytes())
-        while self._at < self.into.nbytes:
-            took = self._take(self.into.nbytes - self._at)
+        while self._at < self._end:
+            took = len(link.window(self._end - self._at))
             if not took:
                 return moved
-            moved = True
-            self._at += took
-        while not self.done:
-            took = len(self.link.window(self.into.nbytes + self._pad - self._at))
-            if not took:
-                return moved
-            self.link.consume(took)
+            link.consume(took)
             self._at += took
             moved = True
+        self.done = True
         return moved
+
+    def _place(self, arrived: Bytes) -> None:
+        if self._operation is not None:
+            self.into.reduce(self._at, arrived, self._operation)
+        else:
+            self.into.bytes[self._at : self._at + len(arrived)] = arrived
 
     def _take(self, most: int) -> int:
         if self._behind is not None:
@@ -134,7 +150,7 @@ class Receive:
         arrived = self.link.window(most)
         count = len(arrived) - len(arrived) % self.into.itemsize
         if count:
-            self.into.reduce(self._at, arrived[:count], self._operation)
+            self._place(arrived[:count])
             self.link.consume(count)
         return count
 
@@ -224,18 +240,17 @@ class Peers:
 
     def finish(self, *transfers: Transfer, meanwhile: Sequence[Transfer] = ()) -> Steps:
         """Until all are done; others are moved along meanwhile."""
-        pending = [*transfers, *meanwhile]
-        missing = len(transfers)
+        needed: Sequence[Transfer] = transfers
         while True:
             moved = False
-            for transfer in pending:
+            for transfer in (*needed, *meanwhile):
                 moved |= transfer.advance()
-            missing = sum(not transfer.done for transfer in pending[:missing])
-            pending = [transfer for transfer in pending if not transfer.done]
-            if not missing:
+            needed = [transfer for transfer in needed if not transfer.done]
+            if not needed:
                 return
+            meanwhile = [transfer for transfer in meanwhile if not transfer.done]
             if not moved:
-                yield pending
+                yield [*needed, *meanwhile]
 
     def close(self) -> None:
         for link in self.links.values():

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
+NO_BYTES: Bytes = np.empty(0, dtype=np.uint8)
 
 ALIGN = 16
 """Messages begin at multiples of this many bytes of a stream, so that a window can be read as numbers of any type."""

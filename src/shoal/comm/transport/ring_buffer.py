@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.comm.transport.link import Bytes
+from shoal.comm.transport.link import NO_BYTES, Bytes
 
 HEADER = 256
 HEAD, TAIL, READER_SLEEPS, WRITER_SLEEPS = 0, 8, 16, 24
@@ -59,7 +59,7 @@ class RingBuffer:
         tail = self._mine
         at = tail & (self.capacity - 1)
         count = min(self._words[HEAD] - tail, most, self.capacity - at)
-        return self._bytes[at : at + count]
+        return self._bytes[at : at + count] if count else NO_BYTES
 
     def consume(self, count: int) -> None:
         self._mine += count
