@@ -39,26 +39,27 @@ class OutOfStep(RuntimeError):
 class Send:
     """One message on its way out."""
 
-    __slots__ = ("_at", "_pieces", "_size", "done", "link", "sent")
+    __slots__ = ("_at", "_header", "_payload", "_pieces", "done", "link", "sent")
 
     def __init__(self, link: Link, header: bytes, payload: Bytes) -> None:
         self.link = link
         self.done = False
-        self._size = size = len(payload)
-        padding = bytes(-size % ALIGN)
-        if size <= SMALL_BYTES:
-            self._pieces = [np.frombuffer(header + payload.tobytes() + padding, dtype=np.uint8)]
-            self.sent = size
-            """Bytes of the payload that the link has taken; a reader of the same memory must stay behind it."""
-        else:
-            self._pieces = [np.frombuffer(header, dtype=np.uint8), payload]
-            self.sent = 0
-            if padding:
-                self._pieces.append(np.frombuffer(padding, dtype=np.uint8))
+        self.sent = 0
+        """Bytes of the payload that were taken; a reader of the same memory must stay behind it."""
+        self._header, self._payload = header, payload
+        self._pieces: list[Bytes] | None = None
         self._at = 0
 
     def advance(self) -> bool:
         """Moves what can be moved; whether anything was."""
+        if self.done:
+            return False
+        if self._pieces is None:
+            if self.link.put(self._header, self._payload):
+                self.sent = len(self._payload)
+                self.done = True
+                return True
+            self._pieces = self._cut()
         moved = False
         while self._pieces:
             piece = self._pieces[0]
@@ -67,14 +68,21 @@ class Send:
                 return moved
             moved = True
             self._at += took
-            if len(piece) == self._size:
+            if piece is self._payload:
                 self.sent = self._at
             if self._at == len(piece):
                 self._pieces.pop(0)
                 self._at = 0
-        self.sent = self._size
         self.done = True
         return moved
+
+    def _cut(self) -> list[Bytes]:
+        header, payload, padding = self._header, self._payload, bytes(-len(self._payload) % ALIGN)
+        if len(payload) <= SMALL_BYTES:
+            self.sent = len(payload)
+            return [np.frombuffer(header + payload.tobytes() + padding, dtype=np.uint8)]
+        pieces = [np.frombuffer(header, dtype=np.uint8), payload]
+        return [*pieces, np.frombuffer(padding, dtype=np.uint8)] if padding else pieces
 
 
 class Receive:
@@ -97,13 +105,15 @@ class Receive:
         self._end = into.nbytes + -into.nbytes % ALIGN
 
     def advance(self) -> bool:
+        if self.done:
+            return False
         link, size = self.link, self.into.nbytes
         moved = False
         if size <= SMALL_BYTES and not self._got:
             whole = link.window(ALIGN + self._end)
             if len(whole) == ALIGN + self._end:
                 self._check(whole[:ALIGN].tobytes())
-                # What leaves the same memory is as small, so it has left.
+                # What leaves the same memory is as small, so it has left or was copied.
                 if size:
                     self._place(whole[ALIGN : ALIGN + size])
                 link.consume(ALIGN + self._end)
@@ -214,10 +224,11 @@ class Peers:
         self.sent: Count = inside.sent if inside is not None else Count()
         self._current: Current = inside._current if inside is not None else Current()
 
-    def begin(self, kind: str) -> None:
-        """Before each collective, on every rank alike."""
+    def begin(self, kind: str) -> Peers:
+        """The first step of each collective, on every rank alike."""
         self._current.number = (self._current.number + 1) & 0xFFFFFFFF
         self._current.kind = KINDS.index(kind)
+        return self
 
     def among(self, ranks: Sequence[int]) -> Peers:
         """Some of the ranks, this one included, for a part of the collective under way."""

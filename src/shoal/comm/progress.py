@@ -49,6 +49,8 @@ class TimedOut(TimeoutError):
 class Task:
     """One collective under way."""
 
+    __slots__ = ("_then", "done", "error", "steps", "what")
+
     def __init__(self, steps: Steps, what: str) -> None:
         self.steps = steps
         self.what = what

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -28,6 +29,16 @@ _memory_at.restype = ctypes.py_object
 _memory_at.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _WRITABLE = 0x200
 
+
+@lru_cache(maxsize=1024)
+def _bytes_at(address: int, size: int) -> Bytes:
+    """Memory as an array. It owns nothing, so it may be kept for whichever tensor lies at that address next.
+
+    Not by `tensor.numpy()`: its storage could never be resized again, as stage 3 of ZeRO does.
+    """
+    return np.frombuffer(_memory_at(address, size, _WRITABLE), dtype=np.uint8) if size else NO_BYTES
+
+
 Operation = tuple[Callable[..., Any], Callable[..., Any]]
 """Of two arguments into `out`: NumPy's and torch's."""
 
@@ -45,24 +56,24 @@ OPERATIONS: dict[str, Operation] = {
 class Vector:
     """A run of elements of a tensor that lies flat in memory, which it keeps alive."""
 
-    __slots__ = ("bytes", "itemsize", "nbytes", "tensor")
+    __slots__ = ("bytes", "nbytes", "tensor")
 
     def __init__(self, tensor: torch.Tensor, part: Bytes | None = None) -> None:
         """`part`: the bytes of some of its elements; of all of them unless given."""
         self.tensor = tensor
-        self.itemsize = tensor.element_size()
-        if part is None:
-            size = tensor.numel() * self.itemsize
-            # Not by `tensor.numpy()`: its storage could never be resized again, as stage 3 of ZeRO does.
-            part = np.frombuffer(_memory_at(tensor.data_ptr(), size, _WRITABLE), dtype=np.uint8) if size else NO_BYTES
-        self.bytes: Bytes = part
-        self.nbytes = len(part)
+        self.bytes: Bytes = _bytes_at(tensor.data_ptr(), tensor.nbytes) if part is None else part
+        self.nbytes = len(self.bytes)
+
+    @property
+    def itemsize(self) -> int:
+        return self.tensor.itemsize
 
     def __len__(self) -> int:
         return self.nbytes // self.itemsize
 
     def slice(self, start: int, stop: int) -> Vector:
-        return Vector(self.tensor, self.bytes[start * self.itemsize : stop * self.itemsize])
+        itemsize = self.tensor.itemsize
+        return Vector(self.tensor, self.bytes[start * itemsize : stop * itemsize])
 
     def parts(self, count: int) -> list[Vector]:
         """Cut into so many parts, as even as can be, the larger ones first."""

@@ -38,6 +38,10 @@ class Link(ABC):
     def write(self, data: Bytes) -> int:
         """Takes as many bytes as there is room for, and says how many."""
 
+    def put(self, header: bytes, payload: Bytes) -> bool:
+        """A whole message at once, padded; False if it has to be written piece by piece."""
+        return False
+
     @abstractmethod
     def window(self, most: int) -> Bytes:
         """Bytes that have arrived, in order, at most so many; possibly none. Valid until consumed."""

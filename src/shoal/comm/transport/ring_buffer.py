@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.comm.transport.link import NO_BYTES, Bytes
+from shoal.comm.transport.link import ALIGN, NO_BYTES, Bytes
 
 HEADER = 256
 HEAD, TAIL, READER_SLEEPS, WRITER_SLEEPS = 0, 8, 16, 24
@@ -27,8 +27,8 @@ _fence = Lock()
 
 def fence() -> None:
     """No load or store moves across: an uncontended lock is taken and released by locked instructions."""
-    _fence.acquire()
-    _fence.release()
+    with _fence:
+        pass
 
 
 class RingBuffer:
@@ -40,7 +40,8 @@ class RingBuffer:
         if self.capacity <= 0 or self.capacity & (self.capacity - 1):
             raise ValueError(f"a ring buffer has a power of two of bytes, not {self.capacity}")
         self._words = view[:HEADER].cast("Q")
-        self._bytes: Bytes = np.frombuffer(view[HEADER:], dtype=np.uint8)
+        self._view = view[HEADER:].cast("B")
+        self._bytes: Bytes = np.frombuffer(self._view, dtype=np.uint8)
         self._mine = 0
         """The counter this side owns, so that it is never read back from memory that others can write."""
 
@@ -54,6 +55,17 @@ class RingBuffer:
             self._mine = head + count
             self._words[HEAD] = self._mine
         return count
+
+    def put(self, header: bytes, payload: Bytes) -> bool:
+        """A message of `header`, which is ALIGN bytes long, and `payload`, padded; False if it does not fit whole."""
+        head, size = self._mine, len(payload)
+        at, end = head & (self.capacity - 1), ALIGN + size + -size % ALIGN
+        if end > self.capacity - max(at, head - self._words[TAIL]):
+            return False
+        self._view[at : at + ALIGN] = header
+        self._bytes[at + ALIGN : at + ALIGN + size] = payload
+        self._mine = self._words[HEAD] = head + end
+        return True
 
     def window(self, most: int) -> Bytes:
         tail = self._mine
@@ -79,12 +91,13 @@ class RingBuffer:
 
     def wakes(self, who: int) -> bool:
         """Whether the other side sleeps; it will be woken once."""
-        fence()
+        with _fence:  # A fence, without the call: this is part of every message.
+            pass
         if self._words[who]:
             self._words[who] = 0
             return True
         return False
 
     def close(self) -> None:
-        self._bytes = np.empty(0, dtype=np.uint8)
+        self._bytes, self._view = NO_BYTES, memoryview(b"")
         self._words.release()

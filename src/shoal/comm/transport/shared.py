@@ -41,6 +41,13 @@ class SharedLink(Link):
             self._wake()
         return count
 
+    def put(self, header: bytes, payload: Bytes) -> bool:
+        if self._gone or not self._out.put(header, payload):
+            return False
+        if self._out.wakes(READER_SLEEPS):
+            self._wake()
+        return True
+
     def window(self, most: int) -> Bytes:
         arrived = self._in.window(most)
         if self._gone and most and not len(arrived):
