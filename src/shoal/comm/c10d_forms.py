@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from shoal.comm.vector import OPERATIONS, Operation
 
-
 _REDUCTIONS: list[tuple[Any, tuple[Operation, bool]]] = [
     (getattr(dist.ReduceOp, name), (OPERATIONS["sum" if name == "AVG" else name.lower()], name == "AVG"))
     for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")

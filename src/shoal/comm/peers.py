@@ -31,6 +31,11 @@ SMALL_BYTES = 8192
 """Up to here header and payload travel in one piece and are taken in one: a copy is cheaper than a second wake-up or
 packet."""
 
+LARGE_BYTES = 1 << 18
+"""From here on a message is lent where the link can: reading it from the peer's memory costs less than two copies."""
+_LENT = 1 << 31
+"""Added to the kind of such a message: the place of its payload follows, and not the payload."""
+
 
 class OutOfStep(RuntimeError):
     """Ranks of a group called different collectives."""
@@ -39,14 +44,15 @@ class OutOfStep(RuntimeError):
 class Send:
     """One message on its way out."""
 
-    __slots__ = ("_at", "_header", "_payload", "_pieces", "done", "link", "sent")
+    __slots__ = ("_at", "_header", "_lent_header", "_payload", "_pieces", "done", "link", "sent")
 
-    def __init__(self, link: Link, header: bytes, payload: Bytes) -> None:
+    def __init__(self, link: Link, header: bytes, payload: Bytes, lent_header: bytes | None = None) -> None:
+        """`lent_header`: how the message begins if the link may lend it, which needs memory that nobody changes."""
         self.link = link
         self.done = False
         self.sent = 0
         """Bytes of the payload that were taken; a reader of the same memory must stay behind it."""
-        self._header, self._payload = header, payload
+        self._header, self._payload, self._lent_header = header, payload, lent_header
         self._pieces: list[Bytes] | None = None
         self._at = 0
 
@@ -55,6 +61,9 @@ class Send:
         if self.done:
             return False
         if self._pieces is None:
+            if self._lent_header is not None and self.link.lend(self._lent_header, self._payload):
+                self._pieces = []
+                return True
             if self.link.put(self._header, self._payload):
                 self.sent = len(self._payload)
                 self.done = True
@@ -73,8 +82,8 @@ class Send:
             if self._at == len(piece):
                 self._pieces.pop(0)
                 self._at = 0
-        self.done = True
-        return moved
+        self.done = self.link.returned()
+        return moved or self.done
 
     def _cut(self) -> list[Bytes]:
         header, payload, padding = self._header, self._payload, bytes(-len(self._payload) % ALIGN)
@@ -115,7 +124,7 @@ class Receive:
                 self._check(whole[:ALIGN].tobytes())
                 # What leaves the same memory is as small, so it has left or was copied.
                 if size:
-                    self._place(whole[ALIGN : ALIGN + size])
+                    self._place(0, whole[ALIGN : ALIGN + size])
                 link.consume(ALIGN + self._end)
                 self.done = True
                 return True
@@ -127,6 +136,10 @@ class Receive:
             self._got += arrived.tobytes()
             link.consume(len(arrived))
             if len(self._got) == ALIGN:
+                if size >= LARGE_BYTES and link.ask_to_lend() and self._got == _lent(self._header):
+                    self._fetch()
+                    self.done = True
+                    return True
                 self._check(self._got)
         while self._at < size:
             took = self._take(size - self._at)
@@ -144,11 +157,24 @@ class Receive:
         self.done = True
         return moved
 
-    def _place(self, arrived: Bytes) -> None:
+    def _place(self, at: int, arrived: Bytes) -> None:
         if self._operation is not None:
-            self.into.reduce(self._at, arrived, self._operation)
+            self.into.reduce(at, arrived, self._operation)
         else:
-            self.into.bytes[self._at : self._at + len(arrived)] = arrived
+            self.into.bytes[at : at + len(arrived)] = arrived
+
+    def _fetch(self) -> None:
+        """What was lent is all there. Giving its place back tells the peer that we have it."""
+        place = self.link.window(ALIGN)
+        if self._operation is None:
+            self.link.fetch(place, 0, self.into.bytes)
+        else:
+            scratch = np.empty(LARGE_BYTES, dtype=np.uint8)
+            for start in range(0, self.into.nbytes, LARGE_BYTES):
+                part = scratch[: self.into.nbytes - start]
+                self.link.fetch(place, start, part)
+                self._place(start, part)
+        self.link.consume(ALIGN)
 
     def _take(self, most: int) -> int:
         if self._behind is not None:
@@ -160,13 +186,14 @@ class Receive:
         arrived = self.link.window(most)
         count = len(arrived) - len(arrived) % self.into.itemsize
         if count:
-            self._place(arrived[:count])
+            self._place(self._at, arrived[:count])
             self.link.consume(count)
         return count
 
     def _check(self, got: bytes) -> None:
         if got != self._header:
             number, kind, size = _HEADER.unpack(got)
+            kind &= ~_LENT
             mine = _HEADER.unpack(self._header)
             theirs = KINDS[kind] if kind < len(KINDS) else f"kind {kind}"
             raise OutOfStep(
@@ -174,6 +201,11 @@ class Receive:
                 f"while this rank expects {mine[2]} bytes of {KINDS[mine[1]]}, its number {mine[0]}. Ranks of a group "
                 "have to call the same collectives in the same order, with tensors of the same size."
             )
+
+
+def _lent(header: bytes) -> bytes:
+    number, kind, size = _HEADER.unpack(header)
+    return _HEADER.pack(number, kind | _LENT, size)
 
 
 Transfer = Send | Receive
@@ -235,10 +267,13 @@ class Peers:
         links = {place: self.links[rank] for place, rank in enumerate(ranks) if rank != self.rank}
         return Peers(ranks.index(self.rank), len(ranks), links, inside=self)
 
-    def send(self, to: int, data: Vector) -> Send:
+    def send(self, to: int, data: Vector, *, overwritten: bool = False) -> Send:
+        """`overwritten`: what arrives meanwhile goes into the same memory."""
         self.sent.messages += 1
         self.sent.bytes += data.nbytes
-        return Send(self.links[to], self._header(data), data.bytes)
+        header = self._header(data)
+        lent = _lent(header) if data.nbytes >= LARGE_BYTES and not overwritten else None
+        return Send(self.links[to], header, data.bytes, lent)
 
     def receive(
         self, source: int, into: Vector, operation: Operation | None = None, *, behind: Send | None = None

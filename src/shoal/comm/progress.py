@@ -157,6 +157,8 @@ class Line:
         if isinstance(error, PeerLost) and self._missed:
             error = PeerLost(min(self._missed, key=self._missed.__getitem__))
         self._broken = error
+        for link in self._links:
+            link.take_back()
         while self._tasks:
             task = self._tasks.popleft()
             task.steps.close()

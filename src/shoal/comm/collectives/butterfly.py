@@ -18,8 +18,8 @@ def butterfly_all_reduce(peers: Peers, x: Vector, operation: Operation) -> Steps
         distance, powers = 1, largest_power(peers.size)
         while distance < powers:
             partner = rank_of(number ^ distance)
-            going = peers.send(partner, x)
             # The same memory goes out and takes in: what arrives must not overtake what leaves.
+            going = peers.send(partner, x, overwritten=True)
             yield from peers.finish(going, peers.receive(partner, x, operation, behind=going))
             distance *= 2
 

@@ -42,6 +42,27 @@ class Link(ABC):
         """A whole message at once, padded; False if it has to be written piece by piece."""
         return False
 
+    def lend(self, header: bytes, payload: Bytes) -> bool:
+        """A message by reference: `header`, and where the peer may fetch `payload`; False if it has to be written.
+        Nothing else may be written, and the payload must stay as it is, until it was `returned`."""
+        return False
+
+    def returned(self) -> bool:
+        """Whether the peer has what it was lent."""
+        return True
+
+    def fetch(self, place: Bytes, start: int, into: Bytes) -> None:
+        """Copies from what a peer lends: `place` is what followed its header."""
+        raise NotImplementedError(f"{type(self).__name__} lends nothing")
+
+    def ask_to_lend(self) -> bool:
+        """Tells the peer to lend from now on; whether that is possible."""
+        return False
+
+    def take_back(self) -> bool:
+        """What was lent will not stay as it is, and a peer that fetches it yet must know; whether anything was lent."""
+        return False
+
     @abstractmethod
     def window(self, most: int) -> Bytes:
         """Bytes that have arrived, in order, at most so many; possibly none. Valid until consumed."""
