@@ -106,7 +106,7 @@ class ShoalGroup(CountedGroup):
             return None
         if self.algorithm != "auto":
             return self.algorithm
-        return choose_all_reduce(payload_bytes, self.size(), self._per_host, self.network)
+        return choose_all_reduce(payload_bytes, self._size, self._per_host, self.network)
 
     def _start(self, kind: str, steps: Steps, result: list[torch.Tensor], opts: Any) -> Collective:
         """`steps` begin the collective among the peers, once those before it in line are done."""
@@ -133,7 +133,7 @@ class ShoalGroup(CountedGroup):
                 if peers.size > 1 and flat.nbytes:
                     yield from all_reduce(peers, flat, operation)
                 if average:
-                    _divide(flat.tensor, self.size())
+                    _divide(flat.tensor, self._size)
                 flat.restore()
 
         return self._start("all_reduce", steps(), tensors, opts)
@@ -151,12 +151,12 @@ class ShoalGroup(CountedGroup):
         def steps() -> Steps:
             peers = self.peers.begin("reduce")
             # Only the root's tensor may change; the others add up in a copy.
-            own = flat if self.rank() == root else Vector(flat.tensor.detach().clone())
+            own = flat if self._rank == root else Vector(flat.tensor.detach().clone())
             if peers.size > 1 and len(own):
                 yield from tree_reduce(peers, own, operation, root=root)
-            if self.rank() == root:
+            if self._rank == root:
                 if average:
-                    _divide(flat.tensor, self.size())
+                    _divide(flat.tensor, self._size)
                 flat.restore()
 
         return self._start("reduce", steps(), tensors, opts)
@@ -181,8 +181,8 @@ class ShoalGroup(CountedGroup):
         for output, given in pairs:
             parts = self._parts(given)
             into = Flat(output)
-            if into.nbytes != parts[self.rank()].nbytes:
-                mine = len(parts[self.rank()])
+            if into.nbytes != parts[self._rank].nbytes:
+                mine = len(parts[self._rank])
                 raise ValueError(f"a part of {mine} elements does not fit an output of {len(into)}")
             self._enter("reduce_scatter", total_bytes(parts))
             ready.append((into, parts))
@@ -192,14 +192,14 @@ class ShoalGroup(CountedGroup):
             for into, parts in ready:
                 yield from direct_reduce_scatter(peers, parts, into, operation)
                 if average:
-                    _divide(into.tensor, self.size())
+                    _divide(into.tensor, self._size)
                 into.restore()
 
         return self._start("reduce_scatter", steps(), [output for output, _ in pairs], opts)
 
     def _parts(self, given: Any) -> list[Vector]:
         if isinstance(given, torch.Tensor):
-            return even_parts(Flat(given), self.size())
+            return even_parts(Flat(given), self._size)
         return [Flat(tensor) for tensor in given]
 
     # Exchanges
@@ -226,10 +226,10 @@ class ShoalGroup(CountedGroup):
         ready = []
         for output, given in pairs:
             outputs = [Flat(tensor) for tensor in listed(output)]
-            parts = even_parts(outputs[0], self.size()) if isinstance(output, torch.Tensor) else outputs
+            parts = even_parts(outputs[0], self._size) if isinstance(output, torch.Tensor) else outputs
             mine = Flat(given)
-            if mine.nbytes != parts[self.rank()].nbytes:
-                place = len(parts[self.rank()])
+            if mine.nbytes != parts[self._rank].nbytes:
+                place = len(parts[self._rank])
                 raise ValueError(f"a part of {len(mine)} elements does not fill its place of {place}")
             self._enter("all_gather", total_bytes(parts))
             ready.append((outputs, parts, mine))
@@ -248,19 +248,21 @@ class ShoalGroup(CountedGroup):
         opts: Any = None,
     ) -> Any:  # fmt: skip
         into, given = Flat(output), Flat(input)
-        coming = parts_by_rows(into, output_split_sizes or (), self.size())
-        going = parts_by_rows(given, input_split_sizes or (), self.size())
-        return self._all_to_all(going, coming, [into], opts)
+        coming = parts_by_rows(into, output_split_sizes or (), self._size)
+        going = parts_by_rows(given, input_split_sizes or (), self._size)
+        kept = going[self._rank].nbytes
+        return self._all_to_all(going, coming, [into], given.nbytes - kept, opts)
 
     alltoall_base = all_to_all_single
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        into = [Flat(tensor) for tensor in outputs]
-        return self._all_to_all([Flat(t) for t in inputs], list(into), into, opts)
+        into, going = [Flat(tensor) for tensor in outputs], [Flat(tensor) for tensor in inputs]
+        return self._all_to_all(going, into, into, total_bytes(going) - going[self._rank].nbytes, opts)
 
-    def _all_to_all(self, going: list[Vector], coming: list[Vector], into: list[Flat], opts: Any) -> Any:
-        others = total_bytes(going) - going[self.rank()].nbytes
-        self._enter("all_to_all", even_payload(bytes_to_others=others, ranks=self.size()))
+    def _all_to_all(
+        self, going: Sequence[Vector], coming: Sequence[Vector], into: list[Flat], bytes_to_others: int, opts: Any
+    ) -> Any:
+        self._enter("all_to_all", even_payload(bytes_to_others=bytes_to_others, ranks=self._size))
 
         def steps() -> Steps:
             yield from direct_all_to_all(self.peers.begin("all_to_all"), going, coming)
@@ -288,8 +290,8 @@ class ShoalGroup(CountedGroup):
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = options_of(opts, GatherOptions)
         mine, root = Flat(inputs[0]), opts.rootRank
-        into = [Flat(tensor) for tensor in outputs[0]] if self.rank() == root else []
-        self._enter("gather", mine.nbytes * self.size())
+        into = [Flat(tensor) for tensor in outputs[0]] if self._rank == root else []
+        self._enter("gather", mine.nbytes * self._size)
 
         def steps() -> Steps:
             yield from gather(self.peers.begin("gather"), mine, into or None, root=root)
@@ -301,8 +303,8 @@ class ShoalGroup(CountedGroup):
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = options_of(opts, ScatterOptions)
         into, root = Flat(outputs[0]), opts.rootRank
-        parts = [Flat(tensor) for tensor in inputs[0]] if self.rank() == root else None
-        self._enter("scatter", into.nbytes * self.size())
+        parts = [Flat(tensor) for tensor in inputs[0]] if self._rank == root else None
+        self._enter("scatter", into.nbytes * self._size)
 
         def steps() -> Steps:
             yield from scatter(self.peers.begin("scatter"), parts, into, root=root)

@@ -10,6 +10,7 @@ each other are told so, with both sides named, instead of adding apples to pears
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from struct import Struct
@@ -92,6 +93,19 @@ class Send:
             return [np.frombuffer(header + payload.tobytes() + padding, dtype=np.uint8)]
         pieces = [np.frombuffer(header, dtype=np.uint8), payload]
         return [*pieces, np.frombuffer(padding, dtype=np.uint8)] if padding else pieces
+
+
+class _HasLeft(Send):
+    """A message that the link took whole. One stands for all of them: there is nothing left to do."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        self.done = True
+        self.sent = sys.maxsize
+
+
+HAS_LEFT = _HasLeft()
 
 
 class Receive:
@@ -268,12 +282,16 @@ class Peers:
         return Peers(ranks.index(self.rank), len(ranks), links, inside=self)
 
     def send(self, to: int, data: Vector, *, overwritten: bool = False) -> Send:
-        """`overwritten`: what arrives meanwhile goes into the same memory."""
+        """Sets off at once: the other may be waiting. `overwritten`: what arrives goes into the same memory."""
         self.sent.messages += 1
         self.sent.bytes += data.nbytes
-        header = self._header(data)
-        lent = _lent(header) if data.nbytes >= LARGE_BYTES and not overwritten else None
-        return Send(self.links[to], header, data.bytes, lent)
+        link, header = self.links[to], self._header(data)
+        large = data.nbytes >= LARGE_BYTES
+        if not large and link.put(header, data.bytes):
+            return HAS_LEFT
+        send = Send(link, header, data.bytes, _lent(header) if large and not overwritten else None)
+        send.advance()
+        return send
 
     def receive(
         self, source: int, into: Vector, operation: Operation | None = None, *, behind: Send | None = None

@@ -8,21 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shoal.comm.peers import Peers, Send, Steps
+from shoal.comm.peers import Peers, Steps
 from shoal.comm.vector import Operation, Vector
-
-
-def _set_off(sends: Sequence[Send]) -> None:
-    """Before anything that takes time here: the others may be waiting already."""
-    for send in sends:
-        send.advance()
 
 
 def direct_reduce_scatter(peers: Peers, parts: Sequence[Vector], into: Vector, operation: Operation) -> Steps:
     """`parts` are read only; `into` gets the reduced part of this rank's number."""
     size, rank = peers.size, peers.rank
     going = [peers.send((rank + d) % size, parts[(rank + d) % size]) for d in range(1, size)]
-    _set_off(going)
     into.copy_from(parts[rank])
     for d in range(1, size):
         # The others' parts are sent meanwhile, lest everyone wait for someone further on.
@@ -34,7 +27,6 @@ def direct_reduce_scatter(peers: Peers, parts: Sequence[Vector], into: Vector, o
 def direct_all_gather(peers: Peers, mine: Vector, parts: Sequence[Vector]) -> Steps:
     size, rank = peers.size, peers.rank
     going = [peers.send((rank + d) % size, mine) for d in range(1, size)]
-    _set_off(going)
     parts[rank].copy_from(mine)
     coming = [peers.receive((rank - d) % size, parts[(rank - d) % size]) for d in range(1, size)]
     yield from peers.finish(*going, *coming)
@@ -43,7 +35,6 @@ def direct_all_gather(peers: Peers, mine: Vector, parts: Sequence[Vector]) -> St
 def direct_all_to_all(peers: Peers, going: Sequence[Vector], coming: Sequence[Vector]) -> Steps:
     size, rank = peers.size, peers.rank
     sends = [peers.send((rank + d) % size, going[(rank + d) % size]) for d in range(1, size)]
-    _set_off(sends)
     coming[rank].copy_from(going[rank])
     receives = [peers.receive((rank - d) % size, coming[(rank - d) % size]) for d in range(1, size)]
     yield from peers.finish(*sends, *receives)
