@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from shoal.comm.peers import LARGE_BYTES, Peers
 from shoal.comm.transport.link import PeerLost
 from shoal.comm.transport.peer_memory import PeerMemory
 from shoal.comm.transport.ring_buffer import HEAD
-from shoal.comm.transport.shared import SharedLink, offer, take
+from shoal.comm.transport.shared import SharedLink
 from shoal.comm.vector import OPERATIONS, Vector
 
 ELEMENTS = LARGE_BYTES // 4 + 1001
@@ -33,23 +32,6 @@ def _permitted() -> bool:
 
 
 needs_permission = pytest.mark.skipif(not _permitted(), reason="the kernel lets no process read another's memory here")
-
-
-@pytest.fixture
-def links() -> Iterator[tuple[SharedLink, SharedLink]]:
-    ends = socket.socketpair()
-    memory = offer(ends[0])
-    pair = SharedLink(1, ends[0], memory, first=True), SharedLink(0, ends[1], take(ends[1]), first=False)
-    for end in ends:
-        end.setblocking(False)
-    yield pair
-    for link in pair:
-        link.close()
-
-
-@pytest.fixture
-def peers(links: tuple[SharedLink, SharedLink]) -> list[Peers]:
-    return [Peers(0, 2, {1: links[0]}), Peers(1, 2, {0: links[1]})]
 
 
 def _exchange(peers: list[Peers]) -> None:

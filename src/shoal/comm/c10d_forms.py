@@ -39,6 +39,8 @@ def tensors_of(nested: Any) -> list[torch.Tensor]:
 
 def options_of(given: Any, cls: Any) -> Any:
     """Options as c10d gives them; a bare reduction or root, as the short forms of its methods do."""
+    if type(given) is cls:
+        return given
     if given is None:
         return cls()
     if isinstance(given, dist.ReduceOp | dist.ReduceOp.RedOpType):

@@ -5,7 +5,8 @@ without waiting. `wait` drives the rest itself, without a change of threads; onl
 and is not waited for yet, is driven by the group's worker, which starts with the first such call.
 
 Waiting spins for a moment where every rank of the host has a core of its own, and otherwise sleeps at once: a rank
-that spins on a core which its peer needs only delays itself. A worker never spins, since it would hold the interpreter.
+that spins on a core which its peer needs only delays itself. So the moment is halved whenever it was in vain, and
+doubled again whenever it was not. A worker never spins, since it would hold the interpreter.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from shoal.comm.transport.link import Link, PeerLost
 
 SPIN_S = 300e-6
 """Longer than most waits between ranks in step, shorter than a time slice."""
+LEAST_SPIN_S = 10e-6
+"""Where spinning was in vain time and again, since the peer is late or has no core: the wait of ranks in step."""
 GRACE_S = 2.0
 """How long a peer that nobody waits for may be gone before it is taken for the cause of the waiting."""
 HAND_OVER_S = 0.05
@@ -88,6 +91,7 @@ class Line:
         self._called = threading.Event()
         self._closed = False
         self._broken: BaseException | None = None
+        self._spin_s = SPIN_S
         self._missed: dict[int, float] = {}
         """Peers whose end was seen while nothing was expected of them, and when."""
 
@@ -122,7 +126,7 @@ class Line:
                     if not self._driver.acquire(timeout=HAND_OVER_S):
                         continue
                 try:
-                    self._drive(task, deadline, spin_s=SPIN_S if may_spin() else 0.0)
+                    self._drive(task, deadline, spin=may_spin())
                     if not task.done and time.monotonic() > deadline:
                         self._give_up_on(task, TimedOut(f"{task.what} did not end within {timeout_s:g} s"))
                 finally:
@@ -165,21 +169,27 @@ class Line:
             failure = type(error)(*error.args) if not isinstance(error, PeerLost) else error
             task.finish(failure)
 
-    def _drive(self, until: Task | None, deadline: float, *, spin_s: float) -> None:
-        spin_until = time.monotonic() + spin_s
+    def _drive(self, until: Task | None, deadline: float, *, spin: bool) -> None:
+        slept = False
+        spin_until = time.monotonic() + self._spin_s if spin else 0.0
         while self._tasks and not (until is not None and until.done):
             pending = self._advance()
             if not pending:
-                return
+                break
             now = time.monotonic()
             if now < spin_until:
                 continue
             if now > deadline or self._closed:
                 return
+            if spin:
+                self._spin_s = max(LEAST_SPIN_S, self._spin_s / 2)
+            slept = True
             self._sleep(pending, min(LOOK_S, deadline - now))
             if until is None and self._waiting:
                 return
-            spin_until = time.monotonic() + spin_s
+            spin_until = time.monotonic() + self._spin_s if spin else 0.0
+        if spin and not slept:
+            self._spin_s = min(SPIN_S, 2 * self._spin_s)
 
     def _sleep(self, pending: Sequence[Waits], seconds: float) -> None:
         wanted: dict[Link, bool] = {}
@@ -224,7 +234,7 @@ class Line:
             # Who waits drives by itself, and calls again if something is left.
             while self._tasks and not self._waiting and not self._closed:
                 with self._driver:
-                    self._drive(None, time.monotonic() + LOOK_S, spin_s=0.0)
+                    self._drive(None, time.monotonic() + LOOK_S, spin=False)
 
     def close(self) -> None:
         if self._closed:
