@@ -5,8 +5,8 @@ without waiting. `wait` drives the rest itself, without a change of threads; onl
 and is not waited for yet, is driven by the group's worker, which starts with the first such call.
 
 Waiting spins for a moment where every rank of the host has a core of its own, and otherwise sleeps at once: a rank
-that spins on a core which its peer needs only delays itself. So the moment is halved whenever it was in vain, and
-doubled again whenever it was not. A worker never spins, since it would hold the interpreter.
+that spins on a core which its peer needs only delays itself. So the moment is halved each time it was in vain,
+until it is not. A worker never spins, since it would hold the interpreter.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from shoal.comm.transport.link import Link, PeerLost
 
 SPIN_S = 300e-6
 """Longer than most waits between ranks in step, shorter than a time slice."""
-LEAST_SPIN_S = 10e-6
-"""Where spinning was in vain time and again, since the peer is late or has no core: the wait of ranks in step."""
+HALVINGS, FULL_EVERY = 5, 16
+"""How often the moment is halved, and which of the waits in vain has it whole again: waking up takes longer than a
+short moment, so ranks that sleep in turns would never find out that they are in step again."""
 GRACE_S = 2.0
 """How long a peer that nobody waits for may be gone before it is taken for the cause of the waiting."""
 HAND_OVER_S = 0.05
@@ -91,7 +92,8 @@ class Line:
         self._called = threading.Event()
         self._closed = False
         self._broken: BaseException | None = None
-        self._spin_s = SPIN_S
+        self._in_vain = 0
+        """Moments spun, one after the other, at the end of which there was nothing."""
         self._missed: dict[int, float] = {}
         """Peers whose end was seen while nothing was expected of them, and when."""
 
@@ -171,7 +173,7 @@ class Line:
 
     def _drive(self, until: Task | None, deadline: float, *, spin: bool) -> None:
         slept = False
-        spin_until = time.monotonic() + self._spin_s if spin else 0.0
+        spin_until = time.monotonic() + self.moment_s if spin else 0.0
         while self._tasks and not (until is not None and until.done):
             pending = self._advance()
             if not pending:
@@ -181,15 +183,19 @@ class Line:
                 continue
             if now > deadline or self._closed:
                 return
-            if spin:
-                self._spin_s = max(LEAST_SPIN_S, self._spin_s / 2)
+            self._in_vain += spin
             slept = True
             self._sleep(pending, min(LOOK_S, deadline - now))
             if until is None and self._waiting:
                 return
-            spin_until = time.monotonic() + self._spin_s if spin else 0.0
+            spin_until = time.monotonic() + self.moment_s if spin else 0.0
         if spin and not slept:
-            self._spin_s = min(SPIN_S, 2 * self._spin_s)
+            self._in_vain = 0
+
+    @property
+    def moment_s(self) -> float:
+        """How long to spin before sleeping."""
+        return SPIN_S / (1 << min(HALVINGS, self._in_vain % FULL_EVERY))
 
     def _sleep(self, pending: Sequence[Waits], seconds: float) -> None:
         wanted: dict[Link, bool] = {}
