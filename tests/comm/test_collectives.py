@@ -13,7 +13,8 @@ from comm.serial import TYPES, group, numbers, sizes, summed, together, vectors
 from shoal.comm.collectives import direct
 from shoal.comm.collectives.algorithms import ALL_REDUCE
 from shoal.comm.collectives.tree import tree_broadcast, tree_reduce
-from shoal.comm.peers import OutOfStep, Peers, Steps
+from shoal.comm.peers import Peers, Steps
+from shoal.comm.transfer import OutOfStep
 from shoal.comm.vector import OPERATIONS, Vector
 from shoal.comm.wire import sent
 

@@ -13,7 +13,8 @@ from comm.serial import numbers, summed, together
 from shoal.comm.collectives import direct
 from shoal.comm.collectives.algorithms import ALL_REDUCE
 from shoal.comm.mail import Mail
-from shoal.comm.peers import LARGE_BYTES, Peers
+from shoal.comm.peers import Peers
+from shoal.comm.transfer import LARGE_BYTES
 from shoal.comm.transport.link import PeerLost
 from shoal.comm.transport.peer_memory import PeerMemory
 from shoal.comm.transport.ring_buffer import HEAD

@@ -13,8 +13,9 @@ from struct import Struct
 
 import numpy as np
 
-from shoal.comm.peers import Send, Steps, Waits
+from shoal.comm.peers import Steps, Waits
 from shoal.comm.progress import Line, Task
+from shoal.comm.transfer import Send
 from shoal.comm.transport.link import ALIGN, Bytes, Link, PeerLost
 from shoal.comm.vector import Vector
 

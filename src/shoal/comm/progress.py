@@ -18,7 +18,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from shoal.comm.peers import Send, Steps, Waits
+from shoal.comm.peers import Steps, Waits
+from shoal.comm.transfer import Send
 from shoal.comm.transport.link import Link, PeerLost
 
 SPIN_S = 300e-6
