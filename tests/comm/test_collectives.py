@@ -15,7 +15,8 @@ from shoal.comm.collectives import direct
 from shoal.comm.collectives.algorithms import ALL_REDUCE
 from shoal.comm.collectives.tree import tree_broadcast, tree_reduce
 from shoal.comm.collectives.two_levels import has_two_levels, two_level_all_gather, two_level_reduce_scatter
-from shoal.comm.peers import OutOfStep, Peers, Steps
+from shoal.comm.peers import Peers, Steps
+from shoal.comm.transfer import OutOfStep
 from shoal.comm.vector import OPERATIONS, Vector
 from shoal.comm.wire import Hierarchical, sent
 

@@ -40,7 +40,7 @@ from shoal.comm.collectives.direct import (
 from shoal.comm.collectives.tree import tree_broadcast, tree_reduce
 from shoal.comm.collectives.two_levels import has_two_levels, two_level_all_gather, two_level_reduce_scatter
 from shoal.comm.counted import CountedGroup
-from shoal.comm.laid_flat import Flat, Joined, even_parts, parts_by_rows
+from shoal.comm.laid_flat import Flat, as_few, even_parts, parts_by_rows
 from shoal.comm.mail import ANY, Mail
 from shoal.comm.network import DEFAULT, Network, agreed
 from shoal.comm.peers import Peers, Steps
@@ -109,18 +109,14 @@ class ShoalGroup(CountedGroup):
         """An all-reduce takes the algorithm asked for, or the cheapest by the model of the links."""
         if self.algorithm != "auto":
             return self.algorithm
-        return choose_all_reduce(payload_bytes, self.size(), self._per_host, self.network)
+        return choose_all_reduce(payload_bytes, self._size, self._per_host, self.network)
 
     def _counted_as(self, name: str) -> Algorithm:
         return Hierarchical(tuple(map(len, self.peers.hosts))) if name == "hierarchical" else name
 
     def _start(self, kind: str, steps: Steps, result: list[torch.Tensor], opts: Any) -> Collective:
-        def whole() -> Steps:
-            self.peers.begin(kind)
-            yield from steps
-
-        background = getattr(opts, "asyncOp", True)
-        task = self.line.submit(Task(whole(), kind), background=background)
+        """`steps` begin the collective among the peers, once those before it in line are done."""
+        task = self.line.submit(Task(steps, kind), background=getattr(opts, "asyncOp", True))
         timeout = getattr(opts, "timeout", None)
         seconds = timeout.total_seconds() if timeout is not None and timeout > NO_TIMEOUT else self._timeout_s
         return Collective(self.line, task, result, seconds)
@@ -131,17 +127,19 @@ class ShoalGroup(CountedGroup):
         tensors = listed(tensors)
         opts = options_of(opts, AllreduceOptions)
         operation, average = operation_of(opts.reduceOp)
-        flats = [Joined(tensors)] if len({tensor.dtype for tensor in tensors}) == 1 else [Joined([t]) for t in tensors]
-        algorithms = [self._all_reduce_by(flat.vector.nbytes) for flat in flats]
-        for flat, algorithm in zip(flats, algorithms, strict=True):
-            self._enter("all_reduce", flat.vector.nbytes, self._counted_as(algorithm))
+        ready = []
+        for flat in as_few(tensors):
+            algorithm = self._all_reduce_by(flat.nbytes)
+            self._enter("all_reduce", flat.nbytes, self._counted_as(algorithm))
+            ready.append((flat, ALL_REDUCE[algorithm]))
 
         def steps() -> Steps:
-            for flat, algorithm in zip(flats, algorithms, strict=True):
-                if self.size() > 1 and flat.vector.nbytes:
-                    yield from ALL_REDUCE[algorithm](self.peers, flat.vector, operation)
+            peers = self.peers.begin("all_reduce")
+            for flat, all_reduce in ready:
+                if peers.size > 1 and flat.nbytes:
+                    yield from all_reduce(peers, flat, operation)
                 if average:
-                    _divide(flat.data, self.size())
+                    _divide(flat.tensor, self._size)
                 flat.restore()
 
         return self._start("all_reduce", steps(), tensors, opts)
@@ -154,16 +152,17 @@ class ShoalGroup(CountedGroup):
         opts = options_of(opts, ReduceOptions)
         operation, average = operation_of(opts.reduceOp)
         root, flat = opts.rootRank, Flat(tensors[0])
-        self._enter("reduce", flat.vector.nbytes, "tree")
+        self._enter("reduce", flat.nbytes, "tree")
 
         def steps() -> Steps:
+            peers = self.peers.begin("reduce")
             # Only the root's tensor may change; the others add up in a copy.
-            own = flat.vector if self.rank() == root else Vector(flat.data.clone())
-            if self.size() > 1 and len(own):
-                yield from tree_reduce(self.peers, own, operation, root=root)
-            if self.rank() == root:
+            own = flat if self._rank == root else Vector(flat.tensor.detach().clone())
+            if peers.size > 1 and len(own):
+                yield from tree_reduce(peers, own, operation, root=root)
+            if self._rank == root:
                 if average:
-                    _divide(flat.data, self.size())
+                    _divide(flat.tensor, self._size)
                 flat.restore()
 
         return self._start("reduce", steps(), tensors, opts)
@@ -188,27 +187,28 @@ class ShoalGroup(CountedGroup):
         for output, given in pairs:
             parts = self._parts(given)
             into = Flat(output)
-            if into.vector.nbytes != parts[self.rank()].nbytes:
-                mine = len(parts[self.rank()])
-                raise ValueError(f"a part of {mine} elements does not fit an output of {len(into.data)}")
+            if into.nbytes != parts[self._rank].nbytes:
+                mine = len(parts[self._rank])
+                raise ValueError(f"a part of {mine} elements does not fit an output of {len(into)}")
             self._enter("reduce_scatter", total_bytes(parts))
             ready.append((into, parts))
 
         reduce_scatter = two_level_reduce_scatter if has_two_levels(self.peers.hosts) else direct_reduce_scatter
 
         def steps() -> Steps:
+            peers = self.peers.begin("reduce_scatter")
             for into, parts in ready:
-                yield from reduce_scatter(self.peers, parts, into.vector, operation)
+                yield from reduce_scatter(peers, parts, into, operation)
                 if average:
-                    _divide(into.data, self.size())
+                    _divide(into.tensor, self._size)
                 into.restore()
 
         return self._start("reduce_scatter", steps(), [output for output, _ in pairs], opts)
 
     def _parts(self, given: Any) -> list[Vector]:
         if isinstance(given, torch.Tensor):
-            return even_parts(Flat(given), self.size())
-        return [Flat(tensor).vector for tensor in given]
+            return even_parts(Flat(given), self._size)
+        return [Flat(tensor) for tensor in given]
 
     # Exchanges
 
@@ -233,22 +233,21 @@ class ShoalGroup(CountedGroup):
         opts = options_of(opts, AllgatherOptions)
         ready = []
         for output, given in pairs:
-            outputs = [Flat(output)] if isinstance(output, torch.Tensor) else [Flat(tensor) for tensor in output]
-            parts = (
-                even_parts(outputs[0], self.size()) if isinstance(output, torch.Tensor) else [o.vector for o in outputs]
-            )
+            outputs = [Flat(tensor) for tensor in listed(output)]
+            parts = even_parts(outputs[0], self._size) if isinstance(output, torch.Tensor) else outputs
             mine = Flat(given)
-            if mine.vector.nbytes != parts[self.rank()].nbytes:
-                place = len(parts[self.rank()])
-                raise ValueError(f"a part of {len(mine.data)} elements does not fill its place of {place}")
+            if mine.nbytes != parts[self._rank].nbytes:
+                place = len(parts[self._rank])
+                raise ValueError(f"a part of {len(mine)} elements does not fill its place of {place}")
             self._enter("all_gather", total_bytes(parts))
             ready.append((outputs, parts, mine))
 
         all_gather = two_level_all_gather if has_two_levels(self.peers.hosts) else direct_all_gather
 
         def steps() -> Steps:
+            peers = self.peers.begin("all_gather")
             for outputs, parts, mine in ready:
-                yield from all_gather(self.peers, mine.vector, parts)
+                yield from all_gather(peers, mine, parts)
                 for output in outputs:
                     output.restore()
 
@@ -259,26 +258,28 @@ class ShoalGroup(CountedGroup):
         opts: Any = None,
     ) -> Any:  # fmt: skip
         into, given = Flat(output), Flat(input)
-        coming = parts_by_rows(into, output_split_sizes or (), self.size())
-        going = parts_by_rows(given, input_split_sizes or (), self.size())
-        return self._all_to_all(going, coming, [into], opts)
+        coming = parts_by_rows(into, output_split_sizes or (), self._size)
+        going = parts_by_rows(given, input_split_sizes or (), self._size)
+        kept = going[self._rank].nbytes
+        return self._all_to_all(going, coming, [into], given.nbytes - kept, opts)
 
     alltoall_base = all_to_all_single
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        into = [Flat(tensor) for tensor in outputs]
-        return self._all_to_all([Flat(t).vector for t in inputs], [flat.vector for flat in into], into, opts)
+        into, going = [Flat(tensor) for tensor in outputs], [Flat(tensor) for tensor in inputs]
+        return self._all_to_all(going, into, into, total_bytes(going) - going[self._rank].nbytes, opts)
 
-    def _all_to_all(self, going: list[Vector], coming: list[Vector], into: list[Flat], opts: Any) -> Any:
-        others = total_bytes(going) - going[self.rank()].nbytes
-        self._enter("all_to_all", even_payload(bytes_to_others=others, ranks=self.size()))
+    def _all_to_all(
+        self, going: Sequence[Vector], coming: Sequence[Vector], into: list[Flat], bytes_to_others: int, opts: Any
+    ) -> Any:
+        self._enter("all_to_all", even_payload(bytes_to_others=bytes_to_others, ranks=self._size))
 
         def steps() -> Steps:
-            yield from direct_all_to_all(self.peers, going, coming)
+            yield from direct_all_to_all(self.peers.begin("all_to_all"), going, coming)
             for flat in into:
                 flat.restore()
 
-        return self._start("all_to_all", steps(), [f.tensor for f in into], options_of(opts, AllToAllOptions))
+        return self._start("all_to_all", steps(), [flat.given for flat in into], options_of(opts, AllToAllOptions))
 
     # From and to a root
 
@@ -286,11 +287,12 @@ class ShoalGroup(CountedGroup):
         tensors = listed(tensors)
         opts = options_of(opts, BroadcastOptions)
         flat = Flat(tensors[0])
-        self._enter("broadcast", flat.vector.nbytes)
+        self._enter("broadcast", flat.nbytes)
 
         def steps() -> Steps:
-            if len(flat.vector):
-                yield from tree_broadcast(self.peers, flat.vector, root=opts.rootRank)
+            peers = self.peers.begin("broadcast")
+            if len(flat):
+                yield from tree_broadcast(peers, flat, root=opts.rootRank)
             flat.restore()
 
         return self._start("broadcast", steps(), tensors, opts)
@@ -298,32 +300,35 @@ class ShoalGroup(CountedGroup):
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = options_of(opts, GatherOptions)
         mine, root = Flat(inputs[0]), opts.rootRank
-        into = [Flat(tensor) for tensor in outputs[0]] if self.rank() == root else []
-        self._enter("gather", mine.vector.nbytes * self.size())
+        into = [Flat(tensor) for tensor in outputs[0]] if self._rank == root else []
+        self._enter("gather", mine.nbytes * self._size)
 
         def steps() -> Steps:
-            yield from gather(self.peers, mine.vector, [flat.vector for flat in into] or None, root=root)
+            yield from gather(self.peers.begin("gather"), mine, into or None, root=root)
             for flat in into:
                 flat.restore()
 
-        return self._start("gather", steps(), [flat.tensor for flat in into], opts)
+        return self._start("gather", steps(), [flat.given for flat in into], opts)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = options_of(opts, ScatterOptions)
         into, root = Flat(outputs[0]), opts.rootRank
-        parts = [Flat(tensor).vector for tensor in inputs[0]] if self.rank() == root else None
-        self._enter("scatter", into.vector.nbytes * self.size())
+        parts = [Flat(tensor) for tensor in inputs[0]] if self._rank == root else None
+        self._enter("scatter", into.nbytes * self._size)
 
         def steps() -> Steps:
-            yield from scatter(self.peers, parts, into.vector, root=root)
+            yield from scatter(self.peers.begin("scatter"), parts, into, root=root)
             into.restore()
 
-        return self._start("scatter", steps(), [into.tensor], opts)
+        return self._start("scatter", steps(), [into.given], opts)
 
     def barrier(self, opts: Any = None) -> Any:
         self._enter("barrier", 0)
-        nothing = Vector(torch.empty(0))
-        return self._start("barrier", barrier(self.peers, nothing), [], options_of(opts, BarrierOptions))
+
+        def steps() -> Steps:
+            yield from barrier(self.peers.begin("barrier"), Vector(torch.empty(0)))
+
+        return self._start("barrier", steps(), [], options_of(opts, BarrierOptions))
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         opts = BarrierOptions()
@@ -335,16 +340,16 @@ class ShoalGroup(CountedGroup):
 
     def send(self, tensors: Any, to: int, tag: int = 0) -> Any:
         flat = Flat(listed(tensors)[0])
-        self._enter("send", flat.vector.nbytes)
-        letter = self.mail.send(to, tag, flat.vector, background=True)
-        return Collective(self.mail, letter, [flat.tensor], self._timeout_s)
+        self._enter("send", flat.nbytes)
+        letter = self.mail.send(to, tag, flat, background=True)
+        return Collective(self.mail, letter, [flat.given], self._timeout_s)
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> Any:
         flat = Flat(listed(tensors)[0])
-        self._enter("recv", flat.vector.nbytes)
-        letter = self.mail.receive(source, tag, flat.vector, background=True)
+        self._enter("recv", flat.nbytes)
+        letter = self.mail.receive(source, tag, flat, background=True)
         letter.when_done(flat.restore)
-        return Collective(self.mail, letter, [flat.tensor], self._timeout_s)
+        return Collective(self.mail, letter, [flat.given], self._timeout_s)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         return self.recv(tensors, ANY, tag)
@@ -359,6 +364,7 @@ for _name in (
 
 
 def _divide(values: torch.Tensor, by: int) -> None:
+    values = values.detach()
     values.div_(by) if values.is_floating_point() or values.is_complex() else values.floor_divide_(by)
 
 

@@ -12,14 +12,18 @@ import torch.distributed as dist
 
 from shoal.comm.vector import OPERATIONS, Operation
 
+_REDUCTIONS: list[tuple[Any, tuple[Operation, bool]]] = [
+    (getattr(dist.ReduceOp, name), (OPERATIONS["sum" if name == "AVG" else name.lower()], name == "AVG"))
+    for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+]
+
 
 def operation_of(reduce: Any) -> tuple[Operation, bool]:
     """What combines two elements, and whether the result is divided by the number of ranks."""
-    # In this order of the two sides: the other way round they never compare equal.
-    names = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
-    for name in names:
-        if reduce == getattr(dist.ReduceOp, name):
-            return OPERATIONS["sum" if name == "AVG" else name.lower()], name == "AVG"
+    for known, meant in _REDUCTIONS:
+        # In this order of the two sides: the other way round they never compare equal.
+        if reduce == known:
+            return meant
     raise ValueError(
         f"the shoal backend has no reduction {reduce}; it has SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR"
     )
@@ -35,6 +39,8 @@ def tensors_of(nested: Any) -> list[torch.Tensor]:
 
 def options_of(given: Any, cls: Any) -> Any:
     """Options as c10d gives them; a bare reduction or root, as the short forms of its methods do."""
+    if type(given) is cls:
+        return given
     if given is None:
         return cls()
     if isinstance(given, dist.ReduceOp | dist.ReduceOp.RedOpType):

@@ -9,54 +9,61 @@ import torch
 from shoal.comm.vector import Vector
 
 
-class Flat:
+class Flat(Vector):
     """A tensor laid out flat: itself if it lies so, or a copy that `restore` writes back."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type != "cpu":
-            raise ValueError(f"the shoal backend carries tensors in host memory, not on {tensor.device}; use nccl")
-        if tensor.is_sparse:
+    __slots__ = ("given",)
+
+    def __init__(self, given: torch.Tensor) -> None:
+        if not given.is_cpu:
+            raise ValueError(f"the shoal backend carries tensors in host memory, not on {given.device}; use nccl")
+        if given.is_sparse:
             raise ValueError("the shoal backend carries dense tensors; call to_dense() first")
-        self.tensor = tensor.detach()
-        self.data = self.tensor.contiguous().view(-1)
-        self.vector = Vector(self.data)
+        super().__init__(given if given.is_contiguous() else given.detach().contiguous())
+        self.given = given
 
     def restore(self) -> None:
-        if self.data.data_ptr() != self.tensor.data_ptr():
-            self.tensor.copy_(self.data.view(self.tensor.shape))
-
-    def parts(self, counts: Sequence[int]) -> list[Vector]:
-        return [Vector(part) for part in self.data.split(list(counts))]
+        if self.tensor is not self.given:
+            self.given.detach().copy_(self.tensor)
 
 
-class Joined:
+class Joined(Vector):
     """Several tensors as one: one message in place of many small ones."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._flats = [Flat(tensor) for tensor in tensors]
-        self.data = self._flats[0].data if len(tensors) == 1 else torch.cat([flat.data for flat in self._flats])
-        self.vector = self._flats[0].vector if len(tensors) == 1 else Vector(self.data)
+    __slots__ = ("_given",)
+
+    def __init__(self, given: Sequence[torch.Tensor]) -> None:
+        self._given = [Flat(tensor) for tensor in given]
+        super().__init__(torch.cat([flat.tensor.detach().view(-1) for flat in self._given]))
 
     def restore(self) -> None:
-        if len(self._flats) > 1:
-            for flat, values in zip(self._flats, self.data.split([len(f.data) for f in self._flats]), strict=True):
-                flat.data.copy_(values)
-        for flat in self._flats:
-            flat.restore()
+        for flat, values in zip(self._given, self.tensor.split([len(flat) for flat in self._given]), strict=True):
+            flat.given.detach().copy_(values.view(flat.given.shape))
+
+
+def as_few(given: Sequence[torch.Tensor]) -> Sequence[Flat | Joined]:
+    """Tensors as one vector where they are of one type."""
+    if len(given) > 1 and len({tensor.dtype for tensor in given}) == 1:
+        return [Joined(given)]
+    return [Flat(tensor) for tensor in given]
 
 
 def even_parts(flat: Flat, ranks: int) -> list[Vector]:
-    if len(flat.data) % ranks:
-        raise ValueError(f"{len(flat.data)} elements do not divide among {ranks} ranks")
-    return flat.parts([len(flat.data) // ranks] * ranks)
+    tensor, memory, size = flat.tensor, flat.bytes, flat.nbytes // ranks
+    if flat.nbytes % (ranks * tensor.itemsize):
+        raise ValueError(f"{len(flat)} elements do not divide among {ranks} ranks")
+    return [Vector(tensor, memory[size * rank : size * (rank + 1)]) for rank in range(ranks)]
 
 
 def parts_by_rows(flat: Flat, rows: Sequence[int], ranks: int) -> list[Vector]:
     """The parts of an all-to-all: so many rows for each rank, or as many for all."""
     if not rows:
         return even_parts(flat, ranks)
-    width = len(flat.data) // max(1, flat.tensor.shape[0])
-    if len(rows) != ranks or sum(rows) != flat.tensor.shape[0]:
-        given = flat.tensor.shape[0]
+    given = flat.given.shape[0]
+    if len(rows) != ranks or sum(rows) != given:
         raise ValueError(f"split sizes {list(rows)} are not one for each of {ranks} ranks that sum to {given} rows")
-    return flat.parts([width * count for count in rows])
+    width, parts, start = len(flat) // max(1, given), [], 0
+    for count in rows:
+        parts.append(flat.slice(start, start + width * count))
+        start += width * count
+    return parts

@@ -125,7 +125,7 @@ def ledger_of(
     return Ledger(total)
 
 
-@dataclass
+@dataclass(slots=True)
 class Call:
     """The last collective a group entered: what a late rank is recognised by."""
 
@@ -156,7 +156,9 @@ class Book:
         self, *, axis: str, kind: str, payload_bytes: int, ranks: int, group: str, algorithm: Algorithm = None
     ) -> None:
         cost = sent(kind, payload_bytes=payload_bytes, ranks=ranks, algorithm=algorithm)
-        entry = self._entered.setdefault((axis, self.phase, kind), [0, 0, 0])
+        entry = self._entered.get((axis, self.phase, kind))
+        if entry is None:
+            entry = self._entered[axis, self.phase, kind] = [0, 0, 0]
         entry[0] += 1
         entry[1] += cost.messages
         entry[2] += cost.bytes

@@ -13,8 +13,9 @@ from struct import Struct
 
 import numpy as np
 
-from shoal.comm.peers import Send, Steps, Waits
+from shoal.comm.peers import Steps, Waits
 from shoal.comm.progress import Line, Task
+from shoal.comm.transfer import Send
 from shoal.comm.transport.link import ALIGN, Bytes, Link, PeerLost
 from shoal.comm.vector import Vector
 
@@ -34,9 +35,11 @@ def _no_steps() -> Steps:
 class Outgoing(Task):
     """A message on its way to a peer."""
 
-    def __init__(self, peer: int, send: Send) -> None:
+    def __init__(self, peer: int, send: Send, data: Vector) -> None:
         super().__init__(_no_steps(), f"a message to rank {peer}")
         self.peer, self.send = peer, send
+        self.data = data
+        """Held until it has left: the caller may let go of a copy that was made for this message alone."""
 
 
 class Wanted(Task):
@@ -61,7 +64,7 @@ class Mail(Line):
 
     def send(self, to: int, tag: int, data: Vector, *, background: bool) -> Outgoing:
         link = self._boxes[to].link
-        letter = Outgoing(to, Send(link, _HEADER.pack(tag, data.nbytes), data.bytes))
+        letter = Outgoing(to, Send(link, _HEADER.pack(tag, data.nbytes), data.bytes), data)
         if to in self._gone:
             letter.finish(self._gone[to])
         else:

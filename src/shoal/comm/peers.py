@@ -3,154 +3,17 @@
 A collective is a generator: it starts transfers and pauses (yields) whenever none of them can move. Whoever holds it
 decides what waiting means: a test takes turns between all ranks in one thread, a rank spins a little and then
 sleeps. So each algorithm is written once for every carrier and every way of waiting.
-
-Each message carries the number of the collective it belongs to, its kind and its size. Ranks that have lost step with
-each other are told so, with both sides named, instead of adding apples to pears.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from struct import Struct
 from typing import Protocol
 
-import numpy as np
-
-from shoal.comm.transport.link import ALIGN, Bytes, Link
+from shoal.comm.transfer import HAS_LEFT, HEADER, KINDS, LARGE_BYTES, Receive, Send, Transfer, as_lent
+from shoal.comm.transport.link import Link
 from shoal.comm.vector import Operation, Vector
-
-KINDS = (
-    "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce", "gather", "scatter", "barrier",
-)  # fmt: skip
-
-_HEADER = Struct("<IIQ")
-"""Number of the collective in its group, its kind, bytes that follow. As long as ALIGN."""
-
-JOINED_BYTES = 8192
-"""Up to here header and payload travel in one piece: a copy is cheaper than a second wake-up or packet."""
-
-
-class OutOfStep(RuntimeError):
-    """Ranks of a group called different collectives."""
-
-
-class Send:
-    """One message on its way out."""
-
-    def __init__(self, link: Link, header: bytes, payload: Bytes) -> None:
-        self.link = link
-        self.sent = 0
-        """Bytes of the payload that the link has taken; a reader of the same memory must stay behind it."""
-        pad = -len(payload) % ALIGN
-        self._size = len(payload)
-        if len(payload) + pad <= JOINED_BYTES:
-            whole = np.empty(ALIGN + len(payload) + pad, dtype=np.uint8)
-            whole[:ALIGN] = np.frombuffer(header, dtype=np.uint8)
-            whole[ALIGN : ALIGN + len(payload)] = payload
-            self._pieces = [whole]
-            self.sent = self._size
-        else:
-            self._pieces = [np.frombuffer(header, dtype=np.uint8), payload]
-            if pad:
-                self._pieces.append(np.zeros(pad, dtype=np.uint8))
-        self._at = 0
-
-    @property
-    def done(self) -> bool:
-        return not self._pieces
-
-    def advance(self) -> bool:
-        """Moves what can be moved; whether anything was."""
-        moved = False
-        while self._pieces:
-            piece = self._pieces[0]
-            took = self.link.write(piece[self._at :] if self._at else piece)
-            if not took:
-                return moved
-            moved = True
-            self._at += took
-            if len(piece) == self._size:
-                self.sent = self._at
-            if self._at == len(piece):
-                self._pieces.pop(0)
-                self._at = 0
-        self.sent = self._size
-        return moved
-
-
-class Receive:
-    """One message on its way in, written or reduced into place."""
-
-    def __init__(
-        self, link: Link, header: bytes, into: Vector, operation: Operation | None, behind: Send | None
-    ) -> None:
-        self.link = link
-        self.into = into
-        self._header = header
-        self._operation = operation
-        self._behind = behind
-        self._got = np.empty(ALIGN, dtype=np.uint8)
-        self._at = -ALIGN
-        """Bytes of the payload that are in place; below zero, bytes of the header that are missing."""
-        self._pad = -into.nbytes % ALIGN
-
-    @property
-    def done(self) -> bool:
-        return self._at == self.into.nbytes + self._pad
-
-    def advance(self) -> bool:
-        moved = False
-        while self._at < 0:
-            took = self.link.read(self._got[ALIGN + self._at :])
-            if not took:
-                return moved
-            moved = True
-            self._at += took
-            if self._at == 0:
-                self._check(self._got.tobytes())
-        while self._at < self.into.nbytes:
-            took = self._take(self.into.nbytes - self._at)
-            if not took:
-                return moved
-            moved = True
-            self._at += took
-        while not self.done:
-            took = len(self.link.window(self.into.nbytes + self._pad - self._at))
-            if not took:
-                return moved
-            self.link.consume(took)
-            self._at += took
-            moved = True
-        return moved
-
-    def _take(self, most: int) -> int:
-        if self._behind is not None:
-            most = min(most, self._behind.sent - self._at)
-            if most <= 0:
-                return 0
-        if self._operation is None:
-            return self.link.read(self.into.bytes[self._at : self._at + most])
-        arrived = self.link.window(most)
-        count = len(arrived) - len(arrived) % self.into.itemsize
-        if count:
-            self.into.reduce(self._at, arrived[:count], self._operation)
-            self.link.consume(count)
-        return count
-
-    def _check(self, got: bytes) -> None:
-        if got != self._header:
-            number, kind, size = _HEADER.unpack(got)
-            mine = _HEADER.unpack(self._header)
-            theirs = KINDS[kind] if kind < len(KINDS) else f"kind {kind}"
-            raise OutOfStep(
-                f"rank {self.link.peer} sent {size} bytes of {theirs}, its collective number {number} in this group, "
-                f"while this rank expects {mine[2]} bytes of {KINDS[mine[1]]}, its number {mine[0]}. Ranks of a group "
-                "have to call the same collectives in the same order, with tensors of the same size."
-            )
-
-
-Transfer = Send | Receive
 
 
 class Waits(Protocol):
@@ -198,20 +61,28 @@ class Peers:
         self.sent: Count = inside.sent if inside is not None else Count()
         self._current: Current = inside._current if inside is not None else Current()
 
-    def begin(self, kind: str) -> None:
-        """Before each collective, on every rank alike."""
+    def begin(self, kind: str) -> Peers:
+        """The first step of each collective, on every rank alike."""
         self._current.number = (self._current.number + 1) & 0xFFFFFFFF
         self._current.kind = KINDS.index(kind)
+        return self
 
     def among(self, ranks: Sequence[int]) -> Peers:
         """Some of the ranks, this one included, for a part of the collective under way."""
         links = {place: self.links[rank] for place, rank in enumerate(ranks) if rank != self.rank}
         return Peers(ranks.index(self.rank), len(ranks), links, inside=self)
 
-    def send(self, to: int, data: Vector) -> Send:
+    def send(self, to: int, data: Vector, *, overwritten: bool = False) -> Send:
+        """Sets off at once: the other may be waiting. `overwritten`: what arrives goes into the same memory."""
         self.sent.messages += 1
         self.sent.bytes += data.nbytes
-        return Send(self.links[to], self._header(data), data.bytes)
+        link, header = self.links[to], self._header(data)
+        large = data.nbytes >= LARGE_BYTES
+        if not large and link.put(header, data.bytes):
+            return HAS_LEFT
+        send = Send(link, header, data.bytes, as_lent(header) if large and not overwritten else None)
+        send.advance()
+        return send
 
     def receive(
         self, source: int, into: Vector, operation: Operation | None = None, *, behind: Send | None = None
@@ -220,22 +91,21 @@ class Peers:
         return Receive(self.links[source], self._header(into), into, operation, behind)
 
     def _header(self, data: Vector) -> bytes:
-        return _HEADER.pack(self._current.number, self._current.kind, data.nbytes)
+        return HEADER.pack(self._current.number, self._current.kind, data.nbytes)
 
     def finish(self, *transfers: Transfer, meanwhile: Sequence[Transfer] = ()) -> Steps:
         """Until all are done; others are moved along meanwhile."""
-        pending = [*transfers, *meanwhile]
-        missing = len(transfers)
+        needed: Sequence[Transfer] = transfers
         while True:
             moved = False
-            for transfer in pending:
+            for transfer in (*needed, *meanwhile):
                 moved |= transfer.advance()
-            missing = sum(not transfer.done for transfer in pending[:missing])
-            pending = [transfer for transfer in pending if not transfer.done]
-            if not missing:
+            needed = [transfer for transfer in needed if not transfer.done]
+            if not needed:
                 return
+            meanwhile = [transfer for transfer in meanwhile if not transfer.done]
             if not moved:
-                yield pending
+                yield [*needed, *meanwhile]
 
     def close(self) -> None:
         for link in self.links.values():

@@ -5,7 +5,8 @@ without waiting. `wait` drives the rest itself, without a change of threads; onl
 and is not waited for yet, is driven by the group's worker, which starts with the first such call.
 
 Waiting spins for a moment where every rank of the host has a core of its own, and otherwise sleeps at once: a rank
-that spins on a core which its peer needs only delays itself. A worker never spins, since it would hold the interpreter.
+that spins on a core which its peer needs only delays itself. So the moment is halved each time it was in vain,
+until it is not. A worker never spins, since it would hold the interpreter.
 """
 
 from __future__ import annotations
@@ -17,11 +18,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from shoal.comm.peers import Send, Steps, Waits
+from shoal.comm.peers import Steps, Waits
+from shoal.comm.transfer import Send
 from shoal.comm.transport.link import Link, PeerLost
 
 SPIN_S = 300e-6
 """Longer than most waits between ranks in step, shorter than a time slice."""
+HALVINGS, FULL_EVERY = 5, 16
+"""How often the moment is halved, and which of the waits in vain has it whole again: waking up takes longer than a
+short moment, so ranks that sleep in turns would never find out that they are in step again."""
 GRACE_S = 2.0
 """How long a peer that nobody waits for may be gone before it is taken for the cause of the waiting."""
 HAND_OVER_S = 0.05
@@ -51,6 +56,8 @@ class TimedOut(TimeoutError):
 
 class Task:
     """One collective under way."""
+
+    __slots__ = ("_then", "done", "error", "steps", "what")
 
     def __init__(self, steps: Steps, what: str) -> None:
         self.steps = steps
@@ -89,6 +96,8 @@ class Line:
         self._called = threading.Event()
         self._closed = False
         self._broken: BaseException | None = None
+        self._in_vain = 0
+        """Moments spun, one after the other, at the end of which there was nothing."""
         self._missed: dict[int, float] = {}
         """Peers whose end was seen while nothing was expected of them, and when."""
 
@@ -123,7 +132,7 @@ class Line:
                     if not self._driver.acquire(timeout=HAND_OVER_S):
                         continue
                 try:
-                    self._drive(task, deadline, spin_s=SPIN_S if may_spin() else 0.0)
+                    self._drive(task, deadline, spin=may_spin())
                     if not task.done and time.monotonic() > deadline:
                         self._give_up_on(task, TimedOut(f"{task.what} did not end within {timeout_s:g} s"))
                 finally:
@@ -158,27 +167,39 @@ class Line:
         if isinstance(error, PeerLost) and self._missed:
             error = PeerLost(min(self._missed, key=self._missed.__getitem__))
         self._broken = error
+        for link in self._links:
+            link.take_back()
         while self._tasks:
             task = self._tasks.popleft()
             task.steps.close()
             failure = type(error)(*error.args) if not isinstance(error, PeerLost) else error
             task.finish(failure)
 
-    def _drive(self, until: Task | None, deadline: float, *, spin_s: float) -> None:
-        spin_until = time.monotonic() + spin_s
+    def _drive(self, until: Task | None, deadline: float, *, spin: bool) -> None:
+        slept = False
+        spin_until = time.monotonic() + self.moment_s if spin else 0.0
         while self._tasks and not (until is not None and until.done):
             pending = self._advance()
             if not pending:
-                return
+                break
             now = time.monotonic()
             if now < spin_until:
                 continue
             if now > deadline or self._closed:
                 return
+            self._in_vain += spin
+            slept = True
             self._sleep(pending, min(LOOK_S, deadline - now))
             if until is None and self._waiting:
                 return
-            spin_until = time.monotonic() + spin_s
+            spin_until = time.monotonic() + self.moment_s if spin else 0.0
+        if spin and not slept:
+            self._in_vain = 0
+
+    @property
+    def moment_s(self) -> float:
+        """How long to spin before sleeping."""
+        return SPIN_S / (1 << min(HALVINGS, self._in_vain % FULL_EVERY))
 
     def _sleep(self, pending: Sequence[Waits], seconds: float) -> None:
         wanted: dict[Link, bool] = {}
@@ -224,7 +245,7 @@ class Line:
             # Who waits drives by itself, and calls again if something is left.
             while self._tasks and not self._waiting and not self._closed:
                 with self._driver:
-                    self._drive(None, time.monotonic() + LOOK_S, spin_s=0.0)
+                    self._drive(None, time.monotonic() + LOOK_S, spin=False)
 
     def close(self) -> None:
         if self._closed:

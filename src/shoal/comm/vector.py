@@ -1,20 +1,22 @@
 """A tensor as the wire sees it: flat, as bytes to send and as numbers to reduce.
 
 NumPy does the arithmetic where it has the type (a slice and a sum of it cost a third of torch's, which is what small
-messages are made of); torch does it for bfloat16 and float16.
+messages are made of); torch does it for bfloat16 and float16. Parts are cut from the bytes, not from the tensor, for
+the same reason.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
-from shoal.comm.transport.link import Bytes
+from shoal.comm.transport.link import NO_BYTES, Bytes
 
 _AS_NUMPY: dict[torch.dtype, Any] = {
     torch.float32: np.float32, torch.float64: np.float64, torch.int8: np.int8, torch.uint8: np.uint8,
@@ -26,6 +28,16 @@ _memory_at = ctypes.pythonapi.PyMemoryView_FromMemory
 _memory_at.restype = ctypes.py_object
 _memory_at.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _WRITABLE = 0x200
+
+
+@lru_cache(maxsize=1024)
+def _bytes_at(address: int, size: int) -> Bytes:
+    """Memory as an array. It owns nothing, so it may be kept for whichever tensor lies at that address next.
+
+    Not by `tensor.numpy()`: its storage could never be resized again, as stage 3 of ZeRO does.
+    """
+    return np.frombuffer(_memory_at(address, size, _WRITABLE), dtype=np.uint8) if size else NO_BYTES
+
 
 Operation = tuple[Callable[..., Any], Callable[..., Any]]
 """Of two arguments into `out`: NumPy's and torch's."""
@@ -42,46 +54,44 @@ OPERATIONS: dict[str, Operation] = {
 
 
 class Vector:
-    """A contiguous run of elements; `tensor` is flat and shares its memory."""
+    """A run of elements of a tensor that lies flat in memory, which it keeps alive."""
 
-    __slots__ = ("bytes", "itemsize", "nbytes", "numbers", "tensor")
+    __slots__ = ("bytes", "nbytes", "tensor")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, part: Bytes | None = None) -> None:
+        """`part`: the bytes of some of its elements; of all of them unless given."""
         self.tensor = tensor
-        self.itemsize = tensor.element_size()
-        self.nbytes = size = tensor.numel() * self.itemsize
-        # Not by `tensor.numpy()`: its storage could never be resized again, as stage 3 of ZeRO does.
-        memory = _memory_at(tensor.data_ptr(), size, _WRITABLE) if size else bytearray()
-        self.bytes: Bytes = np.frombuffer(memory, dtype=np.uint8)
-        known = _AS_NUMPY.get(tensor.dtype)
-        self.numbers: Any = self.bytes.view(known) if known is not None else None
+        self.bytes: Bytes = _bytes_at(tensor.data_ptr(), tensor.nbytes) if part is None else part
+        self.nbytes = len(self.bytes)
+
+    @property
+    def itemsize(self) -> int:
+        return self.tensor.itemsize
 
     def __len__(self) -> int:
         return self.nbytes // self.itemsize
 
     def slice(self, start: int, stop: int) -> Vector:
-        return Vector(self.tensor[start:stop])
+        itemsize = self.tensor.itemsize
+        return Vector(self.tensor, self.bytes[start * itemsize : stop * itemsize])
 
     def parts(self, count: int) -> list[Vector]:
         """Cut into so many parts, as even as can be, the larger ones first."""
         return [self.slice(a, b) for a, b in even_ranges(len(self), count)]
 
-    def like(self) -> Vector:
-        """Room for as many elements."""
-        return Vector(torch.empty_like(self.tensor))
-
     def copy_from(self, other: Vector) -> None:
-        if len(self.bytes):
+        if self.nbytes:
             self.bytes[:] = other.bytes
 
     def reduce(self, start: int, window: Bytes, operation: Operation) -> None:
-        """Elements that arrived as bytes are reduced into those that begin at byte `start`."""
-        low, high = start // self.itemsize, (start + len(window)) // self.itemsize
-        if self.numbers is not None:
-            mine = self.numbers[low:high]
-            operation[0](mine, window.view(self.numbers.dtype), out=mine)
+        """Whole elements that arrived as bytes are reduced into those that begin at byte `start`."""
+        mine = self.bytes[start : start + len(window)]
+        known = _AS_NUMPY.get(self.tensor.dtype)
+        if known is not None:
+            numbers = mine.view(known)
+            operation[0](numbers, window.view(known), out=numbers)
         else:
-            own = self.tensor[low:high]
+            own = torch.from_numpy(mine).view(self.tensor.dtype)
             operation[1](own, torch.from_numpy(window).view(own.dtype), out=own)
 
 

@@ -15,11 +15,11 @@ from shoal.comm.vector import Operation, Vector
 
 def butterfly_all_reduce(peers: Peers, x: Vector, operation: Operation) -> Steps:
     def within(number: int, rank_of: Callable[[int], int]) -> Steps:
-        distance = 1
-        while distance < largest_power(peers.size):
+        distance, powers = 1, largest_power(peers.size)
+        while distance < powers:
             partner = rank_of(number ^ distance)
-            going = peers.send(partner, x)
             # The same memory goes out and takes in: what arrives must not overtake what leaves.
+            going = peers.send(partner, x, overwritten=True)
             yield from peers.finish(going, peers.receive(partner, x, operation, behind=going))
             distance *= 2
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shoal.comm.peers import Peers, Steps, Transfer
+from shoal.comm.peers import Peers, Steps
 from shoal.comm.vector import Operation, Vector
 
 
 def direct_reduce_scatter(peers: Peers, parts: Sequence[Vector], into: Vector, operation: Operation) -> Steps:
     """`parts` are read only; `into` gets the reduced part of this rank's number."""
     size, rank = peers.size, peers.rank
-    into.copy_from(parts[rank])
     going = [peers.send((rank + d) % size, parts[(rank + d) % size]) for d in range(1, size)]
+    into.copy_from(parts[rank])
     for d in range(1, size):
         # The others' parts are sent meanwhile, lest everyone wait for someone further on.
         coming = peers.receive((rank - d) % size, into, operation)
@@ -26,22 +26,18 @@ def direct_reduce_scatter(peers: Peers, parts: Sequence[Vector], into: Vector, o
 
 def direct_all_gather(peers: Peers, mine: Vector, parts: Sequence[Vector]) -> Steps:
     size, rank = peers.size, peers.rank
-    transfers: list[Transfer] = []
-    for d in range(1, size):
-        transfers.append(peers.send((rank + d) % size, mine))
-        transfers.append(peers.receive((rank - d) % size, parts[(rank - d) % size]))
+    going = [peers.send((rank + d) % size, mine) for d in range(1, size)]
     parts[rank].copy_from(mine)
-    yield from peers.finish(*transfers)
+    coming = [peers.receive((rank - d) % size, parts[(rank - d) % size]) for d in range(1, size)]
+    yield from peers.finish(*going, *coming)
 
 
 def direct_all_to_all(peers: Peers, going: Sequence[Vector], coming: Sequence[Vector]) -> Steps:
     size, rank = peers.size, peers.rank
-    transfers: list[Transfer] = []
-    for d in range(1, size):
-        transfers.append(peers.send((rank + d) % size, going[(rank + d) % size]))
-        transfers.append(peers.receive((rank - d) % size, coming[(rank - d) % size]))
+    sends = [peers.send((rank + d) % size, going[(rank + d) % size]) for d in range(1, size)]
     coming[rank].copy_from(going[rank])
-    yield from peers.finish(*transfers)
+    receives = [peers.receive((rank - d) % size, coming[(rank - d) % size]) for d in range(1, size)]
+    yield from peers.finish(*sends, *receives)
 
 
 def gather(peers: Peers, mine: Vector, parts: Sequence[Vector] | None, *, root: int) -> Steps:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
+NO_BYTES: Bytes = np.empty(0, dtype=np.uint8)
 
 ALIGN = 16
 """Messages begin at multiples of this many bytes of a stream, so that a window can be read as numbers of any type."""
@@ -36,6 +37,31 @@ class Link(ABC):
     @abstractmethod
     def write(self, data: Bytes) -> int:
         """Takes as many bytes as there is room for, and says how many."""
+
+    def put(self, header: bytes, payload: Bytes) -> bool:
+        """A whole message at once, padded; False if it has to be written piece by piece."""
+        return False
+
+    def lend(self, header: bytes, payload: Bytes) -> bool:
+        """A message by reference: `header`, and where the peer may fetch `payload`; False if it has to be written.
+        Nothing else may be written, and the payload must stay as it is, until it was `returned`."""
+        return False
+
+    def returned(self) -> bool:
+        """Whether the peer has what it was lent."""
+        return True
+
+    def fetch(self, place: Bytes, start: int, into: Bytes) -> None:
+        """Copies from what a peer lends: `place` is what followed its header."""
+        raise NotImplementedError(f"{type(self).__name__} lends nothing")
+
+    def ask_to_lend(self) -> bool:
+        """Tells the peer to lend from now on; whether that is possible."""
+        return False
+
+    def take_back(self) -> bool:
+        """What was lent will not stay as it is, and a peer that fetches it yet must know; whether anything was lent."""
+        return False
 
     @abstractmethod
     def window(self, most: int) -> Bytes:

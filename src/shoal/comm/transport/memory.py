@@ -20,6 +20,9 @@ class MemoryLink(Link):
             raise PeerLost(self.peer)
         return self._out.write(data)
 
+    def put(self, header: bytes, payload: Bytes) -> bool:
+        return not self.gone and self._out.put(header, payload)
+
     def window(self, most: int) -> Bytes:
         arrived = self._in.window(most)
         if self.gone and not len(arrived):

@@ -1,5 +1,6 @@
 """Links between processes of one host: a ring buffer each way in nameless memory, and a socket to wake up by.
 
+What is large is not written but lent: the reader copies it from the writer's memory, where the kernel permits that.
 The memory is an anonymous file that only the two processes hold, so the kernel takes it back however they end. The
 socket carries a byte when the other side sleeps, and its end of file tells at once that a process is gone.
 """
@@ -7,12 +8,30 @@ socket carries a byte when the other side sleeps, and its end of file tells at o
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
+import secrets
 import socket
+from struct import Struct
+
+import numpy as np
 
 from shoal.comm.transport.link import Bytes, Link, PeerLost
-from shoal.comm.transport.ring_buffer import HEADER, READER_SLEEPS, WRITER_SLEEPS, RingBuffer
+from shoal.comm.transport.peer_memory import PeerMemory
+from shoal.comm.transport.ring_buffer import (
+    FETCHES,
+    HEADER,
+    LENT,
+    READER_SLEEPS,
+    WORD_ADDRESS,
+    WORD_VALUE,
+    WRITER_SLEEPS,
+    RingBuffer,
+)
+
+_PLACE = Struct("<QQ")
+"""The address of what is lent, and nothing. As long as ALIGN."""
 
 CAPACITY = 1 << 20
 """Bytes on their way, each way. Half of a second-level cache: larger ones cost memory and gain nothing measurable."""
@@ -32,6 +51,12 @@ class SharedLink(Link):
             RingBuffer(view[half:] if first else view[:half]),
         )
         self._gone: str | None = None
+        self._peer_memory = PeerMemory(waker)
+        self._word = ctypes.c_uint64(secrets.randbits(63))
+        """What the peer reads to find out whether it can."""
+        self._out.words[WORD_VALUE] = self._word.value
+        self._out.words[WORD_ADDRESS] = ctypes.addressof(self._word)
+        self._tried = self._lends = False
 
     def write(self, data: Bytes) -> int:
         if self._gone:
@@ -40,6 +65,48 @@ class SharedLink(Link):
         if count and self._out.wakes(READER_SLEEPS):
             self._wake()
         return count
+
+    def put(self, header: bytes, payload: Bytes) -> bool:
+        if self._gone or not self._out.put(header, payload):
+            return False
+        if self._out.wakes(READER_SLEEPS):
+            self._wake()
+        return True
+
+    def lend(self, header: bytes, payload: Bytes) -> bool:
+        if self._gone or not self._out.words[FETCHES]:
+            return False
+        self._out.words[LENT] = 1
+        self._lends = self.put(header, np.frombuffer(_PLACE.pack(payload.ctypes.data, 0), dtype=np.uint8))
+        return self._lends
+
+    def returned(self) -> bool:
+        if self._lends and self._gone:
+            raise PeerLost(self.peer, self._gone)
+        self._lends = self._lends and not self._out.drained
+        return not self._lends
+
+    def fetch(self, place: Bytes, start: int, into: Bytes) -> None:
+        address, _ = _PLACE.unpack(place.tobytes())
+        try:
+            self._peer_memory.fetch(address + start, into)
+        except OSError as error:
+            raise PeerLost(self.peer, f"its memory cannot be read ({error})") from error
+        if not self._in.words[LENT]:
+            raise PeerLost(self.peer, "it gave up on the message it was sending")
+
+    def ask_to_lend(self) -> bool:
+        words = self._in.words
+        if not self._tried:
+            self._tried = True
+            words[FETCHES] = self._peer_memory.shows(words[WORD_ADDRESS], words[WORD_VALUE])
+        return bool(words[FETCHES])
+
+    def take_back(self) -> bool:
+        taken, self._lends = self._lends, False
+        if taken:
+            self._out.words[LENT] = 0
+        return taken
 
     def window(self, most: int) -> Bytes:
         arrived = self._in.window(most)
@@ -61,7 +128,8 @@ class SharedLink(Link):
         self._in.sleeps(READER_SLEEPS, True)
         if to_write:
             self._out.sleeps(WRITER_SLEEPS, True)
-        return self._gone is not None or self._in.readable or (to_write and self._out.writable)
+        moves = self._out.drained if self._lends else self._out.writable
+        return self._gone is not None or self._in.readable or (to_write and moves)
 
     def disarm(self) -> None:
         self._in.sleeps(READER_SLEEPS, False)
@@ -83,6 +151,7 @@ class SharedLink(Link):
 
     def close(self) -> None:
         self._gone = "this link was closed"
+        self.take_back()
         self._waker.close()
         self._out.close()
         self._in.close()

@@ -1,0 +1,69 @@
+"""How long a rank spins before it sleeps: only as long as that pays."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from shoal.comm import progress
+from shoal.comm.peers import Peers, Steps
+from shoal.comm.progress import FULL_EVERY, SPIN_S, Line, Task
+from shoal.comm.transport.shared import SharedLink
+from shoal.comm.vector import Vector
+
+ONE = Vector(torch.ones(1))
+LATE_S = 0.005
+
+
+@pytest.fixture
+def line(links: tuple[SharedLink, SharedLink], monkeypatch: pytest.MonkeyPatch) -> Iterator[Line]:
+    monkeypatch.setattr(progress, "may_spin", lambda: True)
+    line = Line([links[0]], "a test")
+    yield line
+    line.close()
+
+
+def _wait_for_one(line: Line, peers: list[Peers], *, late_s: float) -> None:
+    """A message that comes so much later than it is waited for."""
+    here, there = (each.begin("broadcast") for each in peers)
+
+    def steps() -> Steps:
+        yield from here.finish(here.receive(1, Vector(torch.empty(1))))
+
+    def later() -> None:
+        time.sleep(late_s)
+        there.send(0, ONE)
+
+    sender = threading.Thread(target=later)
+    if late_s:
+        sender.start()
+    task = line.submit(Task(steps(), "a message"), background=False)
+    if not late_s:
+        there.send(0, ONE)
+    line.wait(task, 10.0)
+    if late_s:
+        sender.join()
+
+
+def test_spinning_in_vain_becomes_rare_and_comes_back_where_it_pays(line: Line, peers: list[Peers]) -> None:
+    moments = [line.moment_s]
+    while len(moments) < FULL_EVERY:
+        _wait_for_one(line, peers, late_s=LATE_S)
+        moments.append(line.moment_s)
+    assert max(moments) == SPIN_S
+    assert sum(moments) < len(moments) * SPIN_S / 4
+    _wait_for_one(line, peers, late_s=0.0)
+    assert line.moment_s == SPIN_S
+
+
+def test_a_late_message_is_slept_for(line: Line, peers: list[Peers]) -> None:
+    """Not spun for: the processor is free for whoever is late."""
+    _wait_for_one(line, peers, late_s=LATE_S)
+    start = time.thread_time()
+    for _ in range(10):
+        _wait_for_one(line, peers, late_s=LATE_S)
+    assert time.thread_time() - start < 10 * LATE_S / 3
