@@ -79,6 +79,10 @@ class Vector:
         """Cut into so many parts, as even as can be, the larger ones first."""
         return [self.slice(a, b) for a, b in even_ranges(len(self), count)]
 
+    def like(self) -> Vector:
+        """Room for as many elements."""
+        return Vector(self.tensor.new_empty(len(self)))
+
     def copy_from(self, other: Vector) -> None:
         if self.nbytes:
             self.bytes[:] = other.bytes
