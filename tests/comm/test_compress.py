@@ -205,17 +205,23 @@ def test_ranks_that_do_not_fit_their_group_are_refused() -> None:
         Over(size=2, rank=0)
 
 
-def test_draws_depend_on_all_that_they_should() -> None:
-    def number(generator: torch.Generator) -> float:
-        return torch.rand(1, generator=generator, dtype=torch.float64).item()
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_draws_depend_on_all_that_they_should(dtype: torch.dtype) -> None:
+    def shared(given: Draw) -> float:
+        return torch.rand(1, generator=given.shared(), dtype=torch.float64).item()
+
+    def own(given: Draw) -> float:
+        (chance,) = given.chances(1, torch.empty(0, dtype=dtype))
+        assert chance.dtype == dtype
+        return float(chance)
 
     base = draw(step=1, rank=1)
-    assert number(base.shared()) == number(draw(step=1, rank=2).shared())
-    assert number(base.own()) == number(base.own())
+    assert shared(base) == shared(draw(step=1, rank=2))
+    assert own(base) == own(base)
     others = [draw(step=2, rank=1), draw(1, 1, key="ü\n\ud800"), draw(1, 1, seed=4), draw(step=1, rank=2)]
-    assert len({number(each.own()) for each in [base, *others]}) == 5
-    assert len({number(each.shared()) for each in [base, *others]}) == 4
-    assert number(base.own()) != number(base.shared())
+    assert len({own(each) for each in [base, *others]}) == 5
+    assert len({shared(each) for each in [base, *others]}) == 4
+    assert own(base) != shared(base)
 
 
 def test_small_tensors_vectors_and_what_is_no_smaller_are_left_alone() -> None:

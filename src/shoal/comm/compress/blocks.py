@@ -43,8 +43,7 @@ def rounded_at_random(x: torch.Tensor, levels: int, draw: Draw) -> tuple[torch.T
     exact = blocks.div_(divisors(scales)).mul_(levels).view(-1)[: len(x)]
     lower = exact.floor()
     # Compared with the fraction and not added to it: a sum near a whole number would round, and always upwards.
-    chance = torch.rand(len(x), generator=draw.own(x.device), dtype=x.dtype, device=x.device)
-    return scales, lower.add_(chance < exact.sub_(lower))
+    return scales, lower.add_(draw.chances(len(x), x) < exact.sub_(lower))
 
 
 def from_levels(signed: torch.Tensor, scales: torch.Tensor, levels: int) -> torch.Tensor:

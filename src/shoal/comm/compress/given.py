@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -50,13 +51,18 @@ class Draw:
 
     def shared(self) -> torch.Generator:
         """The same on all ranks. In host memory, wherever the tensor lies: what a GPU draws depends on its model."""
-        return self._generator(torch.device("cpu"), "shared")
+        return torch.Generator().manual_seed(self._seed("shared"))
 
-    def own(self, device: torch.device | str = "cpu") -> torch.Generator:
-        """Different on each rank."""
-        return self._generator(torch.device(device), f"rank {self.rank}")
+    def chances(self, count: int, like: torch.Tensor) -> torch.Tensor:
+        """Numbers from 0 to 1, different on each rank, of the type and in the place of `like`."""
+        if like.device.type == "cpu":
+            # NumPy's generator draws them in two thirds of torch's time.
+            generator = np.random.Generator(np.random.SFC64(self._seed(f"rank {self.rank}")))
+            return torch.from_numpy(generator.random(count, dtype=np.float32 if like.itemsize == 4 else np.float64))
+        drawing = torch.Generator(like.device).manual_seed(self._seed(f"rank {self.rank}"))
+        return torch.rand(count, generator=drawing, dtype=like.dtype, device=like.device)
 
-    def _generator(self, device: torch.device, who: str) -> torch.Generator:
+    def _seed(self, who: str) -> int:
         text = f"{self.seed}\n{self.step}\n{who}\n{self.key}"
         digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-        return torch.Generator(device).manual_seed(int.from_bytes(digest, "little"))
+        return int.from_bytes(digest, "little")
