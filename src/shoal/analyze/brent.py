@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from shoal.analyze.operator import Cost
 
-PROCESSORS = tuple(step * 10**power for power in range(6) for step in (1, 2, 5)) + (10**6,)
+PROCESSORS = (*(step * 10**power for power in range(6) for step in (1, 2, 5)), 10**6)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

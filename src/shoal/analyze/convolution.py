@@ -1,8 +1,8 @@
 """Convolution, and the four ways to compute it: direct, im2col, FFT and Winograd's F(m, r).
 
 All four give the same numbers; they differ in work and depth, so which is best depends on the layer. Formulas: Ben-Nun
-& Hoefler 2019, section 5; Mathieu et al. 2014 (FFT); Lavin & Gray 2016 (Winograd). FFT and Winograd count an operation
-of their own arithmetic (a complex multiply-add, a multiply-add of a transform's matrix) as one.
+& Hoefler 2019, section 5; Mathieu et al. 2014 (FFT); Lavin & Gray 2016 (Winograd). The FFT's operations are those of
+complex numbers; to compare them with the others, `real_work` counts what they are in real ones.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from shoal.analyze.operator import Cost, Operator, log2_ceil, moved_bytes
 FFT_CONSTANT = 1.0
 """Operations of a transform of n points are this times n log2 n: a butterfly has two complex multiply-adds, and a
 radix-2 transform n/2 log2 n butterflies."""
+
+REAL_PER_COMPLEX = 2
+"""A complex multiply-add is four real ones, but half of a real image's spectrum determines the rest."""
 
 WINOGRAD_TILES = (2, 4)
 """Sides m of the output tiles that libraries use: larger ones lose too many digits in single precision."""
@@ -160,13 +163,18 @@ def algorithms(layer: Convolution) -> dict[str, Cost]:
     return found
 
 
+def real_work(name: str, cost: Cost) -> int:
+    """The work of an algorithm in multiply-adds of real numbers."""
+    return cost.work * (REAL_PER_COMPLEX if name == "fft" else 1)
+
+
 def best_by_work(layer: Convolution) -> str:
     """Among equals the one that moves fewer bytes."""
     found = algorithms(layer)
-    return min(found, key=lambda name: (found[name].work, found[name].bytes))
+    return min(found, key=lambda name: (real_work(name, found[name]), found[name].bytes))
 
 
 def best_by_depth(layer: Convolution) -> str:
     """Among equals the one with less work, then with fewer bytes."""
     found = algorithms(layer)
-    return min(found, key=lambda name: (found[name].depth, found[name].work, found[name].bytes))
+    return min(found, key=lambda name: (found[name].depth, real_work(name, found[name]), found[name].bytes))

@@ -30,7 +30,7 @@ class Activation(Operator):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Add(Operator):
-    """A residual addition. Its gradient goes to both sides as it is; what costs is the sum where the branches forked."""
+    """A residual addition. Its gradient goes to both sides as it is; the sum where the branches forked has a cost."""
 
     kind: ClassVar[str] = "add"
 

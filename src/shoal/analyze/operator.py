@@ -1,4 +1,4 @@
-"""What an operator costs: work (operations), depth (the longest chain of operations that wait for each other) and bytes.
+"""What an operator costs: work (operations), depth (the longest chain of operations, each waiting for the last), bytes.
 
 One operation is a multiply-add in a product and one function of one number elsewhere (Ben-Nun & Hoefler 2019, section
 2). A sum of n numbers is a tree: depth ceil(log2 n); what happens to each number on its way into a sum adds no depth.

@@ -11,7 +11,7 @@ from typing import Any
 
 from shoal.analyze.brent import bounds_table
 from shoal.analyze.concurrency import concurrency
-from shoal.analyze.convolution import Convolution, algorithms, best_by_depth, best_by_work
+from shoal.analyze.convolution import Convolution, algorithms, best_by_depth, best_by_work, real_work
 from shoal.analyze.lookup import Unknown
 from shoal.analyze.network import Network, intensity, parallelism
 from shoal.analyze.operator import Cost
@@ -112,7 +112,10 @@ def convolutions(network: Network) -> list[dict[str, Any]]:
         {
             "layers": names,
             "shape": operator.shape,
-            "algorithms": {name: asdict(cost) for name, cost in algorithms(operator).items()},
+            "algorithms": {
+                name: {**asdict(cost), "real_work": real_work(name, cost)}
+                for name, cost in algorithms(operator).items()
+            },
             "best_by_work": best_by_work(operator),
             "best_by_depth": best_by_depth(operator),
         }

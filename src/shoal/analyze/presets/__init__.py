@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from shoal.analyze.network import Network
 from shoal.analyze.presets.branching import densenet121, googlenet, resnet50
 from shoal.analyze.presets.classic import alexnet, lenet, vgg16
 from shoal.analyze.presets.transformers import network_of
+
+if TYPE_CHECKING:
+    from shoal.workload.shape import Transformer
 
 __all__ = ["IMAGE_NETWORKS", "is_preset", "network_of", "preset_names", "preset_network"]
 
@@ -47,7 +51,7 @@ def _image_name(name: str) -> str:
     return name.strip().lower().replace("-", "").replace("_", "")
 
 
-def _transformer(name: str):  # type: ignore[no-untyped-def]
+def _transformer(name: str) -> Transformer:
     from shoal.workload.presets import preset
 
     return preset(name)

@@ -9,6 +9,11 @@ from collections.abc import Sequence
 from shoal.analyze.network import Network
 from shoal.analyze.presets.images import Features, ImageNetwork
 
+ALEXNET = (
+    (64, 11, 4, 2, True), (192, 5, 1, 2, True), (384, 3, 1, 1, False), (256, 3, 1, 1, False), (256, 3, 1, 1, True),
+)  # fmt: skip
+"""Channels, kernel, stride and padding of each convolution, and whether a pooling follows."""
+
 VGG16_STAGES = ((2, 64), (2, 128), (3, 256), (3, 512), (3, 512))
 
 
@@ -27,9 +32,7 @@ def alexnet(batch: int) -> Network:
     """Krizhevsky 2014, one column: torchvision's network."""
     net = ImageNetwork("alexnet", batch)
     x = Features(layer=None, channels=3, side=224)
-    for number, (channels, kernel, stride, padding, pooled) in enumerate(
-        ((64, 11, 4, 2, True), (192, 5, 1, 2, True), (384, 3, 1, 1, False), (256, 3, 1, 1, False), (256, 3, 1, 1, True)), 1
-    ):  # fmt: skip
+    for number, (channels, kernel, stride, padding, pooled) in enumerate(ALEXNET, 1):
         name = f"conv{number}"
         net.begin(name)
         x = net.convolution(x, name, channels, kernel, stride=stride, padding=padding)
