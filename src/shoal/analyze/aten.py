@@ -9,7 +9,7 @@ from collections.abc import Callable
 from math import prod
 from typing import Any, Protocol
 
-from shoal.analyze.convolution import Convolution
+from shoal.analyze.convolution import Convolution, TransposedConvolution
 from shoal.analyze.elementwise import Activation, Add, Concatenation, Learned, Multiply
 from shoal.analyze.lookup import Embedding, Unknown
 from shoal.analyze.operator import Operator
@@ -110,17 +110,20 @@ def _product(first: int, *, bias: bool) -> Callable[[Reader, Op], Operator]:
 def _convolution(reader: Reader, op: Op) -> Operator | None:
     stride, padding, dilation, transposed, _, groups = op.args[3:9]
     tensors = _tensors(op)
-    if transposed or reader.parameter(tensors[1]) is None:
+    if reader.parameter(tensors[1]) is None:
         return None
     image, weight = (reader.value(number).shape for number in tensors[:2])
     for number in tensors[1:]:
         reader.claim(number, reader.value(number).numel)
     kernel = weight[2:]
-    return Convolution(
+    if transposed:
+        image = reader.value(op.outputs[0]).shape
+    plain = Convolution(
         samples=image[0], in_channels=image[1], out_channels=weight[0], image=image[2:], kernel=kernel,
         stride=_sides(stride, kernel), padding=_sides(padding, kernel), dilation=_sides(dilation, kernel),
         groups=int(groups), bias=len(tensors) > 2,
     )  # fmt: skip
+    return TransposedConvolution(back_through=plain, bias=plain.bias) if transposed else plain
 
 
 def _sides(given: Any, like: tuple[int, ...]) -> tuple[int, ...]:

@@ -21,7 +21,10 @@ REAL_PER_COMPLEX = 2
 """A complex multiply-add is four real ones, but half of a real image's spectrum determines the rest."""
 
 WINOGRAD_TILES = (2, 4)
-"""Sides m of the output tiles that libraries use: larger ones lose too many digits in single precision."""
+"""Sides m of the output tiles that libraries use."""
+
+LARGEST_ALPHA = 8
+"""Side of the input tiles, m + r - 1. The transforms of larger ones lose too many digits in single precision."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +94,33 @@ class Convolution(Operator):
         return Cost(direct(self).work, depth, moved_bytes(read, written, self._weights))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransposedConvolution(Operator):
+    """The way back through a convolution: its forward is the other's gradient of the input, and the other way round."""
+
+    kind: ClassVar[str] = "transposed convolution"
+
+    back_through: Convolution
+    bias: bool = True
+
+    @property
+    def parameters(self) -> int:
+        return self.back_through._weights + (self.back_through.in_channels if self.bias else 0)
+
+    @property
+    def shape(self) -> str:
+        return f"back through {self.back_through.shape}"
+
+    def forward(self) -> Cost:
+        return self.back_through.input_gradient()
+
+    def input_gradient(self) -> Cost:
+        return self.back_through.forward()
+
+    def weight_gradient(self) -> Cost:
+        return self.back_through.weight_gradient()
+
+
 def direct(layer: Convolution) -> Cost:
     """Seven nested loops."""
     work = layer.samples * layer.out_channels * prod(layer.output) * layer.group_channels * prod(layer.kernel)
@@ -155,10 +185,10 @@ def cannot_winograd(layer: Convolution) -> str:
 
 
 def algorithms(layer: Convolution) -> dict[str, Cost]:
-    """Every algorithm that can compute the layer, with its cost; Winograd's by tile."""
+    """Every algorithm that is fit to compute the layer, with its cost; Winograd's by tile."""
     found = {"direct": direct(layer), "im2col": im2col(layer), "fft": fft(layer)}
     if not cannot_winograd(layer):
-        for tile in WINOGRAD_TILES:
+        for tile in (each for each in WINOGRAD_TILES if each + layer.kernel[0] - 1 <= LARGEST_ALPHA):
             found[f"winograd F({tile}, {layer.kernel[0]})"] = winograd(layer, tile)
     return found
 

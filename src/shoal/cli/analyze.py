@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from shoal.job import names
-from shoal.job.errors import did_you_mean
+from shoal.job.errors import JobError, did_you_mean
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -48,16 +48,19 @@ def analyze_command(text: str, *, batch: int | None, as_json: bool, picture_file
 
 
 def _require_job(text: str) -> None:
-    from shoal.analyze import preset_names
-
-    word = text.partition(":")[0].strip().lower()
-    if names.is_file(text) or word in names.all_words():
+    """Before torch is imported. What begins with a task is refused by the job's own rules, later."""
+    if names.is_file(text) or text.partition(":")[0].strip().lower() in names.TASKS:
         return
-    presets = preset_names()
-    raise CannotAnalyze(
-        f"nothing is called {text!r}: expected a Python file that defines `job`, a task ({', '.join(names.TASKS)}) or "
-        f"a preset ({', '.join(presets)}).{did_you_mean(text.strip().lower(), (*presets, *names.all_words()))}"
-    )
+    try:
+        names.parse_name(text)
+    except JobError:
+        from shoal.analyze import preset_names
+
+        known = preset_names()
+        raise CannotAnalyze(
+            f"nothing is called {text!r}: expected a Python file that defines `job`, a task ({', '.join(names.TASKS)}) "
+            f"or a known network ({', '.join(known)}).{did_you_mean(text.strip().lower(), known)}"
+        ) from None
 
 
 def _show(told: dict[str, Any], *, picture_file: str | None, show: Callable[[dict[str, Any]], None]) -> None:
