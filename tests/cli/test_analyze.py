@@ -10,6 +10,11 @@ import pytest
 
 from cli.command import Place
 from cli.conftest import Shoal
+from shoal.analyze import preset_network
+from shoal.analyze.network import intensity, parallelism
+from shoal.cli.analyze import short
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 ODD_JOB = """
 from functools import partial
@@ -109,6 +114,25 @@ def test_the_picture_is_well_formed_and_holds_both_panels(name: str, shoal: Shoa
         if element.tag.endswith("polyline"):
             points = [tuple(map(float, point.split(","))) for point in element.attrib["points"].split()]
             assert all(0 <= x <= wide and 0 <= y <= high for x, y in points)
+
+
+@pytest.mark.parametrize(("name", "file"), [("vgg16", "analyze-vgg16.svg"), ("gpt:175b", "analyze-gpt-175b.svg")])
+def test_the_pictures_of_the_page_are_what_it_draws(name: str, file: str, shoal: Shoal) -> None:
+    assert f"(pictures/{file})" in (DOCS / "analyze.md").read_text(encoding="utf-8")
+    shoal("analyze", name, "--picture", "a.svg")
+    assert Path("a.svg").read_text() == (DOCS / "pictures" / file).read_text(encoding="utf-8")
+
+
+def test_the_table_of_the_page_is_what_it_counts() -> None:
+    rows = [line.split("|") for line in (DOCS / "analyze.md").read_text(encoding="utf-8").splitlines()]
+    rows = [[cell.strip() for cell in row] for row in rows if len(row) == 9 and row[1].strip().startswith("`")]
+    assert len(rows) > 10
+    for _, name, batch, parameters, work, depth, average, per_byte, _ in rows:
+        network = preset_network(name.strip("`"))
+        step = network.step
+        assert (str(network.batch), short(network.parameters)) == (batch, parameters)
+        assert (short(step.work), f"{step.depth:,}", short(parallelism(step))) == (work, depth, average)
+        assert f"{intensity(step):.0f}" == per_byte
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,10 @@ MOST_ROWS = 80
 """Of the table by layer. Networks with more show blocks only; `--json` has every layer."""
 
 
+FOLDED = ("kind", "shape", "because")
+"""Columns that may take several lines where the terminal is narrow."""
+
+
 class CannotAnalyze(ValueError):
     """A name that is neither a preset nor a job."""
 
@@ -113,13 +117,13 @@ def _print(told: dict[str, Any]) -> None:
 
 
 def _table(*columns: str, words: tuple[str, ...]) -> Table:
-    """Columns of figures stand at the right, those of words at the left."""
+    """Columns of figures stand at the right, those of words at the left; what is long is folded."""
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for name in columns:
         plain = name in words
-        table.add_column(name, justify="left" if plain else "right", overflow="fold", no_wrap=not plain)
+        table.add_column(name, justify="left" if plain else "right", overflow="fold", no_wrap=name not in FOLDED)
     return table
 
 
@@ -127,8 +131,7 @@ def _layers(told: dict[str, Any]) -> Table:
     groups = told["groups"]
     rows = sum(1 + len(group["layers"]) * (len(group["layers"]) > 1) for group in groups)
     words = ("layer", "kind", "shape")
-    gradients = ("grad x: work", "grad x: depth", "grad w: work", "grad w: depth")
-    table = _table(*words, "parameters", "work", "depth", *gradients, "bytes", words=words)
+    table = _table(*words, "parameters", "work, depth", "grad x", "grad w", "bytes", words=words)
     for group in groups:
         single, several = len(group["layers"]) == 1, group["count"] > 1
         name = _span(group)
@@ -137,8 +140,7 @@ def _layers(told: dict[str, Any]) -> Table:
             continue
         table.add_row(
             f"{name}: {group['count']} alike, each" if several else name, "", "", short(group["parameters"]),
-            short(group["forward"]["work"]), str(group["forward"]["depth"]), "", "", "", "",
-            short(group["forward"]["bytes"]), style="bold",
+            _cost(group["forward"]), "", "", short(group["forward"]["bytes"]), style="bold",
         )  # fmt: skip
         if rows <= MOST_ROWS:
             for layer in group["layers"]:
@@ -147,17 +149,16 @@ def _layers(told: dict[str, Any]) -> Table:
 
 
 def _add_layer(table: Table, layer: dict[str, Any], name: str) -> None:
-    by_input, by_weight = layer["input_gradient"], layer["weight_gradient"]
+    passes = (layer["forward"], layer["input_gradient"], layer["weight_gradient"])
     table.add_row(
         name, layer["kind"], layer["shape"], short(layer["parameters"]) if layer["parameters"] else "",
-        short(layer["forward"]["work"]), str(layer["forward"]["depth"]),
-        *(figure for cost in (by_input, by_weight) for figure in _cost(cost)),
-        short(layer["forward"]["bytes"]), style="red" if layer["unknown"] else None,
+        *(_cost(cost) for cost in passes), short(layer["forward"]["bytes"]), style="red" if layer["unknown"] else None,
     )  # fmt: skip
 
 
-def _cost(cost: dict[str, int]) -> tuple[str, str]:
-    return (short(cost["work"]), str(cost["depth"])) if cost["bytes"] else ("-", "-")
+def _cost(cost: dict[str, int]) -> str:
+    """Work and depth, or a stroke for a pass that there is not."""
+    return f"{short(cost['work'])}, {cost['depth']}" if cost["bytes"] else "-"
 
 
 def _totals(told: dict[str, Any]) -> Table:
