@@ -15,7 +15,7 @@ from shoal.analyze.elementwise import Learned
 from shoal.analyze.lookup import Unknown
 from shoal.analyze.presets.classic import vgg
 from shoal.analyze.products import Attention, FullyConnected
-from shoal.analyze.traced import traced_network
+from shoal.analyze.traced import module_network, traced_network
 from shoal.job import Job, TensorData, cross_entropy, load_job
 from shoal.workload.shape import Transformer
 
@@ -115,6 +115,18 @@ def test_an_operator_without_a_formula_is_named_counted_and_flagged() -> None:
     # It stands where it is: the head waits for it.
     number = network.layers.index(unknown[0])
     assert number in network.layers[number + 1].inputs
+
+
+def test_a_module_needs_no_job_and_is_left_as_it_was() -> None:
+    module = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2)).eval()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    network = module_network(module, torch.randn(5, 1, 6, 6))
+    assert [layer.operator.kind for layer in network.layers] == [
+        "convolution", "batch norm", "activation", "fully connected"
+    ]  # fmt: skip
+    assert (network.name, network.batch, network.parameters) == ("Sequential", 5, 36 + 4 + 8 + 130)
+    assert not module.training
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 
 class Gains(nn.Module):

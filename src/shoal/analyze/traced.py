@@ -7,14 +7,22 @@ log-softmax with the sum over targets behind it.
 
 from __future__ import annotations
 
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
 from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from shoal.analyze.aten import FREE, operator_of
 from shoal.analyze.network import Network, NetworkBuilder
 from shoal.analyze.operator import Operator
 from shoal.analyze.products import Attention
 from shoal.analyze.reductions import Loss, Softmax
-from shoal.job import Job
+from shoal.job import Job, TensorData
 from shoal.workload.chain import chain
 from shoal.workload.experts.listed import like_members
 from shoal.workload.experts.stacked import stacked_count
@@ -28,6 +36,24 @@ def traced_network(job: Job, *, batch: int | None = None) -> Network:
     if batch is not None and not 1 <= batch <= len(job.train):
         raise ValueError(f"batch {batch}: {job.name} has {len(job.train):,} samples to train on; give 1 to as many")
     return network_of_trace(trace(job, samples=job.global_batch if batch is None else batch), name=job.name)
+
+
+def module_network(module: nn.Module, *inputs: torch.Tensor) -> Network:
+    """A module without a job: forward and backward on these inputs, whose first dimension is the samples, without a
+    loss. The module is left as it was.
+    """
+    names = tuple(f"input{number}" for number in range(len(inputs)))
+    job = Job(
+        name=type(module).__name__, model=lambda: deepcopy(module), inputs=names,
+        train=TensorData(**dict(zip(names, inputs, strict=True))), loss=lambda output, batch: (_first(output).sum(), 1),
+        optimizer=partial(torch.optim.SGD, lr=0.0), global_batch=len(inputs[0]), steps=1,
+    )  # fmt: skip
+    recorded = trace(job, samples=len(inputs[0]))
+    return network_of_trace(replace(recorded, ops=recorded.ops[: recorded.model_stop]), name=job.name)
+
+
+def _first(output: Any) -> torch.Tensor:
+    return next(leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
 
 
 def network_of_trace(recorded: Trace, *, name: str) -> Network:
