@@ -178,6 +178,25 @@ def test_in_series_depths_add_and_in_parallel_the_largest_counts(parts: list[Ope
     assert other.depth == max(cost.depth for cost in costs)
 
 
+def test_what_joins_branches_waits_for_the_deepest() -> None:
+    """A fork, a branch of depth 3 + 5 and one of 4, and their sum, in both orders and both directions."""
+    first, second = FullyConnected(rows=1, inputs=8, outputs=32), FullyConnected(rows=1, inputs=32, outputs=8)
+    short = FullyConnected(rows=1, inputs=8, outputs=8)
+    for turned in (False, True):
+        build = NetworkBuilder(name="diamond", batch=1)
+        fork = build.add("fork", FullyConnected(rows=1, inputs=16, outputs=8))
+        ends = [build.add("second", second, build.add("first", first, fork)), build.add("short", short, fork)]
+        build.add("join", Add(elements=8), *(reversed(ends) if turned else ends))
+        network = build.network()
+        assert network.forward.depth == 4 + max(3 + 5, 3) + 1
+        assert network.backward.depth == 1 + max(3 + 5, 3)
+
+
+def test_a_window_beyond_the_image_is_as_deep_as_the_image() -> None:
+    pooling = Pooling(samples=1, channels=1, image=(1, 4), output=(1, 4), kernel=(3, 9))
+    assert (pooling.forward().work, pooling.forward().depth) == (4, 2)
+
+
 def test_weight_gradients_lie_beside_the_path_backwards() -> None:
     """Two matrices in series: the second's weight gradient is deep, and done while nothing waits for it."""
     build = NetworkBuilder(name="two", batch=1)
