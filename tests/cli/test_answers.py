@@ -11,13 +11,16 @@ import pytest
 
 from cli.command import Place
 
-SUBCOMMANDS = ("explain", "taxonomy", "train", "verify", "launch", "demo")
+SUBCOMMANDS = ("explain", "analyze", "taxonomy", "train", "verify", "launch", "demo")
 
 WITHOUT_TORCH = [
     ("--help",),
     ("train", "--help"),
     ("explain", "dp(8, zero=1) * tp(2)"),
     ("explain", "dp(4, sync=diloco(50)) * pp(2, '1f1b', micro=8) * dp(4, zero=3) * tp(2)", "--json"),
+    ("analyze", "resnet50"),
+    ("analyze", "gpt:175b", "--json"),
+    ("analyze", "vgg17"),
     ("taxonomy",),
     ("taxonomy", "--json"),
     ("taxonomy", "--markdown"),
@@ -76,7 +79,9 @@ def test_without_a_word_it_shows_help(place: Place) -> None:
     assert "Usage: " in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("words", [("explain", "dp(2, zero=3)", "--json"), ("taxonomy", "--json")])
+@pytest.mark.parametrize(
+    "words", [("explain", "dp(2, zero=3)", "--json"), ("analyze", "lenet", "--json"), ("taxonomy", "--json")]
+)
 def test_json_is_one_object_and_nothing_else(words: tuple[str, ...], place: Place) -> None:
     done = place.shoal(*words)
     assert done.returncode == 0

@@ -63,7 +63,7 @@ def explain_strategy(
     if picture_file is not None:
         from shoal.estimate.pictures import picture_svg
 
-        _write(picture_svg(strategy), picture_file, option="--picture")
+        write_picture(picture_svg(strategy), picture_file, option="--picture")
     if as_json:
         import json
 
@@ -99,11 +99,12 @@ def _draw(strategy: Strategy, path: str) -> Played:
             "the pattern is the same with fewer micro-batches or ranks"
         )
     played = play_term(term)
-    _write(timeline_svg(played, str(term)), path, option="--timeline-file")
+    write_picture(timeline_svg(played, str(term)), path, option="--timeline-file")
     return played
 
 
-def _write(svg: str, path: str, *, option: str) -> None:
+def write_picture(svg: str, path: str, *, option: str) -> None:
+    """Writes a picture to the file that an option names."""
     from pathlib import Path
 
     try:

@@ -66,6 +66,27 @@ def explain(
 
 
 @app.command()
+def analyze(
+    job: Annotated[
+        str,
+        typer.Argument(
+            metavar="JOB|PRESET",
+            help="A Python file that defines `job`, a built-in task, or a known shape: vgg16, resnet50, gpt:175b, ...",
+        ),
+    ],
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Samples in a step (default: the job's; of a preset 32 images or 1 text).")
+    ] = None,
+    as_json: Annotated[bool, JSON] = False,
+    picture: Annotated[str | None, typer.Option(help="Draw the time bounds and the work by layer, as SVG.")] = None,
+) -> None:
+    """Count work, depth and bytes of a network, and how many devices each axis could use."""
+    from shoal.cli.analyze import analyze_command
+
+    analyze_command(job, batch=batch, as_json=as_json, picture_file=picture)
+
+
+@app.command()
 def taxonomy(
     as_json: Annotated[bool, JSON] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="As Markdown tables.")] = False,

@@ -4,6 +4,7 @@ as what is in it. The output is plain text without references to anything outsid
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from xml.sax.saxutils import escape
 
@@ -75,6 +76,18 @@ class Drawing:
             f"<polygon points='{head}' fill='{colour}'/>"
         )
         self._reach(max(x1, x2), max(y1, y2))
+
+    def curve(
+        self, points: Sequence[tuple[float, float]], *, colour: str, wide: float = 1.6, dashed: bool = False,
+        filled: bool = False,
+    ) -> None:  # fmt: skip
+        """Straight lines from point to point, or the area that they enclose."""
+        dashes = " stroke-dasharray='4 3'" if dashed else ""
+        look = f"fill='{colour}'" if filled else f"fill='none' stroke='{colour}' stroke-width='{wide:g}'{dashes}"
+        way = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        self.elements.append(f"<{'polygon' if filled else 'polyline'} points='{way}' {look}/>")
+        for x, y in points:
+            self._reach(x, y)
 
     def put(self, other: Drawing, x: float, y: float) -> None:
         """Another drawing, moved to a place of this one."""

@@ -1,0 +1,226 @@
+"""`shoal analyze JOB`: work, depth and bytes of a network, layer by layer; how many devices each axis could use; how
+fast p processors could be at best and at worst. A preset's shape is enough and needs no torch; a job is traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from shoal.job import names
+from shoal.job.errors import JobError, did_you_mean
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+MOST_ROWS = 80
+"""Of the table by layer. Networks with more show blocks only; `--json` has every layer."""
+
+
+FOLDED = ("kind", "shape", "because")
+"""Columns that may take several lines where the terminal is narrow."""
+
+
+class CannotAnalyze(ValueError):
+    """A name that is neither a preset nor a job."""
+
+
+def analyze_command(text: str, *, batch: int | None, as_json: bool, picture_file: str | None) -> None:
+    """Prints the analysis of a preset or a job, and draws it where a file is named."""
+    from shoal.analyze import preset_network, report
+    from shoal.analyze.presets import is_preset
+
+    if is_preset(text):
+        told = report(preset_network(text, batch=batch))
+        _show(told, picture_file=picture_file, show=_print_json if as_json else _print)
+        return
+    _require_job(text)
+    from rich.console import Console
+
+    from shoal.cli.main import only_json
+
+    with only_json() if as_json else nullcontext(_print) as show:
+        with Console(stderr=True).status("importing torch") as status:
+            from shoal.analyze.traced import traced_network
+            from shoal.job import load_job
+
+            job = load_job(text)
+            status.update(f"tracing {job.name}")
+            told = report(traced_network(job, batch=batch))
+        _show(told, picture_file=picture_file, show=show)
+
+
+def _require_job(text: str) -> None:
+    """Before torch is imported. What begins with a task is refused by the job's own rules, later."""
+    if names.is_file(text) or text.partition(":")[0].strip().lower() in names.TASKS:
+        return
+    try:
+        names.parse_name(text)
+    except JobError:
+        from shoal.analyze import preset_names
+
+        known = preset_names()
+        raise CannotAnalyze(
+            f"nothing is called {text!r}: expected a Python file that defines `job`, a task ({', '.join(names.TASKS)}) "
+            f"or a known network ({', '.join(known)}).{did_you_mean(text.strip().lower(), known)}"
+        ) from None
+
+
+def _show(told: dict[str, Any], *, picture_file: str | None, show: Callable[[dict[str, Any]], None]) -> None:
+    if picture_file is not None:
+        from shoal.cli.explain import write_picture
+        from shoal.estimate.pictures.analysis import analysis_svg
+
+        write_picture(analysis_svg(told), picture_file, option="--picture")
+        told["picture"] = {"file": picture_file}
+    show(told)
+
+
+def _print_json(told: dict[str, Any]) -> None:
+    import json
+
+    print(json.dumps(told, indent=2, ensure_ascii=False))
+
+
+def _print(told: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    title = f"  {short(told['parameters'])} parameters, batch {told['batch']:,}"
+    console.print(Text.assemble((told["network"], "bold cyan"), title), soft_wrap=True)
+    for heading, table in (
+        ("Layers", _layers(told)),
+        ("Totals", _totals(told)),
+        ("Concurrency", _axes(told)),
+        ("Time on p processors, in operations: max(W/p, D) <= T <= W/p + D", _bounds(told)),
+        ("Convolutions: work (in real multiply-adds) and depth of each algorithm, in forward", _convolutions(told)),
+    ):
+        if table.row_count:
+            console.print()
+            console.print(Text(heading, style="bold"), soft_wrap=True)
+            console.print(Padding(table, (0, 0, 0, 2), expand=False))
+    lines = [
+        f"{name}: no formula for it; counted by its shapes, {times} times" for name, times in told["unknown"].items()
+    ]
+    if lines:
+        console.print()
+        console.print(Text("Unknown operators", style="bold red"))
+    for line in (*lines, *told["notes"]):
+        console.print(Padding(Text(line, style="red" if line in lines else ""), (0, 0, 0, 2), expand=False))
+    console.print()
+    console.print(Padding(Text(f"Unit: {told['unit']}.", style="dim"), (0, 0, 0, 2), expand=False))
+    if "picture" in told:
+        console.print(f"\nPicture  drawn in {told['picture']['file']}", markup=False, soft_wrap=True)
+
+
+def _table(*columns: str, words: tuple[str, ...]) -> Table:
+    """Columns of figures stand at the right, those of words at the left; what is long is folded."""
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for name in columns:
+        plain = name in words
+        table.add_column(name, justify="left" if plain else "right", overflow="fold", no_wrap=name not in FOLDED)
+    return table
+
+
+def _layers(told: dict[str, Any]) -> Table:
+    groups = told["groups"]
+    rows = sum(1 + len(group["layers"]) * (len(group["layers"]) > 1) for group in groups)
+    words = ("layer", "kind", "shape")
+    table = _table(*words, "parameters", "work, depth", "grad x", "grad w", "bytes", words=words)
+    for group in groups:
+        single, several = len(group["layers"]) == 1, group["count"] > 1
+        name = _span(group)
+        if single:
+            _add_layer(table, group["layers"][0], f"{name}, {group['count']} alike" if several else name)
+            continue
+        table.add_row(
+            f"{name}: {group['count']} alike, each" if several else name, "", "", short(group["parameters"]),
+            _cost(group["forward"]), "", "", short(group["forward"]["bytes"]), style="bold",
+        )  # fmt: skip
+        if rows <= MOST_ROWS:
+            for layer in group["layers"]:
+                _add_layer(table, layer, f"  {_within(layer['name'], group['first'])}")
+    return table
+
+
+def _add_layer(table: Table, layer: dict[str, Any], name: str) -> None:
+    passes = (layer["forward"], layer["input_gradient"], layer["weight_gradient"])
+    table.add_row(
+        name, layer["kind"], layer["shape"], short(layer["parameters"]) if layer["parameters"] else "",
+        *(_cost(cost) for cost in passes), short(layer["forward"]["bytes"]), style="red" if layer["unknown"] else None,
+    )  # fmt: skip
+
+
+def _cost(cost: dict[str, int]) -> str:
+    """Work and depth, or a stroke for a pass that there is not."""
+    return f"{short(cost['work'])}, {cost['depth']}" if cost["bytes"] else "-"
+
+
+def _totals(told: dict[str, Any]) -> Table:
+    table = _table("", "work W", "depth D", "W/D", "bytes", "operations a byte", words=("",))
+    for name, cost in told["totals"].items():
+        table.add_row(
+            name, short(cost["work"]), f"{cost['depth']:,}", short(cost["parallelism"]), short(cost["bytes"]),
+            f"{cost['intensity']:.1f}",
+        )  # fmt: skip
+    return table
+
+
+def _axes(told: dict[str, Any]) -> Table:
+    table = _table("axis", "", "up to", "of the work", "because", words=("axis", "", "because"))
+    for axis in told["concurrency"]:
+        share = f"{100 * axis['work_share']:.1f}%" if axis["degree"] > 1 else "-"
+        table.add_row(axis["axis"], axis["title"], f"{axis['degree']:,}", share, axis["words"])
+    return table
+
+
+def _bounds(told: dict[str, Any]) -> Table:
+    table = _table("p", "at least", "at most", "speed-up", words=())
+    for row in told["bounds"]:
+        if str(row["processors"]).startswith("1"):
+            slow, fast = row["speedup"]
+            table.add_row(
+                f"{row['processors']:,}", short(row["least"]), short(row["most"]),
+                f"{slow:,.1f} to {fast:,.1f}",
+            )  # fmt: skip
+    return table
+
+
+def _convolutions(told: dict[str, Any]) -> Table:
+    """Winograd's column is that of the tile with the least work."""
+    words = ("layers", "shape", "best by work", "best by depth")
+    table = _table(*words[:2], "direct, im2col", "fft", "winograd", *words[2:], words=words)
+    for row in told["convolutions"]:
+        found = row["algorithms"]
+        winograd = [cost for name, cost in found.items() if name.startswith("winograd")]
+        cells = [found["direct"], found["fft"], min(winograd, key=lambda cost: cost["real_work"]) if winograd else None]
+        more = f" and {len(row['layers']) - 1} more" if len(row["layers"]) > 1 else ""
+        table.add_row(
+            row["layers"][0] + more, row["shape"],
+            *(f"{short(cost['real_work'])}, {cost['depth']}" if cost else "-" for cost in cells),
+            row["best_by_work"], row["best_by_depth"],
+        )  # fmt: skip
+    return table
+
+
+def _span(group: dict[str, Any]) -> str:
+    first, last = group["first"], group["last"]
+    return first if first == last else f"{first} .. {last.rpartition('.')[2]}"
+
+
+def _within(name: str, block: str) -> str:
+    """A layer's name without that of its block."""
+    return name.removeprefix(f"{block}.") if name != block else name.rpartition(".")[2]
+
+
+def short(number: float) -> str:
+    """Three digits and a unit."""
+    for unit, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= 0.9995 * size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.3g}"
