@@ -1,0 +1,71 @@
+"""`Physics`: the constants of kernels and links that hold for every framework, each with its origin.
+
+"fitted" means: on step times published for vTrain, nanotron, MosaicML, torchtitan, Narayanan 2021, Korthikanti 2022 and
+Megatron-LM's README together, sources weighted by n^-0.35, with a prior around the value written down before
+(`benchmarks/fit_costs.py`). What belongs to one framework is a `Profile`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Physics:
+    """Plain numbers."""
+
+    # Matrix products.
+    matmul: float = 0.95
+    """Large products, as a part of the measured maximum. Fitted."""
+    quantised: float = 0.6
+    """How much of the loss by whole tiles and whole waves is felt (a scheduler hides the rest). Fitted."""
+    depth: float = 165.0
+    """A product over K terms takes 1 + depth/K times its ideal: filling the pipeline of loads. Fitted."""
+    edge: float = 44.0
+    """As depth, for the rows and columns of the result. Fitted."""
+    kernel_s: float = 4e-6
+    """Start of a kernel on the device. Known: CUDA launches back to back."""
+    fp8_gain: float = 1.7
+    """Linear layers in fp8 with one scale a tensor, against bf16, casts included. Fitted (torchtitan)."""
+    fp8_row_gain: float = 1.0
+    """With one scale a row. Fitted (torchtitan)."""
+    # Memory.
+    memory: float = 0.8
+    """Part of the datasheet's bandwidth that a streaming kernel gets. Known: STREAM-like measurements."""
+    elementwise: float = 1.3
+    """Bytes moved by norms, activations, residuals, against the count of each operand once. Fitted."""
+    loss_bytes: float = 25.0
+    """For each logit, forward and backward of the loss in 32 bits. Counted: about six passes of four bytes."""
+    optimizer_bytes: float = 30.0
+    """For each parameter, Adam in mixed precision: read and write master, two moments, gradient, weight. Fitted."""
+    # Attention.
+    flash_forward: float = 0.6
+    """Fused attention, as a part of the measured maximum. Fitted."""
+    flash_backward: float = 0.29
+    """Its backward, which does 2.5 times the work. Fitted."""
+    scores_forward: float = 6.0
+    """Passes over the score matrix without fusion: scale, mask, softmax, dropout. Fitted."""
+    scores_backward: float = 9.0
+    """As above, backward. Fitted."""
+    # Links.
+    bus: float = 0.73
+    """Part of the innermost links' datasheet bandwidth that a collective gets. Fitted."""
+    network: float = 1.0
+    """The same between nodes. Fitted."""
+    collective_s: float = 19e-6
+    """Start of a collective. Fitted (nccl-tests)."""
+    ramp: float = 1.2
+    """A message near its latency gets less bandwidth: t = a + w + ramp * sqrt(a w). Fitted (nccl-tests)."""
+    hop_ratio: float = 1.0
+    """Latency of a hop between nodes, against the level's own figure. Fitted, then put into the presets."""
+    message_s: float = 0.26e-3
+    """A message from stage to stage, with its wait. Fitted."""
+    jitter: float = 0.008
+    """Slowest of many nodes: each doubling adds this part. Fitted."""
+    fixed_s: float = 5e-3
+    """Once a step: data, clipping, logging. Fitted."""
+    imbalance: float = 1.1
+    """The busiest expert rank, against the mean. Assumed: balanced by an auxiliary loss."""
+
+
+PHYSICS = Physics()
