@@ -64,6 +64,10 @@ class Physics:
     """Slowest of many nodes: each doubling adds this part. Fitted."""
     fixed_s: float = 5e-3
     """Once a step: data, clipping, logging. Fitted."""
+    blend: float = 6.0
+    """Host and device: (h^blend + d^blend)^(1/blend), a maximum with its corner rounded. Fitted."""
+    skew: float = 1.8
+    """Ranks of tp wait for the slowest host among them: that part of the host's time grows as tp^skew. Fitted."""
     imbalance: float = 1.1
     """The busiest expert rank, against the mean. Assumed: balanced by an auxiliary loss."""
 

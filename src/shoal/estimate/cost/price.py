@@ -61,7 +61,10 @@ def price(inputs: Inputs, profile: Profile = GOOD, *, physics: Physics = PHYSICS
     links = path(inputs, profile, physics, ranks=inputs.pp, stride=inputs.pp_stride)
     element_bytes = np.where(inputs.wide, 4.0, 2.0)
     border = inputs.micro_batch * inputs.sequence_length / inputs.cp * inputs.hidden * element_bytes / inputs.tp
-    stalls = np.where(inputs.devices >= profile.stall_devices, profile.stall_message_s, 0.0)
+    crowd = (inputs.devices >= profile.crowd_devices) | (
+        (2 * inputs.devices >= profile.crowd_devices) & (inputs.dp >= profile.crowd_replicas) & (inputs.zero >= 1)
+    )
+    stalls = np.where(crowd, profile.stall_message_s, 0.0)
     message_s = links.message_s(border) + physics.message_s * np.asarray(profile.message_ratio) + stalls
     neighbours = np.where(inputs.pp > 2, 2.0, 1.0)
     one_s = np.where(inputs.pp > 1, 2 * inputs.chunks * neighbours * message_s, 0.0)

@@ -25,8 +25,8 @@ class Profile:
     # The host.
     host_layer_s: Number = 0.8e-3
     """Launching one layer's forward."""
-    host_tensor_s: Number = 0.027e-3
-    """More of it for each rank of tp."""
+    host_tensor_s: Number = 0.008e-3
+    """More of it for ranks of tp, which wait for each other's hosts: times tp to the power of the physics' `skew`."""
     host_backward: Number = 1.5
     """Backward, against forward."""
     host_pass_s: Number = 0.9e-3
@@ -56,12 +56,16 @@ class Profile:
     """Part of data parallelism's messages that never hides."""
     shard_hidden: Number = 0.5
     """As data_hidden, for zero 1 and 2."""
+    buckets: Number = 0.1
+    """Collectives of data parallelism for each layer: each pays its latency."""
     contention: Number = 0.27
     """zero 3: part of the shorter of computing and gathering that does not hide."""
     one_card: Number = 0.0
     """zero 3: 1 if a node's messages go through one network card."""
     hop_ratio: Number = 1.0
     """Latency between nodes, against the cluster's."""
+    hop_power: Number = 0.0
+    """It grows as this power of the ranks that a node has in the ring (0: cards work side by side)."""
     expert_hidden: Number = 0.0
     """Part of the experts' exchanges that hides."""
     # Pipelines.
@@ -71,16 +75,21 @@ class Profile:
     """Latency of a message between stages, against the physics'."""
     # Stalls of one framework's host path.
     stall_tensor_s: Number = 0.0
-    """Forward and backward of a layer, times tp to a power, where there is a pipeline."""
+    """Forward and backward of a layer, times tp to a power, where there is a pipeline (or a crowd, below; up to tp 16)."""
     stall_power: Number = 1.0
     stall_message_s: Number = 0.0
-    """Each message between stages, from `stall_devices` devices on."""
-    stall_devices: Number = 1e9
+    """Each message between stages, where there is a crowd."""
+    stall_reduce_s: Number = 0.0
+    """Each byte of an all-reduce of gradients for each replica, where there is a crowd."""
+    crowd_devices: Number = 1e9
+    """From so many devices on,"""
+    crowd_replicas: Number = 1e9
+    """or from so many replicas on half as many devices, if they shard."""
 
 
 GOOD = Profile()
 MEGATRON_2021 = Profile(name="megatron-2021", host_layer_s=0.85e-3, flash=0.0, data_hidden=0.5)
-MEGATRON = Profile(name="megatron", host_layer_s=0.85e-3, gradient_bytes=2.0)
+MEGATRON = Profile(name="megatron", host_layer_s=0.85e-3, tensor_hidden=0.6, message_ratio=0.3)
 MEGATRON_DEEPSPEED = replace(MEGATRON_2021, name="megatron-deepspeed")
 DEEPSPEED = Profile(name="deepspeed-zero3", host_layer_s=0.85e-3, flash=0.0, one_card=1.0, contention=1.0)
 MOSAIC = Profile(name="mosaic")
@@ -88,8 +97,9 @@ TORCHTITAN = Profile(
     name="torchtitan", selective_gemm=0.5, selective_attention=0.0, selective_rest=0.5, elementwise=1.4
 )
 NANOTRON = Profile(
-    name="nanotron", host_layer_s=1.5e-3, gradient_bytes=4.0, shard_hidden=0.0, hop_ratio=7.0, by_cost=1.0,
-    stall_tensor_s=1.8e-3, stall_power=1.12, stall_message_s=0.3, stall_devices=512,
+    name="nanotron", host_layer_s=1.5e-3, gradient_bytes=4.0, shard_hidden=0.0, hop_ratio=5.0, hop_power=0.3, by_cost=1.0,
+    buckets=0.3, stall_tensor_s=1.8e-3, stall_power=1.12, stall_message_s=0.3, stall_reduce_s=6e-12, crowd_devices=512,
+    crowd_replicas=32,
 )  # fmt: skip
 
 PROFILES: dict[str, Profile] = {each.name: each for each in (
