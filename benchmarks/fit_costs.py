@@ -20,30 +20,44 @@ from scipy.optimize import least_squares
 
 from shoal.estimate.cost import PHYSICS, PROFILES, Inputs, gathered, price, read_rows
 
-WIDTHS: dict[str, Mapping[str, float]] = {
+Prior = tuple[float, float]
+"""A value written down before any fit, and the width of its prior in logarithms."""
+
+PRIORS: dict[str, Mapping[str, Prior]] = {
     "physics": {
-        "matmul": 0.05, "quantised": 0.4, "depth": 0.4, "edge": 0.4, "fp8_gain": 0.2, "fp8_row_gain": 0.2, "elementwise": 0.2,
-        "loss_bytes": 0.25, "optimizer_bytes": 0.2, "flash_forward": 0.15, "flash_backward": 0.15, "scores_forward": 0.25,
-        "scores_backward": 0.25, "bus": 0.12, "network": 0.1, "collective_s": 0.3, "hop_ratio": 0.5, "message_s": 0.5,
-        "jitter": 0.5, "fixed_s": 0.5, "blend": 0.3, "skew": 0.1, "ramp": 0.3,
+        "matmul": (0.95, 0.05), "quantised": (0.6, 0.4), "depth": (165, 0.4), "edge": (44, 0.4), "fp8_gain": (1.7, 0.2),
+        "fp8_row_gain": (1.0, 0.2), "elementwise": (1.3, 0.2), "loss_bytes": (25, 0.25), "optimizer_bytes": (30, 0.2),
+        "flash_forward": (0.6, 0.15), "flash_backward": (0.29, 0.15), "scores_forward": (6, 0.25),
+        "scores_backward": (9, 0.25), "bus": (0.73, 0.12), "collective_s": (19e-6, 0.3),
+        "hop_ratio": (1.0, 0.5), "message_s": (0.26e-3, 0.5), "jitter": (0.008, 0.5), "fixed_s": (5e-3, 0.5),
+        "blend": (6, 0.3), "skew": (1.8, 0.1), "ramp": (1.2, 0.3),
     },
-    "good": {"host_layer_s": 0.3},
-    "megatron": {"flash_hopper": 0.2, "tensor_hidden": 0.2, "message_ratio": 0.7, "buckets": 0.7, "elementwise": 0.2, "data_hidden": 0.5, "shard_hidden": 0.5},
-    "megatron-2021": {"elementwise": 0.2},
-    "megatron-deepspeed": {"host_layer_s": 0.3, "host_tensor_s": 0.5, "host_pass_s": 0.5, "elementwise": 0.2},
-    "deepspeed-zero3": {"elementwise": 0.2},
-    "mosaic": {"elementwise": 0.2, "contention": 0.5},
-    "torchtitan": {"elementwise": 0.3, "flash_hopper": 0.2, "contention": 0.5, "selective_gemm": 0.3, "selective_rest": 0.3},
+    "megatron": {
+        "flash_hopper": (0.58, 0.2), "tensor_hidden": (0.6, 0.2), "message_ratio": (0.3, 0.7), "elementwise": (1.0, 0.2),
+        "shard_hidden": (0.5, 0.5),
+    },
+    "megatron-2021": {"elementwise": (1.0, 0.2)},
+    "megatron-deepspeed": {
+        "host_layer_s": (0.85e-3, 0.3), "host_tensor_s": (8e-6, 0.5), "host_pass_s": (0.9e-3, 0.5), "elementwise": (1.0, 0.2),
+    },
+    "deepspeed-zero3": {"elementwise": (1.0, 0.2)},
+    "mosaic": {"elementwise": (1.0, 0.2), "contention": (0.27, 0.5)},
+    "torchtitan": {
+        "elementwise": (1.4, 0.3), "flash_hopper": (0.58, 0.2), "contention": (0.27, 0.5), "selective_gemm": (0.5, 0.3),
+        "selective_rest": (0.5, 0.3),
+    },
     "nanotron": {
-        "host_layer_s": 0.5, "host_tensor_s": 0.7, "host_pass_s": 0.7, "elementwise": 0.3, "flash_hopper": 0.2,
-        "hop_ratio": 0.5, "hop_power": 0.5, "data_hidden": 0.5, "data_exposed": 0.7, "stall_tensor_s": 0.7, "stall_power": 0.2,
-        "stall_message_s": 0.5, "stall_reduce_s": 0.5, "buckets": 0.7,
+        "host_layer_s": (1.5e-3, 0.5), "host_tensor_s": (8e-6, 0.7), "host_pass_s": (0.9e-3, 0.7), "elementwise": (1.0, 0.3),
+        "flash_hopper": (0.58, 0.2), "hop_ratio": (5.0, 0.5), "hop_power": (0.3, 0.5), "data_hidden": (0.5, 0.5),
+        "data_exposed": (0.1, 0.7), "stall_tensor_s": (1.8e-3, 0.7), "stall_power": (1.12, 0.2),
+        "stall_message_s": (0.3, 0.5), "stall_reduce_s": (6e-12, 0.5), "buckets": (0.3, 0.7),
     },
 }  # fmt: skip
-"""Constants to fit, by owner, with the width of their priors in logarithms."""
+"""Constants to fit, by owner."""
 SCALE = 0.08
 """Residuals well above this count linearly."""
-PRIOR = 1.0
+PRIOR = 0.7
+"""Weight of the priors against the rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,28 +91,29 @@ def load(path: str) -> Data:
 Names = tuple[tuple[str, str, float, float], ...]
 
 
-def constants(widths: Mapping[str, Mapping[str, float]] = WIDTHS) -> Names:
-    """(owner, field, value now, width)."""
-    found = []
-    for owner, fields in widths.items():
-        for field, width in fields.items():
-            value = getattr(PHYSICS if owner == "physics" else PROFILES[owner], field)
-            found.append((owner, field, value, width))
-    return tuple(found)
+def constants(priors: Mapping[str, Mapping[str, Prior]] = PRIORS) -> Names:
+    """(owner, field, value before the fit, width)."""
+    return tuple((owner, field, *prior) for owner, fields in priors.items() for field, prior in fields.items())
+
+
+def present(names: Names) -> np.ndarray:
+    """The logarithms that give the constants of the package."""
+    now = [getattr(PHYSICS if owner == "physics" else PROFILES[owner], field) for owner, field, *_ in names]
+    return np.log([value / before for value, (*_, before, _) in zip(now, names, strict=True)])
 
 
 def predicted(data: Data, names: Names, logs: np.ndarray) -> np.ndarray:
-    """Step times with constants at exp(logs) times their present values."""
+    """Step times with constants at exp(logs) times the values before the fit."""
     moved: dict[str, dict[str, float]] = {}
     for (owner, field, value, _), log in zip(names, logs, strict=True):
-        moved.setdefault(owner, {})[field] = float(np.exp(log))
-    physics = replace(PHYSICS, **{field: getattr(PHYSICS, field) * by for field, by in moved.get("physics", {}).items()})
+        moved.setdefault(owner, {})[field] = float(value * np.exp(log))
     profiles = []
     for profile in data.variants:
         owner = max((name for name in PROFILES if profile.name.startswith(name)), key=len)
-        by = moved.get(owner, {})
-        profiles.append(replace(profile, **{field: getattr(profile, field) * factor for field, factor in by.items()}))
-    return price(data.inputs, gathered(profiles, data.index), physics=physics).step_s
+        # A variant (compiled, asynchronous) differs from its owner by factors, which stay.
+        factors = {field: value / getattr(PROFILES[owner], field) for field, value in moved.get(owner, {}).items()}
+        profiles.append(replace(profile, **{field: getattr(profile, field) * by for field, by in factors.items()}))
+    return price(data.inputs, gathered(profiles, data.index), physics=replace(PHYSICS, **moved.get("physics", {}))).step_s
 
 
 def fit(data: Data, names: Names) -> np.ndarray:
@@ -147,7 +162,7 @@ def main() -> None:
     parser.add_argument("--leave-out", action="store_true")
     chosen = parser.parse_args()
     data, names = load(chosen.rows), constants()
-    print("as it is\n" + table(data, predicted(data, names, np.zeros(len(names)))))
+    print("as it is\n" + table(data, predicted(data, names, present(names))))
     logs = fit(data, names)
     print("fitted\n" + table(data, predicted(data, names, logs)) + "\n" + show(names, logs))
     if chosen.leave_out:

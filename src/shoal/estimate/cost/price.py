@@ -12,7 +12,8 @@ from shoal.estimate.cost.data import data_time
 from shoal.estimate.cost.inputs import Column, Inputs
 from shoal.estimate.cost.links import path
 from shoal.estimate.cost.memory import Memory, memory
-from shoal.estimate.cost.profile import GOOD, Profile
+from shoal.estimate.cost.profile import Profile
+from shoal.estimate.cost.profiles import GOOD
 from shoal.estimate.cost.schedule import INTERLEAVED, bubble_s, stages
 from shoal.estimate.cost.time import PASSES, head_time, layer_time
 

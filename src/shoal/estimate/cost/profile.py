@@ -8,7 +8,7 @@ the profiles of many rows are gathered.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -73,6 +73,26 @@ class Profile:
     """1: layers are dealt to stages by estimated cost, the head counted; 0: evenly."""
     message_ratio: Number = 1.0
     """Latency of a message between stages, against the physics'."""
+    # Memory. Bytes a parameter: weights in 16 bits, gradients held, master copy and moments.
+    parameter_bytes: Number = 2.0
+    gradient_held_bytes: Number = 4.0
+    state_bytes: Number = 12.0
+    norm_bytes: Number = 8.0
+    """Bytes kept for each number of a layer's width: inputs of two norms and what they give to products."""
+    attention_bytes: Number = 2.0
+    """For each number of queries, keys, values and output."""
+    ffn_bytes: Number = 2.0
+    """For each number into and out of the activation function."""
+    regathered_bytes: Number = 0.0
+    """Sequence parallelism: gathered inputs that are kept, for each number of a layer's width."""
+    selective_kept: Number = 1.0
+    """Part of these that "selective" keeps (scores are never kept then)."""
+    logit_bytes: Number = 8.0
+    """For each logit."""
+    buffer_bytes: Number = 1e9
+    """Workspaces of libraries and collectives."""
+    usable: Number = 0.92
+    """Part of the device's memory that a program can fill; fragments take the rest."""
     # Stalls of one framework's host path.
     stall_tensor_s: Number = 0.0
     """Forward and backward of a layer, times tp to a power, where there is a pipeline (or a crowd, below; up to tp 16)."""
@@ -85,59 +105,6 @@ class Profile:
     """From so many devices on,"""
     crowd_replicas: Number = 1e9
     """or from so many replicas on half as many devices, if they shard."""
-
-
-GOOD = Profile()
-MEGATRON_2021 = Profile(name="megatron-2021", host_layer_s=0.85e-3, flash=0.0, data_hidden=0.5)
-MEGATRON = Profile(name="megatron", host_layer_s=0.85e-3, tensor_hidden=0.6, message_ratio=0.3)
-MEGATRON_DEEPSPEED = replace(MEGATRON_2021, name="megatron-deepspeed")
-DEEPSPEED = Profile(name="deepspeed-zero3", host_layer_s=0.85e-3, flash=0.0, one_card=1.0, contention=1.0)
-MOSAIC = Profile(name="mosaic")
-TORCHTITAN = Profile(
-    name="torchtitan", selective_gemm=0.5, selective_attention=0.0, selective_rest=0.5, elementwise=1.4
-)
-NANOTRON = Profile(
-    name="nanotron", host_layer_s=1.5e-3, gradient_bytes=4.0, shard_hidden=0.0, hop_ratio=5.0, hop_power=0.3, by_cost=1.0,
-    buckets=0.3, stall_tensor_s=1.8e-3, stall_power=1.12, stall_message_s=0.3, stall_reduce_s=6e-12, crowd_devices=512,
-    crowd_replicas=32,
-)  # fmt: skip
-
-PROFILES: dict[str, Profile] = {each.name: each for each in (
-    GOOD, MEGATRON, MEGATRON_2021, MEGATRON_DEEPSPEED, DEEPSPEED, MOSAIC, TORCHTITAN, NANOTRON,
-)}  # fmt: skip
-
-COMPILED = 0.6
-"""A compiler fuses memory-bound operations: their bytes, against those without. Fitted (torchtitan)."""
-ASYNC_TENSOR = 0.55
-"""Part of tp's messages that asynchronous tensor parallelism hides. Fitted (torchtitan)."""
-
-
-def profile_for(framework: str, *, device: str = "", precision: str = "") -> Profile:
-    """The profile of a framework by its name as people write it; a good one, if it is not known.
-
-    Megatron-LM on A100 and older in fp16 is the one of 2021, without fused attention.
-    """
-    name = framework.lower()
-    old = device.startswith(("V100", "A100")) and precision in ("fp16", "fp32", "tf32")
-    if "nanotron" in name:
-        found = NANOTRON
-    elif "megatron-deepspeed" in name:
-        found = MEGATRON_DEEPSPEED
-    elif "deepspeed" in name and "megatron" not in name:
-        found = DEEPSPEED
-    elif "megatron" in name or "nemo" in name:
-        found = MEGATRON_2021 if old and "core" not in name else MEGATRON
-    elif "torchtitan" in name:
-        found = TORCHTITAN
-    elif "foundry" in name or "mosaic" in name or "mpt" in name:
-        found = MOSAIC
-    else:
-        found = GOOD
-    if "compile" in name and found is TORCHTITAN:
-        found = replace(found, name="torchtitan-compiled", elementwise=found.elementwise * COMPILED)
-    if "async-tp" in name or "async tp" in name:
-        found = replace(found, name=f"{found.name}-async-tp", tensor_hidden=ASYNC_TENSOR)
-    return found
 
 
 def gathered(profiles: Sequence[Profile], index: np.ndarray) -> Profile:
