@@ -14,7 +14,7 @@ from shoal.estimate.cost.links import path
 from shoal.estimate.cost.memory import Memory, memory
 from shoal.estimate.cost.profile import Profile
 from shoal.estimate.cost.profiles import GOOD
-from shoal.estimate.cost.schedule import INTERLEAVED, bubble_s, stages
+from shoal.estimate.cost.schedule import bubble_s, stages
 from shoal.estimate.cost.time import PASSES, head_time, layer_time
 
 SPLIT = ("compute", "host", "tensor", "context", "expert", "data", "pipeline", "bubble", "optimizer", "other")
@@ -66,7 +66,7 @@ def price(inputs: Inputs, profile: Profile = GOOD, *, physics: Physics = PHYSICS
         (2 * inputs.devices >= profile.crowd_devices) & (inputs.dp >= profile.crowd_replicas) & (inputs.zero >= 1)
     )
     stalls = np.where(crowd, profile.stall_message_s, 0.0)
-    message_s = links.message_s(border) + physics.message_s * np.asarray(profile.message_ratio) + stalls
+    message_s = (links.message_s(border) + physics.message_s) * np.asarray(profile.message_ratio) + stalls
     neighbours = np.where(inputs.pp > 2, 2.0, 1.0)
     one_s = np.where(inputs.pp > 1, 2 * inputs.chunks * neighbours * message_s, 0.0)
     pipeline_s = micro * one_s + np.where(inputs.pp > 1, 2 * (inputs.pp - 1) * message_s, 0.0)
@@ -96,6 +96,3 @@ def price(inputs: Inputs, profile: Profile = GOOD, *, physics: Physics = PHYSICS
         step_s=so_far + split["other"], split_s=split, memory=held_memory,
         fits=held_memory.total_bytes <= held_memory.limit_bytes,
     )  # fmt: skip
-
-
-__all__ = ["INTERLEAVED", "Prices", "SPLIT", "price"]

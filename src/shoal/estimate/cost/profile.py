@@ -72,7 +72,7 @@ class Profile:
     by_cost: Number = 0.0
     """1: layers are dealt to stages by estimated cost, the head counted; 0: evenly."""
     message_ratio: Number = 1.0
-    """Latency of a message between stages, against the physics'."""
+    """Part of a message between stages that is felt: below 1 where it overlaps."""
     # Memory. Bytes a parameter: weights in 16 bits, gradients held, master copy and moments.
     parameter_bytes: Number = 2.0
     gradient_held_bytes: Number = 4.0
