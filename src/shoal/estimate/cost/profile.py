@@ -83,6 +83,8 @@ class Profile:
     """For each number of queries, keys, values and output."""
     ffn_bytes: Number = 2.0
     """For each number into and out of the activation function."""
+    gate_kept: Number = 2.0
+    """Further tensors that a gate keeps: itself, and what it gives to the product (1 where both are one kernel)."""
     regathered_bytes: Number = 0.0
     """Sequence parallelism: gathered inputs that are kept, for each number of a layer's width."""
     selective_kept: Number = 1.0

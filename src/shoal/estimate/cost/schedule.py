@@ -92,12 +92,13 @@ def bubble_s(inputs: Inputs, *, others_s: Column, forward_s: Column, backward_s:
 
     `others_s` is one pass, forward and backward, through all stages but the slowest; the last three are of one stage.
     """
-    usual = others_s / inputs.chunks
-    # Zero-bubble: (n - 1) (F + B - W) with B the input's part; several chunks (V order): (n - 1) (F + B - 2 W).
-    pp, chunks = inputs.pp, inputs.chunks
+    micro, pp, chunks = inputs.micro_batches, inputs.pp, inputs.chunks
+    usual_s = others_s / chunks
+    # Zero-bubble, with the backward as input's part and weight's part: the last rank starts late by (n - 1) (F + B - W); or,
+    # with few micro-batches, the last input gradient must still come back to the first rank (bubble_formula in play.py).
     input_s = backward_s - weight_s
-    split = (pp - 1) * np.maximum(0.0, forward_s + input_s - np.where(chunks > 1, 2, 1) * weight_s)
-    few = usual * np.minimum(1.0, np.maximum(0.0, pp - inputs.micro_batches) / pp)
-    zero_bubble = np.minimum(usual * inputs.chunks, np.maximum(split, few))
-    found = np.where(inputs.schedule == ZERO_BUBBLE, zero_bubble, usual)
+    late_s = (pp - 1) * (forward_s + input_s - weight_s) / chunks
+    back_s = (pp + (micro - 1) / chunks) * (forward_s + input_s) + weight_s / chunks - micro * (forward_s + backward_s)
+    split_s = np.clip(np.maximum(late_s, back_s), 0.0, (pp - 1) * (forward_s + backward_s))
+    found = np.where(inputs.schedule == ZERO_BUBBLE, split_s, usual_s)
     return np.where(inputs.schedule == PIPEDREAM, 0.0, found) * (pp > 1)
