@@ -117,7 +117,9 @@ def predicted(data: Data, names: Names, logs: np.ndarray) -> np.ndarray:
         # A variant (compiled, asynchronous) differs from its owner by factors, which stay.
         factors = {field: value / getattr(PROFILES[owner], field) for field, value in moved.get(owner, {}).items()}
         profiles.append(replace(profile, **{field: getattr(profile, field) * by for field, by in factors.items()}))
-    return price(data.inputs, gathered(profiles, data.index), physics=replace(PHYSICS, **moved.get("physics", {}))).step_s
+    return price(
+        data.inputs, gathered(profiles, data.index), physics=replace(PHYSICS, **moved.get("physics", {}))
+    ).step_s
 
 
 def fit(data: Data, names: Names) -> np.ndarray:

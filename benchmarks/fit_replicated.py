@@ -27,7 +27,9 @@ def main() -> None:
         rows = list(csv.DictReader(file))
     given, priced, refused = columns(rows)
     measured = np.array([float(rows[i]["step_s"]) for i in priced])
-    names = [("kernels", field) for field in KERNELS.__slots__ if field not in HELD] + [(key, field) for key in HABITS for field in MOVES]
+    names = [("kernels", field) for field in KERNELS.__slots__ if field not in HELD] + [
+        (key, field) for key in HABITS for field in MOVES
+    ]
 
     def at(logs: np.ndarray) -> np.ndarray:
         kernels, habits = KERNELS, dict(HABITS)
@@ -42,12 +44,19 @@ def main() -> None:
         off = np.log(at(logs) / measured) / 0.1
         return np.concatenate([np.sign(off) * np.sqrt(2 * (np.sqrt(1 + off**2) - 1)), logs / WIDTH])
 
-    for title, logs in (("as it is", np.zeros(len(names))), ("fitted", least_squares(residuals, np.zeros(len(names)), diff_step=1e-3).x)):
+    for title, logs in (
+        ("as it is", np.zeros(len(names))),
+        ("fitted", least_squares(residuals, np.zeros(len(names)), diff_step=1e-3).x),
+    ):
         off = at(logs) / measured - 1
-        print(f"{title}: median {100 * np.median(abs(off)):.1f}, mape {100 * np.mean(abs(off)):.1f}, {len(refused)} refused")
+        print(
+            f"{title}: median {100 * np.median(abs(off)):.1f}, mape {100 * np.mean(abs(off)):.1f}, {len(refused)} refused"
+        )
         for model in sorted({rows[i]["model"] for i in priced}):
             here = np.array([rows[i]["model"] == model for i in priced])
-            print(f"  {model:20} {here.sum():4} mape {100 * np.mean(abs(off[here])):5.1f} bias {100 * np.mean(off[here]):6.1f}")
+            print(
+                f"  {model:20} {here.sum():4} mape {100 * np.mean(abs(off[here])):5.1f} bias {100 * np.mean(off[here]):6.1f}"
+            )
     for (owner, field), log in zip(names, logs, strict=True):
         value = getattr(KERNELS if owner == "kernels" else HABITS[owner], field)
         print(f"  {owner:14} {field:16} {value:.4g} -> {value * np.exp(log):.4g}")

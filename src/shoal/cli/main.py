@@ -68,7 +68,10 @@ def explain(
 @app.command()
 def validate(
     file: Annotated[
-        str, typer.Argument(metavar="FILE.csv", help="Measured steps: model, cluster, strategy, seconds (docs/validation.md).")
+        str,
+        typer.Argument(
+            metavar="FILE.csv", help="Measured steps: model, cluster, strategy, seconds (docs/validation.md)."
+        ),
     ],
     predictions: Annotated[
         str | None, typer.Option(metavar="OUT.csv", help="Write id,step_s,memory_gib,fits of each row.")

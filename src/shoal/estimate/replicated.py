@@ -40,7 +40,9 @@ def _bert(layers: int, hidden: int, length: int) -> Work:
     flops = length * (2 * layers * block + 4 * layers * length * hidden + 2 * hidden * hidden)
     heads = hidden // 64
     numbers = length * layers * (17 * hidden + 2.5 * heads * length)
-    return Work(flops=flops, numbers=numbers, parameters=layers * block + 31_000 * hidden, layers=layers * 14, kind="encoder")
+    return Work(
+        flops=flops, numbers=numbers, parameters=layers * block + 31_000 * hidden, layers=layers * 14, kind="encoder"
+    )
 
 
 # Counted from the architectures: multiplications of every convolution at the input size that the benchmark uses.

@@ -184,7 +184,11 @@ def _planned(pairs: Pairs) -> dict[str, Any] | None:
             failed += 1
     if not groups:
         return None
-    return {"groups": groups, "oom_or_none": failed, "regret_mean": round(float(np.mean(regrets)), 3) if regrets else None}
+    return {
+        "groups": groups,
+        "oom_or_none": failed,
+        "regret_mean": round(float(np.mean(regrets)), 3) if regrets else None,
+    }
 
 
 def _real(row: Row, name: str) -> float | None:

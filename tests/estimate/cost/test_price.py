@@ -102,7 +102,13 @@ def test_recomputing_takes_longer_and_keeps_less(case: dict[str, object]) -> Non
 
 def test_many_candidates_cost_what_each_costs_alone() -> None:
     tp, pp = (grid.ravel() for grid in np.meshgrid([1, 2, 4, 8], [1, 2, 4]))
-    columns = {"tp": tp, "pp": pp, "dp": 64 // (tp * pp), "zero": np.where(pp == 1, 3, 1), "micro_batch": np.arange(12) % 3 + 1}
+    columns = {
+        "tp": tp,
+        "pp": pp,
+        "dp": 64 // (tp * pp),
+        "zero": np.where(pp == 1, 3, 1),
+        "micro_batch": np.arange(12) % 3 + 1,
+    }
     shape, place = preset("gpt:22b"), cluster("a100", devices=64)
     together = price(inputs_for(shape, place, 192, **columns))  # type: ignore[arg-type]
     for row in range(12):
@@ -127,8 +133,12 @@ def test_tensor_parallelism_across_nodes_costs_more_than_within_one() -> None:
 
 def test_an_nvl72_rack_carries_tensor_parallelism_over_sixteen() -> None:
     shape = preset("llama3:405b")
-    rack = price(inputs_for(shape, cluster("gb200", devices=72 * 8), 64, tp=16, dp=36, zero=1, schedule="none", sequence=True))
-    nodes = price(inputs_for(shape, cluster("b200", devices=576), 64, tp=16, dp=36, zero=1, schedule="none", sequence=True))
+    rack = price(
+        inputs_for(shape, cluster("gb200", devices=72 * 8), 64, tp=16, dp=36, zero=1, schedule="none", sequence=True)
+    )
+    nodes = price(
+        inputs_for(shape, cluster("b200", devices=576), 64, tp=16, dp=36, zero=1, schedule="none", sequence=True)
+    )
     assert rack.tensor_s[0] < 0.7 * nodes.tensor_s[0]
 
 

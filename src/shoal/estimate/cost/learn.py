@@ -32,9 +32,7 @@ SCALE = 0.1
 ROUNDS = 25
 
 
-def learn_profile(
-    rows: Sequence[Row], start: Profile, *, name: str = "learned", physics: Physics = PHYSICS
-) -> Profile:
+def learn_profile(rows: Sequence[Row], start: Profile, *, name: str = "learned", physics: Physics = PHYSICS) -> Profile:
     """A profile that explains the rows' `step_s`, near `start` where they do not say."""
     timed = [row for row in rows if row.get("step_s") and row.get("status", "ok") == "ok"]
     if len(timed) < 3:
