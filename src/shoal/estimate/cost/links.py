@@ -59,7 +59,7 @@ def path(
     inputs: Inputs, profile: Profile, physics: Physics, *, ranks: Column, stride: Column, one_card: Number = 0.0
 ) -> Path:
     """The links of an axis; `one_card` 1 lets a unit's messages leave it through one device's share alone."""
-    ranks = np.asarray(ranks, dtype=float)
+    ranks = np.maximum(1.0, np.asarray(ranks, dtype=float))
     stride = np.asarray(stride, dtype=float)
     below = np.ones_like(ranks * stride)
     slowest = np.full_like(below, np.inf)

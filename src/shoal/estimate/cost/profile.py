@@ -97,7 +97,7 @@ class Profile:
     """Part of the device's memory that a program can fill; fragments take the rest."""
     # Stalls of one framework's host path.
     stall_tensor_s: Number = 0.0
-    """Forward and backward of a layer, times tp to a power, where there is a pipeline (or a crowd, below; up to tp 16)."""
+    """Forward and backward of a layer, times tp to a power: over several nodes, with a pipeline or in a crowd."""
     stall_power: Number = 1.0
     stall_message_s: Number = 0.0
     """Each message between stages, where there is a crowd."""

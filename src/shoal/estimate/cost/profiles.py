@@ -17,23 +17,23 @@ MEGATRON_2021 = Profile(
     name="megatron-2021",
     host_layer_s=0.85e-3,
     flash=0.0,  # Known: written before FlashAttention.
-    elementwise=0.96,  # Fitted.
+    elementwise=0.952,  # Fitted.
 )
 MEGATRON = Profile(
     name="megatron",
     host_layer_s=0.85e-3,
     # Known from its README: messages of tp, dp and pp overlap (--tp-comm-overlap and its like). How much is fitted.
-    tensor_hidden=0.708,
-    message_ratio=0.31,
-    shard_hidden=0.829,
-    flash_hopper=0.632,
-    elementwise=0.962,
+    tensor_hidden=0.677,
+    message_ratio=0.369,
+    shard_hidden=0.821,
+    flash_hopper=0.628,
+    elementwise=0.966,
     gate_kept=1.0,  # Known: SwiGLU is one kernel.
     usable=0.95,
 )
 MEGATRON_DEEPSPEED = replace(
     MEGATRON_2021, name="megatron-deepspeed",
-    host_layer_s=0.00093, host_tensor_s=6.66e-06, host_pass_s=0.000767, elementwise=0.827,  # Fitted.
+    host_layer_s=0.00093, host_tensor_s=6.56e-06, host_pass_s=0.000764, elementwise=0.828,  # Fitted.
 )  # fmt: skip
 DEEPSPEED = Profile(
     name="deepspeed-zero3",
@@ -52,8 +52,8 @@ MOSAIC = Profile(
 TORCHTITAN = Profile(
     name="torchtitan",
     # Known: "selective" saves every other matrix product and attention. How much time that costs is fitted.
-    selective_gemm=0.632, selective_attention=0.0, selective_rest=0.518, selective_kept=0.5,
-    elementwise=1.65, flash_hopper=0.718, contention=0.235,  # Fitted.
+    selective_gemm=0.624, selective_attention=0.0, selective_rest=0.517, selective_kept=0.5,
+    elementwise=1.64, flash_hopper=0.72, contention=0.236,  # Fitted.
     logit_bytes=12.0, usable=0.95,  # Known: logits and their gradients in 16 and 32 bits.
 )  # fmt: skip
 NANOTRON = Profile(
@@ -61,13 +61,13 @@ NANOTRON = Profile(
     gradient_bytes=4.0,  # Known: gradients are accumulated and reduced in 32 bits.
     by_cost=1.0,  # Known: blocks are dealt to stages by their weights, the head counted.
     shard_hidden=0.0,
-    host_layer_s=0.00153, host_tensor_s=5.48e-06, host_pass_s=0.00142, elementwise=1.23, flash_hopper=0.53,
-    data_hidden=0.39, data_exposed=0.115, buckets=0.36,
-    hop_ratio=5.37, hop_power=0.576,
+    host_layer_s=0.00153, host_tensor_s=5.55e-06, host_pass_s=0.00134, elementwise=1.23, flash_hopper=0.531,
+    data_hidden=0.391, data_exposed=0.115, buckets=0.377,
+    hop_ratio=6.13, hop_power=0.623,
     # Two slow states that no column of its rows names: with a pipeline, tensor parallelism waits for hosts; on 512 devices
     # (256 with 32 sharding replicas) each message between stages, tensor parallelism over a node, and sums over many
     # replicas stall.
-    stall_tensor_s=0.00145, stall_power=1.22, stall_message_s=0.235, stall_reduce_s=5.5e-12,
+    stall_tensor_s=0.00149, stall_power=1.2, stall_message_s=0.234, stall_reduce_s=5.5e-12,
     crowd_devices=512, crowd_replicas=32,
     # Memory: fitted on its published peaks.
     gradient_held_bytes=5.6, state_bytes=13.0, norm_bytes=7.0, attention_bytes=4.0, ffn_bytes=2.1, regathered_bytes=3.4,

@@ -99,10 +99,12 @@ def _values(row: Row) -> dict[str, Any]:
             raise ValueError(f"{name} is {got[name]:g}; expected a number above 0")
     for name in ("gated", "tied", "sequence"):
         got[name] = text[name].strip().lower() in ("1", "1.0", "true", "yes")
-    got["kv_heads"] = _number(text, "kv_heads") if text["kv_heads"] else got["heads"]
-    got["ffn"] = _number(text, "ffn") if text["ffn"] else 4 * got["hidden"]
+    got["kv_heads"] = (_number(text, "kv_heads") if text["kv_heads"] else 0.0) or got["heads"]
+    got["ffn"] = (_number(text, "ffn") if text["ffn"] else 0.0) or 4 * got["hidden"]
     got["dp"] = _number(text, "dp") if text["dp"] else got["gpus"] / (got["tp"] * got["pp"] * got["cp"])
-    if got["experts"] and not got["active_experts"]:
+    if got["experts"] <= 1:
+        got["experts"] = got["active_experts"] = 0.0
+    elif not got["active_experts"]:
         got["active_experts"] = 1.0
     got["causal"] = text["kind"] != "encoder"
     got["overlap"] = _number(text, "overlap") if text["overlap"] else float(UNKNOWN)

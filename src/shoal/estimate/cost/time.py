@@ -90,16 +90,8 @@ def layer_time(inputs: Inputs, profile: Profile, physics: Physics) -> LayerTime:
         + profile.selective_rest * rest_forward,
         0.0,
     )  # fmt: skip
-    host_s = (
-        profile.host_layer_s
-        + profile.host_tensor_s * np.where(tp > 1, tp**physics.skew, 0.0)
-        + profile.host_expert_s * sparse
-    )
-    stall_s = profile.stall_tensor_s * np.where(
-        (tp > 1) & ((inputs.pp > 1) | ((inputs.devices >= profile.crowd_devices) & (tp >= 8) & (tp <= 16))),
-        tp**profile.stall_power,
-        0.0,
-    )
+    waits_s, stall_s = _host_waits(inputs, profile, physics)
+    host_s = profile.host_layer_s + waits_s + profile.host_expert_s * sparse
     forward = _pass(
         physics, compute_s=compute_forward, host_s=host_s + 0.4 * stall_s,
         tensor_s=tensor[0], context_s=context[0], expert_s=expert[0],
@@ -118,23 +110,39 @@ def head_time(inputs: Inputs, profile: Profile, physics: Physics) -> tuple[Pass,
     """(forward, backward) of the head and the loss."""
     tokens = inputs.micro_batch * inputs.sequence_length / inputs.cp
     # The head stays in 16 bits whatever the layers' precision.
-    forward, back_input, back_weight = linear_s(inputs, physics, tokens, inputs.hidden, inputs.vocab / inputs.tp)
+    forward, back_input, back_weight = linear_s(
+        inputs, physics, tokens, inputs.hidden, inputs.vocab / inputs.tp, narrow=False
+    )
     loss_s = streamed_s(inputs, physics, physics.loss_bytes * tokens * inputs.vocab / inputs.tp)
     tensor = path(inputs, profile, physics, ranks=inputs.tp, stride=inputs.tp_stride)
     # The input's gradient and the embedding's output, and three small sums inside the loss (maximum, sum, target).
     gather_s = 2 * tensor.ring_s(tokens * inputs.hidden * np.where(inputs.wide, 4.0, 2.0), rounds=2.0)
     small_s = 3 * tensor.ring_s(4 * tokens, rounds=2.0)
     none = 0.0 * tokens
+    # About half as many collectives as a layer has, and as much waiting.
+    waits_s, stall_s = _host_waits(inputs, profile, physics)
+    host_s = profile.host_pass_s / 2 + 0.5 * waits_s + 0.25 * stall_s
     return (
         _pass(
-            physics, compute_s=forward + loss_s / 2, host_s=profile.host_pass_s / 2,
+            physics, compute_s=forward + loss_s / 2, host_s=host_s,
             tensor_s=small_s, context_s=none, expert_s=none,
         ),
         _pass(
-            physics, compute_s=back_input + back_weight + loss_s / 2, host_s=profile.host_pass_s / 2,
+            physics, compute_s=back_input + back_weight + loss_s / 2, host_s=host_s,
             tensor_s=gather_s, context_s=none, expert_s=none,
         ),
     )  # fmt: skip
+
+
+def _host_waits(inputs: Inputs, profile: Profile, physics: Physics) -> tuple[Column, Column]:
+    """(forward of a layer: ranks of tp wait for the slowest host; forward and backward: a framework's own stall)."""
+    several = inputs.tp > 1
+    crowd = (inputs.devices >= profile.crowd_devices) & (inputs.tp >= 8) & (inputs.tp <= 16)
+    stalls = several & (inputs.devices > inputs.level_ranks[0]) & ((inputs.pp > 1) | crowd)
+    return (
+        profile.host_tensor_s * np.where(several, inputs.tp**physics.skew, 0.0),
+        profile.stall_tensor_s * np.where(stalls, inputs.tp**profile.stall_power, 0.0),
+    )
 
 
 def _pass(
