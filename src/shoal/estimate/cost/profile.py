@@ -87,6 +87,8 @@ class Profile:
     """Further tensors that a gate keeps: itself, and what it gives to the product (1 where both are one kernel)."""
     regathered_bytes: Number = 0.0
     """Sequence parallelism: gathered inputs that are kept, for each number of a layer's width."""
+    regathered_deep: Number = 0.0
+    """Part of them that pipelines of four stages and more keep."""
     selective_kept: Number = 1.0
     """Part of these that "selective" keeps (scores are never kept then)."""
     logit_bytes: Number = 8.0

@@ -54,7 +54,7 @@ def stages(inputs: Inputs, profile: Profile) -> Stages:
 
 
 def _by_cost(inputs: Inputs) -> tuple[Column, Column, Column]:
-    """Blocks dealt in order, a stage closed once the cost so far exceeds its share; the head costs vocab x hidden."""
+    """Blocks dealt in order, a stage closed once the cost so far reaches its share; the head costs vocab x hidden."""
     head_width = inputs.hidden / inputs.heads
     block = 2 * inputs.hidden * (inputs.hidden + inputs.kv_heads * head_width) + (
         2 + inputs.gated
@@ -68,7 +68,7 @@ def _by_cost(inputs: Inputs) -> tuple[Column, Column, Column]:
         held = held + there
         first = first + (there & (stage == 0))
         most = np.where(there, np.maximum(most, held), most)
-        closes = there & (layer > (stage + 1) * share * (1 + 1e-12))
+        closes = there & (layer >= (stage + 1) * share * (1 - 1e-12))
         stage, held = stage + closes, np.where(closes, 0.0, held)
     return first, most, held
 
