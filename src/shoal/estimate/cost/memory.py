@@ -1,8 +1,8 @@
 """Bytes on the rank that needs most: parameters, gradients, optimiser, activations, logits, buffers.
 
-Activations are counted operator by operator, as autograd keeps them: inputs of norms and products, queries, keys, values,
-and what goes into and out of the activation function. Three stages are looked at (the first keeps most micro-batches, the
-second may hold more layers, the last has the logits), and the fullest counts.
+Activations are counted operator by operator, as autograd keeps them: inputs of norms and products, queries, keys,
+values, and what goes into and out of the activation function. Three stages are looked at (the first keeps most
+micro-batches, the second may hold more layers, the last has the logits), and the fullest counts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`Profile`: the habits of a framework and of the cluster it ran on, as data, apart from the physics.
 
-How long the host takes for a layer, what overlaps, which precision travels, what is recomputed under the name "selective".
-A profile may be learned from some tens of one's own steps (`learn.py`). Fields hold a number, or a column of numbers once
-the profiles of many rows are gathered.
+How long the host takes for a layer, what overlaps, which precision travels, what is recomputed under the name
+"selective". A profile may be learned from some tens of one's own steps (`learn.py`). Fields hold a number, or a column
+of numbers once the profiles of many rows are gathered.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class Profile:
     flash: Number = 1.0
     """1: fused attention; 0: the score matrix is written to memory."""
     flash_hopper: Number = 0.58
-    """Speed of the fused kernel on devices since Hopper, against its part of the peak on A100 (0.58: FlashAttention 2)."""
+    """Speed of the fused kernel on devices since Hopper, against its part of the peak on A100 (0.58: FlashAttention 2).
+    """
     elementwise: Number = 1.0
     """Bytes of memory-bound operations: below 1 where a compiler fuses them, above where nobody does."""
     # Recomputation.

@@ -1,7 +1,8 @@
-"""Profiles of known frameworks, as data. Fitted where rows identify a habit, else known from the framework's own documents.
+"""Profiles of known frameworks, as data. Fitted where rows identify a habit, else known from the framework's own
+documents.
 
-"fitted" names the rows: vTrain's (Megatron-DeepSpeed on A100), Megatron-LM's README, the papers of 2021 and 2022, MosaicML's
-LLM Foundry, torchtitan's reports, and the Ultra-Scale Playbook's (nanotron on one H100 cluster over EFA).
+"fitted" names the rows: vTrain's (Megatron-DeepSpeed on A100), Megatron-LM's README, the papers of 2021 and 2022,
+MosaicML's LLM Foundry, torchtitan's reports, and the Ultra-Scale Playbook's (nanotron on one H100 cluster over EFA).
 """
 
 from __future__ import annotations
@@ -64,9 +65,9 @@ NANOTRON = Profile(
     host_layer_s=0.00153, host_tensor_s=5.5e-06, host_pass_s=0.00108, elementwise=1.24, flash_hopper=0.529,
     data_hidden=0.406, data_exposed=0.115, buckets=0.379,
     hop_ratio=6.07, hop_power=0.634,
-    # Two slow states that no column of its rows names: with a pipeline, tensor parallelism waits for hosts; on 512 devices
-    # (256 with 32 sharding replicas) each message between stages, tensor parallelism over a node, and sums over many
-    # replicas stall.
+    # Two slow states that no column of its rows names: with a pipeline, tensor parallelism waits for hosts; on 512
+    # devices (256 with 32 sharding replicas) each message between stages, tensor parallelism over a node, and sums
+    # over many replicas stall.
     stall_tensor_s=0.00164, stall_power=1.18, stall_message_s=0.234, stall_reduce_s=5.47e-12,
     crowd_devices=512, crowd_replicas=32,
     # Memory: fitted on its published peaks.

@@ -60,7 +60,8 @@ def read_rows(rows: Sequence[Row]) -> Read:
     missing = [name for name in NEEDED if rows and name not in rows[0]]
     if not rows or missing:
         raise BadRows(f"the file lacks the columns {', '.join(missing)}" if missing else "the file has no rows")
-    parsed, priced, refused, profiles, index = [], [], [], {}, []
+    parsed, priced, refused, index = [], [], [], []
+    profiles: dict[Profile, int] = {}
     for number, row in enumerate(rows):
         try:
             values = _values(row)
@@ -154,7 +155,8 @@ def _columns(parsed: Sequence[Mapping[str, Any]]) -> Inputs:
     node, gpus = column("gpus_per_node"), column("gpus")
     return Inputs(
         **{name: column(name) for name in (
-            "layers", "hidden", "heads", "kv_heads", "ffn", "gated", "vocab", "tied", "experts", "active_experts", "causal",
+            "layers", "hidden", "heads", "kv_heads", "ffn", "gated", "vocab", "tied", "experts", "active_experts",
+            "causal",
             "chunks", "zero", "sequence", "micro_batch", "global_batch", "overlap")},
         sequence_length=column("seq"),
         peak_flops=rates[:, 0], matmul_flops=rates[:, 1],

@@ -1,7 +1,7 @@
 """Stages and bubbles of pipelines in closed form, for whole columns of strategies.
 
-The closed forms are those that `estimate/pipeline/play.py` gives when it plays a schedule with even stages; a test holds them
-to it.
+The closed forms are those that `estimate/pipeline/play.py` gives when it plays a schedule with even stages; a test
+holds them to it.
 """
 
 from __future__ import annotations
@@ -94,8 +94,9 @@ def bubble_s(inputs: Inputs, *, others_s: Column, forward_s: Column, backward_s:
     """
     micro, pp, chunks = inputs.micro_batches, inputs.pp, inputs.chunks
     usual_s = others_s / chunks
-    # Zero-bubble, with the backward as input's part and weight's part: the last rank starts late by (n - 1) (F + B - W); or,
-    # with few micro-batches, the last input gradient must still come back to the first rank (bubble_formula in play.py).
+    # Zero-bubble, with the backward as input's part and weight's part: the last rank starts late by (n - 1) (F + B -
+    # W); or, with few micro-batches, the last input gradient must still come back to the first rank (bubble_formula in
+    # play.py).
     input_s = backward_s - weight_s
     late_s = (pp - 1) * (forward_s + input_s - weight_s) / chunks
     back_s = (pp + (micro - 1) / chunks) * (forward_s + input_s) + weight_s / chunks - micro * (forward_s + backward_s)

@@ -65,7 +65,9 @@ def layer_time(inputs: Inputs, profile: Profile, physics: Physics) -> LayerTime:
         linear_s(inputs, physics, rows, hidden, inputs.ffn * (1 + inputs.gated) / tp, count=local_experts),
         linear_s(inputs, physics, rows, inputs.ffn / tp, hidden, count=local_experts),
     ]
-    gemm_forward, gemm_input, gemm_weight = (sum(each[i] for each in products) for i in range(3))
+    gemm_forward, gemm_input, gemm_weight = (
+        np.sum(np.broadcast_arrays(*each), axis=0) for each in zip(*products, strict=True)
+    )
     element_bytes = np.where(inputs.wide, 4.0, 2.0)
     whole = np.where(inputs.sequence > 0, tp, 1.0)
     passed = (
@@ -160,7 +162,9 @@ def _pass(
 
 
 def _tensor_s(inputs: Inputs, profile: Profile, physics: Physics, payload: Column) -> tuple[Column, Column]:
-    """Two all-reduces each way; with sequence=True two pairs of halves, and two more gathers backward (Korthikanti 2022)."""
+    """Two all-reduces each way; with sequence=True two pairs of halves, and two more gathers backward (Korthikanti
+    2022).
+    """
     links = path(inputs, profile, physics, ranks=inputs.tp, stride=inputs.tp_stride)
     shown = 1 - np.asarray(profile.tensor_hidden)
     whole = 2 * links.ring_s(payload, rounds=2.0)
@@ -172,8 +176,8 @@ def _tensor_s(inputs: Inputs, profile: Profile, physics: Physics, payload: Colum
 def _context_s(
     inputs: Inputs, profile: Profile, physics: Physics, payload: Column, attention: tuple[Column, Column]
 ) -> tuple[Column, Column]:
-    """Keys and values go round a ring behind attention; backward carries their gradients too. What attention does not cover
-    is felt, and a tenth always.
+    """Keys and values go round a ring behind attention; backward carries their gradients too. What attention does not
+    cover is felt, and a tenth always.
     """
     links = path(inputs, profile, physics, ranks=inputs.cp, stride=inputs.cp_stride)
     round_s = links.ring_s(payload * inputs.cp)
