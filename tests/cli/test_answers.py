@@ -11,7 +11,7 @@ import pytest
 
 from cli.command import Place
 
-SUBCOMMANDS = ("explain", "analyze", "taxonomy", "train", "verify", "launch", "demo")
+SUBCOMMANDS = ("explain", "analyze", "taxonomy", "validate", "train", "verify", "launch", "demo")
 
 WITHOUT_TORCH = [
     ("--help",),

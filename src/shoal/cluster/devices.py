@@ -1,0 +1,109 @@
+"""Accelerators as their datasheets describe them, with the fastest matrix product that was measured.
+
+Peaks are dense (no sparsity). Measured rates are the "maximum achievable matmul" table of S. Bekman, ML Engineering
+(compute/accelerator): the best of many shapes in bf16, at boost clocks and under the power limit. Names follow the
+datasheets; `device` also finds a name by its nearest spelling.
+"""
+
+from __future__ import annotations
+
+import re
+from difflib import get_close_matches
+
+from shoal.cluster.cluster import BadCluster, Device
+
+T, GB = 1e12, 1e9
+
+
+def _device(
+    name: str, *, half: float, fp32: float, tf32: float | None = None, fp8: float | None = None, measured: float | None,
+    memory_gb: float, memory_tb_s: float, sms: int, origin: str, bf16: bool = True, domain: int = 0,
+) -> Device:  # fmt: skip
+    peaks = {"fp32": fp32 * T, "fp16": half * T}
+    if bf16:
+        peaks["bf16"] = half * T
+    if tf32:
+        peaks["tf32"] = tf32 * T
+    if fp8:
+        peaks["fp8"] = fp8 * T
+    matmul = {"bf16" if bf16 else "fp16": measured * T} if measured else {}
+    return Device(
+        name=name, peak_flops=peaks, matmul_flops=matmul, memory_bytes=memory_gb * GB,
+        memory_bytes_per_s=memory_tb_s * T, sms=sms, origin=origin, domain=domain,
+    )  # fmt: skip
+
+
+# memory_gb: what a program sees of it, in units of 1e9 bytes (80 GB of HBM are 80 GiB less what the driver keeps).
+DEVICES: tuple[Device, ...] = (
+    _device("V100 SXM2 16GB", half=125, fp32=15.7, measured=None, memory_gb=16.9, memory_tb_s=0.9, sms=80, bf16=False,
+            origin="NVIDIA V100 datasheet"),
+    _device("V100 SXM2 32GB", half=125, fp32=15.7, measured=None, memory_gb=34.1, memory_tb_s=0.9, sms=80, bf16=False,
+            origin="NVIDIA V100 datasheet"),
+    _device("V100 SXM3 32GB (DGX-2)", half=125, fp32=15.7, measured=None, memory_gb=34.1, memory_tb_s=0.98, sms=80,
+            bf16=False, origin="NVIDIA DGX-2 datasheet"),
+    _device("A100 SXM4 40GB", half=312, fp32=19.5, tf32=156, measured=271.2, memory_gb=42.5, memory_tb_s=1.555, sms=108,
+            origin="NVIDIA A100 datasheet; matmul: ML Engineering"),
+    _device("A100 SXM4 80GB", half=312, fp32=19.5, tf32=156, measured=271.2, memory_gb=85.0, memory_tb_s=2.039, sms=108,
+            origin="NVIDIA A100 datasheet; matmul: ML Engineering"),
+    _device("A100 PCIe 40GB", half=312, fp32=19.5, tf32=156, measured=252.9, memory_gb=42.5, memory_tb_s=1.555, sms=108,
+            origin="NVIDIA A100 datasheet; matmul: ML Engineering"),
+    _device("H100 SXM5 80GB", half=989, fp32=67, tf32=494.5, fp8=1979, measured=794.5, memory_gb=85.0, memory_tb_s=3.35,
+            sms=132, origin="NVIDIA H100 datasheet; matmul: ML Engineering"),
+    _device("H100 SXM5 96GB 500W", half=989, fp32=67, tf32=494.5, fp8=1979, measured=650.0, memory_gb=102.0,
+            memory_tb_s=2.4, sms=132,
+            origin="torchtitan's report (96 GB HBM2e, 2.4 TB/s, 500 W); matmul: 794.5 by the cube root of the power"),
+    _device("H100 PCIe 80GB", half=756, fp32=51, tf32=378, fp8=1513, measured=None, memory_gb=85.0, memory_tb_s=2.0,
+            sms=114, origin="NVIDIA H100 datasheet"),
+    _device("H200 SXM 141GB", half=989, fp32=67, tf32=494.5, fp8=1979, measured=794.5, memory_gb=150.0, memory_tb_s=4.8,
+            sms=132, origin="NVIDIA H200 datasheet; matmul: as H100"),
+    _device("B200 SXM", half=2250, fp32=80, tf32=1125, fp8=4500, measured=1745, memory_gb=192.0, memory_tb_s=8.0,
+            sms=148, origin="NVIDIA B200 datasheet; matmul: ML Engineering"),
+    _device("GB200 (per GPU)", half=2500, fp32=80, tf32=1250, fp8=5000, measured=1822, memory_gb=199.0, memory_tb_s=8.0,
+            sms=152, domain=72, origin="NVIDIA GB200 NVL72 datasheet; matmul: ML Engineering"),
+    _device("B300 SXM", half=2250, fp32=80, tf32=1125, fp8=4500, measured=1769, memory_gb=288.0, memory_tb_s=8.0,
+            sms=148, origin="NVIDIA B300 datasheet; matmul: ML Engineering"),
+    _device("MI250X (per GCD)", half=191.5, fp32=23.95, measured=147.0, memory_gb=68.7, memory_tb_s=1.6, sms=110,
+            origin="AMD MI250X datasheet, half a module; matmul: ML Engineering (147 of 191.5)"),
+    _device("MI300X", half=1307, fp32=163.4, tf32=653.7, fp8=2614, measured=668.4, memory_gb=206.0, memory_tb_s=5.3,
+            sms=304, origin="AMD MI300X datasheet; matmul: ML Engineering"),
+    _device("L40S", half=362, fp32=91.6, tf32=183, fp8=733, measured=None, memory_gb=51.5, memory_tb_s=0.864, sms=142,
+            origin="NVIDIA L40S datasheet"),
+    _device("A10G", half=70, fp32=31.2, tf32=35, measured=None, memory_gb=25.8, memory_tb_s=0.6, sms=80,
+            origin="NVIDIA A10G datasheet, as Amazon EC2 G5 has it"),
+    _device("T4", half=65, fp32=8.1, measured=None, memory_gb=17.2, memory_tb_s=0.32, sms=40, bf16=False,
+            origin="NVIDIA T4 datasheet"),
+)  # fmt: skip
+
+_CUT_LINKS = {"a800": "A100 SXM4 80GB", "h800": "H100 SXM5 80GB", "h20": "H100 SXM5 80GB"}
+"""Parts sold with narrower links; their products are those of the whole part."""
+
+
+def device(name: str) -> Device:
+    """A device by name: exactly, without regard to case and punctuation, or by its nearest spelling."""
+    known = {_folded(each.name): each for each in DEVICES}
+    wanted = _folded(name)
+    if wanted in known:
+        return known[wanted]
+    family = re.match(r"\s*(?:nvidia|amd)?\s*([a-z]+\d+[a-z]*)", name.lower())
+    if family:
+        kind = family.group(1)
+        if kind in _CUT_LINKS:
+            return device(_CUT_LINKS[kind])
+        same = [each for each in DEVICES if each.name.lower().startswith(kind)]
+        if same:
+            wanted_memory = re.search(r"(\d+)\s*gb?\b", name.lower())
+            sized = [each for each in same if wanted_memory and f" {wanted_memory.group(1)}gb" in each.name.lower()]
+            return (sized or same[-1:] if kind == "v100" else sized or _largest(same))[0]
+    near = get_close_matches(wanted, list(known), n=1, cutoff=0.75)
+    if near:
+        return known[near[0]]
+    raise BadCluster(f"no device is called {name!r}; known are {', '.join(each.name for each in DEVICES)}")
+
+
+def _largest(same: list[Device]) -> list[Device]:
+    """Of several parts of one name the one on a module, which is what clusters are built of."""
+    return sorted(same, key=lambda each: ("PCIe" in each.name, "500W" in each.name, -each.memory_bytes))
+
+
+def _folded(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())

@@ -1,0 +1,94 @@
+"""Data parallelism: what gradients, sharded parameters and the optimiser cost beyond computing.
+
+Stages 0 to 2 of ZeRO send once a step and hide behind the last backward as far as the profile lets them; stage 3
+gathers every layer for every micro-batch, and a layer takes the longer of computing and gathering.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from shoal.estimate.cost.constants import Physics
+from shoal.estimate.cost.inputs import Column, Inputs
+from shoal.estimate.cost.kernels import streamed_s
+from shoal.estimate.cost.links import path
+from shoal.estimate.cost.profile import Profile
+from shoal.estimate.cost.schedule import Stages
+from shoal.estimate.cost.time import LayerTime
+from shoal.estimate.cost.weights import weights
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharded:
+    """Seconds beyond computing."""
+
+    layer_s: Column
+    """For each layer and micro-batch (stage 3)."""
+    head_s: Column
+    step_s: Column
+    """Once a step, exposed."""
+    optimizer_s: Column
+
+
+def data_time(inputs: Inputs, profile: Profile, physics: Physics, *, layer: LayerTime, held: Stages) -> Sharded:
+    """All of data parallelism's time."""
+    replicas = inputs.dp * inputs.cp
+    stride = np.minimum(
+        np.where(inputs.cp > 1, inputs.cp_stride, np.inf), np.minimum(inputs.dp_stride, inputs.ep_stride)
+    )
+    dense = path(inputs, profile, physics, ranks=replicas, stride=stride)
+    experts = path(inputs, profile, physics, ranks=replicas / inputs.ep, stride=stride * inputs.ep)
+    single = path(inputs, profile, physics, ranks=replicas, stride=stride, one_card=profile.one_card)
+    held_here = weights(inputs)
+    tied_once = np.where((inputs.tied > 0) & (inputs.pp == 1), 0.0, 1.0)
+    tables = np.where(inputs.pp == 1, held_here.embedding + tied_once * held_here.head, held_here.embedding)
+    layers_here = held.most
+    dense_weights = layers_here * held_here.layer_dense + tables
+    expert_weights = layers_here * held_here.layer_experts
+
+    # Stages 0 to 2, and stage 3 under a pipeline, which keeps its parameters for the step.
+    gathered_once = (inputs.zero >= 3) & (inputs.pp > 1)
+    wire = np.asarray(profile.gradient_bytes)
+    reduced_s = dense.ring_s(wire * dense_weights, rounds=2.0) + experts.ring_s(wire * expert_weights, rounds=2.0)
+    scattered_s = (
+        dense.ring_s(wire * dense_weights) + dense.ring_s(2 * dense_weights)
+        + experts.ring_s(wire * expert_weights) + experts.ring_s(2 * expert_weights)
+    )  # fmt: skip
+    # Buckets beyond the first pay their latency again.
+    more = np.asarray(profile.buckets) * layers_here * (dense.latency_s + dense.start_s)
+    reduced_s, scattered_s = reduced_s + more, scattered_s + 2 * more
+    crowd_s = np.where(
+        inputs.devices >= profile.crowd_devices, profile.stall_reduce_s * inputs.dp * wire * dense_weights, 0.0
+    )
+    many = (inputs.zero >= 1) & ((inputs.zero < 3) | gathered_once)
+    sent_s = np.where(many, scattered_s, reduced_s)
+    last_backward_s = layers_here * layer.backward.total_s
+    behind = np.where(many, profile.shard_hidden, profile.data_hidden) * (inputs.overlap != 0)
+    shown_s = np.maximum(np.asarray(profile.data_exposed) * sent_s, sent_s - behind * last_backward_s)
+    shown_s = shown_s + np.where(many, 0.0, crowd_s)
+    always = (inputs.zero >= 3) & ~gathered_once
+
+    # Stage 3: each layer for each micro-batch. What is gathered is 2 bytes a parameter, what is scattered `wire`.
+    layer_weights, layer_expert_weights = held_here.layer_dense, held_here.layer_experts
+    gather_s = single.ring_s(2 * layer_weights) + experts.ring_s(2 * layer_expert_weights) * (inputs.experts > 0)
+    scatter_s = single.ring_s(wire * layer_weights) + experts.ring_s(wire * layer_expert_weights) * (inputs.experts > 0)
+    forward_s = _behind(layer.forward.total_s, gather_s, profile)
+    backward_s = _behind(layer.backward.total_s, gather_s + scatter_s, profile)
+    head_s = 0.3 * (single.ring_s(2 * held_here.head) * 2 + single.ring_s(wire * held_here.head))
+    sharers = np.where(inputs.zero >= 1, replicas, 1.0)
+    expert_sharers = np.where(inputs.zero >= 1, replicas / inputs.ep, 1.0)
+    updated = dense_weights / sharers + expert_weights / expert_sharers
+    return Sharded(
+        layer_s=np.where(always & (replicas > 1), forward_s + backward_s, 0.0),
+        head_s=np.where(always & (replicas > 1), head_s, 0.0),
+        step_s=np.where(always | (replicas <= 1), 0.0, shown_s),
+        optimizer_s=streamed_s(inputs, physics, physics.optimizer_bytes * updated),
+    )
+
+
+def _behind(compute_s: Column, sent_s: Column, profile: Profile) -> Column:
+    """What gathering adds to computing: the longer counts, and the part of the shorter that gets in the way."""
+    contention = np.asarray(profile.contention)
+    return np.maximum(compute_s, sent_s) + contention * np.minimum(compute_s, sent_s) - compute_s

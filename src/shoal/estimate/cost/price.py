@@ -1,0 +1,98 @@
+"""`price`: step time and memory of every row, with their splits, in one pass over columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from shoal.estimate.cost.constants import PHYSICS, Physics
+from shoal.estimate.cost.data import data_time
+from shoal.estimate.cost.inputs import Column, Inputs
+from shoal.estimate.cost.links import path
+from shoal.estimate.cost.memory import Memory, memory
+from shoal.estimate.cost.profile import Profile
+from shoal.estimate.cost.profiles import GOOD
+from shoal.estimate.cost.schedule import bubble_s, stages
+from shoal.estimate.cost.time import PASSES, head_time, layer_time
+
+SPLIT = ("compute", "host", "tensor", "context", "expert", "data", "pipeline", "bubble", "optimizer", "other")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prices:
+    """Columns of predictions. `split_s` sums to `step_s`, `memory.split_bytes` to `memory_bytes`."""
+
+    step_s: Column
+    split_s: Mapping[str, Column]
+    memory: Memory
+    fits: Column
+
+    @property
+    def memory_bytes(self) -> Column:
+        """Peak of the rank that needs most."""
+        return self.memory.total_bytes
+
+    def __getattr__(self, name: str) -> Column:
+        """`compute_s` and its like."""
+        if name.endswith("_s") and name[:-2] in SPLIT:
+            return self.split_s[name[:-2]]
+        raise AttributeError(name)
+
+
+def price(inputs: Inputs, profile: Profile = GOOD, *, physics: Physics = PHYSICS) -> Prices:
+    """Prices of all rows, under one profile or (`gathered`) one for each."""
+    layer = layer_time(inputs, profile, physics)
+    head_forward, head_backward = head_time(inputs, profile, physics)
+    held = stages(inputs, profile)
+    micro = inputs.micro_batches
+    sharded = data_time(inputs, profile, physics, layer=layer, held=held)
+
+    layer_s = layer.forward.total_s + layer.backward.total_s + sharded.layer_s
+    head_s = head_forward.total_s + head_backward.total_s + sharded.head_s
+    stage_hosts_s = np.where(inputs.pp > 1, profile.host_pass_s, 0.0)
+    plain_s, last_s = held.most * layer_s + stage_hosts_s, held.last * layer_s + head_s
+    last_slowest = last_s >= plain_s
+    layers_there = np.where(last_slowest, held.last, held.most)
+    head_there = np.where(last_slowest, 1.0, 0.0)
+    slowest_s = np.where(last_slowest, last_s, plain_s)
+    through_s = inputs.layers * layer_s + head_s + (inputs.pp - 1) * stage_hosts_s
+
+    links = path(inputs, profile, physics, ranks=inputs.pp, stride=inputs.pp_stride)
+    element_bytes = np.where(inputs.wide, 4.0, 2.0)
+    border = inputs.micro_batch * inputs.sequence_length / inputs.cp * inputs.hidden * element_bytes / inputs.tp
+    crowd = (inputs.devices >= profile.crowd_devices) | (
+        (2 * inputs.devices >= profile.crowd_devices) & (inputs.dp >= profile.crowd_replicas) & (inputs.zero >= 1)
+    )
+    stalls = np.where(crowd, profile.stall_message_s, 0.0)
+    message_s = (links.message_s(border) + physics.message_s) * np.asarray(profile.message_ratio) + stalls
+    neighbours = np.where(inputs.pp > 2, 2.0, 1.0)
+    one_s = np.where(inputs.pp > 1, 2 * inputs.chunks * neighbours * message_s, 0.0)
+    pipeline_s = micro * one_s + np.where(inputs.pp > 1, 2 * (inputs.pp - 1) * message_s, 0.0)
+
+    idle_s = bubble_s(
+        inputs,
+        others_s=np.maximum(0.0, through_s - slowest_s),
+        forward_s=layers_there * layer.forward.total_s,
+        backward_s=layers_there * layer.backward.total_s,
+        weight_s=layers_there * layer.weight_s,
+    )
+    split = {
+        cause: micro * (
+            layers_there * (getattr(layer.forward, f"{cause}_s") + getattr(layer.backward, f"{cause}_s"))
+            + head_there * (getattr(head_forward, f"{cause}_s") + getattr(head_backward, f"{cause}_s"))
+        )
+        for cause in PASSES
+    }  # fmt: skip
+    split["host"] = split["host"] + micro * stage_hosts_s * (1 - head_there)
+    split["data"] = micro * (layers_there * sharded.layer_s + head_there * sharded.head_s) + sharded.step_s
+    split["pipeline"], split["bubble"], split["optimizer"] = pipeline_s, idle_s, sharded.optimizer_s
+    so_far = sum(split.values())
+    nodes = np.maximum(1.0, inputs.devices / np.minimum(inputs.level_ranks[0], inputs.devices))
+    split["other"] = physics.fixed_s + so_far * physics.jitter * np.log2(nodes)
+    held_memory = memory(inputs, profile, held=held)
+    return Prices(
+        step_s=so_far + split["other"], split_s=split, memory=held_memory,
+        fits=held_memory.total_bytes <= held_memory.limit_bytes,
+    )  # fmt: skip
