@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks._hosts import torchrun, two_hosts, why_not
 
 from cli.command import Place
-from distributed.two_hosts import torchrun, two_hosts, why_not
 from shoal.comm.calibration import read_calibration
 from shoal.comm.network import DEFAULT
 
