@@ -91,3 +91,8 @@ def test_bands_say_what_is_compared() -> None:
     assert "1e-10" in contract(dp(2)).band
     assert "3 updates" in contract(parse("dp(4, sync=ssp(3))")).band
     assert contract(parse('amp("bf16")')).band == "loss within 5% of the float32 run"
+    promised = contract(parse("dp(2, compress=topk(0.01))"))
+    assert "within 15%" in promised.band
+    assert promised.within == 0.15
+    # The weakest promise holds for the whole.
+    assert contract(parse('dp(2, compress=sign()) * amp("bf16")')).within == 0.3

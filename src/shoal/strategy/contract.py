@@ -32,6 +32,8 @@ class Contract:
     """What is compared, and how near it must come."""
     reasons: tuple[str, ...]
     """Why it is not better; and for an exact contract, against which serial run it is exact."""
+    within: float = 0.05
+    """How far the loss may be from that of the serial run, relative to it, where the contract is statistical."""
 
     def __str__(self) -> str:
         return f"bounded({self.staleness})" if self.kind == "bounded" else self.kind
@@ -47,7 +49,8 @@ def contract(strategy: Strategy | Term, facts: ModelFacts | None = None) -> Cont
     reasons = tuple(promise.reason for promise in promises) + _notes(strategy, facts)
     if kind == "statistical":
         bands = dict.fromkeys(promise.band for promise in promises if promise.kind == kind)
-        return Contract(kind, None, "; ".join(bands), reasons)
+        within = max(promise.within for promise in promises if promise.kind == kind)
+        return Contract(kind, None, "; ".join(bands), reasons, within)
     if kind == "bounded":
         # Delays on different axes happen one after the other, so their sum bounds the whole.
         staleness = sum(promise.staleness for promise in promises)

@@ -192,12 +192,14 @@ Kind = Literal["exact", "bounded", "statistical"]
 class Promise:
     """One reason why a run is not the serial run: how far from it, and why."""
 
-    __slots__ = ("band", "kind", "reason", "staleness")
+    __slots__ = ("band", "kind", "reason", "staleness", "within")
 
-    def __init__(self, kind: Kind, reason: str, *, staleness: int = 0, band: str = "") -> None:
+    def __init__(self, kind: Kind, reason: str, *, staleness: int = 0, band: str = "", within: float = 0.05) -> None:
         self.kind: Kind = kind
         self.reason = reason
         self.staleness = staleness
         """Updates by which a gradient may be late, if there is a bound."""
         self.band = band
         """What is compared with the serial run, and how near it must come, if there is none."""
+        self.within = within
+        """The same as a number: the largest relative difference of the loss."""

@@ -29,8 +29,6 @@ from shoal.workload.layout import facts_of, layout_of
 
 EXACT = 1e-10
 """Largest relative difference of an exact strategy in float64. Correct ones measure 1e-15, faults 1e-5 and more."""
-BAND = 0.05
-"""Largest mean relative difference of the loss curve, for strategies that promise the target, not the numbers."""
 FILLS = 8
 """How many times over a pipeline without flush is filled, at least, before its loss curve is judged."""
 ZERO_GRADIENT = 1e-8
@@ -121,7 +119,7 @@ def verify(
         tolerance = EXACT
     else:
         differences = [(sum(curve) / len(curve), "mean difference of the loss curve")]
-        tolerance = BAND
+        tolerance = promised.within
     # A NaN compares as the largest of all.
     largest, where = max(differences, key=lambda row: (row[0] != row[0], row[0]))
     unlike = [f"rank {rank['rank']}: {line}" for rank in ranks for line in rank["ledger_differences"]]

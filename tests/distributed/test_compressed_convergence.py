@@ -1,0 +1,55 @@
+"""Every compression trains both small tasks: the validation loss of the language model and the accuracy of the
+classifier end within the band that its contract states, beside the dense run of as many steps.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.strategy import contract, parse
+from shoal.train.launch import run_ranks
+
+METHODS = [
+    "fp16()", "int8()", "qsgd(4)", "ternary()", "onebit()", "sign()", "topk(0.01)", "randomk(0.05)", "threshold(0.001)",
+    "dgc(0.01)", "mstopk(0.01)", "gtopk(0.01)", "sketch(3, 300)", "powersgd(2)", "hitopk(0.01)",
+]  # fmt: skip
+METRIC = {"language": "loss", "image": "accuracy"}
+POINTS = 0.04
+"""Of accuracy, on 240 images: three standard deviations of chance and a little."""
+
+
+def strategy_of(method: str) -> str:
+    return f"dp(2, compress={method})" + (" * dp(2)" if method.startswith("hitopk") else "")
+
+
+def trained(task: str, strategy: str, folder: Path) -> float:
+    """The validation metric after the task's own number of steps."""
+    asked: dict[str, Any] = {
+        "job": task, "size": "tiny", "strategy": strategy, "folder": str(folder), "checkpoint_every": 0,
+    }  # fmt: skip
+    run_ranks("shoal.train.loop:train_run", asked, ranks=parse(strategy).world)
+    last = json.loads((folder / "validation.jsonl").read_text().splitlines()[-1])
+    return float(last["metrics"][METRIC[task]])
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return cache(lambda task: trained(task, "dp(2)", tmp_path_factory.mktemp("dense")))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("task", METRIC)
+def test_small_tasks_end_within_the_band_that_is_stated(task: str, method: str, dense: Any, tmp_path: Path) -> None:
+    strategy = strategy_of(method)
+    found, expected = trained(task, strategy, tmp_path), dense(task)
+    if task == "language":
+        assert found <= expected * (1 + contract(parse(strategy)).within)
+    else:
+        assert found >= expected - POINTS
