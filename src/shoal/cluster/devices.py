@@ -49,7 +49,7 @@ DEVICES: tuple[Device, ...] = (
             origin="NVIDIA A100 datasheet; matmul: ML Engineering"),
     _device("H100 SXM5 80GB", half=989, fp32=67, tf32=494.5, fp8=1979, measured=794.5, memory_gb=85.0, memory_tb_s=3.35,
             sms=132, origin="NVIDIA H100 datasheet; matmul: ML Engineering"),
-    _device("H100 SXM5 96GB 500W", half=989, fp32=67, tf32=494.5, fp8=1979, measured=650.0, memory_gb=102.0,
+    _device("H100 SXM5 96GB 500W", half=989, fp32=67, tf32=494.5, fp8=1979, measured=710.0, memory_gb=102.0,
             memory_tb_s=2.4, sms=132,
             origin="torchtitan's report (96 GB HBM2e, 2.4 TB/s, 500 W); matmul: 794.5 by the cube root of the power"),
     _device("H100 PCIe 80GB", half=756, fp32=51, tf32=378, fp8=1513, measured=None, memory_gb=85.0, memory_tb_s=2.0,
