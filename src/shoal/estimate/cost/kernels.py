@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from shoal.estimate.cost.constants import Physics
-from shoal.estimate.cost.inputs import Column, Inputs
+from shoal.estimate.cost.inputs import PRECISIONS, Column, Inputs
 from shoal.estimate.cost.profile import Profile
 
 TILES = ((256, 128, 1.0), (128, 128, 1.1), (64, 64, 1.6))
@@ -45,14 +45,17 @@ def linear_s(
     """(forward, gradient of the input, gradient of the weight) of a linear layer; in fp8 if the row says so and
     `narrow`.
     """
-    gain = np.where(inputs.fp8, physics.fp8_gain, 1.0)
-    gain = np.where(inputs.precision == 5, physics.fp8_row_gain, gain)
-    rate = inputs.matmul_flops * (gain if narrow else 1.0)
-    return (
-        product_s(inputs, physics, rows, width_out, width_in, count=count, rate=rate),
-        product_s(inputs, physics, rows, width_in, width_out, count=count, rate=rate),
-        product_s(inputs, physics, width_out, width_in, rows, count=count, rate=rate),
-    )
+    row_wise = inputs.precision == PRECISIONS.index("fp8-rowwise")
+    eight = (inputs.fp8 | row_wise) & narrow
+    gain = np.where(row_wise, physics.fp8_row_gain, physics.fp8_gain)
+    rate = inputs.matmul_flops * np.where(eight, gain, 1.0)
+    # Each product's operands are scaled and written anew in eight bits.
+    cast_s = np.where(eight, physics.cast_bytes, 0.0) / (physics.memory * inputs.memory_bytes_per_s)
+
+    def one(m: Column, n: Column, k: Column) -> Column:
+        return product_s(inputs, physics, m, n, k, count=count, rate=rate) + cast_s * count * (m + n) * k
+
+    return one(rows, width_out, width_in), one(rows, width_in, width_out), one(width_out, width_in, rows)
 
 
 def attention_s(inputs: Inputs, profile: Profile, physics: Physics) -> tuple[Column, Column]:

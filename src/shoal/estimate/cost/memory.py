@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shoal.estimate.cost.gathers import kept_gathers
 from shoal.estimate.cost.inputs import RECOMPUTE, Column, Inputs
 from shoal.estimate.cost.profile import Profile
 from shoal.estimate.cost.schedule import Stages, in_flight
@@ -81,7 +82,7 @@ def activations(inputs: Inputs, profile: Profile) -> Activations:
     attention = profile.attention_bytes * 2 * hidden * (1 + inputs.kv_heads / inputs.heads) / tp
     ffn = profile.ffn_bytes * (2 + profile.gate_kept * inputs.gated) * inputs.ffn * active / tp
     routed = np.where(inputs.experts > 0, 4 * active * hidden / whole, 0.0)
-    regathered = np.where((inputs.sequence > 0) & (tp > 1), _regathered(inputs, profile) * hidden, 0.0)
+    regathered = profile.regathered_bytes * hidden * kept_gathers(inputs, profile)
     # Without fusion: softmax, its dropout (16 bits each) and the mask (Korthikanti et al. 2022).
     scores = np.where(np.asarray(profile.flash) > 0, 0.0, 5 * inputs.heads * inputs.sequence_length / tp)
     all_bytes = tokens * wide * (between + attention + ffn + routed + regathered)
@@ -91,16 +92,6 @@ def activations(inputs: Inputs, profile: Profile) -> Activations:
     kept = np.where(full, border_bytes, np.where(some, profile.selective_kept * all_bytes, all_bytes + scores_bytes))
     working = np.where(full | some, all_bytes + scores_bytes - np.where(full, 0.0, kept), 0.0)
     return Activations(kept=kept, working=np.maximum(0.0, working))
-
-
-def _regathered(inputs: Inputs, profile: Profile) -> Column:
-    """Bytes for each number of the width: one stage keeps gathered inputs, deep pipelines some; in a crowd those whose
-    tensor parallelism stalls do not.
-    """
-    crowd = inputs.devices >= profile.crowd_devices
-    alone = (inputs.pp == 1) & ~(crowd & (inputs.tp >= 8) & (inputs.tp <= 16))
-    deep = (inputs.pp >= 4) & (inputs.tp <= 16) & ~crowd
-    return profile.regathered_bytes * np.where(alone, 1.0, np.where(deep, profile.regathered_deep, 0.0))
 
 
 def _states(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shoal.estimate.cost.constants import Physics
+from shoal.estimate.cost.gathers import kept_gathers
 from shoal.estimate.cost.inputs import RECOMPUTE, Column, Inputs
 from shoal.estimate.cost.kernels import attention_s, linear_s, streamed_s
 from shoal.estimate.cost.links import path
@@ -170,7 +171,9 @@ def _tensor_s(inputs: Inputs, profile: Profile, physics: Physics, payload: Colum
     whole = 2 * links.ring_s(payload, rounds=2.0)
     half = links.ring_s(payload)
     cut = inputs.sequence > 0
-    return np.where(cut, 4 * half, whole) * shown, np.where(cut, 6 * half, whole) * shown
+    return np.where(cut, 4 * half, whole) * shown, np.where(
+        cut, (6 - 2 * kept_gathers(inputs, profile)) * half, whole
+    ) * shown
 
 
 def _context_s(
