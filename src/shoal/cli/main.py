@@ -141,6 +141,45 @@ def verify(
     sys.exit(verify_command(job, strategy, steps=steps, size=size, batch=batch, seed=seed, as_json=as_json))
 
 
+@app.command()
+def plan(
+    what: Annotated[str, typer.Argument(metavar="SHAPE|JOB", help="A preset shape such as gpt:175b, or a job.")],
+    cluster: Annotated[
+        str, typer.Option("--cluster", "-c", help="A preset such as dgx-a100, a TOML file, or `this` machine.")
+    ] = "this",
+    devices: Annotated[
+        int | None, typer.Option("--devices", "-n", min=1, help="Devices (default: all of them).")
+    ] = None,
+    batch: Annotated[
+        str | None, typer.Option(help="Global batch: sequences (1536) or tokens (4M-tokens); default by noise scale.")
+    ] = None,
+    by: Annotated[str, typer.Option(help="Rank by time (to target), step, or cost.")] = "time",
+    top: Annotated[int, typer.Option(min=1, help="Plans to show.")] = 10,
+    sequence: Annotated[
+        int | None, typer.Option(min=1, help="Tokens in a sequence, instead of the shape's own.")
+    ] = None,
+    precision: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32 (default: what the device has).")] = None,
+    price: Annotated[float | None, typer.Option(min=0.0, help="Money for a device and hour.")] = None,
+    pilot: Annotated[
+        str | None, typer.Option(help="CSV of pilot runs (batch,steps[,compress]) for the steps to target.")
+    ] = None,
+    profile: Annotated[str | None, typer.Option(help="A framework's habits (default: a good one).")] = None,
+    size: Annotated[str | None, SIZE] = None,
+    html: Annotated[str | None, typer.Option("--html", help="Write a page that works offline.")] = None,
+    run: Annotated[bool, typer.Option("--run", help="Train the job by the best plan, on this machine.")] = False,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Price every legal strategy of a model on a cluster, rank those that fit, and say what a change would do."""
+    from shoal.cli.plan import plan_command
+
+    sys.exit(
+        plan_command(
+            what, cluster_name=cluster, devices=devices, batch=batch, by=by, top=top, as_json=as_json, html_file=html,
+            run=run, sequence=sequence, precision=precision, price=price, pilot=pilot, size=size, profile=profile,
+        )
+    )  # fmt: skip
+
+
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def launch(
     context: typer.Context,
