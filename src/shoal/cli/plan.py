@@ -14,7 +14,7 @@ from shoal.job import names
 from shoal.plan.counterfactual import changes, what_would_fit
 from shoal.plan.rank import Plan, cheapest, make_plan, question_for
 from shoal.plan.told import NothingFits, told_plan
-from shoal.workload.presets import SHAPES, preset
+from shoal.workload.presets import preset
 from shoal.workload.shape import Transformer
 
 if TYPE_CHECKING:
@@ -95,16 +95,14 @@ def samples_of(text: str | None, shape: Transformer) -> int | None:
 
 def _model(what: str, *, size: str | None, run: bool) -> tuple[Transformer, ModelFacts | None, int | None]:
     """(shape, facts of a job, its global batch)"""
-    word = what.partition(":")[0].strip().lower()
-    if not names.is_file(what) and word not in names.all_words():
-        if run:
-            raise CannotPlan(f"--run trains a job, and {what!r} names a shape without data; give a job")
+    if not _names_job(what):
         try:
-            return preset(what), None, None
+            shape = preset(what)
         except ValueError as error:
             raise CannotPlan(f"{error}; or give a job: a Python file, language, image") from None
-    if what.lower() in SHAPES:
-        return preset(what), None, None
+        if run:
+            raise CannotPlan(f"--run trains a job, and {what!r} names a shape without data; give a job")
+        return shape, None, None
     from shoal.cli.train import require_known
 
     require_known(what, size)
@@ -114,6 +112,17 @@ def _model(what: str, *, size: str | None, run: bool) -> tuple[Transformer, Mode
     job = load_job(what, size=size)
     shape, facts = shape_of(job)
     return shape, facts, int(job.global_batch)
+
+
+def _names_job(what: str) -> bool:
+    """Whether a text is a file or the name of a built-in job rather than of a shape."""
+    if names.is_file(what):
+        return True
+    try:
+        names.parse_name(what)
+    except ValueError:
+        return what.partition(":")[0].strip().lower() in names.TASKS
+    return True
 
 
 def _plan(

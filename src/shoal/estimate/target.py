@@ -78,9 +78,8 @@ def default_target(shape: Transformer) -> Target:
             "samples": f"default: {TOKENS_A_PARAMETER:g} tokens a parameter (Hoffmann et al. 2022)",
             "noise_batch": f"default: 2.1e8 / loss^4.76 tokens at a loss of {loss:.2f} (Kaplan et al. 2020; "
             "loss by Hoffmann et al. 2022)",
-            "compression": "default: " + "; ".join(
-                f"{name} x {SLOWDOWNS[name][0]:g} ({SLOWDOWNS[name][1]})" for name in ("int8", "sign", "topk", "powersgd")
-            ),
+            "compression": "default: "
+            + "; ".join(f"{name} x {factor:g} ({why})" for name, (factor, why) in SLOWDOWNS.items() if factor > 1),
         },
     )  # fmt: skip
 

@@ -259,8 +259,8 @@ def what_would_fit(plan: Plan) -> list[str]:
     split = {name: float(column[least]) for name, column in priced.memory_split_bytes.items()}
     told = [
         f"nothing fits: the smallest of {len(priced):,} legal strategies, {plan.strategy(least)}, needs "
-        f"{need / GB:.1f} GB on a device and {limit / GB:.1f} of {cluster.device.memory_bytes / GB:.1f} GB may be planned "
-        f"for: it misses by {(need - limit) / GB:.1f} GB",
+        f"{need / GB:.1f} GB on a device and {limit / GB:.1f} of {cluster.device.memory_bytes / GB:.1f} GB may be "
+        f"planned for: it misses by {(need - limit) / GB:.1f} GB",
         "its memory: "
         + ", ".join(f"{name} {value / GB:.1f} GB" for name, value in split.items() if value >= 0.05 * GB),
     ]
