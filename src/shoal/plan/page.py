@@ -80,7 +80,7 @@ def _table(rows: list[dict[str, Any]], *, first: str) -> str:
 def _scatter(plan: Plan) -> str:
     """Memory to the right, step time upwards, both logarithmic."""
     front = pareto(plan)
-    chosen = np.unique(np.linspace(0, len(plan.ranked) - 1, MOST_POINTS).astype(int)) if len(plan.ranked) else []
+    chosen = np.unique(np.linspace(0, len(plan.ranked) - 1, MOST_POINTS).astype(int))
     dots = [int(row) for row in plan.ranked[chosen]]
     priced = plan.priced
     shown = [*dots, *front]
