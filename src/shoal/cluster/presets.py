@@ -15,7 +15,7 @@ from shoal.cluster.devices import device
 
 NVLINK_HOP_S = 7e-6
 """A hop inside a node (fitted: collectives of 2 to 8 ranks, nccl-tests on A100, H100, H200 and B200)."""
-NETWORK_HOP_S = 40e-6
+NETWORK_HOP_S = 25e-6
 """A hop between nodes over InfiniBand or EFA (fitted: all-reduce over 2 to 64 nodes)."""
 ETHERNET_HOP_S = 100e-6
 """A hop between hosts over TCP (typical of a cloud's network; `shoal calibrate` measures one's own)."""

@@ -3,7 +3,8 @@
 from shoal.estimate.cost.constants import PHYSICS, Physics
 from shoal.estimate.cost.inputs import Inputs, inputs_for
 from shoal.estimate.cost.price import Prices, price
-from shoal.estimate.cost.profile import GOOD, PROFILES, Profile, gathered, profile_for
+from shoal.estimate.cost.profile import Profile, gathered
+from shoal.estimate.cost.profiles import GOOD, PROFILES, profile_for
 from shoal.estimate.cost.rows import inputs_from_rows, read_rows
 
 __all__ = [

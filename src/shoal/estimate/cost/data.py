@@ -56,11 +56,18 @@ def data_time(inputs: Inputs, profile: Profile, physics: Physics, *, layer: Laye
         dense.ring_s(wire * dense_weights) + dense.ring_s(2 * dense_weights)
         + experts.ring_s(wire * expert_weights) + experts.ring_s(2 * expert_weights)
     )  # fmt: skip
+    # Buckets beyond the first pay their latency again.
+    more = np.asarray(profile.buckets) * layers_here * (dense.latency_s + dense.start_s)
+    reduced_s, scattered_s = reduced_s + more, scattered_s + 2 * more
+    crowd_s = np.where(
+        inputs.devices >= profile.crowd_devices, profile.stall_reduce_s * inputs.dp * wire * dense_weights, 0.0
+    )
     many = (inputs.zero >= 1) & ((inputs.zero < 3) | gathered_once)
     sent_s = np.where(many, scattered_s, reduced_s)
     last_backward_s = layers_here * layer.backward.total_s
     behind = np.where(many, profile.shard_hidden, profile.data_hidden) * (inputs.overlap != 0)
     shown_s = np.maximum(np.asarray(profile.data_exposed) * sent_s, sent_s - behind * last_backward_s)
+    shown_s = shown_s + np.where(many, 0.0, crowd_s)
     always = (inputs.zero >= 3) & ~gathered_once
 
     # Stage 3: each layer for each micro-batch. What is gathered is 2 bytes a parameter, what is scattered `wire`.

@@ -37,15 +37,17 @@ class Path:
     def ring_s(self, payload_bytes: Column, *, rounds: float = 1.0) -> Column:
         """All-gather or reduce-scatter of a payload (one round), all-reduce (two)."""
         wire_s = rounds * (self.ranks - 1) / self.ranks * payload_bytes / self.bytes_per_s
-        fixed_s = self.start_s + self.latency_s
-        return np.where(self.ranks > 1, fixed_s + wire_s + self.ramp * np.sqrt(fixed_s * wire_s), 0.0)
+        return self._whole_s(wire_s)
 
     def exchange_s(self, payload_bytes: Column) -> Column:
         """All-to-all in which each rank sends `payload_bytes` in all, evenly: near ranks by fast links, far ones by slow."""
         inside = (self.local - 1) / self.ranks * payload_bytes / self.local_bytes_per_s
         outside = (self.ranks - self.local) / self.ranks * payload_bytes / self.outer_bytes_per_s
+        return self._whole_s(np.maximum(inside, outside))
+
+    def _whole_s(self, wire_s: Column) -> Column:
+        """With latency, and with what a message near its latency loses of its bandwidth."""
         fixed_s = self.start_s + self.latency_s
-        wire_s = np.maximum(inside, outside)
         return np.where(self.ranks > 1, fixed_s + wire_s + self.ramp * np.sqrt(fixed_s * wire_s), 0.0)
 
     def message_s(self, payload_bytes: Column) -> Column:
@@ -76,13 +78,14 @@ def path(
         slowest = np.where(used, np.minimum(slowest, rate * links), slowest)
         pair = np.where(used, np.minimum(pair, rate), pair)
         outer = np.where(used, rate, outer)
-        hops = np.where(used, within / below - (1.0 if level == 0 else 1.0), 0.0)
-        ratio = 1.0 if level == 0 else physics.hop_ratio * np.asarray(profile.hop_ratio)
+        hops = np.where(used, within / below - 1.0, 0.0)
+        ratio = 1.0 if level == 0 else physics.hop_ratio * profile.hop_ratio * below**profile.hop_power
         latency_s = latency_s + hops * inputs.level_latency_s[level] * ratio
         if level == 0:
             local, local_rate = within, rate
         below = np.maximum(below, within)
-    assert local is not None and local_rate is not None
+    assert local is not None
+    assert local_rate is not None
     return Path(
         ranks=ranks, bytes_per_s=slowest, pair_bytes_per_s=pair, latency_s=latency_s, local=local,
         local_bytes_per_s=local_rate, outer_bytes_per_s=outer, ramp=physics.ramp, start_s=physics.collective_s,

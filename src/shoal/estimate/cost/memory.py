@@ -1,4 +1,9 @@
-"""Bytes on the rank that needs most: parameters, gradients, optimiser, activations, logits, buffers; the maximum over stages."""
+"""Bytes on the rank that needs most: parameters, gradients, optimiser, activations, logits, buffers.
+
+Activations are counted operator by operator, as autograd keeps them: inputs of norms and products, queries, keys, values,
+and what goes into and out of the activation function. Three stages are looked at (the first keeps most micro-batches, the
+second may hold more layers, the last has the logits), and the fullest counts.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +15,12 @@ import numpy as np
 from shoal.estimate.cost.inputs import RECOMPUTE, Column, Inputs
 from shoal.estimate.cost.profile import Profile
 from shoal.estimate.cost.schedule import Stages, in_flight
-from shoal.estimate.cost.weights import weights
+from shoal.estimate.cost.weights import Weights, weights
 
 SELECTIVE, FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
 GIB = 2.0**30
+GATHERED_LAYERS = 1.5
+"""zero 3: weights of the layer in use and of the next, gradients of one, in 16 bits. Known: how FSDP prefetches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,49 +33,95 @@ class Memory:
     """Above this a run is expected to fail."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Activations:
+    """Bytes of one layer for one micro-batch: kept until its backward, and needed while it runs."""
+
+    kept: Column
+    working: Column
+
+
 def memory(inputs: Inputs, profile: Profile, *, held: Stages) -> Memory:
-    """The worst stage."""
-    here = weights(inputs)
-    replicas = inputs.dp * inputs.cp
+    """The worst stage, split by cause."""
+    here, layer = weights(inputs), activations(inputs, profile)
     single = inputs.pp == 1
-    kv = inputs.kv_heads / inputs.heads
-    tokens = inputs.micro_batch * inputs.sequence_length / inputs.cp
-    whole = np.where(inputs.sequence > 0, inputs.tp, 1.0)
-    active = np.where(inputs.experts > 0, inputs.active_experts, 1.0)
-    layer_bytes = tokens * (
-        7.0 * inputs.hidden / whole + 8.0 * inputs.hidden * (1 + kv) / inputs.tp
-        + (2.8 * (2 + inputs.gated)) * inputs.ffn * active / inputs.tp
-    )  # fmt: skip
-    full_bytes = tokens * 2.0 * inputs.hidden / whole
-    kept_bytes = np.where(inputs.recompute == FULL, full_bytes, layer_bytes)
-    once_bytes = np.where(inputs.recompute == FULL, layer_bytes, 0.0)
-    logits_bytes = tokens * inputs.vocab / inputs.tp * np.where((inputs.pp > 1) & (inputs.micro_batches > 1), 12.0, 8.0)
+    apart = np.where(single & (inputs.tied == 0), 1.0, 0.0)
     worst: dict[str, Column] = {}
-    best_total = None
-    alone = single & (inputs.tied > 0)
+    total: Column | None = None
     for position, layers, embeds, heads in (
-        (0.0, held.first, 1.0, np.where(single & ~alone, 1.0, 0.0)),
+        (0.0, held.first, 1.0, apart),
         (np.minimum(1.0, inputs.pp - 1), held.most, 0.0, 0.0),
-        (inputs.pp - 1, held.last, np.where(single & ~alone, 1.0, 0.0), 1.0),
+        (inputs.pp - 1, held.last, apart, 1.0),
     ):
-        weights_here = layers * here.layer_dense + embeds * here.embedding + heads * here.head
-        expert_weights = layers * here.layer_experts
-        owned = weights_here + expert_weights
-        sharded = weights_here / replicas + expert_weights / (replicas / inputs.ep)
-        zero = inputs.zero
-        split = {
-            "parameters": 2.0 * np.where(zero >= 3, sharded, owned),
-            "gradients": np.where(zero >= 1, 5.6, 6.0) * np.where(zero >= 3, sharded, owned),
-            "optimizer": 12.6 * np.where(zero >= 1, sharded, owned),
-            "activations": layers * kept_bytes * in_flight(inputs, position) + once_bytes,
-            "logits": heads * logits_bytes + 0 * owned,
-            "buffers": 0.3 * GIB + 0 * owned,
-        }
-        total = sum(split.values())
-        if best_total is None:
-            best_total, worst = total, split
+        split = _states(inputs, profile, here, layers=layers, tables=embeds + heads)
+        split["activations"] = layers * layer.kept * in_flight(inputs, np.asarray(position)) + layer.working
+        split["logits"] = heads * _logits(inputs, profile)
+        split["buffers"] = np.asarray(profile.buffer_bytes) + _gathered(inputs, here)
+        sum_here = sum(split.values(), np.zeros(1))
+        split = {name: value + 0 * sum_here for name, value in split.items()}
+        if total is None:
+            total, worst = sum_here, split
         else:
-            more = total > best_total
+            more = sum_here > total
             worst = {name: np.where(more, split[name], worst[name]) for name in split}
-            best_total = np.where(more, total, best_total)
-    return Memory(total_bytes=best_total, split_bytes=worst, limit_bytes=0.88 * inputs.memory_bytes)
+            total = np.maximum(total, sum_here)
+    assert total is not None
+    return Memory(total_bytes=total, split_bytes=worst, limit_bytes=profile.usable * inputs.memory_bytes)
+
+
+def activations(inputs: Inputs, profile: Profile) -> Activations:
+    """What one layer keeps."""
+    tokens = inputs.micro_batch * inputs.sequence_length / inputs.cp
+    hidden, tp = inputs.hidden, inputs.tp
+    whole = np.where(inputs.sequence > 0, tp, 1.0)
+    wide = np.where(inputs.wide, 2.0, 1.0)
+    active = np.where(inputs.experts > 0, inputs.active_experts, 1.0)
+    between = profile.norm_bytes * hidden / whole
+    # Queries, keys, values and the output of attention; in and out of the activation function (and its gate).
+    attention = profile.attention_bytes * 2 * hidden * (1 + inputs.kv_heads / inputs.heads) / tp
+    ffn = profile.ffn_bytes * (2 + 2 * inputs.gated) * inputs.ffn * active / tp
+    routed = np.where(inputs.experts > 0, 4 * active * hidden / whole, 0.0)
+    regathered = profile.regathered_bytes * hidden * ((inputs.sequence > 0) & (tp > 1) & (inputs.pp == 1))
+    # Without fusion: softmax, its dropout (16 bits each) and the mask (Korthikanti et al. 2022).
+    scores = np.where(np.asarray(profile.flash) > 0, 0.0, 5 * inputs.heads * inputs.sequence_length / tp)
+    all_bytes = tokens * wide * (between + attention + ffn + routed + regathered)
+    scores_bytes = tokens * wide * scores
+    border_bytes = tokens * wide * 2 * hidden / whole
+    full, some = inputs.recompute == FULL, inputs.recompute == SELECTIVE
+    kept = np.where(full, border_bytes, np.where(some, profile.selective_kept * all_bytes, all_bytes + scores_bytes))
+    working = np.where(full | some, all_bytes + scores_bytes - np.where(full, 0.0, kept), 0.0)
+    return Activations(kept=kept, working=np.maximum(0.0, working))
+
+
+def _states(
+    inputs: Inputs, profile: Profile, here: Weights, *, layers: Column, tables: Column | float
+) -> dict[str, Column]:
+    """Parameters, gradients and optimiser of one stage, after sharding."""
+    replicas = inputs.dp * inputs.cp
+    dense = layers * here.layer_dense + tables * here.embedding
+    experts = layers * here.layer_experts
+    whole = dense + experts
+    shared = dense / replicas + experts / np.maximum(1.0, replicas / inputs.ep)
+    zero = inputs.zero
+    # Stage 3 under a pipeline keeps a stage's parameters and gradients whole for the step.
+    resident = (zero >= 3) & (inputs.pp > 1) & (replicas > 1)
+    return {
+        "parameters": np.where((zero >= 3) & ~resident, 0.0, profile.parameter_bytes * whole),
+        "gradients": profile.gradient_held_bytes * np.where(zero >= 2, shared, whole)
+        + np.where(resident, profile.gradient_held_bytes * whole, 0.0),
+        "optimizer": profile.state_bytes * np.where(zero >= 1, shared, whole),
+    }
+
+
+def _gathered(inputs: Inputs, here: Weights) -> Column:
+    """Layers that stage 3 has made whole, and the largest table while it is in use."""
+    layer = here.layer_dense + here.layer_experts
+    always = (inputs.zero >= 3) & (inputs.pp == 1) & (inputs.dp * inputs.cp > 1)
+    return np.where(always, GATHERED_LAYERS * 4 * layer + 4 * here.embedding, 0.0)
+
+
+def _logits(inputs: Inputs, profile: Profile) -> Column:
+    """In a pipeline the next micro-batch's come while the last one's are still there."""
+    tokens = inputs.micro_batch * inputs.sequence_length / inputs.cp
+    again = np.where((inputs.pp > 1) & (inputs.micro_batches > 1), 1.5, 1.0)
+    return profile.logit_bytes * again * tokens * inputs.vocab / inputs.tp

@@ -12,7 +12,8 @@ from shoal.estimate.cost.data import data_time
 from shoal.estimate.cost.inputs import Column, Inputs
 from shoal.estimate.cost.links import path
 from shoal.estimate.cost.memory import Memory, memory
-from shoal.estimate.cost.profile import GOOD, Profile
+from shoal.estimate.cost.profile import Profile
+from shoal.estimate.cost.profiles import GOOD
 from shoal.estimate.cost.schedule import INTERLEAVED, bubble_s, stages
 from shoal.estimate.cost.time import PASSES, head_time, layer_time
 
@@ -61,7 +62,10 @@ def price(inputs: Inputs, profile: Profile = GOOD, *, physics: Physics = PHYSICS
     links = path(inputs, profile, physics, ranks=inputs.pp, stride=inputs.pp_stride)
     element_bytes = np.where(inputs.wide, 4.0, 2.0)
     border = inputs.micro_batch * inputs.sequence_length / inputs.cp * inputs.hidden * element_bytes / inputs.tp
-    stalls = np.where(inputs.devices >= profile.stall_devices, profile.stall_message_s, 0.0)
+    crowd = (inputs.devices >= profile.crowd_devices) | (
+        (2 * inputs.devices >= profile.crowd_devices) & (inputs.dp >= profile.crowd_replicas) & (inputs.zero >= 1)
+    )
+    stalls = np.where(crowd, profile.stall_message_s, 0.0)
     message_s = links.message_s(border) + physics.message_s * np.asarray(profile.message_ratio) + stalls
     neighbours = np.where(inputs.pp > 2, 2.0, 1.0)
     one_s = np.where(inputs.pp > 1, 2 * inputs.chunks * neighbours * message_s, 0.0)

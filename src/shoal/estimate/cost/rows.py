@@ -16,7 +16,8 @@ from shoal.cluster.presets import NETWORK_HOP_S, NVLINK_HOP_S
 from shoal.estimate.cost.inputs import (
     ORDER, PRECISIONS, RECOMPUTE, SCHEDULES, UNKNOWN, Inputs, device_at, strides,
 )  # fmt: skip
-from shoal.estimate.cost.profile import Profile, profile_for
+from shoal.estimate.cost.profile import Profile
+from shoal.estimate.cost.profiles import profile_for
 
 Row = Mapping[str, str]
 

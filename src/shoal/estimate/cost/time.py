@@ -90,16 +90,21 @@ def layer_time(inputs: Inputs, profile: Profile, physics: Physics) -> LayerTime:
         + profile.selective_rest * rest_forward,
         0.0,
     )  # fmt: skip
-    host_s = profile.host_layer_s + profile.host_tensor_s * np.where(tp > 1, tp, 0.0) + profile.host_expert_s * sparse
-    stall_s = profile.stall_tensor_s * np.where((inputs.pp > 1) & (tp > 1), tp**profile.stall_power, 0.0)
-    forward = _pass(compute_forward, tensor[0], context[0], expert[0], host_s + 0.4 * stall_s)
-    backward = _pass(
-        compute_backward + repeated,
-        tensor[1] + np.where(again, tensor[0], 0.0),
-        context[1] + np.where(again, context[0], 0.0),
-        expert[1] + np.where(again, expert[0], 0.0),
-        host_s * (profile.host_backward + np.where(again, 1.0, 0.0)) + 0.6 * stall_s,
+    host_s = profile.host_layer_s + profile.host_tensor_s * np.where(tp > 1, tp**physics.skew, 0.0) + profile.host_expert_s * sparse
+    stall_s = profile.stall_tensor_s * np.where(
+        (tp > 1) & ((inputs.pp > 1) | ((inputs.devices >= profile.crowd_devices) & (tp >= 8) & (tp <= 16))), tp**profile.stall_power, 0.0
     )
+    forward = _pass(
+        physics, compute_s=compute_forward, host_s=host_s + 0.4 * stall_s,
+        tensor_s=tensor[0], context_s=context[0], expert_s=expert[0],
+    )  # fmt: skip
+    backward = _pass(
+        physics, compute_s=compute_backward + repeated,
+        host_s=host_s * (profile.host_backward + np.where(again, 1.0, 0.0)) + 0.6 * stall_s,
+        tensor_s=tensor[1] + np.where(again, tensor[0], 0.0),
+        context_s=context[1] + np.where(again, context[0], 0.0),
+        expert_s=expert[1] + np.where(again, expert[0], 0.0),
+    )  # fmt: skip
     return LayerTime(forward=forward, backward=backward, weight_s=gemm_weight)
 
 
@@ -110,19 +115,33 @@ def head_time(inputs: Inputs, profile: Profile, physics: Physics) -> tuple[Pass,
     forward, back_input, back_weight = linear_s(inputs, physics, tokens, inputs.hidden, inputs.vocab / inputs.tp)
     loss_s = streamed_s(inputs, physics, physics.loss_bytes * tokens * inputs.vocab / inputs.tp)
     tensor = path(inputs, profile, physics, ranks=inputs.tp, stride=inputs.tp_stride)
-    gather_s = tensor.ring_s(tokens * inputs.hidden * np.where(inputs.wide, 4.0, 2.0), rounds=2.0)
+    # The input's gradient and the embedding's output, and three small sums inside the loss (maximum, sum, target).
+    gather_s = 2 * tensor.ring_s(tokens * inputs.hidden * np.where(inputs.wide, 4.0, 2.0), rounds=2.0)
+    small_s = 3 * tensor.ring_s(4 * tokens, rounds=2.0)
     none = 0.0 * tokens
     return (
-        _pass(forward + loss_s / 2, none, none, none, profile.host_pass_s / 2),
-        _pass(back_input + back_weight + loss_s / 2, gather_s, none, none, profile.host_pass_s / 2),
-    )
+        _pass(
+            physics, compute_s=forward + loss_s / 2, host_s=profile.host_pass_s / 2,
+            tensor_s=small_s, context_s=none, expert_s=none,
+        ),
+        _pass(
+            physics, compute_s=back_input + back_weight + loss_s / 2, host_s=profile.host_pass_s / 2,
+            tensor_s=gather_s, context_s=none, expert_s=none,
+        ),
+    )  # fmt: skip
 
 
-def _pass(compute_s: Column, tensor_s: Column, context_s: Column, expert_s: Column, host_s: Column) -> Pass:
+def _pass(
+    physics: Physics, *, compute_s: Column, host_s: Column, tensor_s: Column, context_s: Column, expert_s: Column
+) -> Pass:
+    """The host's part is what it adds to the device's time."""
     device_s = compute_s + tensor_s + context_s + expert_s
+    longest_s = np.maximum(device_s, host_s)
+    both_s = longest_s * (1 + (np.minimum(device_s, host_s) / longest_s) ** physics.blend) ** (1 / physics.blend)
+    none = 0 * device_s
     return Pass(
-        compute_s=compute_s, host_s=np.maximum(0.0, host_s - device_s), tensor_s=tensor_s + 0 * device_s,
-        context_s=context_s + 0 * device_s, expert_s=expert_s + 0 * device_s,
+        compute_s=compute_s + none, host_s=both_s - device_s, tensor_s=tensor_s + none, context_s=context_s + none,
+        expert_s=expert_s + none,
     )  # fmt: skip
 
 

@@ -1,0 +1,110 @@
+"""Profiles of known frameworks, as data. Fitted where rows identify a habit, else known from the framework's own documents.
+
+"fitted" names the rows: vTrain's (Megatron-DeepSpeed on A100), Megatron-LM's README, the papers of 2021 and 2022, MosaicML's
+LLM Foundry, torchtitan's reports, and the Ultra-Scale Playbook's (nanotron on one H100 cluster over EFA).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shoal.estimate.cost.profile import Profile
+
+GOOD = Profile()
+"""A framework with fused attention, overlapped gradients and a lean host path; for all whose habits are not known."""
+
+MEGATRON_2021 = Profile(
+    name="megatron-2021",
+    host_layer_s=0.85e-3,
+    flash=0.0,  # Known: written before FlashAttention.
+    elementwise=0.96,  # Fitted.
+)
+MEGATRON = Profile(
+    name="megatron",
+    host_layer_s=0.85e-3,
+    # Known from its README: messages of tp, dp and pp overlap (--tp-comm-overlap and its like). How much is fitted.
+    tensor_hidden=0.708,
+    message_ratio=0.31,
+    shard_hidden=0.829,
+    flash_hopper=0.632,
+    elementwise=0.962,
+)
+MEGATRON_DEEPSPEED = replace(
+    MEGATRON_2021, name="megatron-deepspeed",
+    host_layer_s=0.00093, host_tensor_s=6.66e-06, host_pass_s=0.000767, elementwise=0.827,  # Fitted.
+)  # fmt: skip
+DEEPSPEED = Profile(
+    name="deepspeed-zero3",
+    host_layer_s=0.85e-3,
+    flash=0.0,
+    # Fitted (Narayanan 2021, its comparison with ZeRO-3): as if through one card a node, and nothing hidden.
+    one_card=1.0,
+    contention=1.0,
+    elementwise=0.985,
+)
+MOSAIC = Profile(
+    name="mosaic",
+    elementwise=1.13, contention=0.507,  # Fitted.
+    norm_bytes=6.0, logit_bytes=6.0, usable=0.97,  # From its largest micro-batches that ran.
+)  # fmt: skip
+TORCHTITAN = Profile(
+    name="torchtitan",
+    # Known: "selective" saves every other matrix product and attention. How much time that costs is fitted.
+    selective_gemm=0.632, selective_attention=0.0, selective_rest=0.518, selective_kept=0.5,
+    elementwise=1.65, flash_hopper=0.718, contention=0.235,  # Fitted.
+    logit_bytes=12.0, usable=0.95,  # Known: logits and their gradients in 16 and 32 bits.
+)  # fmt: skip
+NANOTRON = Profile(
+    name="nanotron",
+    gradient_bytes=4.0,  # Known: gradients are accumulated and reduced in 32 bits.
+    by_cost=1.0,  # Known: blocks are dealt to stages by their weights, the head counted.
+    shard_hidden=0.0,
+    host_layer_s=0.00153, host_tensor_s=5.48e-06, host_pass_s=0.00142, elementwise=1.23, flash_hopper=0.53,
+    data_hidden=0.39, data_exposed=0.115, buckets=0.36,
+    hop_ratio=5.37, hop_power=0.576,
+    # Two slow states that no column of its rows names: with a pipeline, tensor parallelism waits for hosts; on 512 devices
+    # (256 with 32 sharding replicas) each message between stages, tensor parallelism over a node, and sums over many
+    # replicas stall.
+    stall_tensor_s=0.00145, stall_power=1.22, stall_message_s=0.235, stall_reduce_s=5.5e-12,
+    crowd_devices=512, crowd_replicas=32,
+    # Memory: fitted on its published peaks.
+    gradient_held_bytes=5.6, state_bytes=13.0, norm_bytes=7.0, attention_bytes=4.0, ffn_bytes=2.1, regathered_bytes=3.4,
+    buffer_bytes=0.32e9, usable=0.88,
+)  # fmt: skip
+
+PROFILES: dict[str, Profile] = {each.name: each for each in (
+    GOOD, MEGATRON, MEGATRON_2021, MEGATRON_DEEPSPEED, DEEPSPEED, MOSAIC, TORCHTITAN, NANOTRON,
+)}  # fmt: skip
+
+COMPILED = 0.5
+"""A compiler fuses memory-bound operations: their bytes, against those without. Fitted (torchtitan)."""
+ASYNC_TENSOR = 0.55
+"""Part of tp's messages that asynchronous tensor parallelism hides. Fitted (torchtitan)."""
+
+
+def profile_for(framework: str, *, device: str = "", precision: str = "") -> Profile:
+    """The profile of a framework by its name as people write it; a good one, if it is not known.
+
+    Megatron-LM in fp16 on A100 and older is the one of 2021, without fused attention.
+    """
+    name = framework.lower()
+    old = device.startswith(("V100", "A100")) and precision in ("fp16", "fp32", "tf32")
+    if "nanotron" in name:
+        found = NANOTRON
+    elif "megatron-deepspeed" in name:
+        found = MEGATRON_DEEPSPEED
+    elif "deepspeed" in name and "megatron" not in name:
+        found = DEEPSPEED
+    elif "megatron" in name or "nemo" in name:
+        found = MEGATRON_2021 if old and "core" not in name else MEGATRON
+    elif "torchtitan" in name:
+        found = TORCHTITAN
+    elif "foundry" in name or "mosaic" in name:
+        found = MOSAIC
+    else:
+        found = GOOD
+    if "compile" in name and found is TORCHTITAN:
+        found = replace(found, name="torchtitan-compiled", elementwise=found.elementwise * COMPILED)
+    if "async-tp" in name or "async tp" in name:
+        found = replace(found, name=f"{found.name}-async-tp", tensor_hidden=ASYNC_TENSOR)
+    return found
