@@ -2,6 +2,7 @@
 
     python benchmarks/fit_costs.py ROWS.csv                 fit on all sources, print the constants that moved
     python benchmarks/fit_costs.py ROWS.csv --leave-out     and fit again without each source in turn
+    python benchmarks/fit_costs.py ROWS.csv --memory        memory of nanotron's rows, each model size left out in turn
 
 Soft-L1 on log(predicted / measured); rows of a source of n rows weigh n^-0.35; each constant is held by a prior around the
 value in the package, so that what the rows do not identify stays what was written down by hand. Needs scipy, which the
@@ -12,13 +13,16 @@ from __future__ import annotations
 
 import argparse
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import least_squares
 
-from shoal.estimate.cost import PHYSICS, PROFILES, Inputs, gathered, price, read_rows
+from shoal.estimate.cost import GOOD, PHYSICS, PROFILES, Inputs, Physics, gathered, price, read_rows
+from shoal.estimate.cost.learn import learn_profile
+from shoal.estimate.cost.memory import GIB, memory
+from shoal.estimate.cost.schedule import stages
 
 Prior = tuple[float, float]
 """A value written down before any fit, and the width of its prior in logarithms."""
@@ -113,7 +117,9 @@ def predicted(data: Data, names: Names, logs: np.ndarray) -> np.ndarray:
         # A variant (compiled, asynchronous) differs from its owner by factors, which stay.
         factors = {field: value / getattr(PROFILES[owner], field) for field, value in moved.get(owner, {}).items()}
         profiles.append(replace(profile, **{field: getattr(profile, field) * by for field, by in factors.items()}))
-    return price(data.inputs, gathered(profiles, data.index), physics=replace(PHYSICS, **moved.get("physics", {}))).step_s
+    return price(
+        data.inputs, gathered(profiles, data.index), physics=replace(PHYSICS, **moved.get("physics", {}))
+    ).step_s
 
 
 def fit(data: Data, names: Names) -> np.ndarray:
@@ -146,27 +152,96 @@ def show(names: Names, logs: np.ndarray) -> str:
                      for (owner, field, value, _), log in zip(names, logs, strict=True))  # fmt: skip
 
 
-def left_out(data: Data, names: Names, sources: Sequence[str]) -> np.ndarray:
-    """Predictions of each source by constants fitted on all others."""
+def left_out(data: Data, names: Names) -> tuple[np.ndarray, Physics]:
+    """Predictions of each source by constants fitted on all others; nanotron without a profile of its own. And the
+    physics that knows nothing of nanotron.
+    """
     guess = np.zeros(len(data.measured))
-    for source in sources:
+    blind = PHYSICS
+    for source in sorted(set(data.source)):
         inside = data.source != source
         logs = fit(data.some(inside), names)
-        guess[~inside] = predicted(data.some(~inside), names, logs)
-    return guess
+        if source == "nanotron":
+            values = {field: float(value * np.exp(log))
+                      for (owner, field, value, _), log in zip(names, logs, strict=True) if owner == "physics"}  # fmt: skip
+            blind = replace(PHYSICS, **values)
+            guess[~inside] = price(data.some(~inside).inputs, UNKNOWN, physics=blind).step_s
+        else:
+            guess[~inside] = predicted(data.some(~inside), names, logs)
+    return guess, blind
+
+
+UNKNOWN = replace(GOOD, gradient_bytes=4.0, by_cost=1.0)
+"""What one may know of nanotron without having timed it: 32-bit gradients, layers dealt to stages by cost."""
+
+
+def learned(rows: list[dict[str, str]], physics: Physics, draws: int = 5) -> str:
+    """nanotron with thirty of its own rows, on the others."""
+    inputs = read_rows(rows).inputs
+    measured = np.array([float(row["step_s"]) for row in rows])
+    lines = []
+    for seed in range(draws):
+        chosen = np.random.default_rng(seed).choice(len(rows), 30, replace=False)
+        profile = learn_profile([rows[i] for i in chosen], UNKNOWN, physics=physics)
+        others = np.setdiff1d(np.arange(len(rows)), chosen)
+        off = abs(price(inputs, profile, physics=physics).step_s / measured - 1)[others]
+        lines.append(f"  draw {seed}: median {100 * np.median(off):.1f}, mape {100 * np.mean(off):.1f}")
+    return "\n".join(lines)
+
+
+MEMORY = {
+    "gradient_held_bytes": (5.6, 0.15), "state_bytes": (13.0, 0.15), "norm_bytes": (7.0, 0.3), "attention_bytes": (4.0, 0.3),
+    "ffn_bytes": (2.1, 0.3), "regathered_bytes": (3.4, 0.3), "logit_bytes": (8.0, 0.3), "buffer_bytes": (0.32e9, 0.5),
+}  # fmt: skip
+
+
+def memory_left_out(rows: list[dict[str, str]]) -> str:
+    """Memory of nanotron's rows by constants fitted on its other model sizes."""
+    inputs = read_rows(rows).inputs
+    real = np.array([float(row["memory_gib"]) for row in rows]) * GIB
+    models = np.array([row["model"] for row in rows])
+    widths = np.array([width for _, width in MEMORY.values()])
+
+    def guess(logs: np.ndarray, some: np.ndarray) -> np.ndarray:
+        profile = replace(PROFILES["nanotron"], **{
+            field: value * np.exp(log) for (field, (value, _)), log in zip(MEMORY.items(), logs, strict=True)
+        })  # fmt: skip
+        here = inputs.rows(some)
+        return memory(here, profile, held=stages(here, profile)).total_bytes
+
+    def residuals(logs: np.ndarray, some: np.ndarray) -> np.ndarray:
+        off = np.log(guess(logs, some) / real[some]) / 0.05
+        return np.concatenate([np.sign(off) * np.sqrt(2 * (np.sqrt(1 + off**2) - 1)) / 2, logs / widths])
+
+    off, lines = np.zeros(len(rows)), []
+    for model in sorted(set(models)):
+        inside, outside = np.flatnonzero(models != model), np.flatnonzero(models == model)
+        logs = least_squares(residuals, np.zeros(len(MEMORY)), diff_step=1e-3, args=(inside,)).x
+        off[outside] = guess(logs, outside) / real[outside] - 1
+        lines.append(f"  without {model:22} median {100 * np.median(abs(off[outside])):5.1f}")
+    return "\n".join([*lines, f"  all {len(rows)} rows: median {100 * np.median(abs(off)):.1f}, "
+                              f"mape {100 * np.mean(abs(off)):.1f}, bias {100 * np.mean(off):.1f}"])  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("rows")
     parser.add_argument("--leave-out", action="store_true")
+    parser.add_argument("--memory", action="store_true")
     chosen = parser.parse_args()
     data, names = load(chosen.rows), constants()
+    with open(chosen.rows, newline="", encoding="utf-8") as file:
+        nanotron = [row for row in csv.DictReader(file) if row["source"] == "nanotron" and row["status"] == "ok"]
+    if chosen.memory:
+        print("memory, a model size left out\n" + memory_left_out([row for row in nanotron if row["memory_gib"]]))
+        return
     print("as it is\n" + table(data, predicted(data, names, present(names))))
     logs = fit(data, names)
     print("fitted\n" + table(data, predicted(data, names, logs)) + "\n" + show(names, logs))
     if chosen.leave_out:
-        print("each source left out\n" + table(data, left_out(data, names, sorted(set(data.source)))))
+        guess, blind = left_out(data, names)
+        print("each source left out\n" + table(data, guess))
+        print("nanotron, a profile from 30 rows\n" + learned([row for row in nanotron if row["step_s"]], blind))
 
 
 if __name__ == "__main__":

@@ -66,6 +66,25 @@ def explain(
 
 
 @app.command()
+def validate(
+    file: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE.csv", help="Measured steps: model, cluster, strategy, seconds (docs/validation.md)."
+        ),
+    ],
+    predictions: Annotated[
+        str | None, typer.Option(metavar="OUT.csv", help="Write id,step_s,memory_gib,fits of each row.")
+    ] = None,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Predict published measurements with the cost model, and say how far off it is, by source."""
+    from shoal.cli.validate import validate_file
+
+    validate_file(file, predictions_file=predictions, as_json=as_json)
+
+
+@app.command()
 def taxonomy(
     as_json: Annotated[bool, JSON] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="As Markdown tables.")] = False,

@@ -79,7 +79,7 @@ def activations(inputs: Inputs, profile: Profile) -> Activations:
     between = profile.norm_bytes * hidden / whole
     # Queries, keys, values and the output of attention; in and out of the activation function (and its gate).
     attention = profile.attention_bytes * 2 * hidden * (1 + inputs.kv_heads / inputs.heads) / tp
-    ffn = profile.ffn_bytes * (2 + 2 * inputs.gated) * inputs.ffn * active / tp
+    ffn = profile.ffn_bytes * (2 + profile.gate_kept * inputs.gated) * inputs.ffn * active / tp
     routed = np.where(inputs.experts > 0, 4 * active * hidden / whole, 0.0)
     regathered = profile.regathered_bytes * hidden * ((inputs.sequence > 0) & (tp > 1) & (inputs.pp == 1))
     # Without fusion: softmax, its dropout (16 bits each) and the mask (Korthikanti et al. 2022).

@@ -101,7 +101,4 @@ def message_time(inputs: Inputs, profile: Profile, physics: Physics) -> Column:
         (2 * inputs.devices >= profile.crowd_devices) & (inputs.dp >= profile.crowd_replicas) & (inputs.zero >= 1)
     )
     stalls = np.where(crowd, profile.stall_message_s, 0.0)
-    return links.message_s(border) + physics.message_s * np.asarray(profile.message_ratio) + stalls
-
-
-__all__ = ["INTERLEAVED", "Prices", "SPLIT", "message_time", "price"]
+    return (links.message_s(border) + physics.message_s) * np.asarray(profile.message_ratio) + stalls

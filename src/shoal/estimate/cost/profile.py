@@ -72,7 +72,7 @@ class Profile:
     by_cost: Number = 0.0
     """1: layers are dealt to stages by estimated cost, the head counted; 0: evenly."""
     message_ratio: Number = 1.0
-    """Latency of a message between stages, against the physics'."""
+    """Part of a message between stages that is felt: below 1 where it overlaps."""
     # Memory. Bytes a parameter: weights in 16 bits, gradients held, master copy and moments.
     parameter_bytes: Number = 2.0
     gradient_held_bytes: Number = 4.0
@@ -83,6 +83,8 @@ class Profile:
     """For each number of queries, keys, values and output."""
     ffn_bytes: Number = 2.0
     """For each number into and out of the activation function."""
+    gate_kept: Number = 2.0
+    """Further tensors that a gate keeps: itself, and what it gives to the product (1 where both are one kernel)."""
     regathered_bytes: Number = 0.0
     """Sequence parallelism: gathered inputs that are kept, for each number of a layer's width."""
     selective_kept: Number = 1.0

@@ -14,7 +14,14 @@ import numpy as np
 from shoal.cluster import BadCluster, Device, device
 from shoal.cluster.presets import NETWORK_HOP_S, NVLINK_HOP_S
 from shoal.estimate.cost.inputs import (
-    ORDER, PRECISIONS, RECOMPUTE, SCHEDULES, UNKNOWN, Inputs, device_at, strides,
+    ORDER,
+    PRECISIONS,
+    RECOMPUTE,
+    SCHEDULES,
+    UNKNOWN,
+    Inputs,
+    device_at,
+    strides,
 )  # fmt: skip
 from shoal.estimate.cost.profile import Profile
 from shoal.estimate.cost.profiles import profile_for

@@ -90,9 +90,15 @@ def layer_time(inputs: Inputs, profile: Profile, physics: Physics) -> LayerTime:
         + profile.selective_rest * rest_forward,
         0.0,
     )  # fmt: skip
-    host_s = profile.host_layer_s + profile.host_tensor_s * np.where(tp > 1, tp**physics.skew, 0.0) + profile.host_expert_s * sparse
+    host_s = (
+        profile.host_layer_s
+        + profile.host_tensor_s * np.where(tp > 1, tp**physics.skew, 0.0)
+        + profile.host_expert_s * sparse
+    )
     stall_s = profile.stall_tensor_s * np.where(
-        (tp > 1) & ((inputs.pp > 1) | ((inputs.devices >= profile.crowd_devices) & (tp >= 8) & (tp <= 16))), tp**profile.stall_power, 0.0
+        (tp > 1) & ((inputs.pp > 1) | ((inputs.devices >= profile.crowd_devices) & (tp >= 8) & (tp <= 16))),
+        tp**profile.stall_power,
+        0.0,
     )
     forward = _pass(
         physics, compute_s=compute_forward, host_s=host_s + 0.4 * stall_s,
