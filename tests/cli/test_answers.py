@@ -11,7 +11,7 @@ import pytest
 
 from cli.command import Place
 
-SUBCOMMANDS = ("explain", "taxonomy", "validate", "train", "verify", "plan", "launch", "demo")
+SUBCOMMANDS = ("explain", "taxonomy", "validate", "train", "verify", "plan", "simulate", "launch", "demo")
 
 WITHOUT_TORCH = [
     ("--help",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -49,7 +50,8 @@ def small_cases(draw: st.DrawFn) -> dict:
         micro = pp * draw(st.integers(1, 4))
     return {
         "shape": Transformer(
-            layers=pp * chunks * draw(st.integers(4, 8)), hidden=draw(st.sampled_from([4096] if chunks > 1 else [2048, 4096])), heads=16,
+            layers=pp * chunks * draw(st.integers(4, 8)),
+            hidden=draw(st.sampled_from([4096] if chunks > 1 else [2048, 4096])), heads=16,
             # A heavy head makes the last chunk of an interleaved pipeline uneven, which no closed form knows.
             vocab=draw(st.sampled_from([64] if chunks > 1 else [64, 30_000, 128_000])),
             sequence=2048,
@@ -157,14 +159,15 @@ def test_the_trace_holds_every_pass_once_and_none_overlap_on_a_rank(calm: StepCo
     assert len(passes) == 2 * calm.term.n * calm.term.micro
     for rank in range(calm.term.n):
         mine = sorted((event["ts"], event["dur"]) for event in events if event["tid"] == rank)
-        for (start, span), (after, _) in zip(mine, mine[1:], strict=False):
+        for (start, span), (after, _) in pairwise(mine):
             assert after >= start + span - 1e-3
 
 
 def test_sixteen_thousand_ranks_are_played_by_their_classes() -> None:
     costs = costs_of(
-        preset("gpt:1t"), cluster("dgx-a100", devices=16_384), micro=64, micro_batch=1, dp=32, pp=64, tp=8, schedule="1f1b"
-    )
+        preset("gpt:1t"), cluster("dgx-a100", devices=16_384), micro=64, micro_batch=1, dp=32, pp=64, tp=8,
+        schedule="1f1b",
+    )  # fmt: skip
     assert costs.ranks == 16_384
     step = play_step(costs)
     assert step.starts_s.shape == (2 * 64 * 64, 1)

@@ -199,6 +199,40 @@ def plan(
     )  # fmt: skip
 
 
+@app.command()
+def simulate(
+    what: Annotated[str, typer.Argument(metavar="SHAPE", help="A preset shape such as gpt:175b.")],
+    strategy: Annotated[str, STRATEGY],
+    cluster: Annotated[str, typer.Option("--cluster", "-c", help="A preset such as dgx-a100, or a TOML file.")],
+    devices: Annotated[int | None, typer.Option("--devices", "-n", min=1, help="Devices (default: the ranks).")] = None,
+    batch: Annotated[
+        str | None, typer.Option(help="Global batch, sequences or tokens (default: micro-batches of one).")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to play.")] = 1,
+    straggler: Annotated[list[str] | None, typer.Option(help="RANK:FACTOR, a rank so many times slower.")] = None,
+    link: Annotated[list[str] | None, typer.Option(help="RANK:PART, links with a part of their bandwidth.")] = None,
+    noise: Annotated[float, typer.Option(min=0.0, help="Random slow-downs: a part of a step, such as 0.02.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of random slow-downs.")] = 0,
+    mtbf_hours: Annotated[float | None, typer.Option(help="Mean time between failures of one device.")] = None,
+    checkpoint_seconds: Annotated[float | None, typer.Option(help="To write a checkpoint.")] = None,
+    restart_seconds: Annotated[float | None, typer.Option(help="From a failure to the next step.")] = None,
+    perfetto: Annotated[str | None, typer.Option(help="Write a trace for ui.perfetto.dev.")] = None,
+    svg: Annotated[str | None, typer.Option(help="Write the timeline of the slowest replica.")] = None,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Play a strategy on a cluster you do not have: who waits, what slow ranks cost, what failures leave."""
+    from shoal.cli.simulate import simulate_command
+
+    sys.exit(
+        simulate_command(
+            what, strategy_text=strategy, cluster_name=cluster, devices=devices, batch=batch, steps=steps,
+            stragglers=straggler or (), links=link or (), noise=noise, seed=seed, mtbf_h=mtbf_hours,
+            checkpoint_s=checkpoint_seconds, restart_s=restart_seconds, trace_file=perfetto, svg_file=svg,
+            as_json=as_json,
+        )
+    )  # fmt: skip
+
+
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def launch(
     context: typer.Context,

@@ -19,6 +19,7 @@ from shoal.estimate.cost.memory import memory
 from shoal.estimate.cost.price import SPLIT
 from shoal.estimate.cost.schedule import stages
 from shoal.estimate.cost.weights import weights
+from shoal.estimate.simulate.costs import StepCosts, step_costs
 from shoal.plan.candidates import COLUMNS, COMPRESSORS, ORDERS, Candidates, Column
 from shoal.strategy import none, powersgd
 from shoal.workload.shape import Transformer
@@ -106,6 +107,15 @@ def inputs_of(rows: Candidates, *, shape: Transformer, cluster: Cluster) -> Inpu
         zero=rows.zero, sequence=rows.sequence, micro_batch=rows.micro_batch, chunks=rows.chunks,
         schedule=rows.schedule, recompute=rows.recompute, precision=rows.precision, placed=_strides(rows),
     )  # fmt: skip
+
+
+def step_costs_of(rows: Candidates, *, shape: Transformer, cluster: Cluster, profile: Profile = GOOD) -> StepCosts:
+    """What the events of a step of one row take, for the simulator."""
+    inputs = inputs_of(rows, shape=shape, cluster=cluster)
+    split = {name: column + np.zeros(1) for name, column in price(inputs, profile).split_s.items()}
+    outer = int(rows.outer[0])
+    outer_s = float(_between_groups_s(rows, inputs, split, profile=profile)[0]) if outer > 1 else 0.0
+    return step_costs(inputs, profile, outer=outer, outer_s=outer_s, devices=int(rows.world[0]))
 
 
 def _strides(rows: Candidates) -> dict[str, Column]:

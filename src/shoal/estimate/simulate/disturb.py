@@ -79,11 +79,11 @@ def factors(costs: StepCosts, disturbance: Disturbance, *, step: int) -> Factors
     for link in disturbance.links:
         if not 0 < link.left <= 1:
             raise BadDisturbance(
-                f"links with {link.left:g} of their bandwidth; expected a part above 0 and up to 1 (with none left the run "
-                "stops: see goodput)"
+                f"links with {link.left:g} of their bandwidth; expected a part above 0 and up to 1 (with none left the "
+                "run stops: see goodput)"
             )
-    marked = [place_of(each.rank, costs) for each in (*disturbance.stragglers, *disturbance.links)]
-    special = sorted({replica for replica, _ in marked})
+    marked = [*(each.rank for each in disturbance.stragglers), *(each.rank for each in disturbance.links)]
+    special = sorted({place_of(rank, costs)[0] for rank in marked})
     if disturbance.noise:
         special = list(range(costs.replicas))
     rest = costs.replicas - len(special)

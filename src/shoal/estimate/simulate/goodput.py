@@ -56,7 +56,7 @@ def goodput(
     for name, value in (("checkpoint_s", checkpoint_s), ("restart_s", restart_s)):
         if not 0 <= value < float("inf"):
             raise ValueError(f"{name} is {value:g}; expected seconds, at least 0")
-    if not 0 < device_mtbf_h:
+    if not device_mtbf_h > 0:
         raise ValueError(f"device_mtbf_h is {device_mtbf_h:g}; expected hours above 0")
     if interval_s is not None and not interval_s > 0:
         raise ValueError(f"interval_s is {interval_s:g}; expected seconds above 0")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.estimate.pipeline.play import Box, Played
+from shoal.estimate.pipeline.play import Box, Played, most_kept
 from shoal.estimate.simulate.costs import StepCosts
 from shoal.estimate.simulate.disturb import CALM, Disturbance, Factors, factors
 from shoal.strategy.schedule import Action, actions, stage_rank
@@ -52,13 +52,15 @@ class Step:
         """One class as the pictures of pipelines want it."""
         term = self.costs.term
         lanes: list[list[Box]] = [[] for _ in range(term.n)]
-        for (rank, action), start, stop in zip(self.order, self.starts_s[:, which], self.stops_s[:, which], strict=True):
+        starts, stops = self.starts_s[:, which], self.stops_s[:, which]
+        for (rank, action), start, stop in zip(self.order, starts, stops, strict=True):
             lanes[rank].append(Box(action=action, start_s=float(start), stop_s=float(stop)))
         makespan_s = float(self.passed_s[:, which].max())
         busy = [sum(box.stop_s - box.start_s for box in lane) for lane in lanes]
+        kept = tuple(most_kept([box.action for box in lane]) for lane in lanes)
         return Played(
             schedule=term.schedule, ranks=term.n, chunks=term.chunks, lanes=tuple(tuple(lane) for lane in lanes),
-            makespan_s=makespan_s, idle_s=tuple(makespan_s - each for each in busy), in_flight=(0,) * term.n,
+            makespan_s=makespan_s, idle_s=tuple(makespan_s - each for each in busy), in_flight=kept,
         )  # fmt: skip
 
 

@@ -29,10 +29,12 @@ def perfetto(steps: Sequence[Step]) -> str:
 
 def _names(step: Step, which: int) -> list[dict[str, Any]]:
     alike = int(step.counts[which])
-    title = f"class {which}: {alike:,} replica{'s' if alike > 1 else ''} of {step.costs.members * step.costs.term.n} ranks"
-    told = [{"ph": "M", "pid": which, "name": "process_name", "args": {"name": title}}]
+    size = step.costs.members * step.costs.term.n
+    title = f"class {which}: {alike:,} replica{'s' if alike > 1 else ''} of {size} ranks"
+    told: list[dict[str, Any]] = [{"ph": "M", "pid": which, "name": "process_name", "args": {"name": title}}]
     for rank in range(step.costs.term.n):
-        told.append({"ph": "M", "pid": which, "tid": rank, "name": "thread_name", "args": {"name": f"stage rank {rank}"}})
+        name = {"name": f"stage rank {rank}"}
+        told.append({"ph": "M", "pid": which, "tid": rank, "name": "thread_name", "args": name})
     return told
 
 
