@@ -1,5 +1,5 @@
-"""How fast plans are made: strategies priced a second, all strategies of a large model, a large step played, and the command
-from a cold start. Wall-clock time and processor time beside each limit; the best of several rounds.
+"""How fast plans are made: strategies priced a second, all strategies of a large model, a large step played, and the
+command from a cold start. Wall-clock time and processor time beside each limit; the best of several rounds.
 
     python benchmarks/plan.py [--json] [--rounds 3]
 """
@@ -96,10 +96,14 @@ def main() -> None:
     enter("the same with random slow-downs (32 classes)", wild_s[0], wild_s[1], limit_s=10.0)
 
     wall_s, cpu_s, torch_there = cold(rounds=given.rounds)
-    enter(f"shoal {' '.join(COLD)}, cold", wall_s, cpu_s, limit_s=3.0, torch="imported" if torch_there else "not imported")
+    enter(
+        f"shoal {' '.join(COLD)}, cold", wall_s, cpu_s, limit_s=3.0, torch="imported" if torch_there else "not imported"
+    )
     for row in rows:
         row["met"] = "" if row["limit_s"] is None else "yes" if row["wall_s"] <= row["limit_s"] else "no"
-    report(rows, title="Plans and plays", as_json=given.json, notes=[f"the quickest of {given.rounds} rounds; one thread"])
+    report(
+        rows, title="Plans and plays", as_json=given.json, notes=[f"the quickest of {given.rounds} rounds; one thread"]
+    )
 
 
 if __name__ == "__main__":

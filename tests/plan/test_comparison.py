@@ -1,9 +1,8 @@
-"""What was published of DDP, ZeRO, intra-layer and inter-layer on Lassen and ThetaGPU holds in kind in the predictions."""
+"""What was published of DDP, ZeRO, intra-layer and inter-layer on Lassen and ThetaGPU is predicted in kind."""
 
 from __future__ import annotations
 
 import pytest
-
 from benchmarks.comparison_predicted import curves, findings, other_settings
 
 

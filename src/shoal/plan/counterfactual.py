@@ -19,6 +19,8 @@ from shoal.plan.rank import Plan, Question, make_plan, ranked
 
 NEAR = 2000
 """Rows, best first, that a change of links is tried on; as many again that would be best if messages took no time."""
+CROSSING = 500
+"""Rows of each kind among which dense and compressed plans are compared on slower links."""
 AHEAD = 300
 """Rows, best first, whose choices a plan for another number of devices tries."""
 MESSAGES = ("tensor", "context", "expert", "data", "pipeline")
@@ -177,9 +179,11 @@ def _near(plan: Plan) -> Candidates:
 def _dense_rows(plan: Plan) -> Candidates:
     """Dense rows that are best on links of today and on links a tenth and a hundredth as fast."""
     rows = plan.ranked[plan.priced.rows.compress[plan.ranked] == 0]
-    by_order = [rows[plan.priced.rows.order[rows] == order][:NEAR] for order in (0, 1)]
+    by_order = [rows[plan.priced.rows.order[rows] == order][:CROSSING] for order in (0, 1)]
     sent = plan.priced.split_s["data"][rows] + plan.priced.split_s["pipeline"][rows]
-    slow = [rows[np.argsort(plan.priced.step_s[rows] + factor * sent, kind="stable")[:NEAR]] for factor in (9, 99, 999)]
+    slow = [
+        rows[np.argsort(plan.priced.step_s[rows] + factor * sent, kind="stable")[:CROSSING]] for factor in (9, 99, 999)
+    ]
     return plan.priced.rows.rows(np.unique(np.concatenate([*by_order, *slow])))
 
 

@@ -8,7 +8,6 @@ the same: of those that would, the plainest is kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -170,19 +169,22 @@ def _kept(columns: dict[str, Column], mask: Column) -> dict[str, Column]:
     return {name: column[mask] for name, column in columns.items()}
 
 
-def axes_of(rows: Candidates) -> Sequence[str]:
-    """The family of each row in a word or two: which axes it uses."""
-    names = np.full(len(rows), "serial", dtype="<U24")
+FAMILIES = (
+    "serial", "dp", "zero", "tp", "pp", "cp", "dp + tp", "dp + pp", "tp + pp", "3D (dp, tp, pp)", "with cp", "with ep",
+    "hybrid shards", "compressed",
+)  # fmt: skip
+
+
+def families_of(rows: Candidates) -> Column:
+    """The family of each row, by the axes it uses, as an index of FAMILIES; of those that apply the last."""
     data = (rows.dp * rows.outer > 1) | (rows.ep > 1)
-    sharded = rows.zero > 0
     tensor, pipeline, context = rows.tp > 1, rows.pp > 1, rows.cp > 1
-    told = (
-        (data, "dp"), (data & sharded, "zero"), (tensor, "tp"), (pipeline, "pp"), (context, "cp"),
-        (data & tensor, "dp + tp"), (data & pipeline, "dp + pp"), (tensor & pipeline, "tp + pp"),
-        (tensor & pipeline & data, "3D (dp, tp, pp)"), (context & (data | tensor | pipeline), "with cp"),
-        (rows.ep > 1, "with ep"), ((rows.outer > 1) & (rows.compress == 0), "hybrid shards"),
-        (rows.compress > 0, "compressed"),
+    masks = (
+        data, data & (rows.zero > 0), tensor, pipeline, context, data & tensor, data & pipeline, tensor & pipeline,
+        tensor & pipeline & data, context & (data | tensor | pipeline), rows.ep > 1,
+        (rows.outer > 1) & (rows.compress == 0), rows.compress > 0,
     )  # fmt: skip
-    for mask, name in told:
-        names[mask] = name
-    return names  # type: ignore[return-value]
+    found = np.zeros(len(rows), dtype=np.int8)
+    for code, mask in enumerate(masks, start=1):
+        found[mask] = code
+    return found

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from shoal.estimate.cost.price import SPLIT
-from shoal.plan.enumerate import axes_of
+from shoal.plan.enumerate import FAMILIES, families_of
 from shoal.plan.rank import Plan, pareto
 from shoal.plan.told import GB, seconds
 
@@ -86,7 +86,7 @@ def _scatter(plan: Plan) -> str:
     shown = [*dots, *front]
     x = LogAxis([float(priced.memory_bytes[row]) / GB for row in shown], start=60, stop=940)
     y = LogAxis([float(priced.step_s[row]) for row in shown], start=330, stop=20)
-    names = [str(name) for name in axes_of(priced.rows.rows(np.array(shown, dtype=int)))]
+    names = [FAMILIES[code] for code in families_of(priced.rows.rows(np.array(shown, dtype=int)))]
     known = list(dict.fromkeys(names))
     colour = {name: FAMILY_COLOURS[place % len(FAMILY_COLOURS)] for place, name in enumerate(known)}
     drawn = []

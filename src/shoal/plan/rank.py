@@ -11,7 +11,7 @@ from shoal.cluster import BadCluster, Cluster
 from shoal.estimate.cost import GOOD, Profile
 from shoal.estimate.target import Target, default_target
 from shoal.plan.candidates import COMPRESSORS, Column
-from shoal.plan.enumerate import WHOLE, Space, axes_of, compressed, enumerate_legal
+from shoal.plan.enumerate import FAMILIES, WHOLE, Space, compressed, enumerate_legal, families_of
 from shoal.plan.legal import facts_of
 from shoal.plan.price import Priced, joined, price_candidates
 from shoal.strategy import ModelFacts, Strategy
@@ -174,14 +174,13 @@ def pareto(plan: Plan) -> list[int]:
 
 def families(plan: Plan) -> Mapping[str, int]:
     """The best row of each family, best family first; where nothing fits, the row that needs least memory."""
-    names = np.asarray(axes_of(plan.priced.rows))
-    found: dict[str, int] = {}
+    codes = families_of(plan.priced.rows)
     order = plan.ranked
-    _, first = np.unique(names[order], return_index=True)
-    for place in np.sort(first):
-        found[str(names[order[place]])] = int(order[place])
-    for name in np.unique(names):
-        if str(name) not in found:
-            members = np.flatnonzero(names == name)
-            found[str(name)] = int(members[np.argmin(plan.priced.memory_bytes[members])])
+    in_order = codes[order]
+    firsts = [int(np.argmax(in_order == code)) for code in range(len(FAMILIES)) if (in_order == code).any()]
+    found = {FAMILIES[in_order[place]]: int(order[place]) for place in sorted(firsts)}
+    for code, name in enumerate(FAMILIES):
+        members = np.flatnonzero(codes == code) if name not in found else order[:0]
+        if len(members):
+            found[name] = int(members[np.argmin(plan.priced.memory_bytes[members])])
     return found

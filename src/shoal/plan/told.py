@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shoal.plan.counterfactual import Change
-from shoal.plan.enumerate import axes_of
+from shoal.plan.enumerate import FAMILIES, families_of
 from shoal.plan.rank import Plan, families, pareto
 from shoal.strategy import contract
 
@@ -76,7 +76,7 @@ def _row(plan: Plan, row: int) -> dict[str, Any]:
     memory = float(priced.memory_bytes[row])
     found: dict[str, Any] = {
         "strategy": str(plan.strategy(row)),
-        "family_of": str(axes_of(rows.rows(slice(row, row + 1)))[0]),
+        "family_of": FAMILIES[int(families_of(rows.rows(slice(row, row + 1)))[0])],
         "fits": fits,
         "memory_bytes": memory,
         "memory": f"{memory / GB:.1f} GB",
