@@ -4,9 +4,9 @@
     python benchmarks/fit_costs.py ROWS.csv --leave-out     and fit again without each source in turn
     python benchmarks/fit_costs.py ROWS.csv --memory        memory of nanotron's rows, each model size left out in turn
 
-Soft-L1 on log(predicted / measured); rows of a source of n rows weigh n^-0.35; each constant is held by a prior around the
-value in the package, so that what the rows do not identify stays what was written down by hand. Needs scipy, which the
-package itself does not.
+Soft-L1 on log(predicted / measured); rows of a source of n rows weigh n^-0.35; each constant is held by a prior around
+the value in the package, so that what the rows do not identify stays what was written down by hand. Needs scipy, which
+the package itself does not.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ PRIORS: dict[str, Mapping[str, Prior]] = {
         "blend": (6, 0.3), "skew": (1.8, 0.1), "ramp": (1.2, 0.3),
     },
     "megatron": {
-        "flash_hopper": (0.58, 0.2), "tensor_hidden": (0.6, 0.2), "message_ratio": (0.3, 0.7), "elementwise": (1.0, 0.2),
+        "flash_hopper": (0.58, 0.2), "tensor_hidden": (0.6, 0.2), "message_ratio": (0.3, 0.7),
+        "elementwise": (1.0, 0.2),
         "shard_hidden": (0.5, 0.5),
     },
     "megatron-2021": {"elementwise": (1.0, 0.2)},
     "megatron-deepspeed": {
-        "host_layer_s": (0.85e-3, 0.3), "host_tensor_s": (8e-6, 0.5), "host_pass_s": (0.9e-3, 0.5), "elementwise": (1.0, 0.2),
+        "host_layer_s": (0.85e-3, 0.3), "host_tensor_s": (8e-6, 0.5), "host_pass_s": (0.9e-3, 0.5),
+        "elementwise": (1.0, 0.2),
     },
     "deepspeed-zero3": {"elementwise": (1.0, 0.2)},
     "mosaic": {"elementwise": (1.0, 0.2), "contention": (0.27, 0.5)},
@@ -51,7 +53,8 @@ PRIORS: dict[str, Mapping[str, Prior]] = {
         "selective_rest": (0.5, 0.3),
     },
     "nanotron": {
-        "host_layer_s": (1.5e-3, 0.5), "host_tensor_s": (8e-6, 0.7), "host_pass_s": (0.9e-3, 0.7), "elementwise": (1.0, 0.3),
+        "host_layer_s": (1.5e-3, 0.5), "host_tensor_s": (8e-6, 0.7), "host_pass_s": (0.9e-3, 0.7),
+        "elementwise": (1.0, 0.3),
         "flash_hopper": (0.58, 0.2), "hop_ratio": (5.0, 0.5), "hop_power": (0.3, 0.5), "data_hidden": (0.5, 0.5),
         "data_exposed": (0.1, 0.7), "stall_tensor_s": (1.8e-3, 0.7), "stall_power": (1.12, 0.2),
         "stall_message_s": (0.3, 0.5), "stall_reduce_s": (6e-12, 0.5), "buckets": (0.3, 0.7),
@@ -163,7 +166,8 @@ def left_out(data: Data, names: Names) -> tuple[np.ndarray, Physics]:
         logs = fit(data.some(inside), names)
         if source == "nanotron":
             values = {field: float(value * np.exp(log))
-                      for (owner, field, value, _), log in zip(names, logs, strict=True) if owner == "physics"}  # fmt: skip
+                      for (owner, field, value, _),
+                      log in zip(names, logs, strict=True) if owner == "physics"}  # fmt: skip
             blind = replace(PHYSICS, **values)
             guess[~inside] = price(data.some(~inside).inputs, UNKNOWN, physics=blind).step_s
         else:
@@ -190,7 +194,8 @@ def learned(rows: list[dict[str, str]], physics: Physics, draws: int = 5) -> str
 
 
 MEMORY = {
-    "gradient_held_bytes": (5.6, 0.15), "state_bytes": (13.0, 0.15), "norm_bytes": (7.0, 0.3), "attention_bytes": (4.0, 0.3),
+    "gradient_held_bytes": (5.6, 0.15), "state_bytes": (13.0, 0.15), "norm_bytes": (7.0, 0.3),
+    "attention_bytes": (4.0, 0.3),
     "ffn_bytes": (2.1, 0.3), "regathered_bytes": (3.4, 0.3), "logit_bytes": (8.0, 0.3), "buffer_bytes": (0.32e9, 0.5),
 }  # fmt: skip
 

@@ -50,13 +50,11 @@ def main() -> None:
     ):
         off = at(logs) / measured - 1
         print(
-            f"{title}: median {100 * np.median(abs(off)):.1f}, mape {100 * np.mean(abs(off)):.1f}, {len(refused)} refused"
+            f"{title}: median {100 * np.median(abs(off)):.1f}, mape {100 * np.mean(abs(off)):.1f}, {len(refused)} out"
         )
         for model in sorted({rows[i]["model"] for i in priced}):
             here = np.array([rows[i]["model"] == model for i in priced])
-            print(
-                f"  {model:20} {here.sum():4} mape {100 * np.mean(abs(off[here])):5.1f} bias {100 * np.mean(off[here]):6.1f}"
-            )
+            print(f"  {model:20} {here.sum():4} {100 * np.mean(abs(off[here])):5.1f} {100 * np.mean(off[here]):6.1f}")
     for (owner, field), log in zip(names, logs, strict=True):
         value = getattr(KERNELS if owner == "kernels" else HABITS[owner], field)
         print(f"  {owner:14} {field:16} {value:.4g} -> {value * np.exp(log):.4g}")

@@ -11,7 +11,8 @@ from pathlib import Path
 from cli.command import Place
 from cli.conftest import Shoal
 
-HEADER = "id,source,group,layers,hidden,heads,seq,vocab,gpu,gpus,tp,dp,micro_batch,global_batch,step_s,memory_gib,status,assumed"
+MODEL = "layers,hidden,heads,seq,vocab"
+HEADER = f"id,source,group,{MODEL},gpu,gpus,tp,dp,micro_batch,global_batch,step_s,memory_gib,status,assumed"
 FILE = f"""{HEADER}
 a,one,g,24,2048,16,1024,51200,A100 SXM4 80GB,8,1,8,4,64,1.0,20,ok,
 b,one,g,24,2048,16,1024,51200,A100 SXM4 80GB,8,2,4,4,64,1.2,15,ok,
@@ -64,7 +65,8 @@ def test_it_needs_no_torch(place: Place, tmp_path: Path) -> None:
     code = "import sys; sys.argv = ['shoal', 'validate', sys.argv[1]]\nfrom shoal.cli.main import run\n" \
            "try: run()\nfinally: print('torch' in sys.modules)"  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-c", code, written(tmp_path)], env=place.environment(), capture_output=True, text=True, timeout=60,
+        [sys.executable, "-c", code, written(tmp_path)], env=place.environment(), capture_output=True, text=True,
+        timeout=60,
         check=False,
     )  # fmt: skip
     assert done.stdout.splitlines()[-1] == "False", done.stderr

@@ -65,7 +65,8 @@ def test_ties_share_their_place_and_their_regret() -> None:
 
 
 MEASURED = {
-    "id": "x", "layers": "24", "hidden": "2048", "heads": "16", "seq": "1024", "vocab": "51200", "gpu": "A100 SXM4 80GB",
+    "id": "x", "layers": "24", "hidden": "2048", "heads": "16", "seq": "1024", "vocab": "51200",
+    "gpu": "A100 SXM4 80GB",
     "gpus": "8", "micro_batch": "4", "global_batch": "64", "tp": "2", "pp": "2", "dp": "2", "framework": "Megatron-LM",
     "recompute": "full", "precision": "fp16", "surprise": "an unknown column",
 }  # fmt: skip

@@ -88,6 +88,6 @@ def _print(told: dict[str, dict[str, Any]]) -> None:
             )  # fmt: skip
         if plan:
             console.print(
-                f"{source}: fastest plan predicted to fit: did not fit in {plan['oom_or_none']} of {plan['groups']} groups, "
+                f"{source}: fastest plan said to fit: not so in {plan['oom_or_none']} of {plan['groups']} groups, "
                 f"regret {plan['regret_mean']} in the others", soft_wrap=True,
             )  # fmt: skip

@@ -46,7 +46,7 @@ PRESETS: dict[str, Preset] = {
                        origin="ALCF ThetaGPU: DGX A100 40 GB, 8 HDR cards of 200 Gb/s"),
     "dgx-a100": Preset(device="A100 SXM4 80GB", node=8, intra_gb_s=300, inter_gb_s=25,
                        origin="NVIDIA DGX A100 80 GB: NVLink3 600 GB/s both ways, 8 HDR cards of 200 Gb/s"),
-    "dgx-a100-40": Preset(device="A100 SXM4 40GB", node=8, intra_gb_s=300, inter_gb_s=25, origin="NVIDIA DGX A100 40 GB"),
+    "dgx-a100-40": Preset(device="A100 SXM4 40GB", node=8, intra_gb_s=300, inter_gb_s=25, origin="as dgx-a100"),
     "p4d": Preset(device="A100 SXM4 40GB", node=8, intra_gb_s=300, inter_gb_s=6.25,
                   origin="Amazon EC2 p4d: 4 EFA cards of 100 Gb/s for 8 devices"),
     "dgx-h100": Preset(device="H100 SXM5 80GB", node=8, intra_gb_s=450, inter_gb_s=50,
@@ -57,7 +57,7 @@ PRESETS: dict[str, Preset] = {
     "gb200-nvl72": Preset(device="GB200 (per GPU)", node=72, intra_gb_s=900, inter_gb_s=50, nodes=8,
                           origin="NVIDIA GB200 NVL72: 72 devices in one NVLink5 domain, a card of 400 Gb/s each"),
     "frontier": Preset(device="MI250X (per GCD)", node=8, intra_gb_s=100, inter_gb_s=12.5, nodes=9408,
-                       origin="OLCF Frontier: 8 GCDs a node, xGMI 50 to 200 GB/s a pair, 4 Slingshot cards of 200 Gb/s"),
+                       origin="OLCF Frontier: 8 GCDs a node, xGMI 50 to 200 GB/s a pair, 4 cards of 200 Gb/s"),
     "mi300x": Preset(device="MI300X", node=8, intra_gb_s=448, inter_gb_s=50,
                      origin="AMD MI300X platform: 7 xGMI links of 64 GB/s, 8 cards of 400 Gb/s"),
     "cloud-10gbe": Preset(device="A10G", node=1, intra_gb_s=1.25, inter_gb_s=1.25, inter_hop_s=ETHERNET_HOP_S,
@@ -67,7 +67,8 @@ PRESETS: dict[str, Preset] = {
 }  # fmt: skip
 
 ALIASES = {
-    "v100": "dgx-1-v100", "v100-16": "dgx-1-v100", "v100-32": "dgx-1-v100-32", "a100": "dgx-a100", "a100-80": "dgx-a100",
+    "v100": "dgx-1-v100", "v100-16": "dgx-1-v100", "v100-32": "dgx-1-v100-32", "a100": "dgx-a100",
+    "a100-80": "dgx-a100",
     "a100-40": "dgx-a100-40", "h100": "dgx-h100", "h200": "dgx-h200", "b200": "dgx-b200", "gb200": "gb200-nvl72",
     "mi250x": "frontier", "ethernet": "cloud-10gbe", "10gbe": "cloud-10gbe",
 }  # fmt: skip

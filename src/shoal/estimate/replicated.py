@@ -1,4 +1,5 @@
-"""Step times of models that are only replicated (images, detection, BERT), from a short table of what each one computes.
+"""Step times of models that are only replicated (images, detection, BERT), from a short table of what each one
+computes.
 
 A step is accumulated micro-batches, each the longer of device and host, then what gradients could not hide, then the
 optimiser. The device multiplies at a part of its peak that depends on kind and precision, and moves activations through
@@ -35,7 +36,7 @@ class Work:
 
 
 def _bert(layers: int, hidden: int, length: int) -> Work:
-    """An encoder: linear layers, the full square of attention, and what is kept in between (Korthikanti et al. 2022)."""
+    """An encoder: linear layers, the full square of attention, and what lies in between (Korthikanti et al. 2022)."""
     block = 12 * hidden * hidden
     flops = length * (2 * layers * block + 4 * layers * length * hidden + 2 * hidden * hidden)
     heads = hidden // 64
@@ -86,7 +87,7 @@ def work_of(model: str, *, batch: float, length: float, framework: str) -> Work:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernels:
-    """Constants. Fitted on NVIDIA's DeepLearningExamples, OneFlow's DLPerf and MLPerf (`benchmarks/fit_replicated.py`)."""
+    """Fitted on NVIDIA's DeepLearningExamples, OneFlow's DLPerf and MLPerf (`benchmarks/fit_replicated.py`)."""
 
     conv_fp16: float = 0.53
     """Part of the datasheet's peak that convolutions reach, by precision (above 1 in fp32: Winograd saves products)."""
@@ -230,8 +231,8 @@ def step_times(
     pass_s = np.maximum(device_s, host_s)
     gpus = given["gpus"]
     local = np.minimum(gpus, given["node"])
-    rate = np.where(gpus > given["node"], np.minimum(PHYSICS.bus * given["intra"], local * given["inter"]) * habit["network"],
-                    PHYSICS.bus * given["intra"])  # fmt: skip
+    inside = PHYSICS.bus * given["intra"]
+    rate = np.where(gpus > given["node"], habit["network"] * np.minimum(inside, local * given["inter"]), inside)
     sent_s = np.where(gpus > 1, 2 * (gpus - 1) / gpus * given["parameters"] * habit["gradient_bytes"] / rate, 0.0)
     shown_s = np.maximum(kernels.exposed * sent_s, sent_s - kernels.hidden * 2 / 3 * pass_s)
     update_s = PHYSICS.optimizer_bytes * given["parameters"] / (PHYSICS.memory * given["stream"])

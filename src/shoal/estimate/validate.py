@@ -1,7 +1,7 @@
 """Predicts rows of published measurements and says how good the predictions are: by source, in time, memory and rank.
 
-Errors are relative to what was measured. Regret is what a user would have lost by taking the plan ranked first; the planner's
-view also counts a plan that was predicted to fit and did not.
+Errors are relative to what was measured. Regret is what a user would have lost by taking the plan ranked first; the
+planner's view also counts a plan that was predicted to fit and did not.
 """
 
 from __future__ import annotations

@@ -35,7 +35,8 @@ def test_bubbles_are_those_of_the_played_schedule(
     stage_s = chunks * (2 + input_s)
     found = bubble_s(
         inputs_of(schedule, ranks, micro, chunks), others_s=np.array([(ranks - 1) * stage_s]),
-        forward_s=np.array([1.0 * chunks]), backward_s=np.array([(1 + input_s) * chunks]), weight_s=np.array([1.0 * chunks]),
+        forward_s=np.array([1.0 * chunks]), backward_s=np.array([(1 + input_s) * chunks]),
+        weight_s=np.array([1.0 * chunks]),
     )  # fmt: skip
     assert found[0] == pytest.approx(played.makespan_s - micro * stage_s)
 
@@ -60,9 +61,10 @@ def test_even_stages_hold_all_layers_between_them(ranks: int) -> None:
 
 
 def test_stages_by_cost_count_the_head_as_layers() -> None:
-    # 16 layers of 67.1 million weights and a head of four such layers: the last of four stages holds the head and one layer.
+    # 16 layers of 67.1 million weights and a head of four such layers: the last of four stages holds the head and one
+    # layer.
     from shoal.workload.shape import Transformer
 
     shape = Transformer(layers=16, hidden=2048, heads=32, ffn=8192, gated=True, vocab=131_072, sequence=4096)
     held = stages(inputs_for(shape, cluster("h100", devices=8), 64, pp=4, dp=2), PROFILES["nanotron"])
-    assert (held.first[0], held.most[0], held.last[0]) == (6, 6, 0)
+    assert (held.first[0], held.most[0], held.last[0]) == (5, 5, 1)

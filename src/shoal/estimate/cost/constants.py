@@ -15,56 +15,56 @@ class Physics:
     """Plain numbers."""
 
     # Matrix products.
-    matmul: float = 0.963
+    matmul: float = 0.964
     """Large products, as a part of the measured maximum. Fitted."""
-    quantised: float = 0.496
+    quantised: float = 0.506
     """How much of the loss by whole tiles and whole waves is felt (a scheduler hides the rest). Fitted."""
-    depth: float = 138
+    depth: float = 137
     """A product over K terms takes 1 + depth/K times its ideal: filling the pipeline of loads. Fitted."""
-    edge: float = 39.5
+    edge: float = 39.6
     """As depth, for the rows and columns of the result. Fitted."""
     kernel_s: float = 4e-6
     """Start of a kernel on the device. Known: CUDA launches back to back."""
-    fp8_gain: float = 1.77
+    fp8_gain: float = 1.83
     """Linear layers in fp8 with one scale a tensor, against bf16, casts included. Fitted (torchtitan)."""
-    fp8_row_gain: float = 0.896
+    fp8_row_gain: float = 0.91
     """With one scale a row. Fitted (torchtitan)."""
     # Memory.
     memory: float = 0.8
     """Part of the datasheet's bandwidth that a streaming kernel gets. Known: STREAM-like measurements."""
-    elementwise: float = 1.3
+    elementwise: float = 1.26
     """Bytes moved by norms, activations, residuals, against the count of each operand once. Fitted."""
-    loss_bytes: float = 26.7
+    loss_bytes: float = 28.5
     """For each logit, forward and backward of the loss in 32 bits. Counted: about six passes of four bytes."""
-    optimizer_bytes: float = 30
+    optimizer_bytes: float = 30.2
     """For each parameter, Adam in mixed precision: read and write master, two moments, gradient, weight. Fitted."""
     # Attention.
     flash_forward: float = 0.612
     """Fused attention, as a part of the measured maximum. Fitted."""
     flash_backward: float = 0.297
     """Its backward, which does 2.5 times the work. Fitted."""
-    scores_forward: float = 6.39
+    scores_forward: float = 6.37
     """Passes over the score matrix without fusion: scale, mask, softmax, dropout. Fitted."""
-    scores_backward: float = 9.56
+    scores_backward: float = 9.55
     """As above, backward. Fitted."""
     # Links.
-    bus: float = 0.905
+    bus: float = 0.815
     """Part of the innermost links' datasheet bandwidth that a collective gets. Fitted."""
     network: float = 0.92
     """The same between nodes. Measured: 370 of 400 GB/s over 16 nodes of H200, nccl-tests."""
     collective_s: float = 1.6e-05
     """Start of a collective. Fitted (nccl-tests)."""
-    ramp: float = 0.646
+    ramp: float = 0.74
     """A message near its latency gets less bandwidth: t = a + w + ramp * sqrt(a w). Fitted (nccl-tests)."""
-    hop_ratio: float = 1.0
+    hop_ratio: float = 0.855
     """Latency of a hop between nodes, against the level's own figure. Fitted, then put into the presets."""
-    message_s: float = 0.00026
+    message_s: float = 0.000249
     """A message from stage to stage, with its wait. Fitted."""
-    jitter: float = 0.00761
+    jitter: float = 0.0075
     """Slowest of many nodes: each doubling adds this part. Fitted."""
-    fixed_s: float = 0.00406
+    fixed_s: float = 0.00411
     """Once a step: data, clipping, logging. Fitted."""
-    blend: float = 4.58
+    blend: float = 4.72
     """Host and device: (h^blend + d^blend)^(1/blend), a maximum with its corner rounded. Fitted."""
     skew: float = 1.76
     """Ranks of tp wait for the slowest host among them: that part of the host's time grows as tp^skew. Fitted."""

@@ -1,7 +1,7 @@
 """Data parallelism: what gradients, sharded parameters and the optimiser cost beyond computing.
 
-Stages 0 to 2 of ZeRO send once a step and hide behind the last backward as far as the profile lets them; stage 3 gathers
-every layer for every micro-batch, and a layer takes the longer of computing and gathering.
+Stages 0 to 2 of ZeRO send once a step and hide behind the last backward as far as the profile lets them; stage 3
+gathers every layer for every micro-batch, and a layer takes the longer of computing and gathering.
 """
 
 from __future__ import annotations

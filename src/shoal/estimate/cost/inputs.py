@@ -1,7 +1,7 @@
 """`Inputs`: all that a price depends on, as columns of numbers, one row a question.
 
-A column has one value for each row, or a single one for all. Rows come from a file of measurements or from one model, one
-cluster and many candidate strategies; the formulas do not know which, and never loop over rows.
+A column has one value for each row, or a single one for all. Rows come from a file of measurements or from one model,
+one cluster and many candidate strategies; the formulas do not know which, and never loop over rows.
 """
 
 from __future__ import annotations
@@ -156,7 +156,8 @@ def inputs_for(
     candidates; `placed` gives strides of its own to each. Words (schedule, recompute, precision) may be their indices.
     """
     number = {name: np.atleast_1d(np.asarray(value, dtype=float)) for name, value in {
-        "dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "zero": zero, "sequence": sequence, "micro_batch": micro_batch,
+        "dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "zero": zero, "sequence": sequence,
+        "micro_batch": micro_batch,
         "chunks": chunks, "global_batch": global_batch, "overlap": overlap,
     }.items()}  # fmt: skip
     codes = {
@@ -173,7 +174,8 @@ def inputs_for(
     peak, matmul = (np.array([each[i] for each in device_columns])[codes["precision"]] for i in (0, 1))
     return Inputs(
         **{name: np.atleast_1d(np.asarray(getattr(shape, name), dtype=float)) for name in (
-            "layers", "hidden", "heads", "kv_heads", "ffn", "gated", "vocab", "tied", "experts", "active_experts", "causal")},
+            "layers", "hidden", "heads", "kv_heads", "ffn", "gated", "vocab", "tied", "experts", "active_experts",
+            "causal")},
         sequence_length=np.array([float(shape.sequence)]),
         peak_flops=peak, matmul_flops=matmul,
         memory_bytes=np.array([cluster.device.memory_bytes]),
@@ -188,11 +190,14 @@ def inputs_for(
 
 
 UNMEASURED = 0.82
-"""Matrix products reach this part of the peak where nobody measured (mean of A100, H100, B200, GB200 in `devices.py`)."""
+"""Matrix products reach this part of the peak where nobody measured (mean of A100, H100, B200, GB200 in `devices.py`).
+"""
 
 
 def device_at(device: Device, precision: str) -> tuple[float, float]:
-    """(peak, rate of the best matrix product) in a precision; fp8 gives those of bf16, its gain is the formulas' affair."""
+    """(peak, rate of the best matrix product) in a precision; fp8 gives those of bf16, its gain is the formulas'
+    affair.
+    """
     format_ = "bf16" if precision.startswith("fp8") else precision
     peak = device.peak(format_)
     return peak, device.matmul(format_) or UNMEASURED * peak

@@ -33,12 +33,21 @@ def product_s(
 
 
 def linear_s(
-    inputs: Inputs, physics: Physics, rows: Column, width_in: Column, width_out: Column, *, count: Column | float = 1.0
+    inputs: Inputs,
+    physics: Physics,
+    rows: Column,
+    width_in: Column,
+    width_out: Column,
+    *,
+    count: Column | float = 1.0,
+    narrow: bool = True,
 ) -> tuple[Column, Column, Column]:
-    """(forward, gradient of the input, gradient of the weight) of a linear layer."""
+    """(forward, gradient of the input, gradient of the weight) of a linear layer; in fp8 if the row says so and
+    `narrow`.
+    """
     gain = np.where(inputs.fp8, physics.fp8_gain, 1.0)
     gain = np.where(inputs.precision == 5, physics.fp8_row_gain, gain)
-    rate = inputs.matmul_flops * gain
+    rate = inputs.matmul_flops * (gain if narrow else 1.0)
     return (
         product_s(inputs, physics, rows, width_out, width_in, count=count, rate=rate),
         product_s(inputs, physics, rows, width_in, width_out, count=count, rate=rate),

@@ -1,14 +1,15 @@
 """Learns a profile from some tens of measured steps: whoever has run a framework on a cluster has its habits on record.
 
-Physics stays as it is; only the handful of constants that describe the host path, the overlap and the latency of a place
-move, by damped Gauss-Newton on the logarithms, held by priors around the profile one starts from. Rows that stall for
-reasons no column names count little (soft-L1).
+Physics stays as it is; only the handful of constants that describe the host path, the overlap and the latency of a
+place move, by damped Gauss-Newton on the logarithms, held by priors around the profile one starts from. Rows that
+stall for reasons no column names count little (soft-L1).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,8 @@ from shoal.estimate.cost.profile import Profile
 from shoal.estimate.cost.rows import Row, read_rows
 
 WIDTHS: Mapping[str, float] = {
-    "host_layer_s": 0.7, "host_tensor_s": 1.0, "host_pass_s": 0.7, "elementwise": 0.3, "flash_hopper": 0.2, "hop_ratio": 1.0,
+    "host_layer_s": 0.7, "host_tensor_s": 1.0, "host_pass_s": 0.7, "elementwise": 0.3, "flash_hopper": 0.2,
+    "hop_ratio": 1.0,
     "hop_power": 0.5, "contention": 0.7, "message_ratio": 1.0, "buckets": 0.7, "data_hidden": 0.5, "shard_hidden": 0.7,
     "stall_tensor_s": 2.0, "stall_message_s": 2.0,
 }  # fmt: skip
@@ -39,9 +41,8 @@ def learn_profile(rows: Sequence[Row], start: Profile, *, name: str = "learned",
         raise ValueError(f"{len(timed)} rows have a step_s; a profile needs at least 3, better 30")
     read = read_rows(timed)
     measured = np.array([float(timed[i]["step_s"]) for i in read.priced])
-    begun = replace(start, name=name, **{
-        field: max(float(getattr(start, field)), floor) for field, floor in FLOORS.items()
-    })  # fmt: skip
+    floors: dict[str, Any] = {field: max(float(getattr(start, field)), floor) for field, floor in FLOORS.items()}
+    begun = replace(start, name=name, **floors)
     # Stalls begin at some number of devices, or never: each that the rows know is tried, and the best explanation wins.
     tried = {float(start.crowd_devices), 1e9, *(np.unique(read.inputs.devices) if np.any(read.inputs.pp > 1) else ())}
     found = [_fitted(replace(begun, crowd_devices=each), read.inputs, measured, physics) for each in sorted(tried)]
@@ -53,9 +54,11 @@ def _fitted(begun: Profile, inputs: Inputs, measured: Column, physics: Physics) 
     fields, widths = tuple(WIDTHS), np.array(list(WIDTHS.values()))
 
     def at(logs: np.ndarray) -> Profile:
-        moved = {field: float(getattr(begun, field) * np.exp(log)) for field, log in zip(fields, logs, strict=True)}
-        return replace(begun, **{field: min(value, 1.0) if field.endswith("_hidden") else value
-                                 for field, value in moved.items()})  # fmt: skip
+        moved: dict[str, Any] = {}
+        for field, log in zip(fields, logs, strict=True):
+            value = float(getattr(begun, field) * np.exp(log))
+            moved[field] = min(value, 1.0) if field.endswith("_hidden") else value
+        return replace(begun, **moved)
 
     def residuals(logs: np.ndarray) -> Column:
         off = np.log(price(inputs, at(logs), physics=physics).step_s / measured) / SCALE

@@ -1,7 +1,8 @@
 """What a collective costs over levels of links, given where its ranks lie.
 
-An axis of n ranks that are `stride` apart has k of them in a unit of each level. A ring crosses a level with as many links as
-ranks lie below it, so its bandwidth is the least over the levels it uses; each unit it visits adds that level's hop.
+An axis of n ranks that are `stride` apart has k of them in a unit of each level. A ring crosses a level with as many
+links as ranks lie below it, so its bandwidth is the least over the levels it uses; each unit it visits adds that
+level's hop.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class Path:
         return self._whole_s(wire_s)
 
     def exchange_s(self, payload_bytes: Column) -> Column:
-        """All-to-all in which each rank sends `payload_bytes` in all, evenly: near ranks by fast links, far ones by slow."""
+        """All-to-all in which each rank sends `payload_bytes` in all, evenly: near ranks by fast links, far ones by
+        slow.
+        """
         inside = (self.local - 1) / self.ranks * payload_bytes / self.local_bytes_per_s
         outside = (self.ranks - self.local) / self.ranks * payload_bytes / self.outer_bytes_per_s
         return self._whole_s(np.maximum(inside, outside))
@@ -59,7 +62,7 @@ def path(
     inputs: Inputs, profile: Profile, physics: Physics, *, ranks: Column, stride: Column, one_card: Number = 0.0
 ) -> Path:
     """The links of an axis; `one_card` 1 lets a unit's messages leave it through one device's share alone."""
-    ranks = np.asarray(ranks, dtype=float)
+    ranks = np.maximum(1.0, np.asarray(ranks, dtype=float))
     stride = np.asarray(stride, dtype=float)
     below = np.ones_like(ranks * stride)
     slowest = np.full_like(below, np.inf)

@@ -1,8 +1,8 @@
 """Bytes on the rank that needs most: parameters, gradients, optimiser, activations, logits, buffers.
 
-Activations are counted operator by operator, as autograd keeps them: inputs of norms and products, queries, keys, values,
-and what goes into and out of the activation function. Three stages are looked at (the first keeps most micro-batches, the
-second may hold more layers, the last has the logits), and the fullest counts.
+Activations are counted operator by operator, as autograd keeps them: inputs of norms and products, queries, keys,
+values, and what goes into and out of the activation function. Three stages are looked at (the first keeps most
+micro-batches, the second may hold more layers, the last has the logits), and the fullest counts.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shoal.estimate.cost.gathers import kept_gathers
 from shoal.estimate.cost.inputs import RECOMPUTE, Column, Inputs
 from shoal.estimate.cost.profile import Profile
 from shoal.estimate.cost.schedule import Stages, in_flight
@@ -81,7 +82,7 @@ def activations(inputs: Inputs, profile: Profile) -> Activations:
     attention = profile.attention_bytes * 2 * hidden * (1 + inputs.kv_heads / inputs.heads) / tp
     ffn = profile.ffn_bytes * (2 + profile.gate_kept * inputs.gated) * inputs.ffn * active / tp
     routed = np.where(inputs.experts > 0, 4 * active * hidden / whole, 0.0)
-    regathered = profile.regathered_bytes * hidden * ((inputs.sequence > 0) & (tp > 1) & (inputs.pp == 1))
+    regathered = profile.regathered_bytes * hidden * kept_gathers(inputs, profile)
     # Without fusion: softmax, its dropout (16 bits each) and the mask (Korthikanti et al. 2022).
     scores = np.where(np.asarray(profile.flash) > 0, 0.0, 5 * inputs.heads * inputs.sequence_length / tp)
     all_bytes = tokens * wide * (between + attention + ffn + routed + regathered)

@@ -1,8 +1,8 @@
 """`Profile`: the habits of a framework and of the cluster it ran on, as data, apart from the physics.
 
-How long the host takes for a layer, what overlaps, which precision travels, what is recomputed under the name "selective".
-A profile may be learned from some tens of one's own steps (`learn.py`). Fields hold a number, or a column of numbers once
-the profiles of many rows are gathered.
+How long the host takes for a layer, what overlaps, which precision travels, what is recomputed under the name
+"selective". A profile may be learned from some tens of one's own steps (`learn.py`). Fields hold a number, or a column
+of numbers once the profiles of many rows are gathered.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class Profile:
     flash: Number = 1.0
     """1: fused attention; 0: the score matrix is written to memory."""
     flash_hopper: Number = 0.58
-    """Speed of the fused kernel on devices since Hopper, against its part of the peak on A100 (0.58: FlashAttention 2)."""
+    """Speed of the fused kernel on devices since Hopper, against its part of the peak on A100 (0.58: FlashAttention 2).
+    """
     elementwise: Number = 1.0
     """Bytes of memory-bound operations: below 1 where a compiler fuses them, above where nobody does."""
     # Recomputation.
@@ -87,6 +88,8 @@ class Profile:
     """Further tensors that a gate keeps: itself, and what it gives to the product (1 where both are one kernel)."""
     regathered_bytes: Number = 0.0
     """Sequence parallelism: gathered inputs that are kept, for each number of a layer's width."""
+    regathered_deep: Number = 0.0
+    """Part of them that pipelines of four stages and more keep."""
     selective_kept: Number = 1.0
     """Part of these that "selective" keeps (scores are never kept then)."""
     logit_bytes: Number = 8.0
@@ -97,7 +100,7 @@ class Profile:
     """Part of the device's memory that a program can fill; fragments take the rest."""
     # Stalls of one framework's host path.
     stall_tensor_s: Number = 0.0
-    """Forward and backward of a layer, times tp to a power, where there is a pipeline (or a crowd, below; up to tp 16)."""
+    """Forward and backward of a layer, times tp to a power: over several nodes, with a pipeline or in a crowd."""
     stall_power: Number = 1.0
     stall_message_s: Number = 0.0
     """Each message between stages, where there is a crowd."""

@@ -60,7 +60,8 @@ def read_rows(rows: Sequence[Row]) -> Read:
     missing = [name for name in NEEDED if rows and name not in rows[0]]
     if not rows or missing:
         raise BadRows(f"the file lacks the columns {', '.join(missing)}" if missing else "the file has no rows")
-    parsed, priced, refused, profiles, index = [], [], [], {}, []
+    parsed, priced, refused, index = [], [], [], []
+    profiles: dict[Profile, int] = {}
     for number, row in enumerate(rows):
         try:
             values = _values(row)
@@ -99,10 +100,12 @@ def _values(row: Row) -> dict[str, Any]:
             raise ValueError(f"{name} is {got[name]:g}; expected a number above 0")
     for name in ("gated", "tied", "sequence"):
         got[name] = text[name].strip().lower() in ("1", "1.0", "true", "yes")
-    got["kv_heads"] = _number(text, "kv_heads") if text["kv_heads"] else got["heads"]
-    got["ffn"] = _number(text, "ffn") if text["ffn"] else 4 * got["hidden"]
+    got["kv_heads"] = (_number(text, "kv_heads") if text["kv_heads"] else 0.0) or got["heads"]
+    got["ffn"] = (_number(text, "ffn") if text["ffn"] else 0.0) or 4 * got["hidden"]
     got["dp"] = _number(text, "dp") if text["dp"] else got["gpus"] / (got["tp"] * got["pp"] * got["cp"])
-    if got["experts"] and not got["active_experts"]:
+    if got["experts"] <= 1:
+        got["experts"] = got["active_experts"] = 0.0
+    elif not got["active_experts"]:
         got["active_experts"] = 1.0
     got["causal"] = text["kind"] != "encoder"
     got["overlap"] = _number(text, "overlap") if text["overlap"] else float(UNKNOWN)
@@ -152,7 +155,8 @@ def _columns(parsed: Sequence[Mapping[str, Any]]) -> Inputs:
     node, gpus = column("gpus_per_node"), column("gpus")
     return Inputs(
         **{name: column(name) for name in (
-            "layers", "hidden", "heads", "kv_heads", "ffn", "gated", "vocab", "tied", "experts", "active_experts", "causal",
+            "layers", "hidden", "heads", "kv_heads", "ffn", "gated", "vocab", "tied", "experts", "active_experts",
+            "causal",
             "chunks", "zero", "sequence", "micro_batch", "global_batch", "overlap")},
         sequence_length=column("seq"),
         peak_flops=rates[:, 0], matmul_flops=rates[:, 1],

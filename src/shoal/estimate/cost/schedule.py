@@ -1,7 +1,7 @@
 """Stages and bubbles of pipelines in closed form, for whole columns of strategies.
 
-The closed forms are those that `estimate/pipeline/play.py` gives when it plays a schedule with even stages; a test holds them
-to it.
+The closed forms are those that `estimate/pipeline/play.py` gives when it plays a schedule with even stages; a test
+holds them to it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def stages(inputs: Inputs, profile: Profile) -> Stages:
 
 
 def _by_cost(inputs: Inputs) -> tuple[Column, Column, Column]:
-    """Blocks dealt in order, a stage closed once the cost so far exceeds its share; the head costs vocab x hidden."""
+    """Blocks dealt in order, a stage closed once the cost so far reaches its share; the head costs vocab x hidden."""
     head_width = inputs.hidden / inputs.heads
     block = 2 * inputs.hidden * (inputs.hidden + inputs.kv_heads * head_width) + (
         2 + inputs.gated
@@ -70,7 +70,7 @@ def _by_cost(inputs: Inputs) -> tuple[Column, Column, Column]:
         held = held + there
         first = first + (there & (stage == 0))
         most = np.where(there, np.maximum(most, held), most)
-        closes = there & (layer > (stage + 1) * share * (1 + 1e-12))
+        closes = there & (layer >= (stage + 1) * share * (1 - 1e-12))
         stage, held = stage + closes, np.where(closes, 0.0, held)
     return first, most, held
 
@@ -106,9 +106,9 @@ def bubble_s(inputs: Inputs, *, others_s: Column, forward_s: Column, backward_s:
 def _split_bubble_s(inputs: Inputs, *, forward_s: Column, input_s: Column, weight_s: Column) -> Column:
     """Zero-bubble with even stages of F, B (the input's part) and W, as playing its order gives it.
 
-    One chunk: (n - 1) max(F + B - W, F, B); with m < n micro-batches (n - 1)(F + B) - (m - 1) W. Two chunks: the V order
-    (m >= 2n - 1) has (n - 1) max(F, B) / 2, the greedy one before it (n - 1) max(B - W / 2, F / 2, B / 2), and below n a
-    straight line from there to (n - 1)(F + B) for a single micro-batch.
+    One chunk: (n - 1) max(F + B - W, F, B); with m < n micro-batches (n - 1)(F + B) - (m - 1) W. Two chunks: the V
+    order (m >= 2n - 1) has (n - 1) max(F, B) / 2, the greedy one before it (n - 1) max(B - W / 2, F / 2, B / 2), and
+    below n a straight line from there to (n - 1)(F + B) for a single micro-batch.
     """
     away, micro = inputs.pp - 1, inputs.micro_batches
     longer = np.maximum(forward_s, input_s)
@@ -122,7 +122,7 @@ def _split_bubble_s(inputs: Inputs, *, forward_s: Column, input_s: Column, weigh
 
 
 def messages(inputs: Inputs, *, inside: Column) -> Column:
-    """Messages that a step waits for, as playing the schedules gives them; `inside`: the slowest rank has two neighbours.
+    """Messages that a step waits for, as playing the schedules gives them; `inside`: the slowest has two neighbours.
 
     The first micro-batch's way through all ranks and back, then the slowest rank's own. Taking turns hides those of two
     passes, a split backward that of one. Interleaved, the end of a chunk is the start of the next: 2 v - 1 each way.

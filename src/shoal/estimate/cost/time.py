@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shoal.estimate.cost.constants import Physics
+from shoal.estimate.cost.gathers import kept_gathers
 from shoal.estimate.cost.inputs import RECOMPUTE, Column, Inputs
 from shoal.estimate.cost.kernels import attention_s, linear_s, streamed_s
 from shoal.estimate.cost.links import path
@@ -65,7 +66,9 @@ def layer_time(inputs: Inputs, profile: Profile, physics: Physics) -> LayerTime:
         linear_s(inputs, physics, rows, hidden, inputs.ffn * (1 + inputs.gated) / tp, count=local_experts),
         linear_s(inputs, physics, rows, inputs.ffn / tp, hidden, count=local_experts),
     ]
-    gemm_forward, gemm_input, gemm_weight = (sum(each[i] for each in products) for i in range(3))
+    gemm_forward, gemm_input, gemm_weight = (
+        np.sum(np.broadcast_arrays(*each), axis=0) for each in zip(*products, strict=True)
+    )
     element_bytes = np.where(inputs.wide, 4.0, 2.0)
     whole = np.where(inputs.sequence > 0, tp, 1.0)
     passed = (
@@ -90,16 +93,8 @@ def layer_time(inputs: Inputs, profile: Profile, physics: Physics) -> LayerTime:
         + profile.selective_rest * rest_forward,
         0.0,
     )  # fmt: skip
-    host_s = (
-        profile.host_layer_s
-        + profile.host_tensor_s * np.where(tp > 1, tp**physics.skew, 0.0)
-        + profile.host_expert_s * sparse
-    )
-    stall_s = profile.stall_tensor_s * np.where(
-        (tp > 1) & ((inputs.pp > 1) | ((inputs.devices >= profile.crowd_devices) & (tp >= 8) & (tp <= 16))),
-        tp**profile.stall_power,
-        0.0,
-    )
+    waits_s, stall_s = _host_waits(inputs, profile, physics)
+    host_s = profile.host_layer_s + waits_s + profile.host_expert_s * sparse
     forward = _pass(
         physics, compute_s=compute_forward, host_s=host_s + 0.4 * stall_s,
         tensor_s=tensor[0], context_s=context[0], expert_s=expert[0],
@@ -118,23 +113,39 @@ def head_time(inputs: Inputs, profile: Profile, physics: Physics) -> tuple[Pass,
     """(forward, backward) of the head and the loss."""
     tokens = inputs.micro_batch * inputs.sequence_length / inputs.cp
     # The head stays in 16 bits whatever the layers' precision.
-    forward, back_input, back_weight = linear_s(inputs, physics, tokens, inputs.hidden, inputs.vocab / inputs.tp)
+    forward, back_input, back_weight = linear_s(
+        inputs, physics, tokens, inputs.hidden, inputs.vocab / inputs.tp, narrow=False
+    )
     loss_s = streamed_s(inputs, physics, physics.loss_bytes * tokens * inputs.vocab / inputs.tp)
     tensor = path(inputs, profile, physics, ranks=inputs.tp, stride=inputs.tp_stride)
     # The input's gradient and the embedding's output, and three small sums inside the loss (maximum, sum, target).
     gather_s = 2 * tensor.ring_s(tokens * inputs.hidden * np.where(inputs.wide, 4.0, 2.0), rounds=2.0)
     small_s = 3 * tensor.ring_s(4 * tokens, rounds=2.0)
     none = 0.0 * tokens
+    # About half as many collectives as a layer has, and as much waiting.
+    waits_s, stall_s = _host_waits(inputs, profile, physics)
+    host_s = profile.host_pass_s / 2 + 0.5 * waits_s + 0.25 * stall_s
     return (
         _pass(
-            physics, compute_s=forward + loss_s / 2, host_s=profile.host_pass_s / 2,
+            physics, compute_s=forward + loss_s / 2, host_s=host_s,
             tensor_s=small_s, context_s=none, expert_s=none,
         ),
         _pass(
-            physics, compute_s=back_input + back_weight + loss_s / 2, host_s=profile.host_pass_s / 2,
+            physics, compute_s=back_input + back_weight + loss_s / 2, host_s=host_s,
             tensor_s=gather_s, context_s=none, expert_s=none,
         ),
     )  # fmt: skip
+
+
+def _host_waits(inputs: Inputs, profile: Profile, physics: Physics) -> tuple[Column, Column]:
+    """(forward of a layer: ranks of tp wait for the slowest host; forward and backward: a framework's own stall)."""
+    several = inputs.tp > 1
+    crowd = (inputs.devices >= profile.crowd_devices) & (inputs.tp >= 8) & (inputs.tp <= 16)
+    stalls = several & (inputs.devices > inputs.level_ranks[0]) & ((inputs.pp > 1) | crowd)
+    return (
+        profile.host_tensor_s * np.where(several, inputs.tp**physics.skew, 0.0),
+        profile.stall_tensor_s * np.where(stalls, inputs.tp**profile.stall_power, 0.0),
+    )
 
 
 def _pass(
@@ -152,20 +163,22 @@ def _pass(
 
 
 def _tensor_s(inputs: Inputs, profile: Profile, physics: Physics, payload: Column) -> tuple[Column, Column]:
-    """Two all-reduces each way; with sequence=True two pairs of halves, and two more gathers backward (Korthikanti 2022)."""
+    """Two all-reduces each way; with sequence=True two pairs of halves, and two more gathers backward (Korthikanti
+    2022).
+    """
     links = path(inputs, profile, physics, ranks=inputs.tp, stride=inputs.tp_stride)
     shown = 1 - np.asarray(profile.tensor_hidden)
     whole = 2 * links.ring_s(payload, rounds=2.0)
     half = links.ring_s(payload)
     cut = inputs.sequence > 0
-    return np.where(cut, 4 * half, whole) * shown, np.where(cut, 6 * half, whole) * shown
+    return np.where(cut, 4 * half, whole) * shown, np.where(cut, (6 - 2 * kept_gathers(inputs, profile)) * half, whole) * shown
 
 
 def _context_s(
     inputs: Inputs, profile: Profile, physics: Physics, payload: Column, attention: tuple[Column, Column]
 ) -> tuple[Column, Column]:
-    """Keys and values go round a ring behind attention; backward carries their gradients too. What attention does not cover
-    is felt, and a tenth always.
+    """Keys and values go round a ring behind attention; backward carries their gradients too. What attention does not
+    cover is felt, and a tenth always.
     """
     links = path(inputs, profile, physics, ranks=inputs.cp, stride=inputs.cp_stride)
     round_s = links.ring_s(payload * inputs.cp)
