@@ -61,7 +61,7 @@ PRIORS: dict[str, Mapping[str, Prior]] = {
     },
 }  # fmt: skip
 """Constants to fit, by owner."""
-SCALE = 0.08
+SCALE = 0.05
 """Residuals well above this count linearly."""
 PRIOR = 0.7
 """Weight of the priors against the rows."""

@@ -15,7 +15,7 @@ from shoal.estimate.validate import Prediction, predict, score
 MOST_REFUSED = 10
 """Rows without a prediction that are shown with their reason; all are counted."""
 COLUMNS = {
-    "n": "rows", "median_ape": "median", "mape": "MAPE", "bias": "bias", "within_20": "<20", "groups": "groups",
+    "n": "rows", "median_ape": "med", "mape": "MAPE", "bias": "bias", "within_20": "<20", "groups": "grp",
     "regret_mean": "regret", "spearman": "rho", "memory_median_ape": "mem", "memory_mape": "mMAPE",
 }  # fmt: skip
 
@@ -71,14 +71,14 @@ def _print(told: dict[str, dict[str, Any]]) -> None:
 
     console = Console(highlight=False)
     shown = [key for key in COLUMNS if any(key in metrics for metrics in told.values())]
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("source", no_wrap=True)
     for key in shown:
         table.add_column(COLUMNS[key], justify="right")
     for source, metrics in told.items():
         table.add_row(source, *(str(metrics.get(key, "")) for key in shown))
     console.print(table)
-    console.print("errors in %; <20: rows within 20 %; rho: rank correlation in groups; mem: median error of memory")
+    console.print("errors in %: med(ian), MAPE, bias; <20: rows within 20 %; grp, regret, rho: ranking; mem: memory")
     for source, metrics in told.items():
         labels, plan = metrics.get("oom_clean") or metrics.get("oom"), metrics.get("plan")
         if labels:

@@ -171,7 +171,9 @@ def _tensor_s(inputs: Inputs, profile: Profile, physics: Physics, payload: Colum
     whole = 2 * links.ring_s(payload, rounds=2.0)
     half = links.ring_s(payload)
     cut = inputs.sequence > 0
-    return np.where(cut, 4 * half, whole) * shown, np.where(cut, (6 - 2 * kept_gathers(inputs, profile)) * half, whole) * shown
+    return np.where(cut, 4 * half, whole) * shown, np.where(
+        cut, (6 - 2 * kept_gathers(inputs, profile)) * half, whole
+    ) * shown
 
 
 def _context_s(
