@@ -34,6 +34,8 @@ SLOWDOWNS: Mapping[str, tuple[float, str]] = {
     "powersgd": (1.05, "assumed, from Vogels et al. 2019: rank 4 trains alike per epoch"),
 }
 """Steps against dense, and where the number comes from. Pilot rows replace it."""
+PLANNED = ("int8", "sign", "topk", "powersgd")
+"""Those that plans try."""
 A_STALE_STEP = 0.05
 """Each step of staleness costs this part more steps. Assumed, from Zhang et al. 2016 (staleness-aware ASGD)."""
 A_DOUBLING_OF_LOCAL_STEPS = 0.03
@@ -79,7 +81,7 @@ def default_target(shape: Transformer) -> Target:
             "noise_batch": f"default: 2.1e8 / loss^4.76 tokens at a loss of {loss:.2f} (Kaplan et al. 2020; "
             "loss by Hoffmann et al. 2022)",
             "compression": "default: "
-            + "; ".join(f"{name} x {factor:g} ({why})" for name, (factor, why) in SLOWDOWNS.items() if factor > 1),
+            + "; ".join(f"{name} x {SLOWDOWNS[name][0]:g} ({SLOWDOWNS[name][1]})" for name in PLANNED),
         },
     )  # fmt: skip
 

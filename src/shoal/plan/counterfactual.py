@@ -13,7 +13,7 @@ import numpy as np
 from shoal.cluster import BadCluster, Cluster, Level
 from shoal.estimate.cost.inputs import RECOMPUTE, SCHEDULES
 from shoal.plan.candidates import Candidates, Column
-from shoal.plan.enumerate import Space, compressed
+from shoal.plan.enumerate import Space, compressed, compressible
 from shoal.plan.price import price_candidates
 from shoal.plan.rank import Plan, Question, make_plan, ranked
 
@@ -137,8 +137,8 @@ def compression_overtakes(plan: Plan) -> Change | None:
     if cluster.node >= cluster.devices or len(cluster.levels) < 2:
         return None
     outermost = len(cluster.levels) - 1
-    dense = _dense_rows(plan)
-    squeezed = compressed(dense, node=cluster.node)
+    dense = _near_on_slow_links(plan, gradients=True)
+    squeezed = compressed(_near_on_slow_links(plan, gradients=False), node=cluster.node)
     if not len(squeezed):
         return None
 
@@ -176,15 +176,24 @@ def _near(plan: Plan) -> Candidates:
     return priced.rows.rows(np.unique(np.concatenate([rows[:NEAR], quick])))
 
 
-def _dense_rows(plan: Plan) -> Candidates:
-    """Dense rows that are best on links of today and on links a tenth and a hundredth as fast."""
-    rows = plan.ranked[plan.priced.rows.compress[plan.ranked] == 0]
-    by_order = [rows[plan.priced.rows.order[rows] == order][:CROSSING] for order in (0, 1)]
-    sent = plan.priced.split_s["data"][rows] + plan.priced.split_s["pipeline"][rows]
-    slow = [
-        rows[np.argsort(plan.priced.step_s[rows] + factor * sent, kind="stable")[:CROSSING]] for factor in (9, 99, 999)
+def _near_on_slow_links(plan: Plan, *, gradients: bool) -> Candidates:
+    """Dense rows that are best on links of today, a tenth, a hundredth, a thousandth as fast; `gradients` False: if
+    gradients took no time, so that these are the ones worth compressing.
+    """
+    priced = plan.priced
+    rows = plan.ranked[priced.rows.compress[plan.ranked] == 0]
+    data_s, pipeline_s = priced.split_s["data"][rows], priced.split_s["pipeline"][rows]
+    if not gradients:
+        rows = rows[compressible(priced.rows.rows(rows), node=plan.question.cluster.node)]
+        data_s, pipeline_s = 0.0 * priced.split_s["data"][rows], priced.split_s["pipeline"][rows]
+        first_s = priced.step_s[rows] - priced.split_s["data"][rows]
+    else:
+        first_s = priced.step_s[rows]
+    best = [
+        rows[np.argsort(first_s + slower * (data_s + pipeline_s), kind="stable")[:CROSSING]]
+        for slower in (0, 9, 99, 999)
     ]
-    return plan.priced.rows.rows(np.unique(np.concatenate([*by_order, *slow])))
+    return priced.rows.rows(np.unique(np.concatenate(best)))
 
 
 def _replanned(question: Question, rows: Candidates) -> Plan:

@@ -111,25 +111,28 @@ def _worth_sharding(columns: dict[str, Column]) -> Column:
     return ((zero == 0) | (columns["dp"] > 1)) & ((columns["outer"] == 1) | (zero == 3))
 
 
-def compressed(rows: Candidates, *, node: int) -> Candidates:
-    """The rows with the part of dp that lies between nodes as an outer level of its own, under each compressor.
+def compressible(rows: Candidates, *, node: int) -> Column:
+    """Dense rows in which dp lies outermost and leaves the nodes, and shards at most optimiser states inside them."""
+    outer = _between_nodes(rows, node=node)
+    outermost = (rows.order == 1) | ((rows.pp == 1) & (rows.order == 0))
+    return (
+        (rows.outer == 1) & (rows.compress == 0) & outermost & (outer > 1)
+        & ((rows.zero == 0) | ((rows.zero == 1) & (rows.dp > outer)))
+    )  # fmt: skip
 
-    Rows are taken whose dp shards at most optimiser states and whose other axes fit into whole nodes.
-    """
-    world = int(rows.world[0]) if len(rows) else 1
-    # The outer level takes as few ranks as possible: one a node, if other axes leave room for replicas in a node.
-    outer = np.minimum(rows.dp, np.maximum(1, world // node))
-    outer = np.gcd(rows.dp, outer)
-    fitting = (rows.outer == 1) & (rows.compress == 0) & (rows.zero <= 1) & (outer > 1)
-    fitting &= (rows.order == 1) | ((rows.pp == 1) & (rows.order == 0))
-    rows, outer = rows.rows(fitting), outer[fitting]
-    columns = {name: getattr(rows, name) for name in COLUMNS}
+
+def compressed(rows: Candidates, *, node: int) -> Candidates:
+    """Those of the rows that can be, with what of dp lies between nodes as an outer level under each compressor."""
+    rows = rows.rows(compressible(rows, node=node))
+    outer = _between_nodes(rows, node=node)
+    columns = {name: getattr(rows, name) for name in COLUMNS if name != "compress"}
     columns |= {"outer": outer, "dp": rows.dp // outer}
-    columns["zero"] = np.where(columns["dp"] > 1, columns["zero"], 0)
-    columns = _kept(columns, (rows.zero == columns["zero"]))
-    columns.pop("compress")
-    columns = _crossed(columns, compress=np.arange(1, len(COMPRESSORS)))
-    return rows.put(columns)
+    return rows.put(_crossed(columns, compress=np.arange(1, len(COMPRESSORS))))
+
+
+def _between_nodes(rows: Candidates, *, node: int) -> Column:
+    """Replicas of dp that lie on different nodes, where dp lies outermost."""
+    return np.gcd(rows.dp, np.maximum(1, rows.world // node))
 
 
 def _micro_batched(columns: dict[str, Column], *, global_batch: int, sizes: tuple[int, ...]) -> dict[str, Column]:
