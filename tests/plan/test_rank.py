@@ -8,7 +8,7 @@ import pytest
 from shoal.cluster import cluster
 from shoal.estimate.target import BadPilot, Target, default_target, learn_target
 from shoal.plan.counterfactual import changes, compression_overtakes, faster_links, other_degrees, what_would_fit
-from shoal.plan.rank import cheapest, families, make_plan, pareto, question_for
+from shoal.plan.rank import cheapest, default_batch, families, make_plan, pareto, question_for
 from shoal.plan.told import told_plan
 from shoal.workload.presets import preset
 
@@ -103,6 +103,21 @@ def test_the_told_plan_is_plain_json(plan) -> None:
     assert np.isclose(sum(first["split_s"].values()), first["step_s"])
     assert np.isclose(sum(first["memory_split_bytes"].values()), first["memory_bytes"])
     assert np.isclose(first["time_to_target_s"], first["step_s"] * first["steps_to_target"])
+
+
+def test_an_estimate_has_the_prices_of_its_row(plan) -> None:
+    found = plan.estimate(plan.best)
+    assert found.strategy == str(plan.strategy(plan.best))
+    assert found.world == 32
+    assert sum(found.step_split.values()) == pytest.approx(found.step_s)
+    assert sum(found.memory_split.values()) == pytest.approx(found.memory_bytes, abs=10)
+    assert found.time_to_target_s == pytest.approx(found.step_s * found.steps_to_target)
+
+
+def test_the_default_batch_lies_below_the_noise_scale_unless_devices_would_idle() -> None:
+    target = Target(samples=1e6, noise_batch=300)
+    assert default_batch(target, devices=8) == 256
+    assert default_batch(target, devices=16_384) == 2048
 
 
 def test_steps_fall_with_the_batch_to_a_floor() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from shoal.cluster import BadCluster, Cluster
 from shoal.estimate.cost import GOOD, Profile
+from shoal.estimate.estimate import Estimate
 from shoal.estimate.target import Target, default_target
 from shoal.plan.candidates import COMPRESSORS, Column
 from shoal.plan.enumerate import FAMILIES, WHOLE, Space, compressed, enumerate_legal, families_of
@@ -79,6 +80,17 @@ class Plan:
         """Seconds to the target."""
         return float(self.priced.step_s[row]) * self.steps(row)
 
+    def estimate(self, row: int) -> Estimate:
+        """A row in the form that a measured run has too."""
+        priced = self.priced
+        return Estimate(
+            strategy=str(self.strategy(row)), world=self.question.cluster.devices, step_s=float(priced.step_s[row]),
+            step_split={name: float(column[row]) for name, column in priced.split_s.items()},
+            memory_bytes=round(float(priced.memory_bytes[row])),
+            memory_split={name: round(float(column[row])) for name, column in priced.memory_split_bytes.items()},
+            steps_to_target=self.steps(row), time_to_target_s=self.time_s(row),
+        )  # fmt: skip
+
     def cost(self, row: int) -> float:
         """Device-hours to the target, or money where a price was given."""
         hours = self.time_s(row) / 3600 * self.question.cluster.devices
@@ -90,17 +102,17 @@ def precision_of(cluster: Cluster) -> str:
     return next((each for each in ("bf16", "fp16") if each in cluster.device.peak_flops), "fp32")
 
 
-def default_batch(shape: Transformer, target: Target, *, devices: int) -> int:
-    """The power of two next below the noise scale, at least one sample a device (or every device would idle)."""
-    noise = 2 ** int(np.log2(max(1.0, target.noise_batch)))
-    return int(max(noise, 2 ** int(np.ceil(np.log2(devices / 8)))) if devices > 8 else noise)
+def default_batch(target: Target, *, devices: int) -> int:
+    """The power of two next below the noise scale, but at least one sample for eight devices, or many would idle."""
+    noise, least = int(np.log2(max(1.0, target.noise_batch))), int(np.ceil(np.log2(max(1.0, devices / 8))))
+    return int(2 ** max(noise, least))
 
 
 def question_for(shape: Transformer, cluster: Cluster, *, global_batch: int | None = None, **more: object) -> Question:
     """A question with defaults: target by scaling laws, batch by the noise scale, precision by the device."""
     target = more.pop("target", None) or default_target(shape)
     assert isinstance(target, Target)
-    batch = global_batch or default_batch(shape, target, devices=cluster.devices)
+    batch = global_batch or default_batch(target, devices=cluster.devices)
     precision = more.pop("precision", None) or precision_of(cluster)
     return Question(shape=shape, cluster=cluster, global_batch=batch, target=target, precision=precision, **more)  # type: ignore[arg-type]
 
