@@ -97,7 +97,7 @@ def _scatter(plan: Plan) -> str:
         )
     for value, at in y.ticks:
         drawn.append(f"<line x1='60' x2='940' y1='{at:.0f}' y2='{at:.0f}' stroke='#eceef1'/>")
-        label = seconds(value)
+        label = f"{value:g} s"
         drawn.append(f"<text x='54' y='{at + 4:.0f}' font-size='11' text-anchor='end' fill='#6b7280'>{label}</text>")
     points = [(x.place(float(priced.memory_bytes[row]) / GB), y.place(float(priced.step_s[row]))) for row in shown]
     for row, (across, up), name in zip(shown, points, names, strict=True):
@@ -110,7 +110,7 @@ def _scatter(plan: Plan) -> str:
     line = " ".join(f"{across:.1f},{up:.1f}" for across, up in points[len(dots) :])
     drawn.append(f"<polyline points='{line}' fill='none' stroke='#1c1e21' stroke-width='1.2'/>")
     key = "".join(f"<span><i style='background:{colour[name]}'></i>{escape(name)}</span>" for name in known)
-    words = "<text x='500' y='372' font-size='12' text-anchor='middle' fill='#444950'>memory of a device</text>"
+    words = "<text x='500' y='372' font-size='12' text-anchor='middle' fill='#444950'>memory of a device, against the time of a step</text>"
     return f"<svg viewBox='0 0 960 380' role='img'>{''.join(drawn)}{words}</svg><div class='key'>{key}</div>"
 
 
