@@ -29,7 +29,7 @@ def written(folder: Path, text: str = FILE) -> str:
 def test_it_prints_a_table_and_names_rows_without_a_prediction(shoal: Shoal, tmp_path: Path) -> None:
     done = shoal("validate", written(tmp_path))
     assert done.status == 0
-    assert "median" in done.out
+    assert "MAPE" in done.out
     assert "one" in done.out
     assert "1 of 3 rows cannot be predicted" in done.err
     assert "c: no device is called 'abacus'" in done.err

@@ -60,6 +60,7 @@ def test_every_device_names_the_origin_of_its_figures_and_measures_below_its_pea
 @pytest.mark.parametrize(("given", "found"), [
     ("a100 sxm4 80gb", "A100 SXM4 80GB"), ("NVIDIA H100", "H100 SXM5 80GB"), ("H800", "H100 SXM5 80GB"),
     ("V100 32GB", "V100 SXM2 32GB"), ("GB200", "GB200 (per GPU)"), ("B200", "B200 SXM"),
+    ("MI250X", "MI250X (whole OAM = 2 GCDs)"),
     ("A100 40GB", "A100 SXM4 40GB"),
 ])  # fmt: skip
 def test_devices_are_found_by_the_names_people_write(given: str, found: str) -> None:

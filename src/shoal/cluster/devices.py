@@ -64,6 +64,8 @@ DEVICES: tuple[Device, ...] = (
             sms=148, origin="NVIDIA B300 datasheet; matmul: ML Engineering"),
     _device("MI250X (per GCD)", half=191.5, fp32=23.95, measured=147.0, memory_gb=68.7, memory_tb_s=1.6, sms=110,
             origin="AMD MI250X datasheet, half a module; matmul: ML Engineering (147 of 191.5)"),
+    _device("MI250X (whole OAM = 2 GCDs)", half=383, fp32=47.9, measured=294.0, memory_gb=137.0, memory_tb_s=3.28,
+            sms=220, origin="AMD MI250X datasheet; matmul: two dies"),
     _device("MI300X", half=1307, fp32=163.4, tf32=653.7, fp8=2614, measured=668.4, memory_gb=206.0, memory_tb_s=5.3,
             sms=304, origin="AMD MI300X datasheet; matmul: ML Engineering"),
     _device("L40S", half=362, fp32=91.6, tf32=183, fp8=733, measured=None, memory_gb=51.5, memory_tb_s=0.864, sms=142,
@@ -93,7 +95,7 @@ def device(name: str) -> Device:
         if same:
             wanted_memory = re.search(r"(\d+)\s*gb?\b", name.lower())
             sized = [each for each in same if wanted_memory and f" {wanted_memory.group(1)}gb" in each.name.lower()]
-            return (sized or same[-1:] if kind == "v100" else sized or _largest(same))[0]
+            return (sized or _largest(same))[0]
     near = get_close_matches(wanted, list(known), n=1, cutoff=0.75)
     if near:
         return known[near[0]]
