@@ -110,7 +110,8 @@ def _scatter(plan: Plan) -> str:
     line = " ".join(f"{across:.1f},{up:.1f}" for across, up in points[len(dots) :])
     drawn.append(f"<polyline points='{line}' fill='none' stroke='#1c1e21' stroke-width='1.2'/>")
     key = "".join(f"<span><i style='background:{colour[name]}'></i>{escape(name)}</span>" for name in known)
-    words = "<text x='500' y='372' font-size='12' text-anchor='middle' fill='#444950'>memory of a device, against the time of a step</text>"
+    title = "memory of a device, against the time of a step"
+    words = f"<text x='500' y='372' font-size='12' text-anchor='middle' fill='#444950'>{title}</text>"
     return f"<svg viewBox='0 0 960 380' role='img'>{''.join(drawn)}{words}</svg><div class='key'>{key}</div>"
 
 
