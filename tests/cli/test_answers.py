@@ -11,7 +11,9 @@ import pytest
 
 from cli.command import Place
 
-SUBCOMMANDS = ("explain", "analyze", "taxonomy", "validate", "train", "verify", "launch", "demo")
+SUBCOMMANDS = (
+    "explain", "analyze", "taxonomy", "plan", "simulate", "validate", "train", "verify", "calibrate", "launch", "demo",
+)  # fmt: skip
 
 WITHOUT_TORCH = [
     ("--help",),

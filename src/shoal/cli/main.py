@@ -206,6 +206,79 @@ def calibrate(
     sys.exit(calibrate_command(ranks=ranks, output=output, quick=quick, force=force, as_json=as_json))
 
 
+@app.command()
+def plan(
+    what: Annotated[str, typer.Argument(metavar="SHAPE|JOB", help="A preset shape such as gpt:175b, or a job.")],
+    cluster: Annotated[
+        str, typer.Option("--cluster", "-c", help="A preset such as dgx-a100, a TOML file, or `this` machine.")
+    ] = "this",
+    devices: Annotated[
+        int | None, typer.Option("--devices", "-n", min=1, help="Devices (default: all of them).")
+    ] = None,
+    batch: Annotated[
+        str | None, typer.Option(help="Global batch: sequences (1536) or tokens (4M-tokens); default by noise scale.")
+    ] = None,
+    by: Annotated[str, typer.Option(help="Rank by time (to target), step, or cost.")] = "time",
+    top: Annotated[int, typer.Option(min=1, help="Plans to show.")] = 10,
+    sequence: Annotated[
+        int | None, typer.Option(min=1, help="Tokens in a sequence, instead of the shape's own.")
+    ] = None,
+    precision: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32 (default: what the device has).")] = None,
+    price: Annotated[float | None, typer.Option(min=0.0, help="Money for a device and hour.")] = None,
+    pilot: Annotated[
+        str | None, typer.Option(help="CSV of pilot runs (batch,steps[,compress]) for the steps to target.")
+    ] = None,
+    profile: Annotated[str | None, typer.Option(help="A framework's habits (default: a good one).")] = None,
+    size: Annotated[str | None, SIZE] = None,
+    html: Annotated[str | None, typer.Option("--html", help="Write a page that works offline.")] = None,
+    run: Annotated[bool, typer.Option("--run", help="Train the job by the best plan, on this machine.")] = False,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Price every legal strategy of a model on a cluster, rank those that fit, and say what a change would do."""
+    from shoal.cli.plan import plan_command
+
+    sys.exit(
+        plan_command(
+            what, cluster_name=cluster, devices=devices, batch=batch, by=by, top=top, as_json=as_json, html_file=html,
+            run=run, sequence=sequence, precision=precision, price=price, pilot=pilot, size=size, profile=profile,
+        )
+    )  # fmt: skip
+
+
+@app.command()
+def simulate(
+    what: Annotated[str, typer.Argument(metavar="SHAPE", help="A preset shape such as gpt:175b.")],
+    strategy: Annotated[str, STRATEGY],
+    cluster: Annotated[str, typer.Option("--cluster", "-c", help="A preset such as dgx-a100, or a TOML file.")],
+    devices: Annotated[int | None, typer.Option("--devices", "-n", min=1, help="Devices (default: the ranks).")] = None,
+    batch: Annotated[
+        str | None, typer.Option(help="Global batch, sequences or tokens (default: micro-batches of one).")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to play.")] = 1,
+    straggler: Annotated[list[str] | None, typer.Option(help="RANK:FACTOR, a rank so many times slower.")] = None,
+    link: Annotated[list[str] | None, typer.Option(help="RANK:PART, links with a part of their bandwidth.")] = None,
+    noise: Annotated[float, typer.Option(min=0.0, help="Random slow-downs: a part of a step, such as 0.02.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of random slow-downs.")] = 0,
+    mtbf_hours: Annotated[float | None, typer.Option(help="Mean time between failures of one device.")] = None,
+    checkpoint_seconds: Annotated[float | None, typer.Option(help="To write a checkpoint.")] = None,
+    restart_seconds: Annotated[float | None, typer.Option(help="From a failure to the next step.")] = None,
+    perfetto: Annotated[str | None, typer.Option(help="Write a trace for ui.perfetto.dev.")] = None,
+    svg: Annotated[str | None, typer.Option(help="Write the timeline of the slowest replica.")] = None,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Play a strategy on a cluster you do not have: who waits, what slow ranks cost, what failures leave."""
+    from shoal.cli.simulate import simulate_command
+
+    sys.exit(
+        simulate_command(
+            what, strategy_text=strategy, cluster_name=cluster, devices=devices, batch=batch, steps=steps,
+            stragglers=straggler or (), links=link or (), noise=noise, seed=seed, mtbf_h=mtbf_hours,
+            checkpoint_s=checkpoint_seconds, restart_s=restart_seconds, trace_file=perfetto, svg_file=svg,
+            as_json=as_json,
+        )
+    )  # fmt: skip
+
+
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def launch(
     context: typer.Context,

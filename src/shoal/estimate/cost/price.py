@@ -14,7 +14,7 @@ from shoal.estimate.cost.links import path
 from shoal.estimate.cost.memory import Memory, memory
 from shoal.estimate.cost.profile import Profile
 from shoal.estimate.cost.profiles import GOOD
-from shoal.estimate.cost.schedule import bubble_s, stages
+from shoal.estimate.cost.schedule import INTERLEAVED, bubble_s, messages, stages
 from shoal.estimate.cost.time import PASSES, head_time, layer_time
 
 SPLIT = ("compute", "host", "tensor", "context", "expert", "data", "pipeline", "bubble", "optimizer", "other")
@@ -53,23 +53,17 @@ def price(inputs: Inputs, profile: Profile = GOOD, *, physics: Physics = PHYSICS
     head_s = head_forward.total_s + head_backward.total_s + sharded.head_s
     stage_hosts_s = np.where(inputs.pp > 1, profile.host_pass_s, 0.0)
     plain_s, last_s = held.most * layer_s + stage_hosts_s, held.last * layer_s + head_s
-    last_slowest = last_s >= plain_s
+    message_s = np.where(inputs.pp > 1, message_time(inputs, profile, physics), 0.0)
+    # Stages at the ends have one neighbour, those inside two.
+    inside = np.where((inputs.pp > 2) & (inputs.schedule != INTERLEAVED), 2.0, 1.0)
+    both_ways_s = 2 * inputs.chunks * message_s
+    last_slowest = last_s + both_ways_s >= plain_s + inside * both_ways_s
     layers_there = np.where(last_slowest, held.last, held.most)
     head_there = np.where(last_slowest, 1.0, 0.0)
     slowest_s = np.where(last_slowest, last_s, plain_s)
     through_s = inputs.layers * layer_s + head_s + (inputs.pp - 1) * stage_hosts_s
 
-    links = path(inputs, profile, physics, ranks=inputs.pp, stride=inputs.pp_stride)
-    element_bytes = np.where(inputs.wide, 4.0, 2.0)
-    border = inputs.micro_batch * inputs.sequence_length / inputs.cp * inputs.hidden * element_bytes / inputs.tp
-    crowd = (inputs.devices >= profile.crowd_devices) | (
-        (2 * inputs.devices >= profile.crowd_devices) & (inputs.dp >= profile.crowd_replicas) & (inputs.zero >= 1)
-    )
-    stalls = np.where(crowd, profile.stall_message_s, 0.0)
-    message_s = (links.message_s(border) + physics.message_s) * np.asarray(profile.message_ratio) + stalls
-    neighbours = np.where(inputs.pp > 2, 2.0, 1.0)
-    one_s = np.where(inputs.pp > 1, 2 * inputs.chunks * neighbours * message_s, 0.0)
-    pipeline_s = micro * one_s + np.where(inputs.pp > 1, 2 * (inputs.pp - 1) * message_s, 0.0)
+    pipeline_s = messages(inputs, inside=(inside > 1) & ~last_slowest) * message_s
 
     idle_s = bubble_s(
         inputs,
@@ -96,3 +90,15 @@ def price(inputs: Inputs, profile: Profile = GOOD, *, physics: Physics = PHYSICS
         step_s=so_far + split["other"], split_s=split, memory=held_memory,
         fits=held_memory.total_bytes <= held_memory.limit_bytes,
     )  # fmt: skip
+
+
+def message_time(inputs: Inputs, profile: Profile, physics: Physics) -> Column:
+    """One message from a stage to the next."""
+    links = path(inputs, profile, physics, ranks=inputs.pp, stride=inputs.pp_stride)
+    element_bytes = np.where(inputs.wide, 4.0, 2.0)
+    border = inputs.micro_batch * inputs.sequence_length / inputs.cp * inputs.hidden * element_bytes / inputs.tp
+    crowd = (inputs.devices >= profile.crowd_devices) | (
+        (2 * inputs.devices >= profile.crowd_devices) & (inputs.dp >= profile.crowd_replicas) & (inputs.zero >= 1)
+    )
+    stalls = np.where(crowd, profile.stall_message_s, 0.0)
+    return (links.message_s(border) + physics.message_s) * np.asarray(profile.message_ratio) + stalls

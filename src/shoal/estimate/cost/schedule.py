@@ -33,7 +33,9 @@ class Stages:
 def stages(inputs: Inputs, profile: Profile) -> Stages:
     """Layers of the first, the fullest and the last stage (the one with the head)."""
     per = inputs.layers / (inputs.pp * inputs.chunks)
-    even_most = np.ceil(per) * inputs.chunks
+    # Stages take the layers that are left over in order, so a rank has a part of them in its chunks.
+    left_over = inputs.layers - np.floor(per) * inputs.pp * inputs.chunks
+    even_most = np.floor(per) * inputs.chunks + np.ceil(left_over / inputs.pp)
     even_last = np.maximum(0.0, np.where(per >= 1, np.floor(inputs.layers / inputs.pp), per))
     single = (inputs.pp == 1) * 1.0
     first, most, last = even_most, even_most, even_last
@@ -92,14 +94,42 @@ def bubble_s(inputs: Inputs, *, others_s: Column, forward_s: Column, backward_s:
 
     `others_s` is one pass, forward and backward, through all stages but the slowest; the last three are of one stage.
     """
-    micro, pp, chunks = inputs.micro_batches, inputs.pp, inputs.chunks
-    usual_s = others_s / chunks
-    # Zero-bubble, with the backward as input's part and weight's part: the last rank starts late by (n - 1) (F + B -
-    # W); or, with few micro-batches, the last input gradient must still come back to the first rank (bubble_formula in
-    # play.py).
-    input_s = backward_s - weight_s
-    late_s = (pp - 1) * (forward_s + input_s - weight_s) / chunks
-    back_s = (pp + (micro - 1) / chunks) * (forward_s + input_s) + weight_s / chunks - micro * (forward_s + backward_s)
-    split_s = np.clip(np.maximum(late_s, back_s), 0.0, (pp - 1) * (forward_s + backward_s))
-    found = np.where(inputs.schedule == ZERO_BUBBLE, split_s, usual_s)
+    usual = others_s / inputs.chunks
+    pp = inputs.pp
+    # Stages beside the slowest are as long as `others_s` says: their passes make the bubble.
+    shorter = others_s / np.maximum(1e-30, np.maximum(1.0, pp - 1) * (forward_s + backward_s))
+    split = shorter * _split_bubble_s(inputs, forward_s=forward_s, input_s=backward_s - weight_s, weight_s=weight_s)
+    found = np.where(inputs.schedule == ZERO_BUBBLE, np.minimum(others_s, split), usual)
     return np.where(inputs.schedule == PIPEDREAM, 0.0, found) * (pp > 1)
+
+
+def _split_bubble_s(inputs: Inputs, *, forward_s: Column, input_s: Column, weight_s: Column) -> Column:
+    """Zero-bubble with even stages of F, B (the input's part) and W, as playing its order gives it.
+
+    One chunk: (n - 1) max(F + B - W, F, B); with m < n micro-batches (n - 1)(F + B) - (m - 1) W. Two chunks: the V
+    order (m >= 2n - 1) has (n - 1) max(F, B) / 2, the greedy one before it (n - 1) max(B - W / 2, F / 2, B / 2), and
+    below n a straight line from there to (n - 1)(F + B) for a single micro-batch.
+    """
+    away, micro = inputs.pp - 1, inputs.micro_batches
+    longer = np.maximum(forward_s, input_s)
+    one = away * np.maximum(forward_s + input_s - weight_s, longer)
+    few = away * (forward_s + input_s) - (micro - 1) * weight_s
+    greedy = np.maximum(input_s - weight_s / 2, longer / 2)
+    alone = np.clip((inputs.pp - micro) / np.maximum(1.0, away), 0.0, 1.0)
+    greedy = greedy + alone * (forward_s + input_s - greedy)
+    two = away * np.where(micro >= 2 * inputs.pp - 1, longer / 2, greedy)
+    return np.where(inputs.chunks > 1, two, np.where(micro < inputs.pp, few, one))
+
+
+def messages(inputs: Inputs, *, inside: Column) -> Column:
+    """Messages that a step waits for, as playing the schedules gives them; `inside`: the slowest has two neighbours.
+
+    The first micro-batch's way through all ranks and back, then the slowest rank's own. Taking turns hides those of two
+    passes, a split backward that of one. Interleaved, the end of a chunk is the start of the next: 2 v - 1 each way.
+    """
+    pp, micro, chunks = inputs.pp, inputs.micro_batches, inputs.chunks
+    own = np.where(inside, 4.0, 2.0)
+    hidden = np.where(inputs.schedule == GPIPE, 0.0, np.where(inputs.schedule == ZERO_BUBBLE, 1.0, 2.0))
+    usual = 2 * (pp - 1) + (micro * chunks - 1) * own - 2 * inside * np.minimum(micro - 1, hidden)
+    interleaved = 2 * (pp - 2) + 2 * micro * (2 * chunks - 1)
+    return np.where(inputs.schedule == INTERLEAVED, interleaved, usual)

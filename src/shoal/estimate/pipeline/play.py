@@ -125,7 +125,7 @@ def play(
         lanes=tuple(tuple(lane) for lane in lanes),
         makespan_s=makespan_s,
         idle_s=tuple(makespan_s - sum(costs[a.kind][a.stage] for a in order) for order in per_rank),
-        in_flight=tuple(_most_kept(order) for order in per_rank),
+        in_flight=tuple(most_kept(order) for order in per_rank),
     )  # fmt: skip
 
 
@@ -245,7 +245,8 @@ def _who_waits(
     return "the schedule deadlocks: " + "; ".join(told)
 
 
-def _most_kept(order: Sequence[Action]) -> int:
+def most_kept(order: Sequence[Action]) -> int:
+    """The most activations that a rank keeps at a time, in passes of one micro-batch through one stage."""
     split = {(action.stage, action.micro) for action in order if action.kind == "W"}
     kept = most = 0
     for action in order:

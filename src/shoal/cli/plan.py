@@ -1,0 +1,210 @@
+"""`shoal plan`: which strategy to train a model by on a cluster. A table, JSON, or a page; `--run` trains by the best.
+
+A preset shape is planned without torch. A job is looked into first, and needs it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.cluster import Cluster, cluster, read_cluster
+from shoal.job import names
+from shoal.plan.counterfactual import changes, what_would_fit
+from shoal.plan.rank import Plan, cheapest, make_plan, question_for
+from shoal.plan.told import NothingFits, told_plan
+from shoal.workload.presets import preset
+from shoal.workload.shape import Transformer
+
+if TYPE_CHECKING:
+    from shoal.strategy import ModelFacts
+
+
+MOST_TRIED = 1000
+"""Plans, best first, among which `--run` looks for one that the engine can run."""
+
+
+class CannotPlan(ValueError):
+    """Options that do not go together, or a model that cannot be planned for."""
+
+
+def plan_command(
+    what: str, *, cluster_name: str, devices: int | None, batch: str | None, by: str, top: int, as_json: bool,
+    html_file: str | None, run: bool, sequence: int | None = None, precision: str | None = None,
+    price: float | None = None, pilot: str | None = None, size: str | None = None, profile: str | None = None,
+) -> int:  # fmt: skip
+    """Plans, prints, and if told trains."""
+    shape, facts, job_batch = _model(what, size=size, run=run)
+    if sequence is not None:
+        if facts is not None:
+            raise CannotPlan(f"--sequence {sequence}: {what} has sequences of {shape.sequence}; change the job instead")
+        shape = shape.at(sequence=sequence)
+    place = the_cluster(cluster_name, devices=devices)
+    plan = _plan(
+        shape, place, batch=samples_of(batch, shape) or job_batch, by=by, precision=precision, price=price, pilot=pilot,
+        facts=facts, profile=profile,
+    )  # fmt: skip
+    if plan.best is None:
+        raise NothingFits("\n".join(what_would_fit(plan)))
+    told = told_plan(plan, top=top, changes=changes(plan))
+    if html_file is not None:
+        from shoal.plan.page import plan_page
+
+        _write(plan_page(plan, told), html_file)
+    if as_json and not run:
+        import json
+
+        print(json.dumps(told, indent=2, ensure_ascii=False, allow_nan=False))
+    elif not as_json:
+        _print(told)
+    if html_file is not None and not as_json:
+        print(f"\nPage  written to {html_file}")
+    return _train(what, plan, size=size, as_json=as_json) if run else 0
+
+
+def the_cluster(name: str, *, devices: int | None) -> Cluster:
+    """A preset by name, or a file."""
+    if name.endswith(".toml") or os.sep in name or Path(name).is_file():
+        found = read_cluster(name)
+        return found if devices is None else found.resized(devices)
+    return cluster(name, devices=devices)
+
+
+def samples_of(text: str | None, shape: Transformer) -> int | None:
+    """`1536` sequences, or `4M` / `4e6 tokens` in tokens."""
+    if text is None:
+        return None
+    words = text.strip().lower().replace(",", "").replace("_", "")
+    number, tokens = words, False
+    for ending in ("tokens", "token", "t"):
+        if number.endswith(ending):
+            number, tokens = number.removesuffix(ending).strip(), True
+            break
+    scale = {"k": 1e3, "m": 1e6}.get(number[-1:], 1.0)
+    try:
+        value = float(number.rstrip("km")) * scale
+    except ValueError:
+        raise CannotPlan(f"--batch {text}: expected sequences such as 1536, or tokens such as 4M-tokens") from None
+    if tokens:
+        value = round(value / shape.sequence)
+    if not 1 <= value < 1e12 or value != int(value):
+        raise CannotPlan(f"--batch {text}: expected at least one whole sequence of {shape.sequence} tokens")
+    return int(value)
+
+
+def _model(what: str, *, size: str | None, run: bool) -> tuple[Transformer, ModelFacts | None, int | None]:
+    """(shape, facts of a job, its global batch)"""
+    if not _names_job(what):
+        try:
+            shape = preset(what)
+        except ValueError as error:
+            raise CannotPlan(f"{error}; or give a job: a Python file, language, image") from None
+        if run:
+            raise CannotPlan(f"--run trains a job, and {what!r} names a shape without data; give a job")
+        return shape, None, None
+    from shoal.cli.train import require_known
+
+    require_known(what, size)
+    from shoal.job import load_job
+    from shoal.workload.job_shape import shape_of
+
+    job = load_job(what, size=size)
+    shape, facts = shape_of(job)
+    return shape, facts, int(job.global_batch)
+
+
+def _names_job(what: str) -> bool:
+    """Whether a text is a file or the name of a built-in job rather than of a shape."""
+    if names.is_file(what):
+        return True
+    try:
+        names.parse_name(what)
+    except ValueError:
+        return what.partition(":")[0].strip().lower() in names.TASKS
+    return True
+
+
+def _plan(
+    shape: Transformer, place: Cluster, *, batch: int | None, by: str, precision: str | None, price: float | None,
+    pilot: str | None, facts: ModelFacts | None, profile: str | None,
+) -> Plan:  # fmt: skip
+    from shoal.estimate.cost import PROFILES
+    from shoal.estimate.target import default_target, read_pilot
+
+    target = default_target(shape)
+    if pilot is not None:
+        target = read_pilot(pilot, start=target)
+    if profile is not None and profile not in PROFILES:
+        raise CannotPlan(f"--profile {profile}: expected one of {', '.join(PROFILES)}")
+    if precision not in (None, "bf16", "fp16", "fp32"):
+        raise CannotPlan(f"--precision {precision}: expected bf16, fp16 or fp32")
+    more: dict[str, Any] = {"profile": PROFILES[profile]} if profile is not None else {}
+    question = question_for(
+        shape, place, global_batch=batch, target=target, precision=precision, by=by, price_an_hour=price, facts=facts,
+        **more,
+    )  # fmt: skip
+    return cheapest(question) if by == "cost" else make_plan(question)
+
+
+def _train(what: str, plan: Plan, *, size: str | None, as_json: bool) -> int:
+    """By the best plan that the engine can run: the same call as `shoal train`."""
+    from shoal.cli.train import train_command
+    from shoal.parallel.runnable import cannot_run
+
+    ahead = (plan.strategy(int(row)) for row in plan.ranked[:MOST_TRIED])
+    strategy = next((each for each in ahead if cannot_run(each) is None), None)
+    if strategy is None:
+        raise CannotPlan(
+            f"--run: {cannot_run(plan.strategy(int(plan.ranked[0])))}; none of the best plans can be trained"
+        )
+    if not as_json:
+        print(f"\nTraining by {strategy}")
+    return train_command(
+        what, str(strategy), ranks=None, hang_after=300.0, as_json=as_json, size=size, steps=None,
+        global_batch=plan.question.global_batch, seed=None, folder=None, resume=None, checkpoint_every=None,
+        trace=False, stop_at_target=True, backend=None, gate=True, emulate=None,
+    )  # fmt: skip
+
+
+def _write(text: str, path: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CannotPlan(f"--html {path!r}: {error.strerror or error}; name a file that can be written") from None
+
+
+def _print(told: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    console.print(Text(told["title"], style="bold"))
+    for line in told["assumptions"]:
+        console.print(Text(f"  {line}", style="dim"))
+    shown = (
+        ("", told["plans"]),
+        ("Best of each family", told["families"]),
+        ("Pareto: time against memory", told["pareto"]),
+    )
+    for heading, rows in shown:
+        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+        for name in ("", "step", "to target", "memory", "of it"):
+            table.add_column(name, justify="right" if name else "left", no_wrap=True)
+        table.add_column("strategy", overflow="fold")
+        for number, row in enumerate(rows, start=1):
+            label = row.get("family") or str(number)
+            if row["fits"]:
+                largest = row["why"]
+                table.add_row(label, row["step"], row["time"], row["memory"], largest, row["strategy"])
+            else:
+                table.add_row(label, "", "", row["memory"], "does not fit", row["strategy"], style="dim")
+        console.print()
+        if heading:
+            console.print(Text(heading, style="bold"))
+        console.print(table)
+    console.print()
+    console.print(Text("What if", style="bold"))
+    for change in told["changes"]:
+        console.print(Text(f"  {change['what']}: {change['outcome']}"), soft_wrap=True)

@@ -1,0 +1,164 @@
+"""`shoal simulate`: one strategy on a cluster one does not have, played event by event.
+
+Says what a step takes and who waits, what stragglers, slow links and random slow-downs make of it, and what is left of
+the time once checkpoints, failures and restarts are paid for; draws it for Perfetto and as SVG.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from shoal.cli.plan import CannotPlan, samples_of, the_cluster
+from shoal.estimate.simulate import Disturbance, Links, Step, Straggler, goodput, perfetto, play_steps
+from shoal.estimate.simulate.disturb import BadDisturbance
+from shoal.estimate.simulate.goodput import DEVICE_MTBF_H, RESTART_S, checkpoint_time_s
+from shoal.plan.candidates import of_strategies
+from shoal.plan.legal import facts_of
+from shoal.plan.price import price_candidates, step_costs_of
+from shoal.plan.told import GB, seconds
+from shoal.strategy import Strategy, parse, require_legal
+from shoal.workload.presets import preset
+from shoal.workload.shape import Transformer
+
+Found = TypeVar("Found")
+
+MOST_BOXES = 20_000
+"""Passes in one picture. More of them make a picture of several megabytes in which nothing can be seen."""
+MOST_EVENTS = 400_000
+"""Passes in one trace."""
+
+
+def simulate_command(
+    what: str, *, strategy_text: str, cluster_name: str, devices: int | None, batch: str | None, steps: int,
+    stragglers: Sequence[str], links: Sequence[str], noise: float, seed: int, mtbf_h: float | None,
+    checkpoint_s: float | None, restart_s: float | None, trace_file: str | None, svg_file: str | None, as_json: bool,
+) -> int:  # fmt: skip
+    """Plays, prints and draws."""
+    shape, strategy = preset(what), parse(strategy_text)
+    place = the_cluster(cluster_name, devices=strategy.workers if devices is None else devices)
+    global_batch = samples_of(batch, shape) or strategy.replicas * strategy.micro_batches
+    require_legal(strategy, world=place.devices, facts=facts_of(shape, global_batch=global_batch))
+    rows = of_strategies([strategy], global_batch=global_batch)
+    priced = price_candidates(rows, shape=shape, cluster=place, everything=True)
+    costs = step_costs_of(rows, shape=shape, cluster=place)
+    disturbance = Disturbance(
+        stragglers=_each(stragglers, "--straggler", lambda rank, factor: Straggler(rank=rank, factor=factor)),
+        links=_each(links, "--link", lambda rank, left: Links(rank=rank, left=left)),
+        noise=noise, seed=seed,
+    )  # fmt: skip
+    calm = next(play_steps(costs, steps=1))
+    played = list(play_steps(costs, disturbance, steps=steps))
+    nodes = max(1, place.devices // place.node)
+    written_s = checkpoint_time_s(parameters=shape.parameters, nodes=nodes) if checkpoint_s is None else checkpoint_s
+    good = goodput(
+        devices=place.devices, device_mtbf_h=DEVICE_MTBF_H if mtbf_h is None else mtbf_h,
+        restart_s=RESTART_S if restart_s is None else restart_s,
+        checkpoint_s=written_s,
+    )  # fmt: skip
+    told: dict[str, Any] = {
+        "model": shape.name, "strategy": str(strategy), "cluster": place.name, "ranks": costs.ranks,
+        "global_batch": global_batch, "classes": len(played[-1].counts), "events": len(played[-1].order),
+        "price_s": float(priced.step_s[0]), "undisturbed_s": calm.step_s, "step_s": [step.step_s for step in played],
+        "idle": played[-1].idle, "memory_bytes": float(priced.memory_bytes[0]), "fits": bool(priced.fits[0]),
+        "goodput": {
+            "part": good.part, "mtbf_s": good.mtbf_s, "checkpoint_s": good.checkpoint_s, "restart_s": good.restart_s,
+            "interval_s": good.interval_s, "steps_between_checkpoints": good.steps(calm.step_s),
+        },
+    }  # fmt: skip
+    if trace_file is not None:
+        _write(trace_file, "--perfetto", _trace(played))
+    if svg_file is not None:
+        _write(svg_file, "--svg", _picture(played[-1], strategy))
+    if as_json:
+        print(json.dumps(told, indent=2, allow_nan=False))
+    else:
+        _print(told, shape=shape, drawn=[each for each in (trace_file, svg_file) if each])
+    return 0
+
+
+def _each(texts: Sequence[str], option: str, build: Callable[[int, float], Found]) -> tuple[Found, ...]:
+    found = []
+    for text in texts:
+        rank, colon, number = text.partition(":")
+        try:
+            if not colon:
+                raise ValueError
+            found.append(build(int(rank), float(number)))
+        except ValueError:
+            raise BadDisturbance(f"{option} {text}: expected RANK:NUMBER, for example {option} 17:1.5") from None
+    return tuple(found)
+
+
+def _trace(played: Sequence[Step]) -> str:
+    events = sum(step.starts_s.size for step in played)
+    if events > MOST_EVENTS:
+        raise CannotPlan(
+            f"--perfetto: a trace of {events:,} passes is too large to be opened, at most {MOST_EVENTS:,} are written; "
+            "play fewer steps, or without --noise"
+        )
+    return perfetto(played)
+
+
+def _picture(step: Step, strategy: Strategy) -> str:
+    from shoal.estimate.pipeline import timeline_svg
+
+    slowest = int(np.argmax(step.passed_s.max(axis=0)))
+    if len(step.order) > MOST_BOXES:
+        raise CannotPlan(
+            f"--svg: a timeline of {len(step.order):,} passes is too large to be seen, at most {MOST_BOXES:,} are "
+            "drawn; the pattern is the same with fewer micro-batches or ranks"
+        )
+    played = step.played(slowest)
+    # Pictures count in forwards of one stage: seconds would make letters of no width.
+    unit_s = played.forward_s or 1.0
+    lanes = tuple(
+        tuple(replace(box, start_s=box.start_s / unit_s, stop_s=box.stop_s / unit_s) for box in lane)
+        for lane in played.lanes
+    )
+    scaled = replace(
+        played,
+        lanes=lanes,
+        makespan_s=played.makespan_s / unit_s,
+        idle_s=tuple(each / unit_s for each in played.idle_s),
+    )
+    return timeline_svg(scaled, str(strategy))
+
+
+def _write(path: str, option: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CannotPlan(f"{option} {path!r}: {error.strerror or error}; name a file that can be written") from None
+
+
+def _print(told: dict[str, Any], *, shape: Transformer, drawn: Sequence[str]) -> None:
+    times = np.array(told["step_s"])
+    good = told["goodput"]
+    tokens = told["global_batch"] * shape.sequence
+    print(f"{told['strategy']}")
+    print(
+        f"  {told['model']} on {told['ranks']:,} ranks of {told['cluster']}, {told['global_batch']:,} sequences a "
+        f"step; played as {told['classes']:,} class{'es' if told['classes'] > 1 else ''} of replicas, "
+        f"{told['events']:,} passes"
+    )
+    print(f"  step       {seconds(told['undisturbed_s'])} undisturbed; the formulas say {seconds(told['price_s'])}")
+    slower = times.mean() / told["undisturbed_s"] - 1
+    if len(times) > 1 or abs(slower) > 1e-9:
+        spread = f" over {len(times)} steps, {seconds(times.min())} to {seconds(times.max())}" if len(times) > 1 else ""
+        print(f"  disturbed  {seconds(float(times.mean()))} ({slower:+.1%}){spread}")
+    print(f"  idle       ranks compute nothing in {told['idle']:.1%} of the passes' time")
+    print(f"  memory     {told['memory_bytes'] / GB:.1f} GB{'' if told['fits'] else ': does not fit'}")
+    print(f"  speed      {tokens / float(times.mean()):,.0f} tokens/s")
+    print(
+        f"  goodput    {good['part']:.1%} with a failure every {seconds(good['mtbf_s'])}, a checkpoint of "
+        f"{seconds(good['checkpoint_s'])} every {good['steps_between_checkpoints']:,} steps, restarts of "
+        f"{seconds(good['restart_s'])}"
+    )
+    for path in drawn:
+        print(f"  drawn in   {path}")

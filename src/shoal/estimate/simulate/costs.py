@@ -1,0 +1,112 @@
+"""What the events of one step take: passes through each stage, messages between stages, and what follows the passes.
+
+The seconds are those of the cost model, stage by stage instead of for the slowest one; the play finds out who waits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from shoal.estimate.cost import GOOD, PHYSICS, Inputs, Physics, Profile
+from shoal.estimate.cost.data import data_time
+from shoal.estimate.cost.inputs import SCHEDULES, Column
+from shoal.estimate.cost.price import message_time, price
+from shoal.estimate.cost.schedule import stages
+from shoal.estimate.cost.time import head_time, layer_time
+from shoal.strategy.schedule import stage_rank
+from shoal.strategy.terms import pp
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepCosts:
+    """Seconds of one undisturbed replica, and how many there are."""
+
+    term: pp
+    """The pipeline; pp(1) where there is none."""
+    forward_s: tuple[float, ...]
+    """For each stage one micro-batch."""
+    backward_s: tuple[float, ...]
+    weight_s: tuple[float, ...]
+    """The part of the backward that a split backward puts off."""
+    message_s: float
+    """From one stage to the next: it keeps both ends busy."""
+    data_s: float
+    """Gradients, as far as they show, after the last pass."""
+    optimizer_s: float
+    fixed_s: float
+    """Once a step."""
+    waits: float
+    """Part of everything that is added because the slowest of many nodes is waited for."""
+    replicas: int
+    members: int
+    """Ranks of one stage of one replica, which move in lockstep: tp, cp and ep."""
+    node: int
+    """Devices joined by the innermost links."""
+    price_s: float
+    """What the closed formulas say of the step."""
+
+    @property
+    def ranks(self) -> int:
+        """All of them."""
+        return self.replicas * self.members * self.term.n
+
+
+def step_costs(
+    inputs: Inputs, profile: Profile = GOOD, *, physics: Physics = PHYSICS, outer: int = 1, outer_s: float = 0.0,
+    devices: int | None = None,
+) -> StepCosts:  # fmt: skip
+    """The costs of one row. `outer` groups of replicas lie outside it, which take `outer_s` to meet once a step."""
+    if len(inputs) != 1:
+        raise ValueError(f"a step of one strategy is played at a time; {len(inputs)} rows were given")
+    layer = layer_time(inputs, profile, physics)
+    heads = head_time(inputs, profile, physics)
+    held = stages(inputs, profile)
+    sharded = data_time(inputs, profile, physics, layer=layer, held=held)
+    ranks, chunks, micro = (_whole(each) for each in (inputs.pp, inputs.chunks, inputs.micro_batches))
+    split = layers_of_stages(_whole(inputs.layers), ranks * chunks)
+    schedule = SCHEDULES[_whole(inputs.schedule)]
+    # The host's share of a pass; where the loss is, it is a part of the loss.
+    homes = [stage_rank(stage, ranks, chunks, schedule) for stage in range(ranks * chunks)]
+    host_s = [0.0 if home == homes[-1] else _one(profile.host_pass_s) / (2 * chunks) for home in homes]
+    gathers_s = _one(sharded.layer_s)
+    # What stage 3 gathers comes twice on the way back.
+    forward_layer_s = _one(layer.forward.total_s) + gathers_s / 3
+    backward_layer_s = _one(layer.backward.total_s) + gathers_s * 2 / 3
+    forward = [layers * forward_layer_s + extra for layers, extra in zip(split, host_s, strict=True)]
+    backward = [layers * backward_layer_s + extra for layers, extra in zip(split, host_s, strict=True)]
+    weight = [layers * _one(layer.weight_s) for layers in split]
+    head_s = _one(sharded.head_s)
+    forward[-1] += _one(heads[0].total_s) + head_s / 2
+    backward[-1] += _one(heads[1].total_s) + head_s / 2
+    total = inputs.devices * outer if devices is None else np.asarray(float(devices))
+    nodes = np.maximum(1.0, total / np.minimum(inputs.level_ranks[0], total))
+    members = _whole(inputs.tp * inputs.cp * inputs.ep)
+    alone = ranks == 1
+    return StepCosts(
+        term=pp(ranks, "1f1b" if alone else schedule, micro=micro, chunks=1 if alone else chunks),
+        forward_s=tuple(forward), backward_s=tuple(backward), weight_s=tuple(weight),
+        message_s=_message_s(inputs, profile, physics),
+        data_s=_one(sharded.step_s) + outer_s, optimizer_s=_one(sharded.optimizer_s), fixed_s=physics.fixed_s,
+        waits=_one(physics.jitter * np.log2(nodes)),
+        replicas=_whole(inputs.dp / inputs.ep) * outer, members=members, node=_whole(inputs.level_ranks[0]),
+        price_s=_one(price(inputs, profile, physics=physics).step_s),
+    )  # fmt: skip
+
+
+def layers_of_stages(layers: int, num: int) -> list[int]:
+    """Layers dealt out evenly; the first stages take what is left over."""
+    return [layers // num + (stage < layers % num) for stage in range(num)]
+
+
+def _message_s(inputs: Inputs, profile: Profile, physics: Physics) -> float:
+    return _one(message_time(inputs, profile, physics)) if _whole(inputs.pp) > 1 else 0.0
+
+
+def _one(column: Column | float) -> float:
+    return float(np.asarray(column).reshape(-1)[0])
+
+
+def _whole(column: Column | float) -> int:
+    return round(_one(column))

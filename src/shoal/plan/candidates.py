@@ -1,0 +1,183 @@
+"""`Candidates`: many strategies of one family of expressions as columns of numbers, and the way back to expressions.
+
+A row is dp(outer, compress) * axes in the order of its placement * modifiers. Columns are what formulas and masks read;
+only the few rows that a user sees ever become `Strategy` objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.estimate.cost.inputs import RECOMPUTE, SCHEDULES
+from shoal.strategy import (
+    CompressTerm,
+    Strategy,
+    accumulate,
+    amp,
+    cp,
+    dp,
+    ep,
+    int8,
+    none,
+    powersgd,
+    pp,
+    recompute,
+    sign,
+    topk,
+    tp,
+)
+
+Column = NDArray[Any]
+
+COMPRESSORS: tuple[CompressTerm, ...] = (none(), int8(), sign(), topk(0.01), powersgd(4))
+"""Codes of the column `compress`: one of each kind (fewer bits, signs, fewer elements, low rank)."""
+
+ORDERS: tuple[tuple[str, ...], ...] = (
+    ("tp", "cp", "ep", "dp", "pp"),
+    ("tp", "cp", "ep", "pp", "dp"),
+    ("cp", "tp", "ep", "dp", "pp"),
+    ("ep", "tp", "cp", "dp", "pp"),
+    ("dp", "tp", "cp", "ep", "pp"),
+    ("pp", "tp", "cp", "ep", "dp"),
+)
+"""Codes of the column `order`, innermost first: each axis innermost once, and dp outermost instead of pp."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidates:
+    """Columns of whole numbers, all of one length."""
+
+    outer: Column
+    """The outer level of dp; 1 where there is none. It never shards, lies outermost, and is the one that compresses."""
+    dp: Column
+    """The inner (or only) level of dp, which shards by `zero`. Ranks of ep are not counted."""
+    ep: Column
+    tp: Column
+    cp: Column
+    pp: Column
+    zero: Column
+    sequence: Column
+    micro: Column
+    """Micro-batches of a replica in a step."""
+    schedule: Column
+    """Indices of SCHEDULES; 0 ("none") without a pipeline."""
+    chunks: Column
+    recompute: Column
+    """Indices of RECOMPUTE."""
+    order: Column
+    """Indices of ORDERS."""
+    compress: Column
+    """Indices of COMPRESSORS."""
+    global_batch: int
+    precision: str = "bf16"
+
+    def __len__(self) -> int:
+        return len(self.dp)
+
+    @property
+    def replicas(self) -> Column:
+        """Parts into which the global batch is dealt out."""
+        return self.outer * self.dp * self.ep
+
+    @property
+    def world(self) -> Column:
+        """Ranks."""
+        return self.replicas * self.tp * self.cp * self.pp
+
+    @property
+    def micro_batch(self) -> Column:
+        """Samples of a micro-batch."""
+        return self.global_batch // (self.replicas * self.micro)
+
+    def rows(self, chosen: Any) -> Candidates:
+        """Some of the rows."""
+        return self.put({name: getattr(self, name)[chosen] for name in COLUMNS})
+
+    def put(self, columns: Mapping[str, Any]) -> Candidates:
+        """Other columns of the same question."""
+        return replace(self, **columns)
+
+    def strategy(self, row: int) -> Strategy:
+        """One row as an expression. Axes of one and modifiers that do nothing are left out."""
+        value = {name: int(getattr(self, name)[row]) for name in COLUMNS}
+        pipeline = value["pp"] > 1
+        axes: dict[str, Any] = {
+            "dp": dp(value["dp"], zero=value["zero"]) if value["dp"] > 1 else None,
+            "ep": ep(value["ep"]) if value["ep"] > 1 else None,
+            "tp": tp(value["tp"], sequence=bool(value["sequence"])) if value["tp"] > 1 else None,
+            "cp": cp(value["cp"]) if value["cp"] > 1 else None,
+            "pp": pp(value["pp"], SCHEDULES[value["schedule"]], micro=value["micro"], chunks=value["chunks"])
+            if pipeline
+            else None,
+        }
+        terms: list[Any] = []
+        if value["outer"] > 1:
+            terms.append(dp(value["outer"], compress=COMPRESSORS[value["compress"]]))
+        terms += [axes[axis] for axis in reversed(ORDERS[value["order"]]) if axes[axis] is not None]
+        if value["micro"] > 1 and not pipeline:
+            terms.append(accumulate(value["micro"]))
+        if value["recompute"]:
+            terms.append(recompute(RECOMPUTE[value["recompute"]]))
+        if self.precision in ("bf16", "fp16"):
+            terms.append(amp(self.precision))
+        return Strategy(*terms)
+
+
+COLUMNS = tuple(field.name for field in fields(Candidates) if field.name not in ("global_batch", "precision"))
+
+
+def of_strategies(strategies: Sequence[Strategy], *, global_batch: int) -> Candidates:
+    """Expressions of this family as columns; one outside it is refused in a sentence."""
+    rows = [_row(each) for each in strategies]
+    precisions = {row.pop("precision") for row in rows} or {"fp32"}
+    if len(precisions) > 1:
+        raise ValueError(f"strategies of different precisions ({', '.join(sorted(precisions))}); price them apart")
+    return Candidates(
+        **{name: np.array([row[name] for row in rows], dtype=np.int64) for name in COLUMNS},
+        global_batch=global_batch, precision=precisions.pop(),
+    )  # fmt: skip
+
+
+def _row(strategy: Strategy) -> dict[str, Any]:
+    levels = strategy.dp_levels
+    strange = [term for term in strategy.terms if type(term) not in (dp, pp, tp, cp, ep, recompute, amp, accumulate)]
+    if strange or len(levels) > 2:
+        what = str(strange[0]) if strange else f"{len(levels)} levels of dp"
+        raise ValueError(f"{strategy}: no price is known for {what}; dp (two levels), pp, tp, cp, ep, accumulate, "
+                         "recompute and amp have one")  # fmt: skip
+    for level in levels:
+        if str(level.replace(n=1, zero=0, compress=none())) != "dp(1)":
+            raise ValueError(f"{strategy}: no price is known for {level}; only sync=bsp() by all-reduce has one")
+    compressing = [level for level in levels if not isinstance(level.compress, none)]
+    inner = levels[-1] if levels and (len(levels) == 2 or not compressing) else None
+    outer = levels[0] if levels and (len(levels) == 2 or compressing) else None
+    if outer is not None and (outer.zero or (inner is not None and not isinstance(inner.compress, none))):
+        raise ValueError(f"{strategy}: no price is known for zero outside, or compression inside; "
+                         "shard the inner level, compress the outer one")  # fmt: skip
+    term = outer.compress if outer is not None else none()
+    if term not in COMPRESSORS:
+        known = ", ".join(str(each) for each in COMPRESSORS[1:])
+        raise ValueError(f"{strategy}: no price is known for {term}; for {known} there is one")
+    pipeline, tensor, context, experts = strategy.term(pp), strategy.term(tp), strategy.term(cp), strategy.term(ep)
+    kept, precise = strategy.term(recompute), strategy.term(amp)
+    placed = [axis.name for axis in reversed(strategy.axes) if axis.term is not outer and axis.term.n > 1]
+    placed = ["dp" if name.startswith("dp") else name for name in placed]
+    order = next((code for code, each in enumerate(ORDERS) if [a for a in each if a in placed] == placed), None)
+    if order is None or (outer is not None and strategy.axes[0].term is not outer and outer.n > 1):
+        raise ValueError(f"{strategy}: no price is known for this placement; the last axes lie innermost, "
+                         "try the order dp * pp * dp * cp * tp")  # fmt: skip
+    return {
+        "outer": outer.n if outer else 1, "dp": inner.n if inner else 1, "ep": experts.n if experts else 1,
+        "tp": tensor.n if tensor else 1, "cp": context.n if context else 1, "pp": pipeline.n if pipeline else 1,
+        "zero": inner.zero if inner and inner.n > 1 else 0,
+        "sequence": int(bool(tensor and tensor.n > 1 and tensor.sequence)),
+        "micro": strategy.micro_batches,
+        "schedule": SCHEDULES.index(pipeline.schedule) if pipeline and pipeline.n > 1 else 0,
+        "chunks": pipeline.chunks if pipeline else 1, "recompute": RECOMPUTE.index(kept.kind) if kept else 0,
+        "order": order, "compress": COMPRESSORS.index(term), "precision": precise.dtype if precise else "fp32",
+    }  # fmt: skip

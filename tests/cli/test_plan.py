@@ -1,0 +1,98 @@
+"""`shoal plan`: a table, JSON, a page; no torch for a shape; sentences for what cannot be planned."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from cli.command import Place
+
+WITHOUT_TORCH = """
+import sys
+from shoal.cli.main import run
+try:
+    run()
+finally:
+    print("torch" in sys.modules, file=sys.stderr)
+"""
+
+
+def test_a_shape_is_planned_without_torch(place: Place) -> None:
+    words = ("plan", "gpt:175b", "--cluster", "dgx-a100", "--devices", "1024")
+    done = place.run("-c", WITHOUT_TORCH, *words)
+    assert done.stderr.splitlines()[-1] == "False"
+    assert done.returncode == 0
+    assert "Best of each family" in done.stdout
+    assert "twice the inter-node bandwidth" in done.stdout
+
+
+def test_json_and_page_tell_the_same_plans(place: Place) -> None:
+    words = ("plan", "gpt2:medium", "-c", "dgx-a100", "-n", "16", "--batch", "64", "--top", "4")
+    done = place.shoal(*words, "--json", "--html", "plan.html")
+    told = json.loads(done.stdout)
+    assert len(told["plans"]) == 4
+    assert told["global_batch"] == 64
+    page = (place.folder / "plan.html").read_text(encoding="utf-8")
+    for row in told["plans"]:
+        assert row["strategy"].replace('"', "&quot;") in page
+    for outside in ("http://", "https://", "src=", "<script", "@import"):
+        assert outside not in page
+    drawings = [part.partition("</svg>")[0] + "</svg>" for part in page.split("<svg")[1:]]
+    assert len(drawings) == 2
+    for drawing in drawings:
+        ElementTree.fromstring("<svg" + drawing)
+
+
+@pytest.mark.parametrize(("words", "expected"), [
+    (("gpt:175b", "-c", "dgx-a100", "-n", "8"), "misses by"),
+    (("gpt:17b", "-c", "dgx-a100"), "did you mean 'gpt:175b'"),
+    (("gpt:1.3b", "-c", "dgx-a10"), "did you mean"),
+    (("gpt:1.3b", "-c", "impossible.toml"), "gb_per_s of level 1 is -3"),
+    (("gpt:1.3b", "-c", "missing.toml"), "name a file"),
+    (("gpt:1.3b", "-c", "dgx-a100", "-n", "12"), "do not fill"),
+    (("gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--batch", "many"), "expected sequences"),
+    (("gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--by", "luck"), "expected one of time, step, cost"),
+    (("gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--precision", "fp4"), "expected bf16"),
+    (("gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--pilot", "nothing.csv"), "nothing.csv"),
+    (("gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--run"), "--run trains a job"),
+    (("gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--html", "no/such/folder/x.html"), "--html"),
+])  # fmt: skip
+def test_what_cannot_be_planned_is_refused_in_a_sentence(words: tuple[str, ...], expected: str, place: Place) -> None:
+    bad = 'device = "A100 SXM4 80GB"\n[[level]]\nranks = 8\ngb_per_s = -3\n'
+    (place.folder / "impossible.toml").write_text(bad, encoding="utf-8")
+    done = place.shoal("plan", *words)
+    assert done.returncode == 2
+    assert expected in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_cluster_file_is_planned_on(place: Place) -> None:
+    levels = "".join(f"[[level]]\nranks = {ranks}\ngb_per_s = {rate}\n" for ranks, rate in ((4, 300), (2, 3)))
+    file = f'name = "ours"\ndevice = "A100 SXM4 80GB"\n{levels}'
+    (place.folder / "ours.toml").write_text(file, encoding="utf-8")
+    done = place.shoal("plan", "gpt2:medium", "-c", "ours.toml", "--batch", "131072 tokens", "--json")
+    told = json.loads(done.stdout)
+    assert told["cluster"]["devices"] == 8
+    assert told["global_batch"] == 128
+
+
+def test_a_job_that_is_a_transformer_is_planned_and_one_that_is_none_is_refused(place: Place) -> None:
+    done = place.shoal("plan", "language:tiny", "-c", "dgx-a100", "-n", "2", "--json")
+    told = json.loads(done.stdout)
+    assert any(row["family"] == "tp" for row in told["families"])
+    refused = place.shoal("plan", "image:vgg:tiny", "-c", "dgx-a100", "-n", "2")
+    assert refused.returncode == 2
+    assert "no transformer" in refused.stderr
+
+
+def test_run_trains_by_the_best_plan(place: Place) -> None:
+    cpu = "[device]\npeak_tflops = {fp32 = 0.1}\nmemory_gb = 8\nmemory_gb_s = 10\n[[level]]\nranks = 2\ngb_per_s = 2\n"
+    (place.folder / "two.toml").write_text(cpu, encoding="utf-8")
+    job = "from shoal.job.tasks.language import language\njob = language('tiny', steps=4)\n"
+    (place.folder / "short.py").write_text(job, encoding="utf-8")
+    done = place.shoal("plan", "short.py", "-c", "two.toml", "--run", timeout_s=110)
+    assert done.returncode == 0, done.stderr
+    assert "Training by" in done.stdout
+    assert (place.folder / "runs").is_dir()
