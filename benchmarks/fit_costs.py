@@ -29,8 +29,8 @@ Prior = tuple[float, float]
 
 PRIORS: dict[str, Mapping[str, Prior]] = {
     "physics": {
-        "matmul": (0.95, 0.05), "quantised": (0.6, 0.4), "depth": (165, 0.4), "edge": (44, 0.4), "fp8_gain": (1.85, 0.05),
-        "cast_bytes": (3.0, 0.4),
+        "matmul": (0.95, 0.05), "quantised": (0.6, 0.4), "depth": (165, 0.4), "edge": (44, 0.4),
+        "fp8_gain": (1.85, 0.05), "cast_bytes": (3.0, 0.4),
         "fp8_row_gain": (1.2, 0.2), "elementwise": (1.3, 0.2), "loss_bytes": (25, 0.25), "optimizer_bytes": (30, 0.2),
         "flash_forward": (0.6, 0.15), "flash_backward": (0.29, 0.15), "scores_forward": (6, 0.25),
         "scores_backward": (9, 0.25), "bus": (0.73, 0.12), "collective_s": (19e-6, 0.3),
