@@ -40,7 +40,7 @@ PRIORS: dict[str, Mapping[str, Prior]] = {
     "megatron": {
         "flash_hopper": (0.58, 0.2), "tensor_hidden": (0.6, 0.2), "message_ratio": (0.3, 0.7),
         "elementwise": (1.0, 0.2),
-        "shard_hidden": (0.5, 0.5),
+        "shard_hidden": (0.7, 0.2),
     },
     "megatron-2021": {"elementwise": (1.0, 0.2)},
     "megatron-deepspeed": {
