@@ -18,6 +18,7 @@ MEGATRON_2021 = Profile(
     name="megatron-2021",
     host_layer_s=0.85e-3,
     flash=0.0,  # Known: written before FlashAttention.
+    gradient_held_bytes=2.0,  # Known: gradients stay in fp16 (16 bytes a parameter in all, Rajbhandari et al. 2020).
     elementwise=0.917,  # Fitted.
 )
 MEGATRON = Profile(
