@@ -49,7 +49,7 @@ def linear_s(
     eight = (inputs.fp8 | row_wise) & narrow
     gain = np.where(row_wise, physics.fp8_row_gain, physics.fp8_gain)
     rate = inputs.matmul_flops * np.where(eight, gain, 1.0)
-    # Operands are scaled and written anew in eight bits: activations and their gradients for every product, weights once a
+    # Operands are scaled and written anew in eight bits: activations and gradients for every product, weights once a
     # step for each of the two products they enter.
     cast_s = count * np.where(eight, physics.cast_bytes, 0.0) / (physics.memory * inputs.memory_bytes_per_s)
     weight = width_in * width_out / inputs.micro_batches
