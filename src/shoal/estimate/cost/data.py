@@ -50,12 +50,15 @@ def data_time(inputs: Inputs, profile: Profile, physics: Physics, *, layer: Laye
 
     # Stages 0 to 2, and stage 3 under a pipeline, which keeps its parameters for the step.
     gathered_once = (inputs.zero >= 3) & (inputs.pp > 1)
-    wire = np.asarray(profile.gradient_bytes)
-    reduced_s = dense.ring_s(wire * dense_weights, rounds=2.0) + experts.ring_s(wire * expert_weights, rounds=2.0)
-    scattered_s = (
-        dense.ring_s(wire * dense_weights) + dense.ring_s(2 * dense_weights)
-        + experts.ring_s(wire * expert_weights) + experts.ring_s(2 * expert_weights)
-    )  # fmt: skip
+    weight_bytes = np.where(inputs.wide, 4.0, 2.0)
+    wire = np.maximum(weight_bytes, profile.gradient_bytes)
+    sparse = inputs.experts > 0
+
+    def both_s(bytes_each: Column, rounds: float = 1.0) -> Column:
+        of_experts = np.where(sparse, experts.ring_s(bytes_each * expert_weights, rounds=rounds), 0.0)
+        return dense.ring_s(bytes_each * dense_weights, rounds=rounds) + of_experts
+
+    reduced_s, scattered_s = both_s(wire, rounds=2.0), both_s(wire) + both_s(weight_bytes)
     # Buckets beyond the first pay their latency again.
     more = np.asarray(profile.buckets) * layers_here * (dense.latency_s + dense.start_s)
     reduced_s, scattered_s = reduced_s + more, scattered_s + 2 * more
@@ -74,15 +77,17 @@ def data_time(inputs: Inputs, profile: Profile, physics: Physics, *, layer: Laye
     shown_s = shown_s + np.where(inputs.zero == 2, (inputs.micro_batches - 1) * each_s, 0.0)
     always = (inputs.zero >= 3) & ~gathered_once
 
-    # Stage 3: each layer for each micro-batch. What is gathered is 2 bytes a parameter, what is scattered `wire`.
-    layer_weights, layer_expert_weights = held_here.layer_dense, held_here.layer_experts
-    gather_s = single.ring_s(2 * layer_weights) + experts.ring_s(2 * layer_expert_weights) * (inputs.experts > 0)
-    scatter_s = single.ring_s(wire * layer_weights) + experts.ring_s(wire * layer_expert_weights) * (inputs.experts > 0)
+    # Stage 3: each layer for each micro-batch.
+    def layer_s(bytes_each: Column) -> Column:
+        of_experts = np.where(sparse, experts.ring_s(bytes_each * held_here.layer_experts), 0.0)
+        return single.ring_s(bytes_each * held_here.layer_dense) + of_experts
+
+    gather_s, scatter_s = layer_s(weight_bytes), layer_s(wire)
     forward_s = _behind(layer.forward.total_s, gather_s, profile)
     backward_s = _behind(layer.backward.total_s, gather_s + scatter_s, profile)
-    head_s = 0.3 * (single.ring_s(2 * held_here.head) * 2 + single.ring_s(wire * held_here.head))
+    head_s = 0.3 * (single.ring_s(weight_bytes * held_here.head) * 2 + single.ring_s(wire * held_here.head))
     sharers = np.where(inputs.zero >= 1, replicas, 1.0)
-    expert_sharers = np.where(inputs.zero >= 1, replicas / inputs.ep, 1.0)
+    expert_sharers = np.where(inputs.zero >= 1, np.maximum(1.0, replicas / inputs.ep), 1.0)
     updated = dense_weights / sharers + expert_weights / expert_sharers
     return Sharded(
         layer_s=np.where(always & (replicas > 1), forward_s + backward_s, 0.0),

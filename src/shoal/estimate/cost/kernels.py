@@ -49,13 +49,19 @@ def linear_s(
     eight = (inputs.fp8 | row_wise) & narrow
     gain = np.where(row_wise, physics.fp8_row_gain, physics.fp8_gain)
     rate = inputs.matmul_flops * np.where(eight, gain, 1.0)
-    # Each product's operands are scaled and written anew in eight bits.
-    cast_s = np.where(eight, physics.cast_bytes, 0.0) / (physics.memory * inputs.memory_bytes_per_s)
+    # Operands are scaled and written anew in eight bits: activations and gradients for every product, weights once a
+    # step for each of the two products they enter.
+    cast_s = count * np.where(eight, physics.cast_bytes, 0.0) / (physics.memory * inputs.memory_bytes_per_s)
+    weight = width_in * width_out / inputs.micro_batches
 
-    def one(m: Column, n: Column, k: Column) -> Column:
-        return product_s(inputs, physics, m, n, k, count=count, rate=rate) + cast_s * count * (m + n) * k
+    def one(m: Column, n: Column, k: Column, cast: Column) -> Column:
+        return product_s(inputs, physics, m, n, k, count=count, rate=rate) + cast_s * cast
 
-    return one(rows, width_out, width_in), one(rows, width_in, width_out), one(width_out, width_in, rows)
+    return (
+        one(rows, width_out, width_in, rows * width_in + weight),
+        one(rows, width_in, width_out, rows * width_out + weight),
+        one(width_out, width_in, rows, rows * (width_in + width_out)),
+    )
 
 
 def attention_s(inputs: Inputs, profile: Profile, physics: Physics) -> tuple[Column, Column]:
