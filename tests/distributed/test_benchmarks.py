@@ -80,7 +80,7 @@ def test_activations_follow_the_schedule() -> None:
 
 @pytest.mark.timeout(120)
 def test_a_slow_link_is_raced_over_also_without_root() -> None:
-    found = answer("slow_link.py", "--emulated", "--rate", "10mbit", "--only", "DDP,dp(2)")
+    found = answer("slow_link.py", "--quick", "--emulated", "--rate", "10mbit", "--only", "DDP,dp(2)")
     assert found["emulated"]
     rows = {row["name"]: row for row in found["rates"]["10mbit"]["rows"]}
     assert rows.keys() == {"DDP", "dp(2)"}
