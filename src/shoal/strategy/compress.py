@@ -150,6 +150,7 @@ class threshold(CompressTerm):
     t: float = real(0.0, 1e30)
 
     title = "threshold"
+    within = 0.15
 
     def words(self) -> str:
         return f"elements of magnitude {self.t:g} and more are sent with their places; the rest waits for the next step"
