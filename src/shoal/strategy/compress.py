@@ -194,7 +194,7 @@ class gtopk(CompressTerm):
 
     title = "gTop-k"
     collective_only = True
-    within = 0.15
+    within = 0.3
 
     def words(self) -> str:
         return f"a tree of pairwise merges keeps the largest {percent(self.r)} of the sum of all replicas"
