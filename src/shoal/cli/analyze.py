@@ -38,7 +38,7 @@ def analyze_command(text: str, *, batch: int | None, as_json: bool, picture_file
     _require_job(text)
     from rich.console import Console
 
-    from shoal.cli.main import only_json
+    from shoal.cli.only_json import only_json
 
     with only_json() if as_json else nullcontext(_print) as show:
         with Console(stderr=True).status("importing torch") as status:

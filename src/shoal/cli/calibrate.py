@@ -26,7 +26,7 @@ Show = Callable[[Any], None]
 
 
 def calibrate_command(*, ranks: int | None, output: str | None, quick: bool, force: bool, as_json: bool) -> int:
-    from shoal.cli.main import only_json
+    from shoal.cli.only_json import only_json
 
     path = Path(output) if output else calibration_path()
     if path is None:

@@ -41,7 +41,7 @@ def explain_job(
     """Prints the layout of a job; with a strategy, whether the job can be trained by it."""
     from rich.console import Console
 
-    from shoal.cli.main import only_json
+    from shoal.cli.only_json import only_json
     from shoal.cli.train import require_known
 
     strategy = None if strategy_text is None else parse(strategy_text)

@@ -24,7 +24,7 @@ def train_command(
     job: str, strategy_text: str | None, *, ranks: int | None, hang_after: float, as_json: bool, **given: Any
 ) -> int:
     """`given`: the other options, by the names that `shoal.train.loop` knows them by."""
-    from shoal.cli.main import only_json
+    from shoal.cli.only_json import only_json
     from shoal.comm.calibration import read_calibration
     from shoal.parallel.runnable import require_runnable
     from shoal.strategy import parse, require_legal
@@ -118,7 +118,7 @@ def _require_free(folder: Path) -> None:
 
 
 def _as_one_rank(arguments: dict[str, Any], *, hang_after: float, as_json: bool) -> NoReturn:
-    from shoal.cli.main import only_json
+    from shoal.cli.only_json import only_json
     from shoal.train.launch.channel import standalone_channel
     from shoal.train.loop import check_run, train_run
 

@@ -11,7 +11,7 @@ def verify_command(
 ) -> int:
     from rich.console import Console
 
-    from shoal.cli.main import only_json
+    from shoal.cli.only_json import only_json
     from shoal.cli.train import require_known
     from shoal.parallel.runnable import require_runnable
     from shoal.strategy import parse, require_legal

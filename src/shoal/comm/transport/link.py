@@ -53,7 +53,7 @@ class Link(ABC):
 
     def fetch(self, place: Bytes, start: int, into: Bytes) -> None:
         """Copies from what a peer lends: `place` is what followed its header."""
-        raise NotImplementedError(f"{type(self).__name__} lends nothing")
+        raise ConnectionError(f"rank {self.peer} lends memory over a link that cannot reach it ({type(self).__name__})")
 
     def ask_to_lend(self) -> bool:
         """Tells the peer to lend from now on; whether that is possible."""
