@@ -59,6 +59,7 @@ PRIORS: dict[str, Mapping[str, Prior]] = {
         "flash_hopper": (0.58, 0.2), "hop_ratio": (5.0, 0.5), "hop_power": (0.3, 0.5), "data_hidden": (0.5, 0.5),
         "data_exposed": (0.1, 0.7), "stall_tensor_s": (1.8e-3, 0.7), "stall_power": (1.12, 0.2),
         "stall_message_s": (0.3, 0.5), "stall_reduce_s": (6e-12, 0.5), "buckets": (0.3, 0.7),
+        "overfull": (3.0, 0.5),
     },
 }  # fmt: skip
 """Constants to fit, by owner."""

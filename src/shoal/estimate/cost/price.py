@@ -84,8 +84,9 @@ def price(inputs: Inputs, profile: Profile = GOOD, *, physics: Physics = PHYSICS
     split["pipeline"], split["bubble"], split["optimizer"] = pipeline_s, idle_s, sharded.optimizer_s
     so_far = sum(split.values())
     nodes = np.maximum(1.0, inputs.devices / np.minimum(inputs.level_ranks[0], inputs.devices))
-    split["other"] = physics.fixed_s + so_far * physics.jitter * np.log2(nodes)
     held_memory = memory(inputs, profile, held=held)
+    overfull = np.where(held_memory.total_bytes > inputs.memory_bytes, profile.overfull, 1.0)
+    split["other"] = physics.fixed_s + so_far * (physics.jitter * np.log2(nodes) + overfull - 1)
     return Prices(
         step_s=so_far + split["other"], split_s=split, memory=held_memory,
         fits=held_memory.total_bytes <= held_memory.limit_bytes,

@@ -98,6 +98,10 @@ class Profile:
     """Workspaces of libraries and collectives."""
     usable: Number = 0.92
     """Part of the device's memory that a program can fill; fragments take the rest."""
+    overfull: Number = 1.0
+    """How many times as long a step takes that needs more than the device has and runs all the same: the allocator
+    gives blocks back and asks for them anew in every pass.
+    """
     # Stalls of one framework's host path.
     stall_tensor_s: Number = 0.0
     """Forward and backward of a layer, times tp to a power: over several nodes, with a pipeline or in a crowd."""
