@@ -40,13 +40,15 @@ class Path:
         wire_s = rounds * (self.ranks - 1) / self.ranks * payload_bytes / self.bytes_per_s
         return self._whole_s(wire_s)
 
-    def exchange_s(self, payload_bytes: Column) -> Column:
+    def exchange_s(self, payload_bytes: Column, *, copies: Column | float = 0.0) -> Column:
         """All-to-all in which each rank sends `payload_bytes` in all, evenly: near ranks by fast links, far ones by
-        slow.
+        slow. Where every token is sent `copies` times and copied on arrival, it goes once to each node that wants it.
         """
         inside = (self.local - 1) / self.ranks * payload_bytes / self.local_bytes_per_s
-        outside = (self.ranks - self.local) / self.ranks * payload_bytes / self.outer_bytes_per_s
-        return self._whole_s(np.maximum(inside, outside))
+        here = self.local / self.ranks
+        nodes = (1 / here - 1) * (1 - (1 - here) ** copies)
+        sent = np.where(np.asarray(copies) > 0, nodes / np.maximum(1.0, copies), 1 - here)
+        return self._whole_s(np.maximum(inside, sent * payload_bytes / self.outer_bytes_per_s))
 
     def _whole_s(self, wire_s: Column) -> Column:
         """With latency, and with what a message near its latency loses of its bandwidth."""

@@ -69,6 +69,10 @@ class Profile:
     """It grows as this power of the ranks that a node has in the ring (0: cards work side by side)."""
     expert_hidden: Number = 0.0
     """Part of the experts' exchanges that hides."""
+    expert_folded: Number = 0.0
+    """1: experts lie on neighbouring ranks whatever tp is, none of them cut; a token goes once to each node that has
+    experts for it, and is copied there.
+    """
     # Pipelines.
     by_cost: Number = 0.0
     """1: layers are dealt to stages by estimated cost, the head counted; 0: evenly."""

@@ -7,6 +7,7 @@ MosaicML's LLM Foundry, torchtitan's reports, and the Ultra-Scale Playbook's (na
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from shoal.estimate.cost.profile import Profile
@@ -37,8 +38,15 @@ MEGATRON_DEEPSPEED = replace(
     MEGATRON_2021, name="megatron-deepspeed",
     host_layer_s=0.000933, host_tensor_s=6.56e-06, host_pass_s=0.00071, elementwise=0.771,  # Fitted.
 )  # fmt: skip
-DEEPSPEED = Profile(
-    name="deepspeed-zero3",
+NEMO = replace(
+    MEGATRON, name="nemo",
+    # Known from its recipes: gradients stay and travel in 16 bits, experts are folded over tp and tokens sent once to a
+    # node (DeepEP and its like), attention is cuDNN's. That a kernel written for Hopper and Blackwell gets nearly as
+    # much of them as one for A100 gets of A100 is assumed: no row here tells.
+    gradient_held_bytes=2.0, expert_folded=1.0, flash_hopper=0.9, usable=0.98,
+)  # fmt: skip
+DEEPSPEED_2021 = Profile(
+    name="deepspeed-2021",
     host_layer_s=0.85e-3,
     flash=0.0,
     # Fitted (Narayanan 2021, its comparison with ZeRO-3): as if through one card a node, and little hidden.
@@ -78,8 +86,20 @@ NANOTRON = Profile(
     overfull=3.5,
 )  # fmt: skip
 
+# Families of which no row was fitted, between the habits of those that were.
+USUAL = replace(GOOD, name="usual", elementwise=1.15, contention=0.4, flash_hopper=0.62, usable=0.97)
+"""A competent framework nobody has timed: between Megatron's, MosaicML's and torchtitan's."""
+EAGER = replace(USUAL, name="eager", elementwise=1.4, contention=0.5)
+"""Models written operator by operator (Hugging Face's) under FSDP or DeepSpeed of today."""
+XLA = replace(
+    USUAL, name="xla", elementwise=0.85, flash_hopper=0.9, tensor_hidden=0.3,
+    host_layer_s=0.1e-3, host_pass_s=0.2e-3, host_tensor_s=1e-6,
+)  # fmt: skip
+"""One compiled program a step: operations are fused, and the host launches next to nothing."""
+
 PROFILES: dict[str, Profile] = {each.name: each for each in (
-    GOOD, MEGATRON, MEGATRON_2021, MEGATRON_DEEPSPEED, DEEPSPEED, MOSAIC, TORCHTITAN, NANOTRON,
+    GOOD, MEGATRON, MEGATRON_2021, MEGATRON_DEEPSPEED, NEMO, DEEPSPEED_2021, MOSAIC, TORCHTITAN, NANOTRON, USUAL, EAGER,
+    XLA,
 )}  # fmt: skip
 
 COMPILED = 0.5
@@ -88,29 +108,42 @@ ASYNC_TENSOR = 0.55
 """Part of tp's messages that asynchronous tensor parallelism hides. Fitted (torchtitan)."""
 
 
-def profile_for(framework: str, *, device: str = "", precision: str = "") -> Profile:
-    """The profile of a framework by its name as people write it; a good one, if it is not known.
+FAMILIES: tuple[tuple[str, Profile], ...] = (
+    ("nanotron", NANOTRON),
+    ("megatron-deepspeed|meg-ds|neox|bigscience|forge|optimus", MEGATRON_DEEPSPEED),
+    ("nemo|bridge|dgxc|primus", NEMO),
+    ("megatron|zero-bubble|^zb|fold3d|transformer-?engine", MEGATRON),
+    ("torchtitan|titan", TORCHTITAN),
+    ("foundry|mosaic|composer", MOSAIC),
+    ("maxtext|jax|xla|alpa|pax|levanter|easylm|t5x|flax", XLA),
+    ("deepspeed|zero|ulysses", EAGER),
+    ("fsdp|accelerate|hugging|axolotl|llama-?factory|trl|transformers|lightning|torchtune", EAGER),
+)
+"""Who a framework's habits are taken from, by what its name contains; the first counts."""
+NO_FLASH = ("V100", "T4")
+"""Devices that fused attention was never written for."""
 
-    Megatron-LM in fp16 on A100 and older is the one of 2021, without fused attention.
+
+def profile_for(framework: str, *, device: str = "", precision: str = "", young: bool = False) -> Profile:
+    """The profile of a framework by its name as people write it; the usual one, if it is not known.
+
+    Megatron-LM and DeepSpeed in fp16 on A100 and older are those of 2021, without fused attention, unless the model is
+    a `young` one (or the branch is that of zero-bubble). Megatron-DeepSpeed got it with later devices and models.
     """
-    name = framework.lower()
-    old = device.startswith(("V100", "A100")) and precision in ("fp16", "fp32", "tf32")
-    if "nanotron" in name:
-        found = NANOTRON
-    elif "megatron-deepspeed" in name:
-        found = MEGATRON_DEEPSPEED
-    elif "deepspeed" in name and "megatron" not in name:
-        found = DEEPSPEED
-    elif "megatron" in name or "nemo" in name:
-        found = MEGATRON_2021 if old and "core" not in name else MEGATRON
-    elif "torchtitan" in name:
-        found = TORCHTITAN
-    elif "foundry" in name or "mosaic" in name:
-        found = MOSAIC
-    else:
-        found = GOOD
-    if "compile" in name and found is TORCHTITAN:
+    name = re.sub(r"[\s_]+", "-", framework.strip().lower())
+    found = next((profile for pattern, profile in FAMILIES if re.search(pattern, name)), USUAL)
+    before = device.startswith((*NO_FLASH, "A100")) and not young
+    old = before and precision in ("fp16", "fp32", "tf32")
+    if found is MEGATRON and old and not re.search("core|zero-?bubble|zb", name):
+        found = MEGATRON_2021
+    elif found is EAGER and old and re.search("deepspeed|zero", name):
+        found = DEEPSPEED_2021
+    elif found is MEGATRON_DEEPSPEED and (not before or ("neox" in name and not old)):
+        found = replace(found, name="megatron-deepspeed-fused", flash=1.0)
+    if found is TORCHTITAN and "compile" in name:
         found = replace(found, name="torchtitan-compiled", elementwise=found.elementwise * COMPILED)
-    if "async-tp" in name or "async tp" in name:
+    if "async-tp" in name:
         found = replace(found, name=f"{found.name}-async-tp", tensor_hidden=ASYNC_TENSOR)
+    if device.startswith(NO_FLASH) and found.flash:
+        found = replace(found, name=f"{found.name}-unfused", flash=0.0)
     return found

@@ -13,6 +13,7 @@ import numpy as np
 
 from shoal.cluster import BadCluster, Device, device
 from shoal.cluster.presets import NETWORK_HOP_S, NVLINK_HOP_S
+from shoal.estimate.cost import words
 from shoal.estimate.cost.inputs import (
     ORDER,
     PRECISIONS,
@@ -36,6 +37,9 @@ _DEFAULTS = {
     "intra_gb_s": "", "inter_gb_s": "", "dp": "", "tp": "1", "pp": "1", "cp": "1", "ep": "1", "chunks": "1",
     "schedule": "", "zero": "0", "sequence": "0", "recompute": "none", "precision": "bf16", "overlap": "",
     "framework": "", "kind": "decoder",
+    # Blank in some tables, and of little weight: GPT-2's vocabulary in whole tiles; heads of 128 and one pass a step
+    # follow below.
+    "vocab": "50304", "heads": "", "micro_batch": "1", "global_batch": "",
 }  # fmt: skip
 
 
@@ -65,7 +69,9 @@ def read_rows(rows: Sequence[Row]) -> Read:
     for number, row in enumerate(rows):
         try:
             values = _values(row)
-            profile = profile_for(values["framework"], device=values["device"].name, precision=values["precision"])
+            profile = profile_for(
+                values["framework"], device=values["device"].name, precision=values["precision"], young=_young(values)
+            )
         except (ValueError, BadCluster) as error:
             refused.append((number, str(error)))
             continue
@@ -90,41 +96,64 @@ def inputs_from_rows(rows: Sequence[Row]) -> Inputs:
 
 
 def _values(row: Row) -> dict[str, Any]:
-    text = {**_DEFAULTS, **{key: value for key, value in row.items() if value not in (None, "")}}
-    got: dict[str, Any] = {name: _number(text, name) for name in (
-        "layers", "hidden", "heads", "seq", "vocab", "gpus", "micro_batch", "global_batch", "experts", "active_experts",
-        "gpus_per_node", "tp", "pp", "cp", "ep", "chunks", "zero")}  # fmt: skip
-    for name in ("layers", "hidden", "heads", "seq", "vocab", "gpus", "micro_batch", "global_batch", "gpus_per_node",
-                 "tp", "pp", "cp", "ep", "chunks"):  # fmt: skip
-        if not 0 < got[name] < float("inf"):
-            raise ValueError(f"{name} is {got[name]:g}; expected a number above 0")
+    text = {**_DEFAULTS, **{key: value.strip() for key, value in row.items() if value and value.strip()}}
+    got: dict[str, Any] = {name: _number(text, name) for name in ("experts", "active_experts")}
+    for name in ("layers", "hidden", "seq", "vocab", "gpus", "micro_batch", "gpus_per_node", "tp", "pp", "cp", "ep",
+                 "chunks"):  # fmt: skip
+        got[name] = _positive(text, name)
     for name in ("gated", "tied", "sequence"):
-        got[name] = text[name].strip().lower() in ("1", "1.0", "true", "yes")
+        got[name] = text[name].strip().lower() in ("1", "1.0", "true", "yes", "on")
+    got["heads"] = _positive(text, "heads") if text["heads"] else max(1.0, round(got["hidden"] / 128))
     got["kv_heads"] = (_number(text, "kv_heads") if text["kv_heads"] else 0.0) or got["heads"]
     got["ffn"] = (_number(text, "ffn") if text["ffn"] else 0.0) or 4 * got["hidden"]
-    got["dp"] = _number(text, "dp") if text["dp"] else got["gpus"] / (got["tp"] * got["pp"] * got["cp"])
+    _replicas(got, text)
+    got["global_batch"] = (
+        _positive(text, "global_batch") if text["global_batch"] else got["dp"] * got["micro_batch"]
+    )
     if got["experts"] <= 1:
         got["experts"] = got["active_experts"] = 0.0
     elif not got["active_experts"]:
         got["active_experts"] = 1.0
-    got["causal"] = text["kind"] != "encoder"
-    got["overlap"] = _number(text, "overlap") if text["overlap"] else float(UNKNOWN)
+    got["causal"] = "decoder" in text["kind"].lower() or "encoder" not in text["kind"].lower()
+    said = {"true": "1", "yes": "1", "false": "0", "no": "0"}.get(text["overlap"].strip().lower(), text["overlap"])
+    got["overlap"] = _number({"overlap": said}, "overlap") if said else float(UNKNOWN)
     got["framework"] = text["framework"]
-    got["schedule"] = _word(text["schedule"] or ("1f1b" if got["pp"] > 1 else "none"), SCHEDULES, "schedule")
-    got["recompute"] = _word(text["recompute"], RECOMPUTE, "recompute")
-    row_scaled = text["precision"] == "fp8" and "rowwise" in text["framework"].lower().replace("-", "")
-    got["precision"] = "fp8-rowwise" if row_scaled else _word(text["precision"], PRECISIONS, "precision")
-    got["device"] = _device(text)
+    got["zero"] = words.zero(text["zero"])
+    got["schedule"], got["chunks"] = words.schedule(text["schedule"], pp=got["pp"], chunks=got["chunks"])
+    got["recompute"] = words.recompute(text["recompute"])
+    got["device"] = _device(text, got["gpus_per_node"])
+    # Rows may say only in the framework's name that scales are by rows.
+    scales = "-rowwise" if "rowwise" in text["framework"].lower().replace("-", "") else ""
+    got["precision"] = words.precision(text["precision"] + scales, has_fp8="fp8" in got["device"].peak_flops)
     _links(got, text)
     return got
 
 
-def _device(text: Mapping[str, str]) -> Device:
-    """The row's device. torchtitan's own figures come from a 500 W part with slower memory, as its reports say."""
+def _young(got: Mapping[str, Any]) -> bool:
+    """Whether the model is of the time of fused attention: gated, with shared keys, or with long sequences."""
+    return bool(got["gated"] or got["kv_heads"] < got["heads"] or got["seq"] > 4096)
+
+
+def _replicas(got: dict[str, Any], text: Mapping[str, str]) -> None:
+    """dp, held against the number of devices; and ep, which cannot span more ranks than share the experts."""
+    rest = got["tp"] * got["pp"] * got["cp"]
+    left = got["gpus"] / rest
+    dp = _positive(text, "dp") if text["dp"] else left
+    # Some count only the replicas of the experts, some leave out a level: the number of devices is the surer figure.
+    got["dp"] = left if left >= 1 and abs(dp - left) > 1e-6 * left else dp
+    got["ep"] = min(got["ep"], max(1.0, got["dp"] * got["cp"]))
+
+
+def _device(text: Mapping[str, str], gpus_per_node: float) -> Device:
+    """The row's device. torchtitan's own figures come from a 500 W part with slower memory, as its reports say; a node
+    has four modules of MI250X, so where it has eight devices each is a half.
+    """
     found = device(text["gpu"])
     assumed = "gpu" in text.get("assumed", "").split(";")
     if text["framework"].lower().startswith("torchtitan") and found.name == "H100 SXM5 80GB" and assumed:
         return device("H100 SXM5 96GB 500W")
+    if found.name.startswith("MI250X") and gpus_per_node >= 8:
+        return device("MI250X (per GCD)")
     return found
 
 
@@ -173,6 +202,13 @@ def _columns(parsed: Sequence[Mapping[str, Any]]) -> Inputs:
     )  # fmt: skip
 
 
+def _positive(text: Mapping[str, str], name: str) -> float:
+    found = _number(text, name)
+    if not 0 < found < float("inf"):
+        raise ValueError(f"{name} is {found:g}; expected a number above 0")
+    return found
+
+
 def _number(text: Mapping[str, str], name: str) -> float:
     try:
         return float(text[name])
@@ -180,10 +216,3 @@ def _number(text: Mapping[str, str], name: str) -> float:
         raise ValueError(f"{name} is {text[name]!r}; expected a number") from None
     except KeyError:
         raise ValueError(f"{name} is blank; expected a number") from None
-
-
-def _word(given: str, known: Sequence[str], name: str) -> str:
-    word = given.strip().lower()
-    if word not in known:
-        raise ValueError(f"{name} is {given!r}; expected one of {', '.join(known)}")
-    return word

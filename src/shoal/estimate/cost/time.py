@@ -138,12 +138,17 @@ def head_time(inputs: Inputs, profile: Profile, physics: Physics) -> tuple[Pass,
 
 
 def _host_waits(inputs: Inputs, profile: Profile, physics: Physics) -> tuple[Column, Column]:
-    """(forward of a layer: ranks of tp wait for the slowest host; forward and backward: a framework's own stall)."""
+    """(forward of a layer: ranks of tp wait for the slowest host; forward and backward: a framework's own stall).
+
+    Hosts slow each other down where their ranks share a node; ranks of other nodes add messages, not waiting of this
+    kind.
+    """
     several = inputs.tp > 1
+    sharing = np.minimum(inputs.tp, inputs.level_ranks[0])
     crowd = (inputs.devices >= profile.crowd_devices) & (inputs.tp >= 8) & (inputs.tp <= 16)
     stalls = several & (inputs.devices > inputs.level_ranks[0]) & ((inputs.pp > 1) | crowd)
     return (
-        profile.host_tensor_s * np.where(several, inputs.tp**physics.skew, 0.0),
+        profile.host_tensor_s * np.where(several, sharing**physics.skew, 0.0),
         profile.stall_tensor_s * np.where(stalls, inputs.tp**profile.stall_power, 0.0),
     )
 
@@ -191,12 +196,17 @@ def _context_s(
 
 
 def _expert_s(inputs: Inputs, profile: Profile, physics: Physics, payload: Column) -> tuple[Column, Column]:
-    """Tokens go to their experts and come back. With tp each rank sends its part of them, and gathers it among tp."""
-    links = path(inputs, profile, physics, ranks=inputs.ep, stride=inputs.ep_stride)
-    exchange_s = 2 * links.exchange_s(payload / inputs.tp) * (1 - np.asarray(profile.expert_hidden))
+    """Tokens go to their experts and come back. With tp each rank sends its part of them, and gathers it among tp unless
+    experts are folded over tp.
+    """
+    folded = np.asarray(profile.expert_folded) > 0
+    links = path(inputs, profile, physics, ranks=inputs.ep, stride=np.where(folded, 1.0, inputs.ep_stride))
+    copies = np.where(folded, np.maximum(1.0, inputs.active_experts), 0.0)
+    exchange_s = 2 * links.exchange_s(payload / inputs.tp, copies=copies) * (1 - np.asarray(profile.expert_hidden))
     within = path(inputs, profile, physics, ranks=inputs.tp, stride=inputs.tp_stride)
     # The dense part's two collectives around the feed-forward part carry tokens once; experts carry each of them
     # `active_experts` times.
     more_s = 2 * within.ring_s(payload * np.maximum(0.0, 1 - 1 / np.maximum(1.0, inputs.active_experts)))
-    both = np.where(inputs.experts > 0, exchange_s + np.where(inputs.ep > 1, more_s, 0.0), 0.0)
+    more_s = np.where((inputs.ep > 1) & ~folded, more_s, 0.0)
+    both = np.where(inputs.experts > 0, exchange_s + more_s, 0.0)
     return both, both
