@@ -43,9 +43,16 @@ def learn_profile(rows: Sequence[Row], start: Profile, *, name: str = "learned",
     measured = np.array([float(timed[i]["step_s"]) for i in read.priced])
     floors: dict[str, Any] = {field: max(float(getattr(start, field)), floor) for field, floor in FLOORS.items()}
     begun = replace(start, name=name, **floors)
-    # Stalls begin at some number of devices, or never: each that the rows know is tried, and the best explanation wins.
-    tried = {float(start.crowd_devices), 1e9, *(np.unique(read.inputs.devices) if np.any(read.inputs.pp > 1) else ())}
-    found = [_fitted(replace(begun, crowd_devices=each), read.inputs, measured, physics) for each in sorted(tried)]
+    # Stalls begin at some number of devices, or of ranks of tp over several nodes, or never: each that the rows know is
+    # tried, and the best explanation wins.
+    crowds, groups = {float(start.crowd_devices), 1e9}, {float(start.crowd_tensor), 1e9}
+    if np.any(read.inputs.pp > 1):
+        crowds.update(np.unique(read.inputs.devices))
+        groups.update(np.unique(read.inputs.tp[read.inputs.tp > read.inputs.level_ranks[0]]))
+    found = [
+        _fitted(replace(begun, crowd_devices=devices, crowd_tensor=ranks), read.inputs, measured, physics)
+        for devices in sorted(crowds) for ranks in sorted(groups)
+    ]  # fmt: skip
     return min(found, key=lambda pair: pair[1])[0]
 
 

@@ -117,7 +117,9 @@ class Profile:
     crowd_devices: Number = 1e9
     """From so many devices on,"""
     crowd_replicas: Number = 1e9
-    """or from so many replicas on half as many devices, if they shard."""
+    """or from so many replicas on half as many devices, if they shard;"""
+    crowd_tensor: Number = 1e9
+    """messages between stages also where tp has so many ranks."""
 
 
 def gathered(profiles: Sequence[Profile], index: np.ndarray) -> Profile:

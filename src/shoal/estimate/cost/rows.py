@@ -157,8 +157,11 @@ def _device(text: Mapping[str, str], gpus_per_node: float) -> Device:
     return found
 
 
-_USUAL_LINKS = {"V100": (150, 6.25), "A100": (300, 25), "H100": (450, 50), "H200": (450, 50), "B200": (900, 50),
-                "GB200": (900, 50), "B300": (900, 100), "MI250X": (100, 12.5), "MI300X": (448, 50)}  # fmt: skip
+_USUAL_LINKS = {
+    "V100": (150, 6.25), "A100": (300, 25), "H100": (450, 50), "H20": (450, 50), "GH200": (450, 50), "H200": (450, 50),
+    "B200": (900, 50), "GB200": (900, 50), "B300": (900, 100), "GB300": (900, 100), "MI250X": (100, 12.5),
+    "MI300X": (448, 50), "MI325X": (448, 50), "MI355X": (537, 50),
+}  # fmt: skip
 """GB/s for each device inside and between nodes, for rows that do not say (the presets' figures)."""
 
 

@@ -23,7 +23,7 @@ _SCHEDULES: Rules = (
 )  # fmt: skip
 _RECOMPUTE: Rules = (
     ("^(none|no|off|0|0\\.0|false|-|disabled)$|^(no|without)-", "none"),
-    ("select|partial|attn|attention|^op|^sac|every|norm|mlp|^act", "selective"),
+    ("select|partial|attn|attention|^op|^sac|every|norm|mlp|act-?func", "selective"),
     ("full|block|uniform|layer|^(1|1\\.0|true|yes|on)$|checkpoint|recomput", "full"),
 )  # fmt: skip
 _PRECISIONS: Rules = (
@@ -31,12 +31,12 @@ _PRECISIONS: Rules = (
     ("fp8|float8|e4m3|e5m2|mxfp|nvfp4|fp4|float4", "fp8"),
     ("bf16|bfloat", "bf16"),
     ("tf32|tensorfloat", "tf32"),
-    ("fp16|float16|half|^amp$|^16$", "fp16"),
-    ("fp32|float32|single|^32$", "fp32"),
+    ("fp16|float16|half|^amp$|^16", "fp16"),
+    ("fp32|float32|single|^32", "fp32"),
     ("mixed|^amp|^o[12]$", "bf16"),
 )  # fmt: skip
-V_SHAPED = re.compile(r"zb-?v|dual.?pipe|^v-|1f1b-v")
-"""Schedules that lead each micro-batch down the ranks and back up: two chunks on every rank by their nature."""
+V_SHAPED = re.compile(r"zb-?v|dual.?pipe|^v-|1f1b-v|interleaved.*bubble")
+"""Schedules that lead each micro-batch over the ranks twice: at least two chunks on every rank by their nature."""
 
 
 def schedule(given: str, *, pp: float, chunks: float) -> tuple[str, float]:
@@ -47,7 +47,7 @@ def schedule(given: str, *, pp: float, chunks: float) -> tuple[str, float]:
     if not word or word in ("none", "no", "-"):
         word = "1f1b"
     found = _word("schedule", word, given, _SCHEDULES, SCHEDULES)
-    if V_SHAPED.search(word):
+    if V_SHAPED.search(word) or found == "interleaved":
         chunks = max(2.0, chunks)
     if found == "1f1b" and chunks > 1:
         found = "interleaved"
