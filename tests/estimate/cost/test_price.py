@@ -94,7 +94,8 @@ def test_stage_three_of_zero_needs_least_where_layers_are_many() -> None:
 @settings(max_examples=40, deadline=None)
 @given(case=cases())
 def test_recomputing_takes_longer_and_keeps_less(case: dict[str, object]) -> None:
-    inputs = inputs_of(case, recompute=["none", "full"])
+    # On a device that holds either: one that is overfull takes longer for another reason.
+    inputs = replace(inputs_of(case, recompute=["none", "full"]), memory_bytes=np.array([1e15]))
     prices = price(inputs, PROFILES[str(case["profile"])])
     assert prices.step_s[1] >= prices.step_s[0]
     assert prices.memory_bytes[1] <= prices.memory_bytes[0] * (1 + 1e-9)
@@ -156,3 +157,29 @@ def test_a_device_with_more_memory_never_fits_less() -> None:
     inputs = inputs_for(preset("gpt:13b"), cluster("a100", devices=64), 64, dp=64, zero=np.arange(4), schedule="none")
     larger = replace(inputs, memory_bytes=inputs.memory_bytes * 2)
     assert np.all(price(larger).fits >= price(inputs).fits)
+
+
+def test_a_step_that_overfills_its_device_takes_longer_where_the_profile_says_so() -> None:
+    inputs = inputs_for(preset("gpt:13b"), cluster("a100", devices=8), 64, dp=8, zero=1, micro_batch=8, schedule="none")
+    roomy = replace(inputs, memory_bytes=inputs.memory_bytes * 100)
+    slow = replace(GOOD, overfull=3.0)
+    assert price(inputs, slow).step_s[0] > 2.5 * price(inputs, GOOD).step_s[0]
+    assert price(roomy, slow).step_s[0] == price(roomy, GOOD).step_s[0]
+
+
+def test_folded_experts_send_a_token_once_to_a_node() -> None:
+    shape, place = preset("mixtral:8x7b"), cluster("h100", devices=64)
+    inputs = inputs_for(shape, place, 256, dp=64, ep=8, zero=1, schedule="none", placed={"ep": 1.0})
+    across = inputs_for(shape, place, 256, dp=32, tp=2, ep=8, zero=1, schedule="none")
+    folded = replace(GOOD, expert_folded=1.0)
+    assert price(inputs, folded).expert_s[0] == pytest.approx(price(inputs, GOOD).expert_s[0])
+    assert price(across, folded).expert_s[0] < 0.5 * price(across, GOOD).expert_s[0]
+
+
+def test_hosts_wait_for_those_of_their_node_only() -> None:
+    shape = preset("gpt:1.3b")
+    hosts = [price(inputs_for(shape, cluster("a100", devices=64), 64, tp=tp, dp=64 / tp, schedule="none")).step_s[0]
+             - price(inputs_for(shape, cluster("a100", devices=64), 64, tp=tp, dp=64 / tp, schedule="none"),
+                     replace(GOOD, host_tensor_s=0.0)).step_s[0] for tp in (8, 16)]  # fmt: skip
+    # Twice as many ranks make half as many replicas, each with twice the passes: the waiting of a pass stays.
+    assert hosts[1] < 2.5 * hosts[0]
