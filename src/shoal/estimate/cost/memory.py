@@ -20,8 +20,6 @@ from shoal.estimate.cost.weights import Weights, weights
 
 SELECTIVE, FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
 GIB = 2.0**30
-GATHERED_LAYERS = 1.5
-"""zero 3: weights of the layer in use and of the next, gradients of one, in 16 bits. Known: how FSDP prefetches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +55,7 @@ def memory(inputs: Inputs, profile: Profile, *, held: Stages) -> Memory:
         split = _states(inputs, profile, here, layers=layers, tables=embeds + heads)
         split["activations"] = layers * layer.kept * in_flight(inputs, np.asarray(position)) + layer.working
         split["logits"] = heads * _logits(inputs, profile)
-        split["buffers"] = np.asarray(profile.buffer_bytes) + _gathered(inputs, here)
+        split["buffers"] = np.asarray(profile.buffer_bytes) + _gathered(inputs, profile, here)
         sum_here = sum(split.values(), np.zeros(1))
         split = {name: value + 0 * sum_here for name, value in split.items()}
         if total is None:
@@ -114,11 +112,11 @@ def _states(
     }
 
 
-def _gathered(inputs: Inputs, here: Weights) -> Column:
+def _gathered(inputs: Inputs, profile: Profile, here: Weights) -> Column:
     """Layers that stage 3 has made whole, and the largest table while it is in use."""
     layer = here.layer_dense + here.layer_experts
     always = (inputs.zero >= 3) & (inputs.pp == 1) & (inputs.dp * inputs.cp > 1)
-    return np.where(always, GATHERED_LAYERS * 4 * layer + 4 * here.embedding, 0.0)
+    return np.where(always, profile.gathered_layers * 4 * layer + 4 * here.embedding, 0.0)
 
 
 def _logits(inputs: Inputs, profile: Profile) -> Column:

@@ -56,8 +56,9 @@ def price(inputs: Inputs, profile: Profile = GOOD, *, physics: Physics = PHYSICS
     message_s = np.where(inputs.pp > 1, message_time(inputs, profile, physics), 0.0)
     # Stages at the ends have one neighbour, those inside two.
     inside = np.where((inputs.pp > 2) & (inputs.schedule != INTERLEAVED), 2.0, 1.0)
-    both_ways_s = 2 * inputs.chunks * message_s
-    last_slowest = last_s + both_ways_s >= plain_s + inside * both_ways_s
+    # Whichever makes the longer step, so that faster links never change it for a longer one.
+    more = messages(inputs, inside=inside > 1) - messages(inputs, inside=inside < 1)
+    last_slowest = (micro - 1 / inputs.chunks) * (last_s - plain_s) >= more * message_s
     layers_there = np.where(last_slowest, held.last, held.most)
     head_there = np.where(last_slowest, 1.0, 0.0)
     slowest_s = np.where(last_slowest, last_s, plain_s)

@@ -96,6 +96,8 @@ class Profile:
     """Part of them that pipelines of four stages and more keep."""
     selective_kept: Number = 1.0
     """Part of these that "selective" keeps (scores are never kept then)."""
+    gathered_layers: Number = 1.5
+    """zero 3: weights of the layer in use and of the next, gradients of one, in 16 bits. Known: how FSDP prefetches."""
     logit_bytes: Number = 8.0
     """For each logit."""
     buffer_bytes: Number = 1e9

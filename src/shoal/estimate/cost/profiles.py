@@ -20,6 +20,7 @@ MEGATRON_2021 = Profile(
     host_layer_s=0.85e-3,
     flash=0.0,  # Known: written before FlashAttention.
     gradient_held_bytes=2.0,  # Known: gradients stay in fp16 (16 bytes a parameter in all, Rajbhandari et al. 2020).
+    usable=0.97,  # Assumed: published runs fill their devices.
     elementwise=0.87,  # Fitted.
 )
 MEGATRON = Profile(
@@ -32,7 +33,7 @@ MEGATRON = Profile(
     flash_hopper=0.656,
     elementwise=0.949,
     gate_kept=1.0,  # Known: SwiGLU is one kernel.
-    usable=0.95,
+    usable=0.97,
 )
 MEGATRON_DEEPSPEED = replace(
     MEGATRON_2021, name="megatron-deepspeed",
@@ -51,6 +52,9 @@ DEEPSPEED_2021 = Profile(
     flash=0.0,
     # Fitted (Narayanan 2021, its comparison with ZeRO-3): as if through one card a node, and little hidden.
     one_card=1.0,
+    # Known from its documents: modules are gathered one by one, the largest is a third of a layer.
+    gathered_layers=0.33,
+    usable=0.97,
     contention=0.515,
     elementwise=0.998,
 )
