@@ -25,6 +25,7 @@ from shoal.estimate.cost import PROFILES, profile_for
     ("HF Accelerate", "H100", "bf16", "eager"),
     ("llm-foundry FSDP DEFAULT", "H100", "fp8", "mosaic"),
     ("torchtitan compile float8 async-tp", "H100", "fp8", "torchtitan-compiled-async-tp"),
+    ("torchtitan ZBVZeroBubble", "H100", "bf16", "torchtitan"),
     ("MaxText", "H100", "bf16", "xla"),
     ("InternEvo", "A100", "bf16", "usual"),
     ("", "A100", "bf16", "usual"),

@@ -30,7 +30,8 @@ def utilisation(**changed: str) -> float:
 
 
 @pytest.mark.parametrize("changed", [
-    {}, {"framework": "MaxText"}, {"framework": "nobody"}, {"gpu": "H200"}, {"gpu": "B200"}, {"gpu": "GB200", "gpus_per_node": "4"},
+    {}, {"framework": "MaxText"}, {"framework": "nobody"}, {"gpu": "H200"}, {"gpu": "B200"},
+    {"gpu": "GB200", "gpus_per_node": "4"},
     {"gpu": "A100-SXM4-80GB", "framework": "Megatron-LM"}, {"gpu": "MI300X", "framework": "Primus"},
     {"tp": "1", "pp": "1", "dp": "256", "zero": "3", "framework": "PyTorch FSDP", "schedule": "", "chunks": "1"},
     {"tp": "1", "pp": "1", "dp": "256", "zero": "3", "framework": "torchtitan compile", "recompute": "full"},
@@ -51,8 +52,8 @@ def test_tensor_parallelism_over_nodes_is_slower_but_not_absurd() -> None:
 
 
 def test_experts_cost_more_than_their_products_and_less_than_an_order() -> None:
-    sparse = {"experts": "128", "active_experts": "8", "ffn": "1536", "hidden": "4096", "tp": "1", "pp": "4", "dp": "64",
-              "ep": "8"}  # fmt: skip
+    sparse = {"experts": "128", "active_experts": "8", "ffn": "1536", "hidden": "4096", "tp": "1", "pp": "4",
+              "dp": "64", "ep": "8"}  # fmt: skip
     dense = sparse | {"experts": "0", "active_experts": "0", "ffn": str(8 * 1536), "ep": "1"}
     assert 1.1 < step_s(**sparse) / step_s(**dense) < 4
     assert step_s(**sparse | {"ep": "64"}) > step_s(**sparse)

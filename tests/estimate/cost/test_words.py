@@ -8,7 +8,8 @@ from shoal.estimate.cost import words
 
 
 @pytest.mark.parametrize(("given", "found"), [
-    ("1F1B", ("1f1b", 1)), ("", ("1f1b", 1)), ("PipeDream-Flush", ("1f1b", 1)), ("interleaved-1f1b", ("interleaved", 2)),
+    ("1F1B", ("1f1b", 1)), ("", ("1f1b", 1)), ("PipeDream-Flush", ("1f1b", 1)),
+    ("interleaved-1f1b", ("interleaved", 2)),
     ("1F1B-I", ("interleaved", 2)), ("LoopedBFS", ("interleaved", 2)), ("AFAB", ("gpipe", 1)), ("GPipe", ("gpipe", 1)),
     ("zb-h1", ("zero-bubble", 1)), ("ZB-2p", ("zero-bubble", 1)), ("Zero Bubble", ("zero-bubble", 1)),
     ("zbv", ("zero-bubble", 2)), ("DualPipe", ("zero-bubble", 2)), ("PipeDream-2BW", ("pipedream", 1)),
@@ -24,8 +25,8 @@ def test_without_a_pipeline_there_is_no_schedule_and_chunks_make_1f1b_interleave
 
 @pytest.mark.parametrize(("given", "found"), [
     ("None", "none"), ("0", "none"), ("False", "none"), ("selective (op)", "selective"), ("core_attn", "selective"),
-    ("SAC", "selective"), ("Full", "full"), ("block", "full"), ("uniform", "full"), ("activation checkpointing", "full"),
-    ("1", "full"),
+    ("SAC", "selective"), ("Full", "full"), ("block", "full"), ("uniform", "full"),
+    ("activation checkpointing", "full"), ("1", "full"),
 ])  # fmt: skip
 def test_recomputation(given: str, found: str) -> None:
     assert words.recompute(given) == found

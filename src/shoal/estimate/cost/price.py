@@ -99,8 +99,10 @@ def message_time(inputs: Inputs, profile: Profile, physics: Physics) -> Column:
     links = path(inputs, profile, physics, ranks=inputs.pp, stride=inputs.pp_stride)
     element_bytes = np.where(inputs.wide, 4.0, 2.0)
     border = inputs.micro_batch * inputs.sequence_length / inputs.cp * inputs.hidden * element_bytes / inputs.tp
-    crowd = (inputs.devices >= profile.crowd_devices) | (inputs.tp >= profile.crowd_tensor) | (
-        (2 * inputs.devices >= profile.crowd_devices) & (inputs.dp >= profile.crowd_replicas) & (inputs.zero >= 1)
+    crowd = (
+        (inputs.devices >= profile.crowd_devices)
+        | (inputs.tp >= profile.crowd_tensor)
+        | ((2 * inputs.devices >= profile.crowd_devices) & (inputs.dp >= profile.crowd_replicas) & (inputs.zero >= 1))
     )
     stalls = np.where(crowd, profile.stall_message_s, 0.0)
     return (links.message_s(border) + physics.message_s) * np.asarray(profile.message_ratio) + stalls

@@ -107,9 +107,7 @@ def _values(row: Row) -> dict[str, Any]:
     got["kv_heads"] = (_number(text, "kv_heads") if text["kv_heads"] else 0.0) or got["heads"]
     got["ffn"] = (_number(text, "ffn") if text["ffn"] else 0.0) or 4 * got["hidden"]
     _replicas(got, text)
-    got["global_batch"] = (
-        _positive(text, "global_batch") if text["global_batch"] else got["dp"] * got["micro_batch"]
-    )
+    got["global_batch"] = _positive(text, "global_batch") if text["global_batch"] else got["dp"] * got["micro_batch"]
     if got["experts"] <= 1:
         got["experts"] = got["active_experts"] = 0.0
     elif not got["active_experts"]:

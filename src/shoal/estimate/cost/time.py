@@ -172,7 +172,9 @@ def _tensor_s(inputs: Inputs, profile: Profile, physics: Physics, payload: Colum
     2022).
     """
     links = path(inputs, profile, physics, ranks=inputs.tp, stride=inputs.tp_stride)
-    shown = 1 - np.asarray(profile.tensor_hidden)
+    # Overlap with products is made of direct copies between devices of one node, and of halves of all-reduces.
+    direct = (inputs.tp * inputs.tp_stride <= inputs.level_ranks[0]) & (inputs.sequence > 0)
+    shown = 1 - np.where(direct, profile.tensor_hidden, 0.0)
     whole = 2 * links.ring_s(payload, rounds=2.0)
     half = links.ring_s(payload)
     cut = inputs.sequence > 0
@@ -196,8 +198,8 @@ def _context_s(
 
 
 def _expert_s(inputs: Inputs, profile: Profile, physics: Physics, payload: Column) -> tuple[Column, Column]:
-    """Tokens go to their experts and come back. With tp each rank sends its part of them, and gathers it among tp unless
-    experts are folded over tp.
+    """Tokens go to their experts and come back. With tp each rank sends its part of them, and gathers it among tp
+    unless experts are folded over tp.
     """
     folded = np.asarray(profile.expert_folded) > 0
     links = path(inputs, profile, physics, ranks=inputs.ep, stride=np.where(folded, 1.0, inputs.ep_stride))
