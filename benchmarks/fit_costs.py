@@ -177,6 +177,18 @@ def left_out(data: Data, names: Names) -> tuple[np.ndarray, Physics]:
     return guess, blind
 
 
+def devices_left_out(data: Data, names: Names) -> str:
+    """nanotron's runs on each number of devices by constants fitted without them."""
+    lines = []
+    for devices in np.unique(data.inputs.devices[data.source == "nanotron"]):
+        outside = (data.source == "nanotron") & (data.inputs.devices == devices)
+        guess = predicted(data.some(outside), names, fit(data.some(~outside), names))
+        off = abs(guess / data.measured[outside] - 1)
+        lines.append(f"  {devices:5.0f} devices: n {outside.sum():4}  median {100 * np.median(off):5.1f}  "
+                     f"mape {100 * np.mean(off):5.1f}")  # fmt: skip
+    return "\n".join(lines)
+
+
 UNKNOWN = replace(GOOD, gradient_bytes=4.0, by_cost=1.0)
 """What one may know of nanotron without having timed it: 32-bit gradients, layers dealt to stages by cost."""
 
@@ -248,6 +260,7 @@ def main() -> None:
     if chosen.leave_out:
         guess, blind = left_out(data, names)
         print("each source left out\n" + table(data, guess))
+        print("nanotron, a number of devices left out\n" + devices_left_out(data, names))
         print("nanotron, a profile from 30 rows\n" + learned([row for row in nanotron if row["step_s"]], blind))
 
 

@@ -88,7 +88,7 @@ NANOTRON = Profile(
     # Memory: fitted on its published peaks.
     gradient_held_bytes=5.6, state_bytes=13.0, norm_bytes=7.0, attention_bytes=4.0, ffn_bytes=2.1, regathered_bytes=3.4,
     regathered_deep=0.55, buffer_bytes=0.32e9, usable=0.88,
-    # Ten runs were predicted to need more than the device has, and ran: each took 2 to 8 times as long. Fitted.
+    # Eleven runs were predicted to need more than the device has, and ran: each took 2 to 8 times as long. Fitted.
     overfull=3.63,
 )  # fmt: skip
 
