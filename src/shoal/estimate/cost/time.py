@@ -201,6 +201,8 @@ def _expert_s(inputs: Inputs, profile: Profile, physics: Physics, payload: Colum
     """Tokens go to their experts and come back. With tp each rank sends its part of them, and gathers it among tp
     unless experts are folded over tp.
     """
+    if not np.any(inputs.experts > 0):
+        return 0.0 * payload, 0.0 * payload
     folded = np.asarray(profile.expert_folded) > 0
     links = path(inputs, profile, physics, ranks=inputs.ep, stride=np.where(folded, 1.0, inputs.ep_stride))
     copies = np.where(folded, np.maximum(1.0, inputs.active_experts), 0.0)
