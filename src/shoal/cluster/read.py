@@ -28,7 +28,7 @@ from shoal.cluster.devices import device
 
 _TOP = ("name", "devices", "device", "level")
 _LEVEL = ("ranks", "gb_per_s", "latency_us")
-_DEVICE = ("name", "peak_tflops", "matmul_tflops", "memory_gb", "memory_gb_s", "sms", "domain")
+_DEVICE = ("name", "peak_tflops", "matmul_tflops", "memory_gb", "memory_gb_s", "sms", "domain", "watts")
 
 
 def read_cluster(path: str | Path) -> Cluster:
@@ -96,6 +96,7 @@ def _device(given: Any) -> Device:
         memory_bytes_per_s=_number("[device]", given, "memory_gb_s") * 1e9,
         sms=int(_number("[device]", given, "sms", default=128.0)),
         domain=int(_number("[device]", given, "domain", default=0.0)),
+        watts=_number("[device]", given, "watts") if "watts" in given else None,
         origin="the user's file",
     )  # fmt: skip
 
