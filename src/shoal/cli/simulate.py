@@ -127,7 +127,7 @@ def _picture(step: Step, strategy: Strategy) -> str:
         makespan_s=played.makespan_s / unit_s,
         idle_s=tuple(each / unit_s for each in played.idle_s),
     )
-    return timeline_svg(scaled, f"{strategy}: a forward takes {seconds(unit_s)}, the step {seconds(step.step_s)}")
+    return timeline_svg(scaled, str(strategy))
 
 
 def _write(path: str, option: str, text: str) -> None:

@@ -89,7 +89,7 @@ def timeline_svg(played: Played, title: str) -> str:
     notes = captions(played)
     right_px = LEFT_PX + units * scale.unit_px
     # Wide enough for the words as well; a letter of the captions' size takes six and a half pixels at most.
-    width_px = max(right_px + 20, LEFT_PX + 6.5 * max(map(len, notes)), LEFT_PX + 10.5 * len(title), 520)
+    width_px = max(right_px + 20, LEFT_PX + 6.5 * max(map(len, notes)), LEFT_PX + 9 * len(title), 520)
     height_px = TOP_PX + lanes_px + 46 + 18 * len(notes)
     body = [
         f"<svg xmlns='http://www.w3.org/2000/svg' width='{width_px:.0f}' height='{height_px:.0f}' "
