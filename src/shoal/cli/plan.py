@@ -6,6 +6,7 @@ A preset shape is planned without torch. A job is looked into first, and needs i
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -166,6 +167,9 @@ def _train(what: str, plan: Plan, *, size: str | None, as_json: bool) -> int:
         )
     if not as_json:
         print(f"\nTraining by {strategy}")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if strategy.world > cores:
+        print(f"{strategy.world} ranks share {cores} cores here: steps will take longer than planned", file=sys.stderr)
     return train_command(
         what, str(strategy), ranks=None, hang_after=300.0, as_json=as_json, size=size, steps=None,
         global_batch=plan.question.global_batch, seed=None, folder=None, resume=None, checkpoint_every=None,
