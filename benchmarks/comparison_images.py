@@ -26,8 +26,8 @@ PRODUCTS = ("Convolution", "FullyConnected")
 
 @cache
 def vgg16() -> Work:
-    """Counted. `numbers` stands for bytes of what is memory-bound; the fitted passes are those of ResNet-50, with a norm
-    behind each convolution, so VGG's are taken in proportion to the bytes that both networks' operators must move.
+    """Counted. `numbers` stands for bytes of what is memory-bound; the fitted passes are those of ResNet-50, with a
+    norm behind each convolution, so VGG's are taken in proportion to the bytes that both networks' operators must move.
     """
     network = preset_network("vgg16", batch=SAMPLES)
     products = [layer.operator for layer in network.layers if type(layer.operator).__name__ in PRODUCTS]
@@ -42,7 +42,10 @@ def _between(name: str) -> float:
     """Bytes that operators other than products must move for a sample, forward and backward."""
     network = preset_network(name, batch=SAMPLES)
     rest = [layer.operator for layer in network.layers if type(layer.operator).__name__ not in PRODUCTS]
-    return sum(each.forward().bytes + each.input_gradient().bytes + each.weight_gradient().bytes for each in rest) / SAMPLES
+    return (
+        sum(each.forward().bytes + each.input_gradient().bytes + each.weight_gradient().bytes for each in rest)
+        / SAMPLES
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-
 from benchmarks import comparison_images as images
+
 from shoal.cluster import cluster
 from shoal.estimate.cost import PROFILES
 from shoal.plan.candidates import of_strategies
@@ -213,30 +213,31 @@ Published are 52.5% on 16 devices; predicted are more. What other assumptions ma
 """
 
 SHARE_FOUND = """
-The formula was checked by hand: 512 samples of 256 tokens and 1,024 numbers in fp16 are 268 MB; a ring over four nodes
-carries 2 x 15/16 of that at 23 GB/s (two cards of 100 Gb/s a node, 92% of them), which takes 22 ms; six all-reduces in
-each of 24 layers (two forward, two again, two backward) take 3.2 s of the 4.4 s step. Length, recomputation and batch hardly
-matter, because messages and products both grow with them. **Precision is the assumption that matters**: in fp32 messages
-take twice as long, and computing 4.6 times. It moves the share from 77% to 60%; that is still more than was published, and a
-step of 512 samples of 256 tokens would then not fit (of 128 it would). In fp16, 52.5% would need everything but messages to take
-three times as long as predicted. V100 are not in the validation of these formulas and have no measured matrix product
-here, so part of the rest may be the model's fault; nothing at hand can tell. None of the settings tried meets both 52.5% (near
-in fp32) and GPipe's 5.2x (in fp16 with micro-batches of one); the frameworks may have differed in precision.
+The formula was checked by hand: 512 samples of 256 tokens and 1,024 numbers in fp16 are 268 MB; a ring over four
+nodes carries 2 x 15/16 of that at 23 GB/s (two cards of 100 Gb/s a node, 92% of them), which takes 22 ms; six
+all-reduces in each of 24 layers (two forward, two again, two backward) take 3.2 s of the 4.4 s step. Length,
+recomputation and batch hardly matter, because messages and products both grow with them. **Precision is the
+assumption that matters**: in fp32 messages take twice as long, and computing 4.6 times. It moves the share from 77%
+to 60%; that is still more than was published, and a step of 512 samples of 256 tokens would then not fit (of 128 it
+would). In fp16, 52.5% would need everything but messages to take three times as long as predicted. V100 are not in
+the validation of these formulas and have no measured matrix product here, so part of the rest may be the model's
+fault; nothing at hand can tell. None of the settings tried meets both 52.5% (near in fp32) and GPipe's 5.2x (in fp16
+with micro-batches of one); the frameworks may have differed in precision.
 """
 
 ASSUMED = """
-The settings marked as chosen were chosen with the published figures in view, so agreement in kind is weak evidence and
-agreement in number is none: GPipe's 5.2x, for one, is met by one size of micro-batch and missed by the others. The table
-shows the other choices (Lassen; a V100 has 16.9 GB, so rows with more could not have run). ZeRO's 42 to 66% needs
-states to outweigh activations, so it holds for short samples only.
+The settings marked as chosen were chosen with the published figures in view, so agreement in kind is weak evidence
+and agreement in number is none: GPipe's 5.2x, for one, is met by one size of micro-batch and missed by the others.
+The table shows the other choices (Lassen; a V100 has 16.9 GB, so rows with more could not have run). ZeRO's 42 to 66%
+needs states to outweigh activations, so it holds for short samples only.
 """
 
 VGG = """
-Work, parameters and bytes are counted by `shoal analyze`; rates are those of `estimate/replicated.py`, fitted on other networks
-on the same devices. fp32 on V100, TF32 on A100: PyTorch's defaults, assumed. Of DDP's times nothing was at hand to compare. Gradients are 553 MB a step,
-which a node's cards carry at a quarter of their rate (PyTorch's habit in that fit). Rates there do not depend on the size
-of a batch, so GPipe is predicted slower by what it computes twice, and what small micro-batches cost beyond that is missing:
-1.3x, where 1.8x was published.
+Work, parameters and bytes are counted by `shoal analyze`; rates are those of `estimate/replicated.py`, fitted on
+other networks on the same devices. fp32 on V100, TF32 on A100: PyTorch's defaults, assumed. Of DDP's times nothing
+was at hand to compare. Gradients are 553 MB a step, which a node's cards carry at a quarter of their rate (PyTorch's
+habit in that fit). Rates there do not depend on the size of a batch, so GPipe is predicted slower by what it computes
+twice, and what small micro-batches cost beyond that is missing: 1.3x, where 1.8x was published.
 
 Seconds an epoch of ImageNet, and the part of the step that gradients add.
 """
@@ -252,13 +253,21 @@ def page() -> str:
     told = ["# The comparison, predicted", INTRODUCTION]
     told += ["| finding | published | predicted, fp16 | predicted, fp32 | in kind |", "|---|---|---|---|---|"]
     for half, single in zip(findings("fp16"), findings("fp32"), strict=True):
-        kind = {(True, True): "holds", (True, False): "in fp16", (False, True): "in fp32"}.get((half[3], single[3]), "no")
+        kind = {(True, True): "holds", (True, False): "in fp16", (False, True): "in fp32"}.get(
+            (half[3], single[3]), "no"
+        )
         told.append(f"| {half[0]} | {half[1]} | {half[2]} | {single[2]} | {kind} |")
     for what, published, predicted, holds in image_findings():
         told.append(f"| {what} | {published} | | {predicted} | {'holds' if holds else 'no'} |")
     for place, title in (("lassen", "Lassen"), ("thetagpu", "ThetaGPU")):
         here = curves(place)
-        told += ["", f"## GPT2-medium on {title}, fp16", "", "Seconds an epoch of Wikitext-103, and GB on a device.", ""]
+        told += [
+            "",
+            f"## GPT2-medium on {title}, fp16",
+            "",
+            "Seconds an epoch of Wikitext-103, and GB on a device.",
+            "",
+        ]
         told += ["| devices | " + " | ".join(here) + " |", "|---:|" + "---:|" * len(here)]
         for devices in DEVICES:
             cells = [
@@ -271,7 +280,13 @@ def page() -> str:
         both = [images.replicated(place, devices) for place in ("lassen", "thetagpu")]
         cells = [f"{each.epoch_s(devices):,.0f} s, {each.messages:.0%}" for each in both]
         told.append(f"| {devices} | " + " | ".join(cells) + " |")
-    told += ["", "## The share of messages in intra-layer parallelism", SHARE, "| | share | memory |", "|---|---:|---:|"]
+    told += [
+        "",
+        "## The share of messages in intra-layer parallelism",
+        SHARE,
+        "| | share | memory |",
+        "|---|---:|---:|",
+    ]
     told += [f"| {what} | {found.messages:.0%} | {found.memory_gb:.1f} GB |" for what, found in shares()]
     told += [SHARE_FOUND, "## What was chosen, and what it decides", ASSUMED]
     told += ["| setting | DDP's memory | ZeRO-1 of it, 64 devices | ZeRO-2 of it | messages, intra-layer on 16 |"]

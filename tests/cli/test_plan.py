@@ -68,7 +68,9 @@ def test_json_and_page_tell_the_same_plans(place: Place) -> None:
 def test_what_cannot_be_planned_is_refused_in_a_sentence(words: tuple[str, ...], expected: str, place: Place) -> None:
     bad = 'device = "A100 SXM4 80GB"\n[[level]]\nranks = 8\ngb_per_s = -3\n'
     (place.folder / "impossible.toml").write_text(bad, encoding="utf-8")
-    plain = "[device]\npeak_tflops = {bf16 = 100}\nmemory_gb = 80\nmemory_gb_s = 900\n[[level]]\nranks = 8\ngb_per_s = 9\n"
+    plain = (
+        "[device]\npeak_tflops = {bf16 = 100}\nmemory_gb = 80\nmemory_gb_s = 900\n[[level]]\nranks = 8\ngb_per_s = 9\n"
+    )
     (place.folder / "plain.toml").write_text(plain, encoding="utf-8")
     done = place.shoal("plan", *words)
     assert done.returncode == 2
@@ -149,7 +151,9 @@ def test_run_keeps_the_batch_and_prints_one_object_and_may_share_cores(place: Pl
     (place.folder / "four.toml").write_text(cpu, encoding="utf-8")
     job = "from shoal.job.tasks.language import language\njob = language('tiny', steps=3)\n"
     (place.folder / "short.py").write_text(job, encoding="utf-8")
-    program = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); from shoal.cli.main import run; run()"
+    program = (
+        "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); from shoal.cli.main import run; run()"
+    )
     words = ("plan", "short.py", "-c", "four.toml", "--run", "--batch", "16", "--json")
     done = place.run("-c", program, *words, timeout_s=180)
     assert done.returncode == 0, done.stderr

@@ -102,7 +102,10 @@ def _print(told: dict[str, Any]) -> None:
         ("Totals", _totals(told)),
         ("Concurrency", _axes(told)),
         ("Time on p processors, in operations: max(W/p, D) <= T <= W/p + D", _bounds(told)),
-        ("Convolutions: work (in real multiply-adds) and depth of each algorithm, in forward", _convolutions(told, room=room)),
+        (
+            "Convolutions: work (in real multiply-adds) and depth of each algorithm, in forward",
+            _convolutions(told, room=room),
+        ),
     ):
         if table.row_count:
             console.print()

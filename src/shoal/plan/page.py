@@ -8,6 +8,7 @@ on a narrow screen; no script.
 from __future__ import annotations
 
 from html import escape
+from itertools import pairwise
 from math import ceil, floor, log10
 from typing import Any
 
@@ -114,7 +115,8 @@ def _best(plan: Plan, told: dict[str, Any]) -> list[str]:
     ]
     return [
         "<p>The best plan (one click selects it):</p>", f"<code class='copy best'>{escape(strategy)}</code>",
-        "<div class='tiles'>", *(f"<div><b>{escape(big)}</b><span>{escape(small)}</span></div>" for big, small in tiles),
+        "<div class='tiles'>",
+        *(f"<div><b>{escape(big)}</b><span>{escape(small)}</span></div>" for big, small in tiles),
         "</div>",
         f"<p>It rests on what validation hardly shows: {escape(', '.join(beyond))}.</p>" if beyond else "",
         "<details><summary>Look at it closer</summary>",
@@ -148,7 +150,8 @@ def _table(rows: list[dict[str, Any]], told: dict[str, Any], *, first: str) -> s
         cells = [*(f"<td>{each}</td>" for each in figures), *(f"<td class='w'>{each}</td>" for each in priced)]
         body.append(f"<tr class='{dim.strip()}'><td>{label}</td>{''.join(cells)}</tr>")
         body.append(
-            f"<tr class='more{dim}'><td colspan='{len(names) + len(more)}'>{code} <small>{escape(small)}</small></td></tr>"
+            f"<tr class='more{dim}'><td colspan='{len(names) + len(more)}'>{code} "
+            f"<small>{escape(small)}</small></td></tr>"
         )
     head = "".join([*(f"<th>{name}</th>" for name in names), *(f"<th class='w'>{name}</th>" for name in more)])
     return f"<div class='roll'><table><tr>{head}</tr>{''.join(body)}</table></div>"
@@ -184,18 +187,21 @@ def _scatter(plan: Plan) -> str:
         (x.place(float(priced.memory_bytes[row]) / GB), y.place(float(priced.step_s[row]) / unit_s)) for row in shown
     ]
     line = points[len(shown) - len(front) :]
-    for (across, up), (then, there) in zip(line, line[1:], strict=False):
-        drawn.append(
-            f"<line class='front' x1='{across:.2f}%' y1='{up:.1f}' x2='{then:.2f}%' y2='{there:.1f}'/>"
-        )
+    for (across, up), (then, there) in pairwise(line):
+        drawn.append(f"<line class='front' x1='{across:.2f}%' y1='{up:.1f}' x2='{then:.2f}%' y2='{there:.1f}'/>")
     for place, (row, (across, up), name) in enumerate(zip(shown, points, names, strict=True)):
         of_front = place >= len(shown) - len(front)
-        tip = f"{plan.strategy(row)}: {seconds(float(priced.step_s[row]))}, {gigabytes(float(priced.memory_bytes[row]))}"
+        tip = (
+            f"{plan.strategy(row)}: {seconds(float(priced.step_s[row]))}, {gigabytes(float(priced.memory_bytes[row]))}"
+        )
         look = "class='front' r='5'" if of_front else "r='2.8' fill-opacity='.45'"
         drawn.append(
-            f"<circle cx='{across:.2f}%' cy='{up:.1f}' {look} fill='{colour[name]}'><title>{escape(tip)}</title></circle>"
+            f"<circle cx='{across:.2f}%' cy='{up:.1f}' {look} fill='{colour[name]}'>"
+            f"<title>{escape(tip)}</title></circle>"
         )
-    words = f"<text x='50%' y='{PLOT_PX + 36}' text-anchor='middle'>memory of a device, against the time of a step</text>"
+    words = (
+        f"<text x='50%' y='{PLOT_PX + 36}' text-anchor='middle'>memory of a device, against the time of a step</text>"
+    )
     key = "".join(f"<span><i style='background:{colour[name]}'></i>{escape(name)}</span>" for name in known)
     return (
         f"<div class='plot'><svg height='{PLOT_PX}' role='img'>{''.join(drawn)}{words}</svg></div>"

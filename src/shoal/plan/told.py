@@ -78,7 +78,8 @@ def _assumptions(plan: Plan) -> list[str]:
         f"{term} {target.slowdowns[type(term).__name__]:.3g}" for term in COMPRESSORS[1:]
     )  # fmt: skip
     told = [
-        f"errors: a measured step lies about {STEP_ERROR:.0%} from the predicted one, memory {MEMORY_ERROR:.0%}: {ORIGIN}",
+        f"errors: a measured step lies about {STEP_ERROR:.0%} from the predicted one, memory {MEMORY_ERROR:.0%}: "
+        f"{ORIGIN}",
         f"memory: at most {limit / GB:.1f} of {whole / GB:.1f} GB a device is planned for; the rest is the margin for "
         "the prediction's error",
         f"steps to target: {steps:,.0f} at this batch = {target.samples / target.noise_batch:,.0f} x (1 + "
