@@ -3,11 +3,31 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.comparison_predicted import curves, findings, other_settings
+from benchmarks import comparison_images as images
+from benchmarks.comparison_predicted import curves, findings, image_findings, other_settings, shares
 
 
-def test_every_finding_holds_in_kind() -> None:
-    assert [what for what, _, _, holds in findings() if not holds] == []
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_every_finding_holds_in_kind(precision: str) -> None:
+    assert [what for what, _, _, holds in [*findings(precision), *image_findings()] if not holds] == []
+
+
+def test_vgg16_is_counted_and_its_gradients_are_felt_between_nodes() -> None:
+    work = images.vgg16()
+    assert work.parameters == 138_357_544
+    assert work.flops == pytest.approx(2 * 15.47e9, rel=1e-3)
+    for place, node in (("lassen", 4), ("thetagpu", 8)):
+        inside, outside = images.replicated(place, node), images.replicated(place, 2 * node)
+        assert inside.messages < 0.05 < outside.messages
+        epochs = [images.replicated(place, each).epoch_s(each) for each in images.DEVICES]
+        assert epochs == sorted(epochs, reverse=True)
+
+
+def test_precision_moves_the_share_of_messages_more_than_any_other_assumption() -> None:
+    told = {what: found.messages for what, found in shares()}
+    base = next(iter(told.values()))
+    half = [base - share for what, share in told.items() if "fp32" not in what]
+    assert base - told["fp32"] > 2 * max(half)
 
 
 @pytest.mark.parametrize("place", ["lassen", "thetagpu"])

@@ -146,3 +146,69 @@ def test_pilot_runs_replace_the_defaults() -> None:
 def test_pilot_rows_that_tell_nothing_are_refused(rows) -> None:
     with pytest.raises(BadPilot):
         learn_target(rows, start=default_target(preset("gpt:1.3b")))
+
+
+def test_slow_downs_follow_the_bands_that_compressions_state() -> None:
+    from shoal.strategy import REGISTRY, CompressTerm
+
+    slower = Target(samples=1e6, noise_batch=1000).slowdowns
+    terms = [term for term in REGISTRY.values() if issubclass(term, CompressTerm)]
+    assert set(slower) == {term.__name__ for term in terms}
+    assert slower.pop("none") == 1
+    assert all(slower[name] == 1 + REGISTRY[name].within for name in slower)
+
+
+def test_energy_and_money_are_hours_times_power_and_prices(plan) -> None:
+    from dataclasses import replace
+
+    from shoal.plan.rank import ranked
+
+    best = plan.best
+    hours = plan.time_s(best) / 3600 * 32
+    assert plan.cost(best) == pytest.approx(hours)
+    assert plan.energy_kwh(best) == pytest.approx(hours * 0.4)
+
+    def asked(**more: float) -> float:
+        return ranked(replace(plan.question, **more), plan.priced).cost(best)
+
+    assert asked(price_an_hour=2.0) == pytest.approx(2 * hours)
+    assert asked(price_a_kwh=0.25, watts=800) == pytest.approx(0.25 * 0.8 * hours)
+    assert asked(price_an_hour=2.0, price_a_kwh=0.25) == pytest.approx((2 + 0.25 * 0.4) * hours)
+
+
+def test_every_accelerator_that_presets_use_states_its_power() -> None:
+    from shoal.cluster.presets import PRESETS
+
+    assert all(cluster(name).device.watts for name in PRESETS)
+
+
+def test_error_bars_are_those_of_the_validation_page(plan) -> None:
+    from pathlib import Path
+
+    from shoal.estimate.errors import MEMORY_ERROR, STEP_ERROR
+
+    page = (Path(__file__).parents[2] / "docs" / "validation.md").read_text(encoding="utf-8").splitlines()
+    steps = next(line for line in page if line.startswith("| all |")).split("|")
+    memory = next(line for line in page if "each model size left out" in line).split("|")
+    assert round(float(steps[4].strip(" *"))) == round(100 * STEP_ERROR)
+    assert round(float(memory[4].strip(" *"))) == round(100 * MEMORY_ERROR)
+    first = told_plan(plan, top=1, changes=[])["plans"][0]
+    least_s, most_s = first["step_range_s"]
+    assert least_s * (1 + STEP_ERROR) == pytest.approx(first["step_s"]) == pytest.approx(most_s * (1 - STEP_ERROR))
+
+
+def test_a_plan_says_what_no_measured_step_stands_behind() -> None:
+    def beyond(name: str, place: str, **more: object) -> set[str]:
+        told = told_plan(
+            make_plan(question_for(preset(name), cluster(place, devices=16), global_batch=64, **more)),
+            top=50, changes=[],
+        )  # fmt: skip
+        for row in told["plans"]:
+            assert ("its pipeline schedule" in row["unmeasured"]) is (
+                '"zero-bubble"' in row["strategy"] or '"gpipe"' in row["strategy"]
+            )
+            assert any("context" in each for each in row["unmeasured"]) is ("cp(" in row["strategy"])
+        return set.intersection(*(set(row["unmeasured"]) for row in told["plans"]))
+
+    assert beyond("gpt:1.3b", "dgx-a100") == set()
+    assert "steps on this device" in beyond("gpt:1.3b", "dgx-1-v100")

@@ -18,8 +18,13 @@ MOST_ROWS = 80
 """Of the table by layer. Networks with more show blocks only; `--json` has every layer."""
 
 
+YIELDING = ("shape", "bytes", "kind", "best by depth", "fft", "grad x", "grad w")
+"""Columns that yield to a narrow terminal, in this order: a figure that is cut off would be a wrong one."""
+
 FOLDED = ("kind", "shape", "because")
 """Columns that may take several lines where the terminal is narrow."""
+FOLDED_WIDE = 14
+"""What they keep at least."""
 
 
 class CannotAnalyze(ValueError):
@@ -89,14 +94,18 @@ def _print(told: dict[str, Any]) -> None:
     from rich.text import Text
 
     console = Console(highlight=False)
+    room = console.width - 2
     title = f"  {short(told['parameters'])} parameters, batch {told['batch']:,}"
     console.print(Text.assemble((told["network"], "bold cyan"), title), soft_wrap=True)
     for heading, table in (
-        ("Layers", _layers(told)),
+        ("Layers", _layers(told, room=room)),
         ("Totals", _totals(told)),
         ("Concurrency", _axes(told)),
         ("Time on p processors, in operations: max(W/p, D) <= T <= W/p + D", _bounds(told)),
-        ("Convolutions: work (in real multiply-adds) and depth of each algorithm, in forward", _convolutions(told)),
+        (
+            "Convolutions: work (in real multiply-adds) and depth of each algorithm, in forward",
+            _convolutions(told, room=room),
+        ),
     ):
         if table.row_count:
             console.print()
@@ -127,11 +136,38 @@ def _table(*columns: str, words: tuple[str, ...]) -> Table:
     return table
 
 
-def _layers(told: dict[str, Any]) -> Table:
+class Fitted:
+    """A table that gives up columns until the others have room."""
+
+    def __init__(self, *columns: str, words: tuple[str, ...]) -> None:
+        self.columns, self.words = columns, words
+        self.rows: list[tuple[tuple[str, ...], str | None]] = []
+
+    def add_row(self, *cells: str, style: str | None = None) -> None:
+        """One row, as rich takes it."""
+        self.rows.append((cells, style))
+
+    def table(self, *, room: int) -> Table:
+        """With as many columns as there is room for."""
+        wide = {name: max(len(cells[place]) for cells in (self.columns, *(cells for cells, _ in self.rows)))
+                for place, name in enumerate(self.columns)}  # fmt: skip
+        wide |= {name: min(wide[name], FOLDED_WIDE) for name in FOLDED if name in wide}
+        for name in YIELDING:
+            if sum(wide.values()) + 2 * len(wide) <= room:
+                break
+            wide.pop(name, None)
+        table = _table(*wide, words=self.words)
+        for cells, style in self.rows:
+            kept = (cell for name, cell in zip(self.columns, cells, strict=True) if name in wide)
+            table.add_row(*kept, style=style)
+        return table
+
+
+def _layers(told: dict[str, Any], *, room: int) -> Table:
     groups = told["groups"]
     rows = sum(1 + len(group["layers"]) * (len(group["layers"]) > 1) for group in groups)
     words = ("layer", "kind", "shape")
-    table = _table(*words, "parameters", "work, depth", "grad x", "grad w", "bytes", words=words)
+    table = Fitted(*words, "parameters", "work, depth", "grad x", "grad w", "bytes", words=words)
     for group in groups:
         single, several = len(group["layers"]) == 1, group["count"] > 1
         name = _span(group)
@@ -145,10 +181,10 @@ def _layers(told: dict[str, Any]) -> Table:
         if rows <= MOST_ROWS:
             for layer in group["layers"]:
                 _add_layer(table, layer, f"  {_within(layer['name'], group['first'])}")
-    return table
+    return table.table(room=room)
 
 
-def _add_layer(table: Table, layer: dict[str, Any], name: str) -> None:
+def _add_layer(table: Fitted, layer: dict[str, Any], name: str) -> None:
     passes = (layer["forward"], layer["input_gradient"], layer["weight_gradient"])
     table.add_row(
         name, layer["kind"], layer["shape"], short(layer["parameters"]) if layer["parameters"] else "",
@@ -191,10 +227,10 @@ def _bounds(told: dict[str, Any]) -> Table:
     return table
 
 
-def _convolutions(told: dict[str, Any]) -> Table:
+def _convolutions(told: dict[str, Any], *, room: int) -> Table:
     """Winograd's column is that of the tile with the least work."""
     words = ("layers", "shape", "best by work", "best by depth")
-    table = _table(*words[:2], "direct, im2col", "fft", "winograd", *words[2:], words=words)
+    table = Fitted(*words[:2], "direct, im2col", "fft", "winograd", *words[2:], words=words)
     for row in told["convolutions"]:
         found = row["algorithms"]
         winograd = [cost for name, cost in found.items() if name.startswith("winograd")]
@@ -205,7 +241,7 @@ def _convolutions(told: dict[str, Any]) -> Table:
             *(f"{short(cost['real_work'])}, {cost['depth']}" if cost else "-" for cost in cells),
             row["best_by_work"], row["best_by_depth"],
         )  # fmt: skip
-    return table
+    return table.table(room=room)
 
 
 def _span(group: dict[str, Any]) -> str:

@@ -223,6 +223,10 @@ def plan(
     ] = None,
     precision: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32 (default: what the device has).")] = None,
     price: Annotated[float | None, typer.Option(min=0.0, help="Money for a device and hour.")] = None,
+    watts: Annotated[
+        float | None, typer.Option(help="Power of a device, for energy (default: its datasheet's).")
+    ] = None,
+    kwh_price: Annotated[float | None, typer.Option(min=0.0, help="Money for a kilowatt-hour.")] = None,
     pilot: Annotated[
         str | None, typer.Option(help="CSV of pilot runs (batch,steps[,compress]) for the steps to target.")
     ] = None,
@@ -238,7 +242,8 @@ def plan(
     sys.exit(
         plan_command(
             what, cluster_name=cluster, devices=devices, batch=batch, by=by, top=top, as_json=as_json, html_file=html,
-            run=run, sequence=sequence, precision=precision, price=price, pilot=pilot, size=size, profile=profile,
+            run=run, sequence=sequence, precision=precision, price=price, watts=watts, kwh_price=kwh_price, pilot=pilot,
+            size=size, profile=profile,
         )
     )  # fmt: skip
 

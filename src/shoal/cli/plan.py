@@ -6,6 +6,7 @@ A preset shape is planned without torch. A job is looked into first, and needs i
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from shoal.cluster import Cluster, cluster, read_cluster
 from shoal.job import names
 from shoal.plan.counterfactual import changes, what_would_fit
 from shoal.plan.rank import Plan, cheapest, make_plan, question_for
-from shoal.plan.told import NothingFits, told_plan
+from shoal.plan.told import NothingFits, amount, gigabytes, told_plan
 from shoal.workload.presets import preset
 from shoal.workload.shape import Transformer
 
@@ -32,7 +33,8 @@ class CannotPlan(ValueError):
 def plan_command(
     what: str, *, cluster_name: str, devices: int | None, batch: str | None, by: str, top: int, as_json: bool,
     html_file: str | None, run: bool, sequence: int | None = None, precision: str | None = None,
-    price: float | None = None, pilot: str | None = None, size: str | None = None, profile: str | None = None,
+    price: float | None = None, watts: float | None = None, kwh_price: float | None = None, pilot: str | None = None,
+    size: str | None = None, profile: str | None = None,
 ) -> int:  # fmt: skip
     """Plans, prints, and if told trains."""
     shape, facts, job_batch = _model(what, size=size, run=run)
@@ -42,8 +44,8 @@ def plan_command(
         shape = shape.at(sequence=sequence)
     place = the_cluster(cluster_name, devices=devices)
     plan = _plan(
-        shape, place, batch=samples_of(batch, shape) or job_batch, by=by, precision=precision, price=price, pilot=pilot,
-        facts=facts, profile=profile,
+        shape, place, batch=samples_of(batch, shape) or job_batch, by=by, precision=precision, price=price, watts=watts,
+        kwh_price=kwh_price, pilot=pilot, facts=facts, profile=profile,
     )  # fmt: skip
     if plan.best is None:
         raise NothingFits("\n".join(what_would_fit(plan)))
@@ -127,7 +129,7 @@ def _names_job(what: str) -> bool:
 
 def _plan(
     shape: Transformer, place: Cluster, *, batch: int | None, by: str, precision: str | None, price: float | None,
-    pilot: str | None, facts: ModelFacts | None, profile: str | None,
+    watts: float | None, kwh_price: float | None, pilot: str | None, facts: ModelFacts | None, profile: str | None,
 ) -> Plan:  # fmt: skip
     from shoal.estimate.cost import PROFILES
     from shoal.estimate.target import default_target, read_pilot
@@ -139,10 +141,15 @@ def _plan(
         raise CannotPlan(f"--profile {profile}: expected one of {', '.join(PROFILES)}")
     if precision not in (None, "bf16", "fp16", "fp32"):
         raise CannotPlan(f"--precision {precision}: expected bf16, fp16 or fp32")
+    for option, value in (("--price", price), ("--watts", watts), ("--kwh-price", kwh_price)):
+        if value is not None and not 0 <= value < float("inf"):
+            raise CannotPlan(f"{option} {value:g}: expected a finite number, at least 0")
+    if kwh_price is not None and watts is None and place.device.watts is None:
+        raise CannotPlan(f"--kwh-price {kwh_price:g}: device {place.device.name!r} states no watts; give --watts")
     more: dict[str, Any] = {"profile": PROFILES[profile]} if profile is not None else {}
     question = question_for(
-        shape, place, global_batch=batch, target=target, precision=precision, by=by, price_an_hour=price, facts=facts,
-        **more,
+        shape, place, global_batch=batch, target=target, precision=precision, by=by, price_an_hour=price, watts=watts,
+        price_a_kwh=kwh_price, facts=facts, **more,
     )  # fmt: skip
     return cheapest(question) if by == "cost" else make_plan(question)
 
@@ -160,6 +167,9 @@ def _train(what: str, plan: Plan, *, size: str | None, as_json: bool) -> int:
         )
     if not as_json:
         print(f"\nTraining by {strategy}")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if strategy.world > cores:
+        print(f"{strategy.world} ranks share {cores} cores here: steps will take longer than planned", file=sys.stderr)
     return train_command(
         what, str(strategy), ranks=None, hang_after=300.0, as_json=as_json, size=size, steps=None,
         global_batch=plan.question.global_batch, seed=None, folder=None, resume=None, checkpoint_every=None,
@@ -176,7 +186,6 @@ def _write(text: str, path: str) -> None:
 
 def _print(told: dict[str, Any]) -> None:
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
     console = Console(highlight=False)
@@ -189,22 +198,49 @@ def _print(told: dict[str, Any]) -> None:
         ("Pareto: time against memory", told["pareto"]),
     )
     for heading, rows in shown:
-        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-        for name in ("", "step", "to target", "memory", "of it"):
-            table.add_column(name, justify="right" if name else "left", no_wrap=True)
-        table.add_column("strategy", overflow="fold")
-        for number, row in enumerate(rows, start=1):
-            label = row.get("family") or str(number)
-            if row["fits"]:
-                largest = row["why"]
-                table.add_row(label, row["step"], row["time"], row["memory"], largest, row["strategy"])
-            else:
-                table.add_row(label, "", "", row["memory"], "does not fit", row["strategy"], style="dim")
         console.print()
         if heading:
             console.print(Text(heading, style="bold"))
-        console.print(table)
+        for line, style in _lines(rows, errors=told["errors"], width=console.width):
+            console.print(Text(line, style=style), soft_wrap=True)
+    beyond = told["plans"][0]["unmeasured"]
+    if beyond:
+        console.print()
+        console.print(Text(f"The best plan rests on what validation hardly shows: {', '.join(beyond)}."))
     console.print()
     console.print(Text("What if", style="bold"))
     for change in told["changes"]:
         console.print(Text(f"  {change['what']}: {change['outcome']}"), soft_wrap=True)
+
+
+def _lines(rows: list[dict[str, Any]], *, errors: dict[str, Any], width: int) -> list[tuple[str, str]]:
+    """(line, style) of a table. Strategies stand in its last column, or under their figures if that is too wide."""
+    money = any(row.get("cost_in") == "money" for row in rows)
+    energy = any(row.get("energy") for row in rows)
+    heads = ["", f"step ±{errors['step']:.0%}", "to target", *(["cost"] if money else []),
+             *(["energy"] if energy else []),
+             f"memory ±{errors['memory']:.0%}", "of it"]  # fmt: skip
+    cells = []
+    for number, row in enumerate(rows, start=1):
+        label = row.get("family") or str(number)
+        if row["fits"]:
+            priced = [*([amount(row)] if money else []), *([row["energy"]] if energy else [])]
+            cells.append([label, row["step"], row["time"], *priced, row["memory"], row["why"]])
+        else:
+            blank = [""] * (len(heads) - 4)
+            cells.append([label, "", *blank, row["memory"], f"misses by {gigabytes(-row['margin_bytes'])}"])
+    wide = [max(len(line[place]) for line in [heads, *cells]) for place in range(len(heads))]
+
+    def joined(line: list[str]) -> str:
+        first = line[0].ljust(wide[0])
+        return "  ".join([first, *(each.rjust(room) for each, room in zip(line[1:], wide[1:], strict=True))])
+
+    beside = all(len(joined(line)) + 2 + len(row["strategy"]) <= width for line, row in zip(cells, rows, strict=True))
+    told = [(joined(heads) + ("  strategy" if beside else ""), "dim")]
+    for line, row in zip(cells, rows, strict=True):
+        style = "" if row["fits"] else "dim"
+        if beside:
+            told.append((f"{joined(line)}  {row['strategy']}", style))
+        else:
+            told += [(joined(line), style), (f"    {row['strategy']}", style or "cyan")]
+    return told

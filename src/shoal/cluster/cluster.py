@@ -32,12 +32,14 @@ class Device:
     """Processors that share a matrix product: a product of fewer tiles leaves some idle."""
     domain: int = 0
     """Devices joined by one switched fabric whatever a "node" is called; 0: the node (72 in a GB200 NVL72 rack)."""
+    watts: float | None = None
+    """Power of the board under full load; None where nobody says."""
     origin: str = ""
     """Where the figures come from."""
 
     def __post_init__(self) -> None:
         _positive(f"device {self.name!r}", memory_bytes=self.memory_bytes, memory_bytes_per_s=self.memory_bytes_per_s)
-        _positive(f"device {self.name!r}", sms=self.sms)
+        _positive(f"device {self.name!r}", sms=self.sms, **({} if self.watts is None else {"watts": self.watts}))
         for table, rates in (("peak_flops", self.peak_flops), ("matmul_flops", self.matmul_flops)):
             for precision, rate in rates.items():
                 if precision not in PRECISIONS:

@@ -14,6 +14,15 @@ from shoal.cluster.cluster import BadCluster, Device
 
 T, GB = 1e12, 1e9
 
+WATTS = {
+    "V100 SXM2 16GB": 300, "V100 SXM2 32GB": 300, "V100 SXM3 32GB (DGX-2)": 350, "A100 SXM4 40GB": 400,
+    "A100 SXM4 80GB": 400, "A100 PCIe 40GB": 250, "H100 SXM5 80GB": 700, "H100 SXM5 96GB 500W": 500,
+    "H100 PCIe 80GB": 350, "H200 SXM 141GB": 700, "B200 SXM": 1000, "GB200 (per GPU)": 1200,
+    "MI250X (per GCD)": 280, "MI250X (whole OAM = 2 GCDs)": 560, "MI300X": 750, "L40S": 350, "A10G": 300, "T4": 70,
+}  # fmt: skip
+"""Board power at most (TDP), from the datasheets named beside each device; of a GCD, half of its module's. An A10G can
+be set to 150 to 300 W and is counted at its most."""
+
 
 def _device(
     name: str, *, half: float, fp32: float, tf32: float | None = None, fp8: float | None = None, measured: float | None,
@@ -29,7 +38,7 @@ def _device(
     matmul = {"bf16" if bf16 else "fp16": measured * T} if measured else {}
     return Device(
         name=name, peak_flops=peaks, matmul_flops=matmul, memory_bytes=memory_gb * GB,
-        memory_bytes_per_s=memory_tb_s * T, sms=sms, origin=origin, domain=domain,
+        memory_bytes_per_s=memory_tb_s * T, sms=sms, origin=origin, domain=domain, watts=WATTS.get(name),
     )  # fmt: skip
 
 

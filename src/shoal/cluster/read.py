@@ -20,6 +20,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from difflib import get_close_matches
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from shoal.cluster.devices import device
 
 _TOP = ("name", "devices", "device", "level")
 _LEVEL = ("ranks", "gb_per_s", "latency_us")
-_DEVICE = ("name", "peak_tflops", "matmul_tflops", "memory_gb", "memory_gb_s", "sms", "domain")
+_DEVICE = ("name", "peak_tflops", "matmul_tflops", "memory_gb", "memory_gb_s", "sms", "domain", "watts")
 
 
 def read_cluster(path: str | Path) -> Cluster:
@@ -55,25 +56,21 @@ def cluster_of(values: Mapping[str, Any], *, name: str) -> Cluster:
     for number, table in enumerate(tables, start=1):
         where = f"level {number}"
         _refuse_unknown(where, table, _LEVEL)
-        ranks, latency_us = _number(where, table, "ranks"), _number(where, table, "latency_us", default=0.0)
+        ranks, latency_us = _whole(where, table, "ranks"), _number(where, table, "latency_us", default=0.0)
         bandwidth = _number(where, table, "gb_per_s")
-        if ranks < 1 or ranks != int(ranks):
-            raise BadCluster(f"ranks of {where} is {ranks:g}; expected a whole number, at least 1")
-        if not 0 < bandwidth < float("inf"):
+        if bandwidth <= 0:
             raise BadCluster(f"gb_per_s of {where} is {bandwidth:g}; expected a finite number above 0")
-        if not 0 <= latency_us < float("inf"):
+        if latency_us < 0:
             raise BadCluster(f"latency_us of {where} is {latency_us:g}; expected microseconds, at least 0")
-        levels.append(Level(ranks=int(ranks), bytes_per_s=bandwidth * 1e9, latency_s=latency_us * 1e-6))
+        levels.append(Level(ranks=ranks, bytes_per_s=bandwidth * 1e9, latency_s=latency_us * 1e-6))
     product = 1
     for level in levels:
         product *= level.ranks
-    devices = _number("the file", values, "devices", default=float(product))
-    if devices < 1 or devices != int(devices):
-        raise BadCluster(f"devices is {devices:g}; expected a whole number, at least 1")
+    devices = _whole("the file", values, "devices", default=product)
     title = values.get("name", name)
     if not isinstance(title, str):
         raise BadCluster(f"name is {title!r}; expected text")
-    return Cluster(name=title, device=_device(values.get("device")), levels=tuple(levels), devices=int(devices))
+    return Cluster(name=title, device=_device(values.get("device")), levels=tuple(levels), devices=devices)
 
 
 def _device(given: Any) -> Device:
@@ -94,8 +91,9 @@ def _device(given: Any) -> Device:
         name=str(given.get("name", "device")), peak_flops=rates["peak_tflops"], matmul_flops=rates["matmul_tflops"],
         memory_bytes=_number("[device]", given, "memory_gb") * 1e9,
         memory_bytes_per_s=_number("[device]", given, "memory_gb_s") * 1e9,
-        sms=int(_number("[device]", given, "sms", default=128.0)),
-        domain=int(_number("[device]", given, "domain", default=0.0)),
+        sms=_whole("[device]", given, "sms", default=128),
+        domain=_whole("[device]", given, "domain", default=0, least=0),
+        watts=_number("[device]", given, "watts") if "watts" in given else None,
         origin="the user's file",
     )  # fmt: skip
 
@@ -106,7 +104,16 @@ def _number(where: str, table: Mapping[str, Any], key: str, *, default: float | 
         raise BadCluster(f"{where} has no {key}; give a number")
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise BadCluster(f"{key} of {where} is {value!r}; expected a number")
+    if not isfinite(value):
+        raise BadCluster(f"{key} of {where} is {value:g}; expected a finite number")
     return float(value)
+
+
+def _whole(where: str, table: Mapping[str, Any], key: str, *, default: int | None = None, least: int = 1) -> int:
+    value = _number(where, table, key, default=default)
+    if value < least or value != int(value):
+        raise BadCluster(f"{key} of {where} is {value:g}; expected a whole number, at least {least}")
+    return int(value)
 
 
 def _refuse_unknown(where: str, table: Mapping[str, Any], known: tuple[str, ...]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from shoal.strategy import REGISTRY, CompressTerm, none
 from shoal.workload.shape import Transformer
 
 TOKENS_A_PARAMETER = 20.0
@@ -21,21 +22,13 @@ IRREDUCIBLE, BY_PARAMETERS, BY_TOKENS = 1.69, (406.4, 0.34), (410.7, 0.28)
 CRITICAL_TOKENS, CRITICAL_POWER = 2.1e8, 1 / 0.21
 """Noise scale in tokens at a loss: 2.1e8 / loss^(1/0.21) (Kaplan et al. 2020)."""
 
-SLOWDOWNS: Mapping[str, tuple[float, str]] = {
-    "none": (1.0, "dense"),
-    "fp16": (1.0, "rounding far below the noise of a gradient"),
-    "int8": (1.02, "assumed; block-wise 8 bits with error feedback lose nothing measurable in Dettmers et al. 2022"),
-    "qsgd": (1.10, "assumed, from Alistarh et al. 2017: more noise, the same rate"),
-    "ternary": (1.15, "assumed, from Wen et al. 2017"),
-    "onebit": (1.05, "assumed, from Seide et al. 2014"),
-    "sign": (1.10, "assumed, from Karimireddy et al. 2019: error feedback restores the rate"),
-    "topk": (1.10, "assumed, from Stich et al. 2018 and Xu et al. 2021: 1% with error feedback"),
-    "dgc": (1.05, "assumed, from Lin et al. 2018"),
-    "powersgd": (1.05, "assumed, from Vogels et al. 2019: rank 4 trains alike per epoch"),
-}
-"""Steps against dense, and where the number comes from. Pilot rows replace it."""
-PLANNED = ("int8", "sign", "topk", "powersgd")
-"""Those that plans try."""
+SLOWDOWNS: Mapping[str, float] = {
+    term.__name__: 1.0 if term is none else 1 + term.within
+    for term in REGISTRY.values() if issubclass(term, CompressTerm)
+}  # fmt: skip
+"""Steps against dense, derived from the band that each compression states (`within` in strategy/compress.py): a loss
+that may end 15% above the dense run's is counted as 15% more steps. That a band costs as many steps as it is wide is
+assumed; pilot rows replace it."""
 A_STALE_STEP = 0.05
 """Each step of staleness costs this part more steps. Assumed, from Zhang et al. 2016 (staleness-aware ASGD)."""
 A_DOUBLING_OF_LOCAL_STEPS = 0.03
@@ -54,7 +47,7 @@ class Target:
     """At batches far below the noise scale."""
     noise_batch: float
     """Samples in a batch that needs twice the steps of the largest, and twice the samples of the smallest."""
-    slowdowns: Mapping[str, float] = field(default_factory=lambda: {name: pair[0] for name, pair in SLOWDOWNS.items()})
+    slowdowns: Mapping[str, float] = field(default_factory=lambda: dict(SLOWDOWNS))
     origins: Mapping[str, str] = field(default_factory=dict)
     """Where each number comes from."""
 
@@ -80,8 +73,7 @@ def default_target(shape: Transformer) -> Target:
             "samples": f"default: {TOKENS_A_PARAMETER:g} tokens a parameter (Hoffmann et al. 2022)",
             "noise_batch": f"default: 2.1e8 / loss^4.76 tokens at a loss of {loss:.2f} (Kaplan et al. 2020; "
             "loss by Hoffmann et al. 2022)",
-            "compression": "default: "
-            + "; ".join(f"{name} x {SLOWDOWNS[name][0]:g} ({SLOWDOWNS[name][1]})" for name in PLANNED),
+            "compression": "default: as many more steps as each one's stated band is wide (assumed)",
         },
     )  # fmt: skip
 

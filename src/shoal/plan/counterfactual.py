@@ -88,11 +88,39 @@ def other_sizes(plan: Plan) -> list[Change]:
     for name, devices in sizes:
         what = f"{name} ({devices:,} devices)"
         try:
-            larger = replace(question, cluster=cluster.resized(devices), space=space)
+            larger = replace(question, cluster=cluster.resized(devices))
         except BadCluster:
             continue
-        found.append(_told(what, plan, make_plan(larger)))
+        grown = _ahead(larger, space)
+        batch = question.global_batch * devices // cluster.devices
+        if _gains(grown, plan) or question.by == "step" or batch * cluster.devices != question.global_batch * devices:
+            found.append(_sized(what, plan, grown))
+            continue
+        # Odd numbers of nodes divide badly; a batch that grows with them leaves each device its share.
+        shared = _ahead(replace(larger, global_batch=batch), space)
+        found.append(_sized(what, plan, shared if _gains(shared, plan) else grown))
     return found
+
+
+def _ahead(question: Question, space: Space) -> Plan:
+    """Planned in a part of the space, and in all of it where nothing of that part fits."""
+    found = make_plan(replace(question, space=space))
+    return found if found.best is not None else make_plan(question)
+
+
+def _gains(changed: Plan, plan: Plan) -> bool:
+    return changed.best is not None and _measure(changed) < _measure(plan)
+
+
+def _sized(what: str, plan: Plan, changed: Plan) -> Change:
+    """As told of other changes; with the batch if that changed, and with advice if nothing is gained."""
+    told = _told(what, plan, changed)
+    batch = changed.question.global_batch
+    if batch != plan.question.global_batch:
+        return replace(told, outcome=f"{told.outcome} and a batch of {batch:,}")
+    if told.ratio is None or told.ratio < 1:
+        return told
+    return replace(told, outcome=f"no gain, it divides badly ({told.outcome}); better kept as a spare")
 
 
 def other_degrees(plan: Plan) -> list[Change]:

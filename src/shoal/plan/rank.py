@@ -36,11 +36,24 @@ class Question:
     by: str = "time"
     precision: str = "bf16"
     price_an_hour: float | None = None
-    """Money for one device; without it costs are device-hours."""
+    """Money for one device."""
+    watts: float | None = None
+    """Of one device, if not what the cluster's device states."""
+    price_a_kwh: float | None = None
     profile: Profile = GOOD
     facts: ModelFacts | None = None
     """Of a model that was looked into; else those of the shape."""
     space: Space = WHOLE
+
+    @property
+    def device_watts(self) -> float | None:
+        """None where neither the user nor the device's datasheet says."""
+        return self.cluster.device.watts if self.watts is None else self.watts
+
+    @property
+    def in_money(self) -> bool:
+        """Whether a price was given; without one costs are device-hours."""
+        return self.price_an_hour is not None or self.price_a_kwh is not None
 
     @property
     def model_facts(self) -> ModelFacts:
@@ -91,10 +104,23 @@ class Plan:
             steps_to_target=self.steps(row), time_to_target_s=self.time_s(row),
         )  # fmt: skip
 
+    def device_hours(self, row: int) -> float:
+        """To the target, of all devices."""
+        return self.time_s(row) / 3600 * self.question.cluster.devices
+
+    def energy_kwh(self, row: int) -> float | None:
+        """To the target, all devices at full power; None where nobody says what that is."""
+        watts = self.question.device_watts
+        return None if watts is None else self.device_hours(row) * watts / 1000
+
     def cost(self, row: int) -> float:
-        """Device-hours to the target, or money where a price was given."""
-        hours = self.time_s(row) / 3600 * self.question.cluster.devices
-        return hours * (self.question.price_an_hour if self.question.price_an_hour is not None else 1.0)
+        """Device-hours to the target, or money where a price was given: for devices, for energy, or the sum."""
+        question = self.question
+        if not question.in_money:
+            return self.device_hours(row)
+        energy_kwh = self.energy_kwh(row)
+        for_energy = energy_kwh * question.price_a_kwh if energy_kwh and question.price_a_kwh else 0.0
+        return self.device_hours(row) * (question.price_an_hour or 0.0) + for_energy
 
 
 def precision_of(cluster: Cluster) -> str:

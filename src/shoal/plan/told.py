@@ -5,6 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from shoal.estimate.cost.inputs import SCHEDULES
+from shoal.estimate.errors import (
+    MEASURED_DEVICES,
+    MEASURED_SCHEDULES,
+    MEMORY_ERROR,
+    ORIGIN,
+    STEP_ERROR,
+    UNMEASURED,
+    around,
+)
+from shoal.plan.candidates import COMPRESSORS
 from shoal.plan.counterfactual import Change
 from shoal.plan.enumerate import FAMILIES, families_of
 from shoal.plan.rank import Plan, families, pareto
@@ -23,17 +34,23 @@ def told_plan(plan: Plan, *, top: int, changes: Sequence[Change]) -> dict[str, A
     question, priced = plan.question, plan.priced
     best_of = families(plan)
     front = pareto(plan)
+    cluster, device = question.cluster, question.cluster.device
     measure = {"time": "time to target", "step": "step time", "cost": "cost to target"}[question.by]
+    asked = (
+        f"batch {question.global_batch:,} x {question.shape.sequence:,} tokens: {len(priced):,} legal strategies, "
+        f"{len(plan.ranked):,} fit; by {measure}"
+    )
     return {
-        "title": f"{question.shape.name} on {question.cluster.devices:,} x {question.cluster.device.name} "
-        f"({question.cluster.name}), batch {question.global_batch:,} x {question.shape.sequence:,} tokens: "
-        f"{len(priced):,} legal strategies, {len(plan.ranked):,} fit; by {measure}",
+        "title": f"{question.shape.name} on {cluster.devices:,} x {device.name} ({cluster.name}), {asked}",
+        "heading": f"{question.shape.name} on {cluster.devices:,} x {device.name}",
+        "asked": f"Cluster {cluster.name}, {asked}.",
         "model": {"name": question.shape.name, "parameters": question.shape.parameters},
-        "cluster": {"name": question.cluster.name, "devices": question.cluster.devices,
-                    "device": question.cluster.device.name, "memory_bytes": question.cluster.device.memory_bytes,
-                    "limit_bytes": priced.limit_bytes},
+        "cluster": {"name": cluster.name, "devices": cluster.devices, "device": device.name,
+                    "memory_bytes": device.memory_bytes, "limit_bytes": priced.limit_bytes,
+                    "watts": question.device_watts},
         "global_batch": question.global_batch, "sequence": question.shape.sequence, "by": question.by,
         "legal": len(priced), "fit": len(plan.ranked),
+        "errors": {"step": STEP_ERROR, "memory": MEMORY_ERROR, "origin": ORIGIN},
         "assumptions": _assumptions(plan),
         "plans": [_row(plan, int(row)) for row in plan.ranked[:top]],
         "families": [{"family": name, **_row(plan, row)} for name, row in best_of.items()],
@@ -57,15 +74,25 @@ def _assumptions(plan: Plan) -> list[str]:
     question, target = plan.question, plan.question.target
     limit, whole = plan.priced.limit_bytes, question.cluster.device.memory_bytes
     steps = target.steps(question.global_batch)
+    slower = ", ".join(
+        f"{term} {target.slowdowns[type(term).__name__]:.3g}" for term in COMPRESSORS[1:]
+    )  # fmt: skip
     told = [
+        f"errors: a measured step lies about {STEP_ERROR:.0%} from the predicted one, memory {MEMORY_ERROR:.0%}: "
+        f"{ORIGIN}",
         f"memory: at most {limit / GB:.1f} of {whole / GB:.1f} GB a device is planned for; the rest is the margin for "
         "the prediction's error",
         f"steps to target: {steps:,.0f} at this batch = {target.samples / target.noise_batch:,.0f} x (1 + "
         f"{target.noise_batch:,.0f} / {question.global_batch:,})",
         *(f"{name}: {origin}" for name, origin in target.origins.items()),
+        f"steps under compression, times: {slower}",
         f"framework: profile {question.profile.name!r}; precision {question.precision}",
     ]
-    if question.by == "cost" and question.price_an_hour is None:
+    if question.device_watts is not None:
+        whose = "the device's datasheet" if question.watts is None else "--watts"
+        told.append(f"energy: {question.device_watts:g} W a device ({whose}), at full power all the time; hosts, "
+                    "network and cooling are not in it")  # fmt: skip
+    if question.by == "cost" and not question.in_money:
         told.append("cost: in device-hours; --price gives the price of a device for an hour")
     return told
 
@@ -79,7 +106,8 @@ def _row(plan: Plan, row: int) -> dict[str, Any]:
         "family_of": FAMILIES[int(families_of(rows.rows(slice(row, row + 1)))[0])],
         "fits": fits,
         "memory_bytes": memory,
-        "memory": f"{memory / GB:.1f} GB",
+        "memory": gigabytes(memory),
+        "memory_range_bytes": around(memory, MEMORY_ERROR),
         "memory_split_bytes": {name: float(column[row]) for name, column in priced.memory_split_bytes.items()},
         "margin_bytes": priced.limit_bytes - memory,
     }
@@ -89,20 +117,59 @@ def _row(plan: Plan, row: int) -> dict[str, Any]:
     split = {name: float(column[row]) for name, column in priced.split_s.items()}
     beside = {name: value for name, value in split.items() if name != "compute"}
     largest = max(beside, key=lambda name: beside[name])
-    money = plan.question.price_an_hour is not None
+    energy_kwh = plan.energy_kwh(row)
     return {
         **found,
-        "step_s": step_s, "step": seconds(step_s), "split_s": split, "steps_to_target": plan.steps(row),
-        "time_to_target_s": time_s, "time": seconds(time_s), "cost": plan.cost(row),
-        "cost_in": "money" if money else "device-hours",
+        "step_s": step_s, "step": seconds(step_s), "step_range_s": around(step_s, STEP_ERROR), "split_s": split,
+        "steps_to_target": plan.steps(row), "time_to_target_s": time_s, "time": seconds(time_s),
+        "cost": plan.cost(row), "cost_in": "money" if plan.question.in_money else "device-hours",
+        "device_hours": plan.device_hours(row),
+        "energy_kwh": energy_kwh, "energy": None if energy_kwh is None else energy(energy_kwh),
         "contract": str(contract(plan.strategy(row)).kind),
         "why": f"{split['compute'] / step_s:.0%} compute, {largest} {beside[largest] / step_s:.0%}",
+        "unmeasured": _unmeasured(plan, row),
     }  # fmt: skip
+
+
+def _unmeasured(plan: Plan, row: int) -> list[str]:
+    """What of a row no measured step stands behind."""
+    rows, question = plan.priced.rows, plan.question
+    there = {
+        "context": rows.cp[row] > 1,
+        "experts": question.shape.experts > 0,
+        "schedule": SCHEDULES[int(rows.schedule[row])] not in MEASURED_SCHEDULES,
+        "compression": rows.compress[row] > 0,
+        "device": not question.cluster.device.name.startswith(MEASURED_DEVICES),
+    }
+    return [UNMEASURED[name] for name, so in there.items() if so]
 
 
 def seconds(value: float) -> str:
     """A time as people say it."""
     for limit, unit, name in ((0.1, 1e-3, "ms"), (120, 1, "s"), (7200, 60, "min"), (2 * 86400, 3600, "h")):
         if value < limit:
-            return f"{value / unit:.3g} {name}"
-    return f"{value / 86400:.3g} days"
+            return f"{_digits(value / unit)} {name}"
+    return f"{_digits(value / 86400)} days"
+
+
+def gigabytes(value_bytes: float) -> str:
+    """Memory as people say it."""
+    return f"{value_bytes / GB:,.1f} GB" if value_bytes >= 0.1 * GB else f"{value_bytes / 1e6:.3g} MB"
+
+
+def energy(kwh: float) -> str:
+    """Energy as people say it."""
+    for limit, unit, name in ((1, 1e-3, "Wh"), (1e4, 1, "kWh"), (1e7, 1e3, "MWh")):
+        if kwh < limit:
+            return f"{_digits(kwh / unit)} {name}"
+    return f"{_digits(kwh / 1e6)} GWh"
+
+
+def amount(row: dict[str, Any]) -> str:
+    """A cost as people say it: money, or device-hours."""
+    return f"{_digits(row['cost'])}{'' if row['cost_in'] == 'money' else ' device-h'}"
+
+
+def _digits(value: float) -> str:
+    """Three digits, and all those before the point."""
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
