@@ -1,4 +1,4 @@
-"""`shoal calibrate`: measures collectives and links on ranks of this host, shows them, and writes the file.
+"""`shoal calibrate`: measures links, collectives and operators on ranks of this host, shows them, writes the file.
 
 Started by torchrun on several hosts it becomes one rank of the measurement instead, and rank 0 writes. Elsewhere this
 process imports no torch.
@@ -17,9 +17,10 @@ from shoal.comm.calibration import calibration_path
 from shoal.train.calibrate.findings import CannotCalibrate, Findings, findings_of, write_findings
 
 SIZES = [1 << power for power in range(10, 25, 2)]
-THOROUGH = {"sizes": SIZES, "rounds": 9, "seconds": 25.0}
-QUICK = {"sizes": [1 << 12, 1 << 16, 1 << 20, 1 << 22], "rounds": 3, "seconds": 5.0}
+THOROUGH = {"sizes": SIZES, "rounds": 9, "seconds": 20.0, "machine": 4}
+QUICK = {"sizes": [1 << 12, 1 << 16, 1 << 20, 1 << 22], "rounds": 3, "seconds": 5.0, "machine": 1}
 MOST_RANKS = 4
+COLLECTIVES = "collectives and links"
 NOT_WRITTEN = "shoal: nothing was written; calibrate when the machine is idle, or write these figures with --force"
 
 Show = Callable[[Any], None]
@@ -95,13 +96,13 @@ def _as_one_rank(arguments: dict[str, Any]) -> dict[str, Any] | None:
 def _progress() -> Any:
     """A bar on a terminal, otherwise a line a round."""
     if not sys.stderr.isatty():
-        last = [0]
+        last: dict[str, int] = {}
 
         def line(said: dict[str, Any]) -> None:
-            percent = 100 * said["done"] // said["of"]
-            if percent >= last[0] + 20 or percent == 100:
-                last[0] = percent
-                print(f"measuring: {percent}%", file=sys.stderr, flush=True)
+            what, percent = said.get("what", COLLECTIVES), 100 * said["done"] // said["of"]
+            if percent >= last.get(what, 0) + 20 or percent == 100 > last.get(what, 0):
+                last[what] = percent
+                print(f"measuring {what}: {percent}%", file=sys.stderr, flush=True)
 
         yield line
         return
@@ -109,11 +110,13 @@ def _progress() -> Any:
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     with Progress(
-        TextColumn("measuring collectives and links"), BarColumn(bar_width=24), TimeRemainingColumn(),
+        TextColumn("measuring {task.description}"), BarColumn(bar_width=24), TimeRemainingColumn(),
         console=Console(stderr=True), transient=True,
     ) as bar:  # fmt: skip
         task = bar.add_task("", total=None)
-        yield lambda said: bar.update(task, completed=said["done"], total=said["of"])
+        yield lambda said: bar.update(
+            task, completed=said["done"], total=said["of"], description=said.get("what", COLLECTIVES)
+        )
 
 
 def show(findings: Findings) -> None:
@@ -156,8 +159,29 @@ def show(findings: Findings) -> None:
             f"({findings.over_best[name]:.2f} of the best algorithms' time)",
             soft_wrap=True,
         )
+    if findings.machine is not None:
+        _show_machine(console, findings)
     for warning in findings.warnings:
         console.print(f"warning: {warning}", style="yellow", soft_wrap=True)
+
+
+SHOWN_PRODUCTS = (64, 128, 256, 512, 1024)
+
+
+def _show_machine(console: Any, findings: Findings) -> None:
+    machine = findings.machine
+    assert machine is not None
+    linear = machine.products["linear"][0]
+    rates = (f"{side}: {2e-9 * side**3 / linear.seconds(1, side, side, side):.0f}" for side in SHOWN_PRODUCTS)
+    console.print(f"matrix products of each rank, GFLOP/s by the side of a square: {', '.join(rates)}", soft_wrap=True)
+    errors = ", ".join(f"{kind} {100 * error:.0f}%" for kind, error in findings.machine_errors.items())
+    console.print(f"  the model is off at the median: {errors}", soft_wrap=True)
+    console.print(f"memory of each rank: {machine.memory_bytes_per_s / 1e9:.1f} GB/s, read and written")
+    over = {name: in_words(seconds) for name, seconds in machine.overheads.items()}
+    console.print(
+        f"the engine adds {over['step_s']} a step, {over['pass_s']} a micro-batch, {over['action_s']} a stage's pass",
+        soft_wrap=True,
+    )
 
 
 def in_words(seconds: float) -> str:

@@ -194,11 +194,25 @@ def calibrate(
     force: Annotated[
         bool, typer.Option("--force", help="Write the figures also if other programs had most of the cores.")
     ] = False,
+    rows: Annotated[
+        str | None,
+        typer.Option(
+            "--from", metavar="ROWS.csv", help="Measure nothing: learn a profile from some tens of your measured steps."
+        ),
+    ] = None,
+    start: Annotated[
+        str | None, typer.Option(help="With --from: the known profile to start from (default: the rows' framework).")
+    ] = None,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
-    """Measure collectives by backend (shoal, gloo) and what messages cost inside and between hosts, in about half a
-    minute; jobs started here then take the fastest backend and the cheapest algorithms. Run it while the machine is
+    """Measure this machine in about a minute: matrix products and other operators, memory, collectives by backend
+    (shoal, gloo), what messages cost inside and between hosts, the engine's overheads. Jobs started here then take the
+    fastest backend and the cheapest algorithms, and `shoal plan --cluster this` knows it. Run it while the machine is
     idle; under torchrun it measures the links between its hosts."""
+    if rows is not None:
+        from shoal.cli.learn_profile import learn_command
+
+        sys.exit(learn_command(rows, start=start, output=output, as_json=as_json))
     from shoal.cli.calibrate import calibrate_command
 
     sys.exit(calibrate_command(ranks=ranks, output=output, quick=quick, force=force, as_json=as_json))

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cluster import Cluster, cluster, read_cluster
+from shoal.cluster import Cluster, cluster, presets, read_cluster
+from shoal.cluster.presets import THIS
 from shoal.job import names
 from shoal.plan.counterfactual import changes, what_would_fit
 from shoal.plan.rank import Plan, cheapest, make_plan, question_for
@@ -37,6 +38,8 @@ def plan_command(
     size: str | None = None, profile: str | None = None,
 ) -> int:  # fmt: skip
     """Plans, prints, and if told trains."""
+    if cluster_name == THIS and _names_job(what):
+        return _here(what, devices=devices, batch=batch, by=by, top=top, as_json=as_json, run=run, size=size)
     shape, facts, job_batch = _model(what, size=size, run=run)
     if sequence is not None:
         if facts is not None:
@@ -65,11 +68,25 @@ def plan_command(
     return _train(what, plan, size=size, as_json=as_json) if run else 0
 
 
+def _here(what: str, *, batch: str | None, by: str, size: str | None, **options: Any) -> int:
+    from shoal.cli.plan_here import plan_here_command
+    from shoal.cli.train import require_known
+
+    if batch is not None and not (batch.isdigit() and int(batch) > 0):
+        raise CannotPlan(f"--batch {batch}: expected samples of this job, such as 24")
+    require_known(what, size)
+    return plan_here_command(what, batch=int(batch) if batch else None, size=size, **options)
+
+
 def the_cluster(name: str, *, devices: int | None) -> Cluster:
     """A preset by name, or a file."""
     if name.endswith(".toml") or os.sep in name or Path(name).is_file():
         found = read_cluster(name)
         return found if devices is None else found.resized(devices)
+    if name == THIS:
+        from shoal.estimate.steps.read import cluster_here
+
+        presets.calibrated = cluster_here
     return cluster(name, devices=devices)
 
 
@@ -131,14 +148,12 @@ def _plan(
     shape: Transformer, place: Cluster, *, batch: int | None, by: str, precision: str | None, price: float | None,
     watts: float | None, kwh_price: float | None, pilot: str | None, facts: ModelFacts | None, profile: str | None,
 ) -> Plan:  # fmt: skip
-    from shoal.estimate.cost import PROFILES
+    from shoal.estimate.cost.profile_file import read_profile
     from shoal.estimate.target import default_target, read_pilot
 
     target = default_target(shape)
     if pilot is not None:
         target = read_pilot(pilot, start=target)
-    if profile is not None and profile not in PROFILES:
-        raise CannotPlan(f"--profile {profile}: expected one of {', '.join(PROFILES)}")
     if precision not in (None, "bf16", "fp16", "fp32"):
         raise CannotPlan(f"--precision {precision}: expected bf16, fp16 or fp32")
     for option, value in (("--price", price), ("--watts", watts), ("--kwh-price", kwh_price)):
@@ -146,7 +161,7 @@ def _plan(
             raise CannotPlan(f"{option} {value:g}: expected a finite number, at least 0")
     if kwh_price is not None and watts is None and place.device.watts is None:
         raise CannotPlan(f"--kwh-price {kwh_price:g}: device {place.device.name!r} states no watts; give --watts")
-    more: dict[str, Any] = {"profile": PROFILES[profile]} if profile is not None else {}
+    more: dict[str, Any] = {"profile": read_profile(profile)} if profile is not None else {}
     question = question_for(
         shape, place, global_batch=batch, target=target, precision=precision, by=by, price_an_hour=price, watts=watts,
         price_a_kwh=kwh_price, facts=facts, **more,

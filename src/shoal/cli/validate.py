@@ -22,7 +22,7 @@ COLUMNS = {
 
 def validate_file(path: str, *, predictions_file: str | None, as_json: bool) -> None:
     """Reads, predicts, scores and prints."""
-    rows = _read(path)
+    rows = read_measurements(path)
     predictions = predict(rows)
     if predictions_file:
         _write(predictions_file, predictions)
@@ -41,7 +41,7 @@ def validate_file(path: str, *, predictions_file: str | None, as_json: bool) -> 
             print(f"  and {len(refused) - MOST_REFUSED} more (--json lists all)", file=sys.stderr)
 
 
-def _read(path: str) -> list[dict[str, str]]:
+def read_measurements(path: str) -> list[dict[str, str]]:
     try:
         with open(path, newline="", encoding="utf-8") as file:
             rows = [{key: value or "" for key, value in row.items() if key} for row in csv.DictReader(file)]

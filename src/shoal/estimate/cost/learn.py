@@ -72,12 +72,12 @@ def _fitted(begun: Profile, inputs: Inputs, measured: Column, physics: Physics) 
         soft = np.sign(off) * np.sqrt(2 * (np.sqrt(1 + off**2) - 1))  # Its square is the soft-L1 loss.
         return np.concatenate([soft, logs / widths])
 
-    logs = _least_squares(residuals, len(fields))
+    logs = least_squares(residuals, len(fields))
     left = residuals(logs)
     return at(logs), float(left @ left)
 
 
-def _least_squares(residuals: Callable[[np.ndarray], Column], size: int) -> np.ndarray:
+def least_squares(residuals: Callable[[np.ndarray], Column], size: int) -> np.ndarray:
     """Levenberg-Marquardt with differences for derivatives."""
     logs, damping = np.zeros(size), 1.0
     now = residuals(logs)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import geometric_mean
@@ -17,12 +17,17 @@ from typing import Any
 from shoal.comm.calibration import BACKENDS, read_calibration
 from shoal.comm.choice import choose_all_reduce
 from shoal.comm.network import DEFAULT, Network
+from shoal.estimate.steps.machine import Curve, Machine
+from shoal.estimate.steps.read import machine_here
 from shoal.train.calibrate.fit import Fit, Timed, fit_link
+from shoal.train.calibrate.machine import lower_quartile, machine_of, machine_toml
 
 DISTURBED, TOO_MUCH_DISTURBED = 0.15, 0.4
 """The share of the time that other programs may take before it is warned of, and before the figures are of no use."""
 LARGE_ERROR = 0.5
 """Of a link's model, as a share of the time: beyond it the times are hardly those of a link."""
+MESSAGES = "messages"
+"""Where rows of single messages are told: from the first rank to the second and back, halved."""
 SHOWN_BYTES = [1 << power for power in range(10, 29)]
 
 
@@ -52,6 +57,10 @@ class Findings:
     relative_time: dict[str, float]
     """Of each backend, its time over that of the fastest: geometric mean over collectives and sizes."""
     fastest: str
+    machine: Machine | None = None
+    """What ranks compute; None where only links were measured."""
+    machine_errors: Mapping[str, float] = field(default_factory=dict)
+    """Of each kind of product, how far its model is from the times at the median."""
 
     @property
     def network(self) -> Network:
@@ -114,13 +123,26 @@ def findings_of(measured: dict[str, Any]) -> Findings:
     means = {name: geometric_mean([each[name] for each in by_call.values()]) for name in next(iter(by_call.values()))}
     # NCCL is timed where there are GPUs, on their tensors: it is no rival of those that carry host memory.
     fastest = min((name for name in means if name in BACKENDS), key=means.__getitem__)
+    machine, errors = machine_of(measured["machine"], _curves(rows, fastest)) if "machine" in measured else (None, {})
     return Findings(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         ranks=measured["ranks"], hosts=measured["hosts"], cores=len(os.sched_getaffinity(0)),
         torch=measured["torch"], rounds=len(measured["rows"][0]["seconds"]), disturbed=measured["disturbed"],
         links=links, over_best=over_best, link_ranks=measured["links"], times=times,
         relative_time={name: mean / means[fastest] for name, mean in means.items()}, fastest=fastest,
+        machine=machine, machine_errors=errors,
     )  # fmt: skip
+
+
+def _curves(rows: Sequence[Mapping[str, Any]], backend: str) -> dict[str, Curve]:
+    """Of each collective, and of single messages, its times by one backend."""
+    found: dict[str, dict[float, float]] = {}
+    for row in rows:
+        if row["where"] in ("backends", MESSAGES) and row["by"] == backend:
+            found.setdefault(row["what"], {})[float(row["bytes"])] = row["seconds"]
+    return {
+        what: Curve(tuple(sorted(each)), tuple(each[size] for size in sorted(each))) for what, each in found.items()
+    }
 
 
 def _over_best(timed: Sequence[Timed], ranks: int, fit: Fit) -> float:
@@ -130,10 +152,6 @@ def _over_best(timed: Sequence[Timed], ranks: int, fit: Fit) -> float:
         seconds = {each.algorithm: each.seconds for each in timed if each.nbytes == nbytes}
         ratios.append(seconds[choose_all_reduce(nbytes, ranks, ranks, network)] / min(seconds.values()))
     return geometric_mean(ratios)
-
-
-def lower_quartile(seconds: Sequence[float]) -> float:
-    return sorted(seconds)[len(seconds) // 4]
 
 
 def as_toml(findings: Findings) -> str:
@@ -179,6 +197,7 @@ def as_toml(findings: Findings) -> str:
         "",
         "[backend.relative_time]",
         *(f"{name} = {value:.3f}" for name, value in of.relative_time.items()),
+        *(machine_toml(of.machine, of.machine_errors) if of.machine is not None else ()),
     ]
     return "\n".join(lines) + "\n"
 
@@ -192,6 +211,7 @@ def write_findings(findings: Findings, path: Path) -> None:
         try:
             temporary.write_text(as_toml(findings), encoding="utf-8")
             read_calibration(temporary)
+            machine_here(temporary)
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)

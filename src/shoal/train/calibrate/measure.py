@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.group import BACKENDS
+from shoal.train.calibrate.findings import MESSAGES
 from shoal.train.launch.channel import Channel
 from shoal.train.launch.join import join, leave
 
@@ -74,6 +75,7 @@ def measure(arguments: dict[str, Any], channel: Channel) -> dict[str, Any]:
     # Of ranks that outnumber the cores each can have its share only.
     due_s = PROBE_S * len(turns) * min(1.0, len(os.sched_getaffinity(0)) / max(len(host) for host in hosts))
     disturbed = max(0.0, 1 - held_s / due_s)
+    machine = _machine(arguments, me, world, channel) if arguments.get("machine") else {}
     # The first round warmed up. The slowest rank's time counts.
     slowest = torch.tensor([*turns[1:], [disturbed] * len(contestants)], dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=world)
@@ -89,7 +91,34 @@ def measure(arguments: dict[str, Any], channel: Channel) -> dict[str, Any]:
         "torch": torch.__version__,
         "links": {name: len(ranks) for name, (ranks, _) in links.items()},
         "disturbed": float(slowest[-1, 0]),
+        **machine,
     }
+
+
+def _machine(arguments: dict[str, Any], me: Any, world: Any, channel: Channel) -> dict[str, Any]:
+    """What each rank computes while the others do the same."""
+    from shoal.train.calibrate.operators import OPTIMISERS, measure_bandwidth, measure_operators
+    from shoal.train.calibrate.overheads import MANY, measure_overheads
+
+    def meet() -> None:
+        dist.barrier(group=world)
+
+    def said(done: int, of: int) -> None:
+        channel.say({"event": "measured", "what": "operators", "done": done, "of": of})
+
+    rounds = arguments["machine"]
+    return {
+        "machine": {
+            "operators": measure_operators(rounds=rounds, meet=meet, said=said),
+            "byte_s": measure_bandwidth(rounds=rounds, meet=meet),
+            "overheads": measure_overheads(
+                world=me.world, rank=me.rank, backend=BACKENDS["shoal"], rounds=rounds, meet=meet
+            ),
+            "more_micro_batches": MANY - 1,
+            "optimizers": list(OPTIMISERS),
+            "ranks": me.world,
+        }
+    }  # fmt: skip
 
 
 def _held(everyone: Any) -> float:
@@ -137,8 +166,26 @@ def _of_backends(backends: dict[str, Any], nbytes: int, world: int) -> list[Cont
             "all_to_all": partial(dist.all_to_all_single, other, whole, group=group),
         }
         found += [Contestant("backends", kind, name, nbytes, calls[kind]) for kind in KINDS]
+        if name != "nccl":
+            found.append(Contestant(MESSAGES, "send", name, nbytes, _message(whole, group)))
     # Backend after backend within a kind: rivals are timed in the same moment.
-    return sorted(found, key=lambda each: KINDS.index(each.what))
+    return sorted(found, key=lambda each: (*KINDS, "send").index(each.what))
+
+
+def _message(values: torch.Tensor, group: Any) -> Callable[[], Any] | None:
+    """To the next rank and back; None on ranks beyond the second."""
+    rank = dist.get_rank(group)
+    if rank > 1:
+        return None
+
+    def call() -> None:
+        ways = (dist.send, dist.recv) if rank == 0 else (dist.recv, dist.send)
+        for way in ways:
+            way(values, group=group, group_dst=1 - rank) if way is dist.send else way(
+                values, group=group, group_src=1 - rank
+            )
+
+    return call
 
 
 def _of_links(links: dict[str, tuple[tuple[int, ...], Any]], nbytes: int, rank: int) -> list[Contestant]:
@@ -169,4 +216,4 @@ def _timed(contestant: Contestant, everyone: Any) -> float:
         contestant.call()
     if contestant.by == "nccl":
         torch.cuda.synchronize()
-    return (time.perf_counter() - start_s) / repeats
+    return (time.perf_counter() - start_s) / repeats / (2 if contestant.where == MESSAGES else 1)

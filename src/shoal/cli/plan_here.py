@@ -1,0 +1,95 @@
+"""`shoal plan JOB --cluster this`: a job of any kind on the machine at hand, priced by what `calibrate` measured."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from shoal.cluster import BadCluster
+from shoal.estimate.steps.read import machine_here
+
+FAMILIES = ("dp", "tp", "cp", "pp")
+
+
+def plan_here_command(
+    what: str, *, devices: int | None, batch: int | None, top: int, as_json: bool, run: bool, size: str | None
+) -> int:
+    """Plans, prints, and if told trains."""
+    machine = machine_here()
+    if machine is None:
+        raise BadCluster("this machine has not been calibrated; run `shoal calibrate` first")
+    from dataclasses import replace
+
+    from shoal.cli.only_json import only_json
+    from shoal.job import load_job
+    from shoal.parallel.runnable import cannot_run
+    from shoal.plan.here import plan_here
+    from shoal.train.job_model import job_model
+
+    world = devices or machine.ranks
+    with only_json() if as_json and not run else contextlib.nullcontext(_print) as tell:
+        job = load_job(what, size=size)
+        if batch is not None:
+            job = replace(job, global_batch=batch)
+        model, facts = job_model(job)
+        plan = plan_here(model, facts, machine, world=world)
+        ahead = [(strategy, estimate) for strategy, estimate in plan.ranked if cannot_run(strategy) is None]
+        rows = [_row(strategy, estimate) for strategy, estimate in ahead]
+        best_of: dict[str, Any] = {}
+        for row in rows:
+            best_of.setdefault(row["family"], row)
+        told = {
+            "title": f"{job.name} on {world} ranks of this machine, batch {job.global_batch}: "
+            f"{len(rows):,} legal strategies; by step time",
+            "global_batch": job.global_batch, "world": world, "legal": len(rows), "plans": rows[:top],
+            "families": list(best_of.values()),
+        }  # fmt: skip
+        if not (as_json and run):
+            tell(told)
+    if not run:
+        return 0
+    from shoal.cli.train import train_command
+
+    strategy = rows[0]["strategy"]
+    if not as_json:
+        print(f"\nTraining by {strategy}")
+    return train_command(
+        what, strategy, ranks=None, hang_after=300.0, as_json=as_json, size=size, steps=None, global_batch=batch,
+        seed=None, folder=None, resume=None, checkpoint_every=None, trace=False, stop_at_target=True, backend=None,
+        gate=True, emulate=None,
+    )  # fmt: skip
+
+
+def _row(strategy: Any, estimate: Any) -> dict[str, Any]:
+    axes = {type(term).__name__ for term in strategy.terms if getattr(term, "n", 1) > 1}
+    largest = sorted(estimate.step_split.items(), key=lambda pair: -pair[1])[:3]
+    return {
+        "strategy": str(strategy), "family": " x ".join(name for name in FAMILIES if name in axes) or "one rank",
+        "step_s": estimate.step_s, "split_s": dict(estimate.step_split), "memory_bytes": estimate.memory_bytes,
+        "why": ", ".join(f"{name} {seconds / estimate.step_s:.0%}" for name, seconds in largest),
+    }  # fmt: skip
+
+
+def _print(told: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from shoal.plan.told import seconds
+
+    console = Console(highlight=False)
+    console.print(Text(told["title"], style="bold"))
+    for heading, rows in (("", told["plans"]), ("Best of each family", told["families"])):
+        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+        for name in ("", "step", "memory", "of the step"):
+            table.add_column(name, justify="left" if name in ("", "of the step") else "right", no_wrap=True)
+        table.add_column("strategy", overflow="fold")
+        for number, row in enumerate(rows, start=1):
+            label = row["family"] if heading else str(number)
+            table.add_row(
+                label, seconds(row["step_s"]), f"{row['memory_bytes'] / 1e6:,.0f} MB", row["why"], row["strategy"]
+            )
+        console.print()
+        if heading:
+            console.print(Text(heading, style="bold"))
+        console.print(table)

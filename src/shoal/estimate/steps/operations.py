@@ -1,0 +1,164 @@
+"""The operators of a network as calls that a `Machine` can time: a kind, and sizes that micro-batches and ranks divide.
+
+A network is traced once; its operations are then taken at any number of samples, since all that grows with them is
+the rows of products and the elements of everything else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+
+from shoal.analyze.convolution import Convolution, TransposedConvolution
+from shoal.analyze.elementwise import Activation, Concatenation
+from shoal.analyze.lookup import Embedding
+from shoal.analyze.network import Network
+from shoal.analyze.operator import ELEMENT_BYTES, Operator
+from shoal.analyze.products import Attention, FullyConnected, MatrixProduct
+from shoal.analyze.reductions import BatchNorm, LayerNorm, Loss, Pooling, Softmax
+from shoal.estimate.steps.machine import Machine
+
+PRODUCTS = ("linear", "convolution", "attention")
+SMOOTH = frozenset("gelu silu tanh sigmoid exp log erf pow sin cos softplus mish elu log_sigmoid_forward".split())
+"""Functions that take as long as gelu; the others take as long as relu."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operation:
+    """One call, forward and backward."""
+
+    kind: str
+    name: str
+    """The module that makes it."""
+    piece: str
+    """The piece of the model it belongs to, or "loss"."""
+    count: float = 1.0
+    rows: float = 0.0
+    columns: float = 0.0
+    inner: float = 0.0
+    """Of products."""
+    elements: float = 0.0
+    """Of passes over memory: numbers written, or read where those are more."""
+    input_gradient: bool = True
+    weight_gradient: bool = False
+
+    def of_samples(self, ratio: float) -> Operation:
+        """The same for `ratio` times as many samples."""
+        if self.kind == "attention" or self.count > 1:
+            return replace(self, count=self.count * ratio)
+        return replace(self, rows=self.rows * ratio, elements=self.elements * ratio)
+
+    def cut(self, ranks: int, *, along: str) -> Operation:
+        """One rank's part, where one of its sides (or all its elements) is dealt out."""
+        if self.kind not in PRODUCTS:
+            return replace(self, elements=self.elements / ranks)
+        if self.kind == "attention" or (self.count > 1 and along != "rows"):
+            return replace(self, count=self.count / ranks)
+        return replace(self, **{along: getattr(self, along) / ranks})
+
+    @property
+    def kept_bytes(self) -> float:
+        """What its result takes until backward has come to it."""
+        if self.kind == "attention":
+            return ELEMENT_BYTES * self.count * self.rows * self.inner
+        if self.kind in PRODUCTS:
+            return ELEMENT_BYTES * self.count * self.rows * self.columns
+        return ELEMENT_BYTES * self.elements
+
+    def forward_s(self, machine: Machine) -> float:
+        if self.kind in PRODUCTS:
+            return machine.products[self.kind][0].seconds(self.count, self.rows, self.columns, self.inner)
+        return machine.passes[self.kind][0].at(self.elements)
+
+    def backward_s(self, machine: Machine) -> tuple[float, float]:
+        """(gradient of the input, gradient of the weight)"""
+        if self.kind in PRODUCTS:
+            both = machine.products[self.kind][1].seconds(self.count, self.rows, self.columns, self.inner)
+            if self.kind == "attention" or not self.weight_gradient:
+                return both, 0.0
+            return (both / 2, both / 2) if self.input_gradient else (0.0, both / 2)
+        whole = machine.passes[self.kind][1].at(self.elements)
+        if self.kind == "embedding":
+            return 0.0, whole
+        return (whole, 0.0) if self.input_gradient else (0.0, 0.0)
+
+
+def operations(network: Network) -> tuple[Operation, ...]:
+    """Of a traced network, in order."""
+    return tuple(
+        replace(
+            _operation(layer.operator, layer.name, layer.block),
+            input_gradient=network.needs_input_gradient[number], weight_gradient=layer.operator.learns,
+        )
+        for number, layer in enumerate(network.layers)
+    )  # fmt: skip
+
+
+def _operation(operator: Operator, name: str, piece: str) -> Operation:
+    match operator:
+        case FullyConnected():
+            return Operation(
+                kind="linear", name=name, piece=piece, rows=operator.rows, columns=operator.outputs,
+                inner=operator.inputs,
+            )  # fmt: skip
+        case MatrixProduct():
+            return Operation(
+                kind="linear", name=name, piece=piece, count=operator.batch, rows=operator.rows,
+                columns=operator.columns, inner=operator.inner,
+            )  # fmt: skip
+        case Attention():
+            # Timed under a causal mask, which leaves half of the scores.
+            whole = 1.0 if operator.causal else 2.0
+            return Operation(
+                kind="attention", name=name, piece=piece, count=whole * operator.samples * operator.heads,
+                rows=operator.queries, columns=operator.keys, inner=operator.head_dim,
+            )  # fmt: skip
+        case Convolution():
+            return _convolution(operator, name, piece)
+        case TransposedConvolution():
+            return _convolution(operator.back_through, name, piece)
+    return Operation(kind=_pass(operator), name=name, piece=piece, elements=_elements(operator))
+
+
+def _convolution(operator: Convolution, name: str, piece: str) -> Operation:
+    """As the matrix product that it is: every place of the output by every number of a window."""
+    return Operation(
+        kind="convolution", name=name, piece=piece, count=operator.groups,
+        rows=operator.samples * prod(operator.output), columns=operator.out_channels // operator.groups,
+        inner=operator.group_channels * prod(operator.kernel),
+    )  # fmt: skip
+
+
+def _pass(operator: Operator) -> str:
+    match operator:
+        case Activation():
+            return "gelu" if operator.function in SMOOTH else "relu"
+        case Concatenation():
+            return "copy"
+        case LayerNorm():
+            return "layer norm"
+        case BatchNorm():
+            return "batch norm"
+        case Pooling():
+            # A window that is the whole image is a mean, which streams.
+            return "relu" if operator.kernel == operator.image else "pooling"
+        case Softmax() | Loss():
+            return "loss"
+        case Embedding():
+            return "embedding"
+    return "add"
+
+
+def _elements(operator: Operator) -> float:
+    """The larger of what it reads of one tensor and what it writes."""
+    match operator:
+        case Embedding():
+            return float(operator.lookups * operator.width)
+        case Pooling():
+            return float(operator.samples * operator.channels * prod(operator.image))
+        case Softmax():
+            return float(operator.rows * operator.width)
+        case Loss():
+            return float(operator.rows * operator.classes)
+    elements = getattr(operator, "elements", None)
+    return float(elements if elements is not None else operator.forward().bytes / ELEMENT_BYTES / 2)

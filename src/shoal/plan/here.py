@@ -1,0 +1,95 @@
+"""Plans for a job on the machine at hand: every legal strategy of a few ranks, priced operator by operator.
+
+The job may be any model, not only a transformer. Ranks are few, so strategies are listed as expressions, and the rules
+of the algebra judge each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from shoal.estimate.estimate import Estimate
+from shoal.estimate.steps.machine import Machine
+from shoal.estimate.steps.model import JobModel
+from shoal.estimate.steps.price import price_step
+from shoal.strategy import ModelFacts, Strategy, accumulate, cp, dp, is_legal, pp, recompute, shared, tp
+from shoal.strategy.term import Term
+
+MOST_RANKS = 16
+MICRO = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+CHUNKS = (2, 4)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanHere:
+    """Strategies with their estimates, the fastest step first."""
+
+    model: JobModel
+    machine: Machine
+    world: int
+    ranked: tuple[tuple[Strategy, Estimate], ...]
+
+
+def plan_here(model: JobModel, facts: ModelFacts, machine: Machine, *, world: int) -> PlanHere:
+    """All that are legal, and fit into the host's memory."""
+    found = []
+    for strategy in legal_here(facts, world=world):
+        estimate = price_step(model, strategy, machine)
+        if estimate.memory_bytes is None or estimate.memory_bytes * world <= machine.memory_bytes:
+            found.append((strategy, estimate))
+    found.sort(key=lambda pair: (pair[1].step_s, str(pair[0])))
+    return PlanHere(model=model, machine=machine, world=world, ranked=tuple(found))
+
+
+def legal_here(facts: ModelFacts, *, world: int) -> Iterator[Strategy]:
+    """Every legal product of dp, tp, cp and pp over so many ranks of one host, with micro-batches and recomputation."""
+    if not 1 <= world <= MOST_RANKS:
+        raise ValueError(f"{world} ranks of one host were asked for; expected 1 to {MOST_RANKS}")
+    seen = set()
+    for sizes in _factors(world, 4):
+        for terms in _axes(*sizes):
+            for again in (None, recompute("selective"), recompute("full")):
+                strategy = Strategy(*terms, *([again] if again is not None else []))
+                if str(strategy) not in seen and is_legal(strategy, world=world, facts=facts):
+                    seen.add(str(strategy))
+                    yield strategy
+
+
+def _axes(data: int, tensor: int, context: int, stages: int) -> Iterator[tuple[Term, ...]]:
+    datas: list[Term | None] = [None]
+    if data > 1:
+        datas = [dp(data, zero=stage) for stage in range(4)]
+        if tensor == context == stages == 1:
+            datas = [dp(data, via=shared()), *datas]
+    tensors: list[Term | None] = [None] if tensor == 1 else [tp(tensor), tp(tensor, sequence=True)]
+    contexts: list[Term | None] = [None] if context == 1 else [cp(context), cp(context, "ulysses")]
+    for one, two, three in product(datas, tensors, contexts):
+        inner: list[Term] = [each for each in (one, two, three) if each is not None]
+        if stages == 1:
+            for micro in MICRO:
+                yield (*inner, *([accumulate(micro)] if micro > 1 else []))
+            continue
+        for pipeline in _pipelines(stages):
+            yield (pipeline, *inner)
+
+
+def _pipelines(stages: int) -> Iterator[pp]:
+    for micro in MICRO:
+        for schedule in ("gpipe", "1f1b", "zero-bubble"):
+            yield pp(stages, schedule, micro=micro)
+        for chunks in CHUNKS:
+            if micro % stages == 0:
+                yield pp(stages, "interleaved", micro=micro, chunks=chunks)
+
+
+def _factors(number: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """All ways to write a number as an ordered product."""
+    if parts == 1:
+        yield (number,)
+        return
+    for first in range(1, number + 1):
+        if number % first == 0:
+            for rest in _factors(number // first, parts - 1):
+                yield (first, *rest)

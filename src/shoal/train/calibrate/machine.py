@@ -1,0 +1,166 @@
+"""From the times of operators to the `Machine` that prices are made of, and its tables of the calibration file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from shoal.estimate.cost.learn import least_squares
+from shoal.estimate.steps.machine import Curve, Machine, Product
+from shoal.estimate.steps.operations import PRODUCTS
+
+FIRST_GUESS = (8.0, 8.0, 16.0)
+"""Sides at which the arithmetic takes twice as long, where the times do not say."""
+WIDTHS = np.array([2.0, 1.0, 2.0, 2.0, 2.0])
+"""How far each constant may lie from its first guess, in logarithms."""
+NEAR = 0.05
+"""An error of this size counts as one."""
+
+
+def lower_quartile(seconds: Sequence[float]) -> float:
+    """Other programs only ever add time."""
+    return sorted(seconds)[len(seconds) // 4]
+
+
+def fit_product(shapes: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[Product, float]:
+    """(constants, median error) of products that took these times; a shape is (count, rows, columns, inner)."""
+    sizes, took = np.array(shapes, dtype=float), np.array(seconds)
+    flops = 2 * sizes.prod(axis=1)
+    guess = np.log([min(float(took.min()), 2e-5), 1 / float((flops / took).max()), *FIRST_GUESS])
+
+    def predicted(moved: np.ndarray) -> np.ndarray:
+        start_s, flop_s, *halves = np.exp(guess + moved)
+        found: np.ndarray = start_s + flops * flop_s * (1 + np.array(halves) / sizes[:, 1:]).prod(axis=1)
+        return found
+
+    def residuals(moved: np.ndarray) -> np.ndarray:
+        return np.concatenate([np.log(predicted(moved) / took) / NEAR, moved / WIDTHS])
+
+    moved = least_squares(residuals, len(guess))
+    start_s, flop_s, rows, columns, inner = (float(each) for each in np.exp(guess + moved))
+    error = float(np.median(np.abs(predicted(moved) / took - 1)))
+    return Product(start_s=start_s, flops=1 / flop_s, rows=rows, columns=columns, inner=inner), error
+
+
+def machine_of(measured: Mapping[str, Any], collectives: Mapping[str, Curve]) -> tuple[Machine, dict[str, float]]:
+    """(machine, median error of each kind of product); `measured` is what `operators.measure_machine` gives."""
+    rows = [
+        {**row, **{each: lower_quartile(row[each]) for each in ("forward_s", "backward_s")}}
+        for row in measured["operators"]
+    ]
+    products, passes, updates, errors = {}, {}, {}, {}
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        here = [row for row in rows if row["kind"] == kind]
+        if kind in PRODUCTS:
+            shapes = [row["shape"] for row in here]
+            (forward, first), (backward, second) = (
+                fit_product(shapes, [row[each] for row in here]) for each in ("forward_s", "backward_s")
+            )
+            products[kind], errors[kind] = (forward, backward), max(first, second)
+            continue
+        sizes = tuple(float(row["shape"][0]) for row in here)
+        forward_s, backward_s = (tuple(row[each] for row in here) for each in ("forward_s", "backward_s"))
+        if kind in measured["optimizers"]:
+            updates[kind] = Curve(sizes, forward_s)
+        else:
+            passes[kind] = (Curve(sizes, forward_s), Curve(sizes, backward_s))
+    machine = Machine(
+        ranks=measured["ranks"], memory_bytes=_memory_bytes(),
+        memory_bytes_per_s=1 / lower_quartile(measured["byte_s"]), products=products, passes=passes, updates=updates,
+        collectives=collectives, overheads=_overheads(measured, collectives, updates),
+        codecs={
+            name: (float(tensor_s), float(element_s))
+            for name, (tensor_s, element_s) in measured.get("codecs", {}).items()
+        },
+    )  # fmt: skip
+    return machine, errors
+
+
+def _overheads(
+    measured: Mapping[str, Any], collectives: Mapping[str, Curve], updates: Mapping[str, Curve]
+) -> dict[str, float]:
+    """What is left of steps of next to nothing, once computing, sending and updating are taken off."""
+    took = {name: lower_quartile(each) for name, each in measured["overheads"].items()}
+    plain_s, more = took["plain"], measured["more_micro_batches"]
+    sent_s, updated_s = collectives["all_reduce"].at(1024), updates["SGD"].at(1024)
+    stage_s = plain_s / measured["ranks"]
+    found = {
+        "step_s": took["replicated"] - plain_s - sent_s - updated_s,
+        "pass_s": (took["accumulated"] - took["replicated"]) / more - plain_s,
+        "action_s": ((took["long pipeline"] - took["pipeline"]) / more - stage_s) / 2,
+    }
+    return {name: max(1e-7, seconds) for name, seconds in found.items()}
+
+
+def _memory_bytes() -> float:
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def machine_toml(machine: Machine, errors: Mapping[str, float]) -> Iterator[str]:
+    """Lines of its tables, with units beside the numbers."""
+    yield from (
+        "",
+        "# What a rank computes while the others do the same.",
+        "[machine]",
+        f"ranks = {machine.ranks}",
+        f"memory_bytes = {machine.memory_bytes:.4g}",
+        f"memory_bytes_per_s = {machine.memory_bytes_per_s:.4g}  # read and written, by each rank",
+        "",
+        "# Products of (rows x inner) by (inner x columns): start_s + 2 rows columns inner / flops, times",
+        "# (1 + r / rows) (1 + c / columns) (1 + i / inner) with the r, c, i given here. backward: both gradients.",
+    )
+    for kind, both in machine.products.items():
+        for direction, product in zip(("forward", "backward"), both, strict=True):
+            yield f"[machine.products.{kind}.{direction}]"
+            yield f"start_s = {product.start_s:.4g}"
+            yield f"flops = {product.flops:.4g}"
+            yield f"rows = {product.rows:.4g}"
+            yield f"columns = {product.columns:.4g}"
+            yield f"inner = {product.inner:.4g}"
+    yield "[machine.products_error]  # median of |predicted / measured time - 1|"
+    yield from (f"{kind} = {error:.3f}" for kind, error in errors.items())
+    yield ""
+    yield "# Seconds of what passes over memory, by elements; and of the optimiser, by parameters."
+    for kind, (forward, backward) in machine.passes.items():
+        yield f'[machine.passes."{kind}"]'
+        yield f"elements = {_numbers(forward.sizes)}"
+        yield f"forward_s = {_numbers(forward.seconds)}"
+        yield f"backward_s = {_numbers(backward.seconds)}"
+    for name, curve in machine.updates.items():
+        yield f"[machine.updates.{name}]"
+        yield f"parameters = {_numbers(curve.sizes)}"
+        yield f"seconds = {_numbers(curve.seconds)}"
+    yield ""
+    yield f"# Collectives of {machine.ranks} ranks by the fastest backend, by bytes of the whole tensor."
+    for kind, curve in machine.collectives.items():
+        latency_s, byte_s = alpha_beta(curve)
+        yield f"[machine.collectives.{kind}]  # about {latency_s:.3g} s and {byte_s:.3g} s a byte"
+        yield f"bytes = {_numbers(curve.sizes)}"
+        yield f"seconds = {_numbers(curve.seconds)}"
+    yield ""
+    yield "# Seconds that the engine adds: once a step, for each micro-batch, for each pass of a pipeline's stage."
+    yield "[machine.overheads]"
+    yield from (f"{name} = {seconds:.4g}" for name, seconds in machine.overheads.items())
+    if machine.codecs:
+        yield ""
+        yield "# Compressors: seconds a tensor, and for each element of it."
+    for name, (tensor_s, element_s) in machine.codecs.items():
+        yield f'[machine.codecs."{name}"]'
+        yield f"tensor_s = {tensor_s:.4g}"
+        yield f"element_s = {element_s:.4g}"
+
+
+def alpha_beta(curve: Curve) -> tuple[float, float]:
+    """(seconds a call, seconds a byte) nearest to the times, by relative error."""
+    sizes, took = np.array(curve.sizes), np.array(curve.seconds)
+    rows = np.stack([np.ones_like(sizes), sizes], axis=1) / took[:, None]
+    scale = np.linalg.norm(rows, axis=0)
+    found = np.linalg.lstsq(rows / scale, np.ones_like(took), rcond=None)[0] / scale
+    return max(0.0, float(found[0])), max(0.0, float(found[1]))
+
+
+def _numbers(values: Sequence[float]) -> str:
+    return "[" + ", ".join(f"{value:.4g}" for value in values) + "]"

@@ -1,0 +1,90 @@
+"""Reads a job into the plain `JobModel` that the step's price is made of: one forward without memory, its layout."""
+
+from __future__ import annotations
+
+import contextlib
+from math import prod
+
+from torch import nn
+
+from shoal.analyze.traced import network_of_trace
+from shoal.estimate.steps.model import JobModel, Piece
+from shoal.estimate.steps.operations import operations
+from shoal.job import Job
+from shoal.job.facts import build_without_memory
+from shoal.strategy import ModelFacts
+from shoal.workload.chain import CannotCut, Link
+from shoal.workload.layout import Layout, facts_of, layout_of
+from shoal.workload.trace import trace
+
+MOST_STAGES = 16
+TRACED = 4
+"""Samples of the traced forward: all that grows with them is proportional."""
+
+
+def job_model(job: Job) -> tuple[JobModel, ModelFacts]:
+    """What is priced of a job, and what legality asks of it."""
+    layout = layout_of(job)
+    assert layout.chain is not None
+    assert layout.tensor is not None
+    samples = min(TRACED, len(job.train))
+    recorded = trace(job, samples=samples)
+    model = build_without_memory(job)
+    links = layout.chain.links
+    sizes = {name: param.numel() * param.element_size() for name, param in model.named_parameters()}
+    taken: set[str] = set()
+    pieces = []
+    for link in links:
+        own = sorted(link.parameters - taken)
+        taken |= link.parameters
+        pieces.append(
+            Piece(
+                name=link.path, is_block=link.is_block, parameter_bytes=sum(sizes.get(name, 0) for name in own),
+                crossing_bytes=_crossing(link),
+            )
+        )  # fmt: skip
+    words = layout.tensor.vocabulary
+    crossing = [piece.crossing_bytes for piece in pieces if piece.is_block and piece.crossing_bytes]
+    return (
+        JobModel(
+            name=job.name, global_batch=job.global_batch, samples=samples,
+            operations=operations(network_of_trace(recorded, name=job.name)), pieces=tuple(pieces),
+            stages=_stages(layout), tensor_cut=_tensor_cut(layout), tensor_inputs=len(layout.tensor.regions),
+            vocabulary_cut=words is not None, loss_cut=words is not None and words.loss_parallel,
+            context_loss_cut=layout.context is not None and layout.context.batch is not None,
+            stream_bytes=max(crossing, default=0), optimizer=_optimizer(job, model),
+            parameter_tensors=len(sizes), matrices=_matrices(model),
+        ),
+        facts_of(job, layout),
+    )  # fmt: skip
+
+
+def _crossing(link: Link) -> int:
+    """Bytes of one sample; the layout is of its own trace, so its samples are read off the wires."""
+    return round(sum(prod(wire.shape[1:]) * wire.itemsize for wire in link.wires if wire.shape))
+
+
+def _stages(layout: Layout) -> dict[int, tuple[tuple[int, int], ...]]:
+    found = {}
+    for num in range(1, MOST_STAGES + 1):
+        with contextlib.suppress(CannotCut):
+            found[num] = tuple(layout.stages(num))
+    return found
+
+
+def _tensor_cut(layout: Layout) -> dict[str, str]:
+    assert layout.tensor is not None
+    found: dict[str, str] = {}
+    for region in layout.tensor.regions:
+        found |= dict.fromkeys(region.columns, "columns") | dict.fromkeys(region.rows, "inner")
+    if layout.tensor.vocabulary is not None:
+        found |= dict.fromkeys(layout.tensor.vocabulary.heads, "columns")
+    return found
+
+
+def _optimizer(job: Job, model: nn.Module) -> str:
+    return type(job.optimizer([{"params": list(model.parameters())[:1]}])).__name__
+
+
+def _matrices(model: nn.Module) -> int:
+    return sum(p.shape[0] + p.numel() // p.shape[0] for p in model.parameters() if p.dim() > 1)
