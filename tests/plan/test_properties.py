@@ -144,3 +144,17 @@ def test_the_ranking_is_by_what_was_asked_for(by: str) -> None:
     assert (np.diff(score) >= 0).all()
     assert plan.priced.fits[plan.ranked].all()
     assert len(plan.ranked) == plan.priced.fits.sum()
+
+
+@pytest.mark.parametrize("name", ["gpt:1.3b", "mixtral:8x7b"])
+def test_replicas_that_no_node_can_hold_feel_the_network(name: str) -> None:
+    """Whatever lies between them: an expert axis of one, or the stages of a pipeline."""
+    shape, place = preset(name), cluster("cloud-t4-10gbe", devices=16)
+    rows = some_rows(shape, place, batch=64, seed=0, most=2000)
+    replicas = rows.outer * rows.dp * rows.ep * rows.cp
+    near, far = (
+        price_candidates(rows, shape=shape, cluster=where, everything=True).split_s["data"]
+        for where in (place, with_links(place, 0.01, level=1))
+    )
+    assert (replicas > place.node).any()
+    assert (far[replicas > place.node] > near[replicas > place.node]).all()

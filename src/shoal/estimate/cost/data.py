@@ -13,8 +13,8 @@ import numpy as np
 from shoal.estimate.cost.constants import Physics
 from shoal.estimate.cost.inputs import Column, Inputs
 from shoal.estimate.cost.kernels import streamed_s
-from shoal.estimate.cost.links import path
-from shoal.estimate.cost.profile import Profile
+from shoal.estimate.cost.links import Path, path
+from shoal.estimate.cost.profile import Number, Profile
 from shoal.estimate.cost.schedule import Stages
 from shoal.estimate.cost.time import LayerTime
 from shoal.estimate.cost.weights import weights
@@ -35,12 +35,16 @@ class Sharded:
 def data_time(inputs: Inputs, profile: Profile, physics: Physics, *, layer: LayerTime, held: Stages) -> Sharded:
     """All of data parallelism's time."""
     replicas = inputs.dp * inputs.cp
-    stride = np.minimum(
-        np.where(inputs.cp > 1, inputs.cp_stride, np.inf), np.minimum(inputs.dp_stride, inputs.ep_stride)
-    )
-    dense = path(inputs, profile, physics, ranks=replicas, stride=stride)
-    experts = path(inputs, profile, physics, ranks=replicas / inputs.ep, stride=stride * inputs.ep)
-    single = path(inputs, profile, physics, ranks=replicas, stride=stride, one_card=profile.one_card)
+    copies = (inputs.dp / inputs.ep, inputs.dp_stride)
+    sequence, sparse_part = (inputs.cp, inputs.cp_stride), (inputs.ep, inputs.ep_stride)
+
+    def links(*beside: tuple[Column, Column], one_card: Number = 0.0) -> Path:
+        return path(
+            inputs, profile, physics, ranks=copies[0], stride=copies[1], beside=beside, one_card=one_card
+        )  # fmt: skip
+
+    dense, experts = links(sequence, sparse_part), links(sequence)
+    single = links(sequence, sparse_part, one_card=profile.one_card)
     held_here = weights(inputs)
     tied_once = np.where((inputs.tied > 0) & (inputs.pp == 1), 0.0, 1.0)
     tables = np.where(inputs.pp == 1, held_here.embedding + tied_once * held_here.head, held_here.embedding)

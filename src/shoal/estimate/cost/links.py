@@ -7,7 +7,10 @@ level's hop.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import mul
 
 import numpy as np
 
@@ -61,12 +64,19 @@ class Path:
 
 
 def path(
-    inputs: Inputs, profile: Profile, physics: Physics, *, ranks: Column, stride: Column, one_card: Number = 0.0
-) -> Path:
-    """The links of an axis; `one_card` 1 lets a unit's messages leave it through one device's share alone."""
-    ranks = np.maximum(1.0, np.asarray(ranks, dtype=float))
-    stride = np.asarray(stride, dtype=float)
-    below = np.ones_like(ranks * stride)
+    inputs: Inputs, profile: Profile, physics: Physics, *, ranks: Column, stride: Column,
+    beside: Sequence[tuple[Column, Column]] = (), one_card: Number = 0.0,
+) -> Path:  # fmt: skip
+    """The links of an axis, or of several whose ranks form one group: `beside` has (ranks, stride) of the others.
+
+    `one_card` 1 lets a unit's messages leave it through one device's share alone.
+    """
+    axes = [
+        (np.maximum(1.0, np.asarray(size, dtype=float)), np.asarray(apart, dtype=float))
+        for size, apart in ((ranks, stride), *beside)
+    ]
+    ranks = reduce(mul, (size for size, _ in axes))
+    below = np.ones_like(reduce(mul, (size * apart for size, apart in axes)))
     slowest = np.full_like(below, np.inf)
     pair = np.full_like(below, np.inf)
     outer = np.full_like(below, np.inf)
@@ -74,7 +84,7 @@ def path(
     local = local_rate = None
     levels = inputs.level_ranks.shape[0]
     for level in range(levels):
-        within = np.clip(inputs.level_ranks[level] / stride, 1.0, ranks)
+        within = reduce(mul, (np.clip(inputs.level_ranks[level] / apart, 1.0, size) for size, apart in axes))
         if level == levels - 1:  # Whatever is left is joined by the outermost links.
             within = ranks + 0 * within
         rate = inputs.level_bytes_per_s[level] * (physics.bus if level == 0 else physics.network)
