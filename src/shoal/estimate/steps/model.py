@@ -40,6 +40,8 @@ class JobModel:
     context_loss_cut: bool
     stream_bytes: int
     """Of one sample: what flows from block to block."""
+    synchronised_norms: bool
+    """Whether batch norms see the samples of all replicas."""
     optimizer: str
     parameter_tensors: int
     matrices: int

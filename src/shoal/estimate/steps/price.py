@@ -42,6 +42,29 @@ class Pass:
         return self.input_s + self.weight_s
 
 
+NOTHING_BYTES = 1024.0
+"""Overheads were measured on messages of about this size: only what a larger one takes longer comes on top."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A collective inside a pass: `overhead` of the engine, and what its bytes take."""
+
+    kind: str
+    whole_bytes: float
+    ranks: int
+    overhead: str = ""
+    times: float = 1.0
+    """Part of the overhead that it pays."""
+
+    def seconds(self, machine: Machine) -> float:
+        took_s = _seconds(machine, self.kind, self.whole_bytes, self.ranks)
+        if self.overhead not in machine.overheads:
+            return took_s
+        more_s = took_s - _seconds(machine, self.kind, NOTHING_BYTES, self.ranks)
+        return self.times * machine.overheads[self.overhead] + max(0.0, more_s)
+
+
 def price_step(model: JobModel, strategy: Strategy, machine: Machine) -> Estimate:
     """Seconds of a steady step, by cause."""
     micro = strategy.micro_batches
@@ -57,9 +80,7 @@ def price_step(model: JobModel, strategy: Strategy, machine: Machine) -> Estimat
     else:
         kept_bytes = _pipelined(split, model, pipeline, machine, by_piece, samples)
     held = _held_bytes(model, strategy)
-    split["data"] = sum(
-        _seconds(machine, kind, size, ranks) for kind, size, ranks in _data_calls(model, strategy, held)
-    )
+    split["data"] = sum(call.seconds(machine) for call in _data_calls(model, strategy, held))
     split["codec"] = _codec_s(model, strategy, machine, held)
     split["optimizer"] = _update_s(model, strategy, machine, held)
     over = machine.overheads
@@ -100,9 +121,19 @@ def _passes(model: JobModel, strategy: Strategy, machine: Machine, samples: floa
         found[each.piece] += Pass(
             forward_s, input_s, weight_s, kept_bytes=0.0 if number in repeated else each.kept_bytes
         )
-    for piece, kind, size, ranks in _activation_calls(model, strategy, samples):
-        found[piece] += Pass(sent_s=_seconds(machine, kind, size, ranks))
+    for piece, call in _activation_calls(model, strategy, samples):
+        found[piece] += Pass(sent_s=call.seconds(machine))
+    if model.synchronised_norms and strategy.replicas > 1:
+        for operation in model.operations:
+            if operation.kind == "batch norm":
+                found[operation.piece] += Pass(sent_s=_norm_s(operation.of_samples(ratio), machine))
     return found
+
+
+def _norm_s(norm: Operation, machine: Machine) -> float:
+    """What a batch norm over all replicas takes beyond one of its own: two meetings, and its gradient is put together
+    from sums in two passes more."""
+    return machine.overheads.get("norm_s", 0.0) + 2 * machine.passes["add"][0].at(norm.elements)
 
 
 def _repeated(model: JobModel, again: recompute | None, local: Sequence[Operation]) -> set[int]:
@@ -167,37 +198,45 @@ def _in_context(operation: Operation, context: cp) -> Iterator[Operation]:
                 yield Operation(kind="add", name=operation.name, piece=operation.piece, elements=merged)
 
 
-def _activation_calls(model: JobModel, strategy: Strategy, samples: float) -> Iterator[tuple[str, str, float, int]]:
-    """(piece, collective, whole bytes, ranks) of tensor and context parallelism, for one micro-batch."""
+def _activation_calls(model: JobModel, strategy: Strategy, samples: float) -> Iterator[tuple[str, Call]]:
+    """(piece, collective) of tensor and context parallelism, for one micro-batch."""
     tensor, context = strategy.term(tp), strategy.term(cp)
-    again = strategy.modifier(recompute)
     stream = model.stream_bytes * samples / (context.n if context is not None else 1)
-    blocks = model.blocks
     if tensor is not None and tensor.n > 1:
-        regions = model.tensor_inputs / max(1, len(blocks))
-        kinds = ["all_gather", "reduce_scatter"] * 2 if tensor.sequence else ["all_reduce"] * 2
-        for block in blocks:
-            for kind in kinds:
-                for _ in range(round(regions)):
-                    yield block, kind, stream, tensor.n
-            if again is not None:
-                for kind in kinds[: len(kinds) // 2]:
-                    yield block, kind, stream, tensor.n
-        if model.vocabulary_cut:
-            yield model.pieces[0].name, "all_reduce", stream, tensor.n
-            yield model.pieces[-1].name, "all_reduce", stream, tensor.n
+        yield from _tensor_calls(model, tensor, stream, again=strategy.modifier(recompute) is not None)
     if context is not None and context.n > 1:
         for operation in model.operations:
-            if operation.kind != "attention":
-                continue
-            sent = 4 * operation.count * samples / model.samples * operation.rows * operation.inner / context.n
-            if context.method == "ulysses":
-                for factor in (3, 1, 3, 1):
-                    yield operation.piece, "all_to_all", factor * sent, context.n
-            else:
-                for _ in range(context.n - 1):
-                    for factor in (2, 2, 2):
-                        yield operation.piece, "send", factor * sent, context.n
+            if operation.kind == "attention":
+                sent = 4 * operation.count * samples / model.samples * operation.rows * operation.inner / context.n
+                for call in _context_calls(context, sent):
+                    yield operation.piece, call
+
+
+def _tensor_calls(model: JobModel, tensor: tp, stream: float, *, again: bool) -> Iterator[tuple[str, Call]]:
+    regions = round(model.tensor_inputs / max(1, len(model.blocks)))
+    kinds = ["all_gather", "reduce_scatter"] * 2 if tensor.sequence else ["all_reduce"] * 2
+    if again:
+        kinds += kinds[: len(kinds) // 2]
+    for block in model.blocks:
+        for kind in kinds * regions:
+            yield block, Call(kind, stream, tensor.n, "crossing_s")
+    if model.vocabulary_cut:
+        yield model.pieces[0].name, Call("all_reduce", stream, tensor.n, "crossing_s")
+        yield model.pieces[-1].name, Call("all_reduce", stream, tensor.n, "crossing_s")
+    if model.loss_cut:
+        for _ in range(2):
+            yield model.pieces[-1].name, Call("all_reduce", NOTHING_BYTES, tensor.n, "crossing_s")
+
+
+def _context_calls(context: cp, sent: float) -> Iterator[Call]:
+    """Of one attention whose queries have `sent` bytes on a rank: keys and values as many each."""
+    if context.method == "ulysses":
+        for factor in (3, 1, 3, 1):
+            yield Call("all_to_all", factor * sent, context.n, "crossing_s")
+        return
+    hops = [2 * sent] * (3 * (context.n - 1))
+    for size in hops:
+        yield Call("send", size, context.n, "ring_s", 1 / len(hops))
 
 
 def _pipelined(
@@ -237,8 +276,8 @@ def _held_bytes(model: JobModel, strategy: Strategy) -> float:
     return held / (tensor.n if tensor is not None else 1)
 
 
-def _data_calls(model: JobModel, strategy: Strategy, held: float) -> Iterator[tuple[str, float, int]]:
-    """(collective, whole bytes, ranks) of a step's gradients and parameters; `estimate/traffic.py` has the formulas."""
+def _data_calls(model: JobModel, strategy: Strategy, held: float) -> Iterator[Call]:
+    """A step's gradients and parameters; `estimate/traffic.py` has the formulas."""
     levels = strategy.dp_levels
     context = strategy.term(cp)
     replicas = strategy.replicas * (context.n if context is not None else 1)
@@ -252,12 +291,13 @@ def _data_calls(model: JobModel, strategy: Strategy, held: float) -> Iterator[tu
     each = held / pieces
     for _ in range(pieces):
         if zero == 0:
-            yield "all_reduce", each, replicas
+            yield Call("all_reduce", each, replicas)
             continue
+        overhead = "gather_s" if zero == 3 else ""
         for _ in range(micro if zero >= 2 else 1):
-            yield "reduce_scatter", each, replicas
+            yield Call("reduce_scatter", each, replicas, overhead)
         for _ in range(2 * micro if zero == 3 else 1):
-            yield "all_gather", each, replicas
+            yield Call("all_gather", each, replicas, overhead)
 
 
 def _codec_s(model: JobModel, strategy: Strategy, machine: Machine, held: float) -> float:

@@ -70,7 +70,11 @@ def machine_of(measured: Mapping[str, Any], collectives: Mapping[str, Curve]) ->
     machine = Machine(
         ranks=measured["ranks"], memory_bytes=_memory_bytes(),
         memory_bytes_per_s=1 / lower_quartile(measured["byte_s"]), products=products, passes=passes, updates=updates,
-        collectives=collectives, overheads=_overheads(measured, collectives, updates),
+        collectives=collectives, overheads=overheads_of(
+            {name: lower_quartile(each) for name, each in measured["overheads"].items()},
+            counts=measured["counts"], ranks=measured["ranks"], sent_s=collectives["all_reduce"].at(1024),
+            updated_s=updates["SGD"].at(1024),
+        ),
         codecs={
             name: (float(tensor_s), float(element_s))
             for name, (tensor_s, element_s) in measured.get("codecs", {}).items()
@@ -79,19 +83,27 @@ def machine_of(measured: Mapping[str, Any], collectives: Mapping[str, Curve]) ->
     return machine, errors
 
 
-def _overheads(
-    measured: Mapping[str, Any], collectives: Mapping[str, Curve], updates: Mapping[str, Curve]
+def overheads_of(
+    took: Mapping[str, float], *, counts: Mapping[str, int], ranks: int, sent_s: float, updated_s: float
 ) -> dict[str, float]:
-    """What is left of steps of next to nothing, once computing, sending and updating are taken off."""
-    took = {name: lower_quartile(each) for name, each in measured["overheads"].items()}
-    plain_s, more = took["plain"], measured["more_micro_batches"]
-    sent_s, updated_s = collectives["all_reduce"].at(1024), updates["SGD"].at(1024)
-    stage_s = plain_s / measured["ranks"]
+    """What is left of small steps once computing, sending (an all-reduce of next to nothing) and updating are taken
+    off: differences between a pass of a micro-batch with what is dear and one without.
+    """
+
+    def pass_of(kind: str) -> float:
+        return (took[f"{kind}, many"] - took[kind]) / counts["passes"]
+
+    plain_s, pass_s = took["plain"], pass_of("replicated")
     found = {
-        "step_s": took["replicated"] - plain_s - sent_s - updated_s,
-        "pass_s": (took["accumulated"] - took["replicated"]) / more - plain_s,
-        "action_s": ((took["long pipeline"] - took["pipeline"]) / more - stage_s) / 2,
+        "step_s": took["replicated, many"] - (counts["passes"] + 1) * pass_s - sent_s - updated_s,
+        "pass_s": pass_s - plain_s,
+        "action_s": (pass_of("pipeline") - plain_s / ranks) / 2,
+        "gather_s": (pass_of("sharded") - pass_s) / counts["gathers"],
+        "ring_s": (pass_of("ring") - pass_s) / counts["attentions"],
+        "norm_s": (pass_of("sync norms") - pass_of("local norms")) / counts["norms"],
     }
+    if "tensor" in took:
+        found["crossing_s"] = (pass_of("tensor") - pass_s) / counts["crossings"]
     return {name: max(1e-7, seconds) for name, seconds in found.items()}
 
 
@@ -141,7 +153,8 @@ def machine_toml(machine: Machine, errors: Mapping[str, float]) -> Iterator[str]
         yield f"bytes = {_numbers(curve.sizes)}"
         yield f"seconds = {_numbers(curve.seconds)}"
     yield ""
-    yield "# Seconds that the engine adds: once a step, for each micro-batch, for each pass of a pipeline's stage."
+    yield "# Seconds that the engine adds: once a step, for each micro-batch, for each pass of a pipeline's stage; for"
+    yield "# each gather of ZeRO-3, crossing of tensor parallelism, attention around a ring and synchronised batch norm."
     yield "[machine.overheads]"
     yield from (f"{name} = {seconds:.4g}" for name, seconds in machine.overheads.items())
     if machine.codecs:

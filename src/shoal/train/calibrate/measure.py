@@ -98,7 +98,7 @@ def measure(arguments: dict[str, Any], channel: Channel) -> dict[str, Any]:
 def _machine(arguments: dict[str, Any], me: Any, world: Any, channel: Channel) -> dict[str, Any]:
     """What each rank computes while the others do the same."""
     from shoal.train.calibrate.operators import OPTIMISERS, measure_bandwidth, measure_operators
-    from shoal.train.calibrate.overheads import MANY, measure_overheads
+    from shoal.train.calibrate.overheads import COUNTS, measure_overheads
 
     def meet() -> None:
         dist.barrier(group=world)
@@ -114,7 +114,7 @@ def _machine(arguments: dict[str, Any], me: Any, world: Any, channel: Channel) -
             "overheads": measure_overheads(
                 world=me.world, rank=me.rank, backend=BACKENDS["shoal"], rounds=rounds, meet=meet
             ),
-            "more_micro_batches": MANY - 1,
+            "counts": COUNTS,
             "optimizers": list(OPTIMISERS),
             "ranks": me.world,
         }
