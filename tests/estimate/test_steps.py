@@ -57,8 +57,26 @@ def test_operations_do_the_work_that_the_analysis_counts(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["language:tiny", "image:tiny", "image:resnet:tiny"])
 def test_two_replicas_take_half_the_time_of_one_where_messages_cost_nothing(name: str) -> None:
-    assert step_s(name, "dp(2)") == pytest.approx(step_s(name, "serial") / 2, rel=0.01)
-    assert step_s(name, "dp(2) * accumulate(3)") == pytest.approx(step_s(name, "dp(2)"), rel=0.01)
+    model = replace(model_of(name)[0], synchronised_norms=False)
+    times = {
+        text: price_step(model, parse(text), machine()).step_s for text in ("serial", "dp(2)", "dp(2) * accumulate(3)")
+    }
+    assert times["serial"] is not None
+    assert times["dp(2)"] == pytest.approx(times["serial"] / 2, rel=0.01)
+    assert times["dp(2) * accumulate(3)"] == pytest.approx(times["dp(2)"], rel=0.01)
+
+
+def test_batch_norms_over_all_replicas_cost_more_than_their_own() -> None:
+    model, _ = model_of("image:tiny")
+    own, every = (
+        price_step(replace(model, synchronised_norms=each), parse("dp(2)"), machine()).step_s for each in (False, True)
+    )
+    assert own is not None
+    assert every is not None
+    assert own < every
+    assert step_s("image:tiny", "serial") == price_step(
+        replace(model, synchronised_norms=False), parse("serial"), machine()
+    ).step_s  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["language:tiny", "image:tiny"])

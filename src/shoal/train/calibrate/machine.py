@@ -154,7 +154,7 @@ def machine_toml(machine: Machine, errors: Mapping[str, float]) -> Iterator[str]
         yield f"seconds = {_numbers(curve.seconds)}"
     yield ""
     yield "# Seconds that the engine adds: once a step, for each micro-batch, for each pass of a pipeline's stage; for"
-    yield "# each gather of ZeRO-3, crossing of tensor parallelism, attention around a ring and synchronised batch norm."
+    yield "# each gather of ZeRO-3, crossing of tensor parallelism, attention around a ring, synchronised batch norm."
     yield "[machine.overheads]"
     yield from (f"{name} = {seconds:.4g}" for name, seconds in machine.overheads.items())
     if machine.codecs:
