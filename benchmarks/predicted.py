@@ -10,8 +10,10 @@ does meets all of them; of each the lower quartile counts. Every step's counted 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,31 @@ def contest(settings: dict[str, Any], channel: Any) -> dict[str, Any]:
     return {"times": times, "unlike": unlike}
 
 
+def predictions(job: str, strategies: Sequence[str]) -> dict[str, Any]:
+    """Estimates by strategy, from the calibration file."""
+    from shoal.estimate.steps.price import price_step
+    from shoal.estimate.steps.read import machine_here
+    from shoal.job import load_job
+    from shoal.strategy import parse
+    from shoal.train.job_model import job_model
+
+    machine = machine_here()
+    if machine is None:
+        sys.exit("this machine has not been calibrated; run `shoal calibrate` first")
+    model, _ = job_model(load_job(job))
+    return {text: price_step(model, parse(text), machine) for text in strategies}
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float:
+    """Correlation of ranks."""
+
+    def places(values: Sequence[float]) -> list[float]:
+        order = sorted(range(len(values)), key=values.__getitem__)
+        return [float(order.index(number)) for number in range(len(values))]
+
+    return statistics.correlation(places(first), places(second))
+
+
 def main() -> None:
     def extend(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--job", default="language:small")
@@ -89,6 +116,7 @@ def main() -> None:
     from shoal.train.launch import run_ranks
 
     strategies = LANGUAGE if asked.job.startswith("language") else IMAGE
+    estimates = predictions(asked.job, strategies)
     settings = {"job": asked.job, "strategies": strategies, "rounds": asked.rounds, "steps": asked.steps}
 
     def told(rank: int, message: dict[str, Any]) -> None:
@@ -98,11 +126,21 @@ def main() -> None:
     print(file=sys.stderr)
     rows = []
     for text, times in results[0]["times"].items():
-        rows.append({"name": text, "measured_ms": round(1000 * sorted(times)[len(times) // 4], 2)})
-    for result in results:
-        for line in result["unlike"]:
-            print("ledger", line)
-    report(rows, title=asked.job, as_json=asked.json)
+        measured_s, predicted_s = sorted(times)[len(times) // 4], estimates[text].step_s
+        rows.append({
+            "name": text, "measured_ms": 1000 * measured_s, "predicted_ms": 1000 * predicted_s,
+            "predicted / measured": predicted_s / measured_s,
+        })  # fmt: skip
+    rows.sort(key=lambda row: row["predicted_ms"])
+    measured, predicted = ([row[f"{kind}_ms"] for row in rows] for kind in ("measured", "predicted"))
+    off = statistics.median(abs(row["predicted / measured"] - 1) for row in rows)
+    unlike = [line for result in results for line in result["unlike"]]
+    notes = [
+        f"rank correlation {spearman(predicted, measured):.3f}; the strategy ranked first takes "
+        f"{measured[0] / min(measured):.3f} of the fastest one's time; median error {100 * off:.1f}%",
+        "every counted ledger equals its prediction, on both ranks" if not unlike else "\n".join(unlike),
+    ]
+    report(rows, title=f"{asked.job}, two ranks, {asked.rounds} rounds", as_json=asked.json, notes=notes)
 
 
 if __name__ == "__main__":
