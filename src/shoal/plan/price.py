@@ -155,7 +155,7 @@ def _priced(rows: Candidates, *, shape: Transformer, cluster: Cluster, profile: 
 
 def _split(rows: Candidates, inputs: Inputs, *, profile: Profile) -> dict[str, Column]:
     size = len(rows)
-    prices = price(inputs, profile)
+    prices = price(inputs, profile, play=False)
     split = {name: np.broadcast_to(prices.split_s[name], (size,)).astype(float) for name in SPLIT}
     outside = rows.outer > 1
     if outside.any():

@@ -15,6 +15,7 @@ from shoal.estimate.cost.memory import Memory, memory
 from shoal.estimate.cost.profile import Profile
 from shoal.estimate.cost.profiles import GOOD
 from shoal.estimate.cost.schedule import INTERLEAVED, bubble_s, messages, stages
+from shoal.estimate.cost.span import passes_of, spans_s
 from shoal.estimate.cost.time import PASSES, head_time, layer_time
 
 SPLIT = ("compute", "host", "tensor", "context", "expert", "data", "pipeline", "bubble", "optimizer", "other")
@@ -41,8 +42,12 @@ class Prices:
         raise AttributeError(name)
 
 
-def price(inputs: Inputs, profile: Profile = GOOD, *, physics: Physics = PHYSICS) -> Prices:
-    """Prices of all rows, under one profile or (`gathered`) one for each."""
+def price(inputs: Inputs, profile: Profile = GOOD, *, physics: Physics = PHYSICS, play: bool = True) -> Prices:
+    """Prices of all rows, under one profile or (`gathered`) one for each.
+
+    Schedules without a closed form (interleaved, zero-bubble) are played; `play` False takes what even stages would
+    give instead, for more rows than can be played.
+    """
     layer = layer_time(inputs, profile, physics)
     head_forward, head_backward = head_time(inputs, profile, physics)
     held = stages(inputs, profile)
@@ -64,7 +69,6 @@ def price(inputs: Inputs, profile: Profile = GOOD, *, physics: Physics = PHYSICS
     through_s = inputs.layers * layer_s + head_s + (inputs.pp - 1) * stage_hosts_s
 
     pipeline_s = messages(inputs, inside=(inside > 1) & ~last_slowest) * message_s
-
     idle_s = bubble_s(
         inputs,
         others_s=np.maximum(0.0, through_s - slowest_s),
@@ -72,6 +76,14 @@ def price(inputs: Inputs, profile: Profile = GOOD, *, physics: Physics = PHYSICS
         backward_s=layers_there * layer.backward.total_s,
         weight_s=layers_there * layer.weight_s,
     )
+    # What is known exactly replaces the sum; messages that hide behind other waiting are not told apart from it.
+    passes = passes_of(
+        inputs, profile, layer=layer, heads=(head_forward, head_backward), sharded=sharded, message_s=message_s
+    )
+    waits_s = spans_s(inputs, passes, play=play) - micro * slowest_s
+    exact = ~np.isnan(waits_s)
+    pipeline_s = np.where(exact, np.maximum(0.0, np.minimum(pipeline_s, waits_s)), pipeline_s)
+    idle_s = np.where(exact, waits_s - pipeline_s, idle_s)
     split = {
         cause: micro * (
             layers_there * (getattr(layer.forward, f"{cause}_s") + getattr(layer.backward, f"{cause}_s"))

@@ -1,7 +1,7 @@
-"""Stages and bubbles of pipelines in closed form, for whole columns of strategies.
+"""Stages of pipelines: which layers they hold, how many micro-batches they keep, and what their bubbles come to roughly.
 
-The closed forms are those that `estimate/pipeline/play.py` gives when it plays a schedule with even stages; a test
-holds them to it.
+The bubbles are for schedules without a closed form (interleaved and zero-bubble), where too many strategies are priced
+for each to be played: they are what playing gives with even stages. `span.py` has the true ones.
 """
 
 from __future__ import annotations
@@ -26,12 +26,39 @@ class Stages:
     most: Column
     """On the fullest stage that has neither embedding nor head."""
     last: Column
-    head_first: Column
-    """1 where one stage is all there is."""
+
+
+def dealt_by_cost(inputs: Inputs, profile: Profile) -> Column:
+    """What all stages share where they are dealt by cost, in layers: all of them and the head. 0 where dealt evenly."""
+    head_width = inputs.hidden / inputs.heads
+    block = 2 * inputs.hidden * (inputs.hidden + inputs.kv_heads * head_width) + (
+        2 + inputs.gated
+    ) * inputs.hidden * inputs.ffn * np.maximum(1.0, inputs.active_experts)
+    whole = inputs.layers + inputs.vocab * inputs.hidden / block
+    return np.where(np.asarray(profile.by_cost) > 0, whole, 0.0)
+
+
+def layers_of_stages(layers: Column, dealt: Column, num: int) -> Column:
+    """Layers of each of `num` stages: stages x rows.
+
+    Dealt out evenly, the first stages take what is left over. By cost (`dealt_by_cost`), a stage is closed once what
+    came so far reaches its share, the head counted.
+    """
+    stage = np.arange(num)[:, None]
+    even = np.floor(layers / num) + (stage < layers % num)
+    if not np.any(dealt):
+        return np.asarray(even)
+    ends = np.where(stage < num - 1, _closed(layers, dealt / num, stage), layers)
+    return np.where(np.asarray(dealt) > 0, np.diff(ends, axis=0, prepend=0.0), even)
+
+
+def _closed(layers: Column, share: Column, stage: Column | int) -> Column:
+    """Layers on a stage and those before it, dealt by cost."""
+    return np.minimum(layers, np.ceil((stage + 1) * share * (1 - 1e-12)))
 
 
 def stages(inputs: Inputs, profile: Profile) -> Stages:
-    """Layers of the first, the fullest and the last stage (the one with the head)."""
+    """Layers of the first, the fullest and the last rank (the one with the head)."""
     per = inputs.layers / (inputs.pp * inputs.chunks)
     # Stages take the layers that are left over in order, so a rank has a part of them in its chunks.
     left_over = inputs.layers - np.floor(per) * inputs.pp * inputs.chunks
@@ -39,40 +66,33 @@ def stages(inputs: Inputs, profile: Profile) -> Stages:
     even_last = np.maximum(0.0, np.where(per >= 1, np.floor(inputs.layers / inputs.pp), per))
     single = (inputs.pp == 1) * 1.0
     first, most, last = even_most, even_most, even_last
-    by_cost = np.broadcast_to(
-        np.asarray(profile.by_cost) > 0, np.broadcast_shapes(np.shape(per), np.shape(profile.by_cost))
-    )
-    if by_cost.any():
-        cost_first, cost_most, cost_last = _by_cost(inputs)
+    dealt = dealt_by_cost(inputs, profile)
+    if dealt.any():
         first, most, last = (
-            np.where(by_cost, of_cost, even)
-            for of_cost, even in ((cost_first, even_most), (cost_most, even_most), (cost_last, even_last))
+            np.where(dealt > 0, of_cost, even)
+            for of_cost, even in zip(_by_cost(inputs, dealt), (even_most, even_most, even_last), strict=True)
         )
     whole = inputs.layers
     return Stages(
         first=np.where(single > 0, whole, first), most=np.where(single > 0, whole, most),
-        last=np.where(single > 0, whole, last), head_first=single,
+        last=np.where(single > 0, whole, last),
     )  # fmt: skip
 
 
-def _by_cost(inputs: Inputs) -> tuple[Column, Column, Column]:
-    """Blocks dealt in order, a stage closed once the cost so far reaches its share; the head costs vocab x hidden."""
-    head_width = inputs.hidden / inputs.heads
-    block = 2 * inputs.hidden * (inputs.hidden + inputs.kv_heads * head_width) + (
-        2 + inputs.gated
-    ) * inputs.hidden * inputs.ffn * np.maximum(1.0, inputs.active_experts)
-    head = inputs.vocab * inputs.hidden / block
-    share = (inputs.layers + head) / inputs.pp
-    size = np.broadcast_shapes(np.shape(share), np.shape(inputs.pp), np.shape(inputs.layers))
-    stage, held, first, most = (np.zeros(size) for _ in range(4))
-    for layer in range(1, int(np.max(inputs.layers)) + 1):
-        there = inputs.layers >= layer
-        held = held + there
-        first = first + (there & (stage == 0))
-        most = np.where(there, np.maximum(most, held), most)
-        closes = there & (layer >= (stage + 1) * share * (1 - 1e-12))
-        stage, held = stage + closes, np.where(closes, 0.0, held)
-    return first, most, held
+def _by_cost(inputs: Inputs, dealt: Column) -> tuple[Column, Column, Column]:
+    """(first, fullest but the last, last) rank's layers; with chunks a rank has every pp-th of the stages."""
+    layers, num = inputs.layers, inputs.pp * inputs.chunks
+    first = most = last = 0.0 * (layers + dealt + num)
+    for rank in range(int(np.max(inputs.pp))):
+        held: Column = 0.0 * first
+        for chunk in range(int(np.max(inputs.chunks))):
+            stage = chunk * inputs.pp + rank
+            end = np.where(stage < num - 1, _closed(layers, dealt / num, stage), layers)
+            held = held + (chunk < inputs.chunks) * (end - _closed(layers, dealt / num, stage - 1))
+        first = held if rank == 0 else first
+        most = np.where(rank < inputs.pp - 1, np.maximum(most, held), most)
+        last = np.where(rank == inputs.pp - 1, held, last)
+    return first, most, last
 
 
 def in_flight(inputs: Inputs, position: Column) -> Column:
