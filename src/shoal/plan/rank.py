@@ -14,7 +14,7 @@ from shoal.estimate.target import Target, default_target
 from shoal.plan.candidates import COMPRESSORS, Column
 from shoal.plan.enumerate import FAMILIES, WHOLE, Space, compressed, enumerate_legal, families_of
 from shoal.plan.legal import facts_of
-from shoal.plan.price import Priced, joined, price_candidates
+from shoal.plan.price import Priced, joined, played, price_candidates, unplayed, with_times
 from shoal.strategy import ModelFacts, Strategy
 from shoal.workload.shape import Transformer
 
@@ -23,6 +23,8 @@ WORTH_COMPRESSING = 0.01
 """Compressors are tried where gradients take at least this part of the step."""
 MOST_COMPRESSED = 20_000
 """Rows, the fastest first, for which compressors are tried."""
+PLAYED_AHEAD = (40, 10, 10, 10)
+"""Rows, the best first, that are played in each round of a ranking, beside the Pareto front and the best families."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,8 +146,29 @@ def price_all(question: Question) -> Priced:
     return priced
 
 
-def ranked(question: Question, priced: Priced) -> Plan:
-    """Rows that fit, by the question's measure; of equals the one that needs less memory."""
+def ranked(question: Question, priced: Priced, *, play: bool = True) -> Plan:
+    """Rows that fit, by the question's measure; of equals the one that needs less memory.
+
+    Pipelines without a closed form are ranked as if their stages were even; those that would be shown are played, until
+    all that are shown have been (`play` False: none).
+    """
+    plan = _ranked(question, priced)
+    left = unplayed(priced.rows) & priced.fits & play
+    for ahead in PLAYED_AHEAD:
+        shown = np.unique([*plan.ranked[:ahead], *pareto(plan), *families(plan).values()]).astype(int)
+        shown = shown[left[shown]]
+        if not len(shown):
+            break
+        left[shown] = False
+        found = played(
+            priced.rows.rows(shown), shape=question.shape, cluster=question.cluster, profile=question.profile
+        )
+        priced = with_times(priced, shown, found)
+        plan = _ranked(question, priced)
+    return plan
+
+
+def _ranked(question: Question, priced: Priced) -> Plan:
     steps = np.array([
         question.target.steps(question.global_batch, compress=type(term).__name__) for term in COMPRESSORS
     ])[priced.rows.compress]  # fmt: skip

@@ -21,8 +21,11 @@ from shoal.estimate.pipeline.spans import spans_s as played_s
 from shoal.strategy.schedule import stage_rank
 
 NONE, ONE_AHEAD = SCHEDULES.index("none"), SCHEDULES.index("1f1b")
-MOST_PASSES = 20_000
+MOST_PASSES = 5_000
 """Longer steps are played for fewer micro-batches, and the rest is added at the pace of the last of them."""
+
+BLOCK = 16_384
+"""Stages x rows at a time, which stay in the processor's cache."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,14 +87,14 @@ def spans_s(inputs: Inputs, passes: Passes, *, play: bool) -> Column:
         for each in (inputs.pp, inputs.chunks, inputs.micro_batches, inputs.schedule)
     )
     closed = {GPIPE: schedule == GPIPE, ONE_AHEAD: (schedule == ONE_AHEAD) | (schedule == NONE)}
-    for num in np.unique(ranks[ranks > 1]):
+    for num in np.unique(ranks[ranks > 1]).astype(int).tolist():
         for code, mask in closed.items():
-            here = np.flatnonzero(mask & (ranks == num))
-            if len(here):
-                forward, backward, _ = passes.rows(here, size).stages(SCHEDULES[code], ranks=int(num), chunks=1)
+            alike = np.flatnonzero(mask & (ranks == num))
+            for here in np.split(alike, range(0, len(alike), max(1, BLOCK // num))[1:]):
+                parts = passes.rows(here, size)
+                forward, backward, _ = parts.stages(SCHEDULES[code], ranks=num, chunks=1)
                 span = _gpipe_s if code == GPIPE else _in_turns_s
-                message_s = np.broadcast_to(np.atleast_1d(passes.message_s), (size,))[here]
-                found[here] = span(forward, backward, message_s, micro[here])
+                found[here] = span(forward, backward, parts.message_s, micro[here])
     if play:
         rounds = np.where(schedule == INTERLEAVED, (micro % ranks == 0) & (chunks > 1), schedule == ZERO_BUBBLE)
         here = np.flatnonzero(rounds & (micro == np.floor(micro)) & (ranks > 1))
@@ -190,6 +193,6 @@ def _play(found: Column, passes: Passes, groups: dict[tuple[int, int, int, int],
 def _played_micro(schedule: str, *, ranks: int, chunks: int, micro: int) -> tuple[int, ...]:
     """The micro-batches to play: all of them, or two smaller numbers that tell the pace of a full pipeline."""
     # Zero-bubble with several chunks finds its pace later: below 2 n - 1 micro-batches its order is another one.
-    rounds = (4, 6) if schedule == "zero-bubble" and chunks > 1 else (2, 3)
-    whole = passes_in(schedule, ranks=ranks, chunks=chunks, micro=micro) <= MOST_PASSES or micro <= rounds[1] * ranks
-    return (micro,) if whole else (rounds[0] * ranks, rounds[1] * ranks)
+    rounds = (4, 5) if schedule == "zero-bubble" and chunks > 1 else (2, 3)
+    whole = passes_in(schedule, ranks=ranks, chunks=chunks, micro=micro) <= MOST_PASSES
+    return (micro,) if whole or micro <= sum(rounds) * ranks else (rounds[0] * ranks, rounds[1] * ranks)
