@@ -141,6 +141,41 @@ def _split_bubble_s(inputs: Inputs, *, forward_s: Column, input_s: Column, weigh
     return np.where(inputs.chunks > 1, two, np.where(micro < inputs.pp, few, one))
 
 
+def uneven_rounds_s(inputs: Inputs, *, forward_s: Column, backward_s: Column, head_s: Column) -> Column:
+    """What chunks of different length add to interleaved rounds after the first; the seconds are of a layer and the head.
+
+    A round has v turns of n micro-batches. In turn k the last rank goes forward through chunk k - 1 and backward through
+    v - 1 - k, the first rank a turn earlier forward through k and backward through v - k. They wait for each other, last
+    for first with backwards and first for last with forwards, so each turn takes as long as the longer of the two.
+    """
+    size = len(inputs)
+    found = np.zeros(size)
+    here = np.flatnonzero(np.broadcast_to(inputs.schedule == INTERLEAVED, (size,)))
+    if not len(here):
+        return found
+    pp, chunks, micro, layers, forward_s, backward_s, head_s = (
+        np.broadcast_to(each, (size,))[here]
+        for each in (inputs.pp, inputs.chunks, inputs.micro_batches, inputs.layers, forward_s, backward_s, head_s)
+    )
+    per = np.floor(layers / (pp * chunks))
+    left_over = layers - per * pp * chunks
+    longer = of_all_last = of_all_first = np.zeros(len(here))
+    for turn in range(int(chunks.max())):
+        there = turn < chunks
+        # Stages that take a layer of what is left over come first, so a chunk is compared by its end on each rank.
+        ends = [(np.mod(chunk, chunks) + 1) * pp for chunk in (turn - 1, chunks - 1 - turn, turn, chunks - turn)]
+        on_last = [per + (end - 1 < left_over) for end in ends[:2]]
+        on_first = [per + (end - pp < left_over) for end in ends[2:]]
+        of_last = on_last[0] * forward_s + on_last[1] * backward_s + (turn == 0) * head_s
+        of_first = on_first[0] * forward_s + on_first[1] * backward_s
+        longer = longer + there * np.maximum(of_last, of_first)
+        of_all_last, of_all_first = of_all_last + there * of_last, of_all_first + there * of_first
+    # Changing ranks skips a few passes.
+    more_s = (longer - np.maximum(of_all_last, of_all_first)) * np.maximum(0.0, pp - 2)
+    found[here] = np.maximum(0.0, micro / pp - 1) * more_s
+    return found
+
+
 def messages(inputs: Inputs, *, inside: Column) -> Column:
     """Messages that a step waits for, as playing the schedules gives them; `inside`: the slowest has two neighbours.
 
