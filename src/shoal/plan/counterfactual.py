@@ -15,7 +15,7 @@ from shoal.estimate.cost.inputs import RECOMPUTE, SCHEDULES
 from shoal.plan.candidates import Candidates, Column
 from shoal.plan.enumerate import Space, compressed, compressible
 from shoal.plan.price import played, price_candidates
-from shoal.plan.rank import Plan, Question, make_plan, ranked
+from shoal.plan.rank import Plan, Play, Question, make_plan, ranked
 
 NEAR = 2000
 """Rows, best first, that a change of links is tried on; as many again that would be best if messages took no time."""
@@ -23,7 +23,7 @@ CROSSING = 500
 """Rows of each kind among which dense and compressed plans are compared on slower links."""
 AHEAD = 300
 """Rows, best first, whose choices a plan for another number of devices tries."""
-AMONG = 4
+AMONG = 2
 """Rows, best first, that are played to find the best with one choice changed."""
 MESSAGES = ("tensor", "context", "expert", "data", "pipeline")
 GB = 1e9
@@ -93,7 +93,7 @@ def other_sizes(plan: Plan) -> list[Change]:
             larger = replace(question, cluster=cluster.resized(devices), space=space)
         except BadCluster:
             continue
-        found.append(_told(what, plan, make_plan(larger)))
+        found.append(_told(what, plan, make_plan(larger, play="best")))
     return found
 
 
@@ -147,7 +147,7 @@ def compression_overtakes(plan: Plan) -> Change | None:
     def gain(ratio: float) -> float:
         """Best dense over best compressed: above 1 compression wins."""
         links = replace(question, cluster=with_links(cluster, ratio, level=outermost))
-        best = [_replanned(links, rows, play=False) for rows in (dense, squeezed)]
+        best = [_replanned(links, rows, play="nothing") for rows in (dense, squeezed)]
         scores = [float(each.score.min()) for each in best]
         return scores[0] / scores[1] if np.isfinite(scores).all() else 0.0
 
@@ -161,7 +161,7 @@ def compression_overtakes(plan: Plan) -> Change | None:
         middle = float(np.sqrt(low * high))
         low, high = (middle, high) if gain(middle) > 1 else (low, middle)
     links = replace(question, cluster=with_links(cluster, low, level=outermost))
-    winner = _replanned(links, squeezed, play=False)
+    winner = _replanned(links, squeezed, play="nothing")
     assert winner.best is not None
     text = f"{winner.strategy(winner.best)} overtakes dense gradients (now {now_gb_s * 8:.3g} Gb/s a device)"
     return Change(
@@ -198,7 +198,7 @@ def _near_on_slow_links(plan: Plan, *, gradients: bool) -> Candidates:
     return priced.rows.rows(np.unique(np.concatenate(best)))
 
 
-def _replanned(question: Question, rows: Candidates, *, play: bool = True) -> Plan:
+def _replanned(question: Question, rows: Candidates, *, play: Play = "best") -> Plan:
     priced = price_candidates(rows, shape=question.shape, cluster=question.cluster, profile=question.profile)
     return ranked(question, priced, play=play)
 
@@ -286,7 +286,7 @@ def what_would_fit(plan: Plan) -> list[str]:
     while devices < 64 * cluster.devices:
         devices *= 2
         try:
-            larger = make_plan(replace(question, cluster=cluster.resized(devices)))
+            larger = make_plan(replace(question, cluster=cluster.resized(devices)), play="best")
         except BadCluster:
             break
         if larger.best is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 
@@ -19,6 +20,8 @@ from shoal.strategy import ModelFacts, Strategy
 from shoal.workload.shape import Transformer
 
 BY = ("time", "step", "cost")
+Play = Literal["shown", "best", "nothing"]
+"""Which rows of a ranking are played."""
 WORTH_COMPRESSING = 0.01
 """Compressors are tried where gradients take at least this part of the step."""
 MOST_COMPRESSED = 20_000
@@ -121,11 +124,11 @@ def question_for(shape: Transformer, cluster: Cluster, *, global_batch: int | No
     return Question(shape=shape, cluster=cluster, global_batch=batch, target=target, precision=precision, **more)  # type: ignore[arg-type]
 
 
-def make_plan(question: Question) -> Plan:
-    """The plan for the question's own number of devices."""
+def make_plan(question: Question, *, play: Play = "shown") -> Plan:
+    """The plan for the question's own number of devices; `play` as in `ranked`."""
     if question.by not in BY:
         raise ValueError(f"by is {question.by!r}; expected one of {', '.join(BY)}")
-    return ranked(question, price_all(question))
+    return ranked(question, price_all(question), play=play)
 
 
 def price_all(question: Question) -> Priced:
@@ -148,17 +151,19 @@ def price_all(question: Question) -> Priced:
     return priced
 
 
-def ranked(question: Question, priced: Priced, *, play: bool = True) -> Plan:
+def ranked(question: Question, priced: Priced, *, play: Play = "shown") -> Plan:
     """Rows that fit, by the question's measure; of equals the one that needs less memory.
 
-    Pipelines without a closed form are ranked as if their stages were even; those that would be shown are played, again
-    and again until all that are shown have been (`play` False: none).
+    Pipelines without a closed form are ranked as if their stages were even; those that would be shown (or
+    only the best) are played, again and again until all of them have been.
     """
     plan = _ranked(question, priced)
-    left = unplayed(priced.rows) & priced.fits & play
+    left = unplayed(priced.rows) & priced.fits & (play != "nothing")
     kinds = _kinds(priced.rows) if left.any() else priced.rows.pp
     while True:
-        shown = np.unique([*plan.ranked[:SHOWN], *pareto(plan), *families(plan).values()]).astype(int)
+        shown = plan.ranked[:1]
+        if play == "shown" and len(shown):
+            shown = np.unique([*plan.ranked[:SHOWN], *pareto(plan), *families(plan).values()])
         if not left[shown].any():
             return plan
         chosen = _with_the_like(shown[left[shown]], kinds, plan.ranked[left[plan.ranked]])

@@ -162,12 +162,12 @@ def uneven_rounds_s(inputs: Inputs, *, forward_s: Column, backward_s: Column, he
     longer = of_all_last = of_all_first = np.zeros(len(here))
     for turn in range(int(chunks.max())):
         there = turn < chunks
-        # Stages that take a layer of what is left over come first, so a chunk is compared by its end on each rank.
-        ends = [(np.mod(chunk, chunks) + 1) * pp for chunk in (turn - 1, chunks - 1 - turn, turn, chunks - turn)]
-        on_last = [per + (end - 1 < left_over) for end in ends[:2]]
-        on_first = [per + (end - pp < left_over) for end in ends[2:]]
-        of_last = on_last[0] * forward_s + on_last[1] * backward_s + (turn == 0) * head_s
-        of_first = on_first[0] * forward_s + on_first[1] * backward_s
+        # Chunks on the last rank, then on the first. Those stages that take one of the layers left over come first.
+        ahead, back = turn - 1 if turn else chunks - 1, chunks - 1 - turn
+        of_last = (per + (ahead * pp + pp - 1 < left_over)) * forward_s
+        of_last += (per + (back * pp + pp - 1 < left_over)) * backward_s + (head_s if turn == 0 else 0.0)
+        back = chunks - turn if turn else 0.0
+        of_first = (per + (turn * pp < left_over)) * forward_s + (per + (back * pp < left_over)) * backward_s
         longer = longer + there * np.maximum(of_last, of_first)
         of_all_last, of_all_first = of_all_last + there * of_last, of_all_first + there * of_first
     # Changing ranks skips a few passes.
