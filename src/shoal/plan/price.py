@@ -91,9 +91,7 @@ def price_candidates(
     """
     blocks = [rows.rows(slice(start, start + BLOCK)) for start in range(0, len(rows), BLOCK)] or [rows]
     parts = [
-        _priced(
-            block, shape=shape, cluster=cluster, profile=profile, everything=everything, play=len(rows) <= FEW
-        )
+        _priced(block, shape=shape, cluster=cluster, profile=profile, everything=everything, play=len(rows) <= FEW)
         for block in blocks
     ]
     causes = parts[0].memory_split_bytes
@@ -158,7 +156,9 @@ def _strides(rows: Candidates) -> dict[str, Column]:
     return found
 
 
-def _priced(rows: Candidates, *, shape: Transformer, cluster: Cluster, profile: Profile, everything: bool, play: bool) -> Priced:
+def _priced(
+    rows: Candidates, *, shape: Transformer, cluster: Cluster, profile: Profile, everything: bool, play: bool
+) -> Priced:
     inputs = inputs_of(rows, shape=shape, cluster=cluster)
     held = memory(inputs, profile, held=stages(inputs, profile))
     size = len(rows)

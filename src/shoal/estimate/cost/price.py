@@ -14,7 +14,7 @@ from shoal.estimate.cost.links import path
 from shoal.estimate.cost.memory import Memory, memory
 from shoal.estimate.cost.profile import Profile
 from shoal.estimate.cost.profiles import GOOD
-from shoal.estimate.cost.schedule import INTERLEAVED, bubble_s, messages, stages, uneven_rounds_s
+from shoal.estimate.cost.schedule import INTERLEAVED, bubble_s, messages, stages, uneven_bubble_s
 from shoal.estimate.cost.span import passes_of, spans_s
 from shoal.estimate.cost.time import PASSES, head_time, layer_time
 
@@ -75,8 +75,9 @@ def price(inputs: Inputs, profile: Profile = GOOD, *, physics: Physics = PHYSICS
         forward_s=layers_there * layer.forward.total_s,
         backward_s=layers_there * layer.backward.total_s,
         weight_s=layers_there * layer.weight_s,
-    ) + uneven_rounds_s(
-        inputs, forward_s=layer.forward.total_s, backward_s=layer.backward.total_s, head_s=head_s
+    )
+    idle_s = uneven_bubble_s(
+        inputs, even_s=idle_s, forward_s=layer.forward.total_s, backward_s=layer.backward.total_s, head_s=head_s
     )
     # What is known exactly replaces the sum; messages that hide behind other waiting are not told apart from it.
     passes = passes_of(

@@ -1,4 +1,4 @@
-"""Stages of pipelines: which layers they hold, how many micro-batches they keep, and what their bubbles come to roughly.
+"""Stages of pipelines: which layers they hold, how many micro-batches they keep, and roughly what their bubbles are.
 
 The bubbles are for schedules without a closed form (interleaved and zero-bubble), where too many strategies are priced
 for each to be played: they are what playing gives with even stages. `span.py` has the true ones.
@@ -141,15 +141,16 @@ def _split_bubble_s(inputs: Inputs, *, forward_s: Column, input_s: Column, weigh
     return np.where(inputs.chunks > 1, two, np.where(micro < inputs.pp, few, one))
 
 
-def uneven_rounds_s(inputs: Inputs, *, forward_s: Column, backward_s: Column, head_s: Column) -> Column:
-    """What chunks of different length add to interleaved rounds after the first; the seconds are of a layer and the head.
+def uneven_bubble_s(inputs: Inputs, *, even_s: Column, forward_s: Column, backward_s: Column, head_s: Column) -> Column:
+    """The bubble, where chunks of different length add to interleaved rounds; seconds are of a layer and of the head.
 
-    A round has v turns of n micro-batches. In turn k the last rank goes forward through chunk k - 1 and backward through
-    v - 1 - k, the first rank a turn earlier forward through k and backward through v - k. They wait for each other, last
-    for first with backwards and first for last with forwards, so each turn takes as long as the longer of the two.
+    The first round waits for the longest chunk, which is the first, on the other ranks. A round has v turns of n
+    micro-batches. In turn k the last rank goes forward through chunk k - 1 and backward through v - 1 - k; the first
+    rank, a turn earlier, forward through k and backward through v - k. They wait for each other, the last for the
+    first's backwards and the first for the last's forwards, so each turn takes as long as the longer of the two.
     """
     size = len(inputs)
-    found = np.zeros(size)
+    found = np.broadcast_to(even_s, (size,)).copy()
     here = np.flatnonzero(np.broadcast_to(inputs.schedule == INTERLEAVED, (size,)))
     if not len(here):
         return found
@@ -166,13 +167,16 @@ def uneven_rounds_s(inputs: Inputs, *, forward_s: Column, backward_s: Column, he
         ahead, back = turn - 1 if turn else chunks - 1, chunks - 1 - turn
         of_last = (per + (ahead * pp + pp - 1 < left_over)) * forward_s
         of_last += (per + (back * pp + pp - 1 < left_over)) * backward_s + (head_s if turn == 0 else 0.0)
-        back = chunks - turn if turn else 0.0
+        back = chunks - turn if turn else 0 * chunks
         of_first = (per + (turn * pp < left_over)) * forward_s + (per + (back * pp < left_over)) * backward_s
         longer = longer + there * np.maximum(of_last, of_first)
         of_all_last, of_all_first = of_all_last + there * of_last, of_all_first + there * of_first
     # Changing ranks skips a few passes.
     more_s = (longer - np.maximum(of_all_last, of_all_first)) * np.maximum(0.0, pp - 2)
-    found[here] = np.maximum(0.0, micro / pp - 1) * more_s
+    first_chunk = per * pp + np.minimum(left_over, pp) - per - (left_over > 0)
+    found[here] = np.maximum(
+        found[here] + np.maximum(0.0, micro / pp - 1) * more_s, first_chunk * (forward_s + backward_s)
+    )
     return found
 
 

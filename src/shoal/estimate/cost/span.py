@@ -1,7 +1,8 @@
 """How long the passes of a step take, from the first forward to the last backward: exact, for columns of pipelines.
 
-The span of a schedule is its longest chain of passes that wait for each other. For gpipe and 1f1b the chains that can be
-longest are few enough to be written down, whatever each stage takes; interleaved and zero-bubble pipelines are played.
+The span of a schedule is its longest chain of passes that wait for each other. For gpipe and 1f1b the chains that can
+be longest are few enough to be written down, whatever each stage takes; interleaved and zero-bubble pipelines are
+played.
 """
 
 from __future__ import annotations
@@ -118,13 +119,13 @@ def _gpipe_s(forward: Column, backward: Column, message_s: Column, micro: Column
 def _in_turns_s(forward: Column, backward: Column, message_s: Column, micro: Column) -> Column:
     """1f1b.
 
-    Count a rank's time in slots, one backward each: rank r of n has w = n - 1 - r forwards before the first slot, and in
-    the last w slots no forwards. A chain moves on to the next rank with a forward, which takes it one slot further, or
-    back with a backward in the same slot, or stays: before the first slot at a rank's forwards, in the last slots at its
-    backwards, between them at both. It pays to stay between them at one rank only. So a chain goes from the first rank
-    to some rank `down`, waiting w times at the slowest forward passed; back to the rank where it stays; down again and
-    back to the first, waiting w times at the slowest backward. Ranks that have no slot with both (few micro-batches) let
-    it stay longer at forwards or at backwards alone.
+    Count a rank's time in slots, one backward each: rank r of n has w = n - 1 - r forwards before the first slot, and
+    no forwards in the last w slots. A chain moves on to the next rank with a forward, which takes it one slot further,
+    or back with a backward in the same slot, or stays: before the first slot at a rank's forwards, in the last slots at
+    its backwards, between them at both. It pays to stay between them at one rank only. So a chain goes from the first
+    rank down to some other, waiting w times at the slowest forward passed; back to the rank where it stays; down again
+    and back to the first, waiting w times at the slowest backward. Ranks that have no slot with both (few
+    micro-batches) let it stay longer at forwards or at backwards alone.
     """
     num = len(forward)
     rank = np.arange(num)[:, None]
@@ -147,7 +148,8 @@ def _in_turns_s(forward: Column, backward: Column, message_s: Column, micro: Col
     if apart.any():
         alone_forward, alone_backward = (np.maximum.accumulate(each * apart) for each in (slow_forward, slow_backward))
         longer = np.maximum(
-            waits * longest_forward + (micro - 1) * alone_backward, (micro - 1) * alone_forward + waits * longest_backward
+            waits * longest_forward + (micro - 1) * alone_backward,
+            (micro - 1) * alone_forward + waits * longest_backward,
         )
         found = np.maximum(found, np.where(turns >= 0, way_s + longer, 0.0).max(axis=0))
     # Down and back, staying on the way, down and back again.

@@ -186,7 +186,7 @@ def spans_s(several: Sequence[Pipelines]) -> list[Numbers]:
         here = (at[:-1, None] + inside).reshape(-1)
 
         def places(of: Places, at: Places = at, inside: Places = inside) -> Places:
-            return np.asarray(at[of][:, None] + np.where(of >= 0, 1, 0)[:, None] * inside).reshape(-1)
+            return np.asarray(at[of][:, None] + (of >= 0)[:, None] * inside, dtype=np.int64).reshape(-1)
 
         split = each.backward_s - each.weight_s if each.schedule == "zero-bubble" else each.backward_s
         costs = np.concatenate([each.forward_s, split, each.weight_s])

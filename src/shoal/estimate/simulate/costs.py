@@ -66,7 +66,9 @@ def step_costs(
     sharded = data_time(inputs, profile, physics, layer=layer, held=held)
     ranks, chunks, micro = (_whole(each) for each in (inputs.pp, inputs.chunks, inputs.micro_batches))
     alone = ranks == 1
-    term = pp(ranks, "1f1b" if alone else SCHEDULES[_whole(inputs.schedule)], micro=micro, chunks=1 if alone else chunks)
+    term = pp(
+        ranks, "1f1b" if alone else SCHEDULES[_whole(inputs.schedule)], micro=micro, chunks=1 if alone else chunks
+    )
     message_s = np.where(inputs.pp > 1, message_time(inputs, profile, physics), 0.0)
     parts = passes_of(inputs, profile, layer=layer, heads=heads, sharded=sharded, message_s=message_s)
     forward, backward, weight = parts.stages(term.schedule, ranks=term.n, chunks=term.chunks)
