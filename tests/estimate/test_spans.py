@@ -17,6 +17,7 @@ from shoal.estimate.cost.schedule import dealt_by_cost, layers_of_stages, stages
 from shoal.estimate.cost.span import Passes
 from shoal.estimate.pipeline.spans import Pipelines, passes_of, spans_s
 from shoal.estimate.simulate import StepCosts, play_step
+from shoal.strategy.schedule import rank_stages, stage_rank
 from shoal.strategy.terms import pp
 from shoal.workload.presets import preset
 
@@ -93,23 +94,27 @@ def test_long_steps_go_on_at_the_pace_of_their_first_rounds(
 
 
 @pytest.mark.parametrize("profile", ["good", "nanotron"])
-@given(layers=st.integers(1, 60), pp=st.integers(2, 8), chunks=st.integers(1, 3), vocab=st.sampled_from([64, 128_000]))
-@settings(max_examples=60, deadline=None, phases=DRAWN)
+@given(
+    layers=st.integers(1, 60), pp=st.integers(2, 8), vocab=st.sampled_from([64, 128_000]),
+    kind=st.sampled_from([("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero-bubble", 1), ("zero-bubble", 2)]),
+)  # fmt: skip
+@settings(max_examples=100, deadline=None, phases=DRAWN)
 def test_layers_are_dealt_once_for_memory_time_and_play(
-    profile: str, layers: int, pp: int, chunks: int, vocab: int
+    profile: str, layers: int, pp: int, kind: tuple[str, int], vocab: int
 ) -> None:
+    schedule, chunks = kind
     layers = max(layers, pp * chunks)
     shape = replace(preset("gpt2:medium"), layers=layers, vocab=vocab)
-    schedule = "interleaved" if chunks > 1 else "1f1b"
     inputs = inputs_for(shape, cluster("dgx-a100", devices=8), pp, pp=pp, chunks=chunks, schedule=schedule)
-    kind = PROFILES[profile]
-    dealt = layers_of_stages(inputs.layers, dealt_by_cost(inputs, kind), pp * chunks)[:, 0]
+    habits = PROFILES[profile]
+    dealt = layers_of_stages(inputs.layers, dealt_by_cost(inputs, habits), pp * chunks)[:, 0]
     assert dealt.sum() == layers
     assert (dealt >= 0).all()
-    of_ranks = dealt.reshape(chunks, pp).sum(axis=0)
-    held = stages(inputs, kind)
-    assert (held.first[0], held.last[0]) == (of_ranks[0], of_ranks[-1])
-    assert held.most[0] == of_ranks[:-1].max()
+    of_ranks = [dealt[list(rank_stages(rank, pp, chunks, schedule))].sum() for rank in range(pp)]
+    home = stage_rank(pp * chunks - 1, pp, chunks, schedule)
+    held = stages(inputs, habits)
+    assert (held.first[0], held.last[0]) == (of_ranks[0], of_ranks[home])
+    assert held.most[0] == max(layers for rank, layers in enumerate(of_ranks) if rank != home)
 
 
 def test_without_the_play_prices_stay_near_it() -> None:

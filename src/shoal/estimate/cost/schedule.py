@@ -65,12 +65,17 @@ def stages(inputs: Inputs, profile: Profile) -> Stages:
     even_most = np.floor(per) * inputs.chunks + np.ceil(left_over / inputs.pp)
     even_last = np.maximum(0.0, np.where(per >= 1, np.floor(inputs.layers / inputs.pp), per))
     single = (inputs.pp == 1) * 1.0
-    first, most, last = even_most, even_most, even_last
+    # In the shape of a V the first rank has the last stage as well.
+    turned, even = turns(inputs), np.floor(per) * inputs.chunks
+    even_first = np.where(turned, even + (left_over > 0), even_most)
+    even_most = np.where(turned, even + (left_over > 1) + (left_over > inputs.pp), even_most)
+    even_last = np.where(turned, even_first, even_last)
+    first, most, last = even_first, even_most, even_last
     dealt = dealt_by_cost(inputs, profile)
     if dealt.any():
         first, most, last = (
             np.where(dealt > 0, of_cost, even)
-            for of_cost, even in zip(_by_cost(inputs, dealt), (even_most, even_most, even_last), strict=True)
+            for of_cost, even in zip(_by_cost(inputs, dealt), (even_first, even_most, even_last), strict=True)
         )
     whole = inputs.layers
     return Stages(
@@ -80,19 +85,25 @@ def stages(inputs: Inputs, profile: Profile) -> Stages:
 
 
 def _by_cost(inputs: Inputs, dealt: Column) -> tuple[Column, Column, Column]:
-    """(first, fullest but the last, last) rank's layers; with chunks a rank has every pp-th of the stages."""
-    layers, num = inputs.layers, inputs.pp * inputs.chunks
+    """Layers of the first rank, of the fullest without the head, and of the one that has the head."""
+    layers, num, turned = inputs.layers, inputs.pp * inputs.chunks, turns(inputs)
+    home = np.where(turned, 0, inputs.pp - 1)
     first = most = last = 0.0 * (layers + dealt + num)
     for rank in range(int(np.max(inputs.pp))):
         held: Column = 0.0 * first
         for chunk in range(int(np.max(inputs.chunks))):
-            stage = chunk * inputs.pp + rank
+            stage = np.where(turned & (chunk == 1), 2 * inputs.pp - 1 - rank, chunk * inputs.pp + rank)
             end = np.where(stage < num - 1, _closed(layers, dealt / num, stage), layers)
             held = held + (chunk < inputs.chunks) * (end - _closed(layers, dealt / num, stage - 1))
         first = held if rank == 0 else first
-        most = np.where(rank < inputs.pp - 1, np.maximum(most, held), most)
-        last = np.where(rank == inputs.pp - 1, held, last)
+        most = np.where((rank < inputs.pp) & (rank != home), np.maximum(most, held), most)
+        last = np.where(rank == home, held, last)
     return first, most, last
+
+
+def turns(inputs: Inputs) -> Column:
+    """Where the stages turn round at the last rank (`strategy.schedule.stage_rank`)."""
+    return (inputs.schedule == ZERO_BUBBLE) & (inputs.chunks == 2) & (inputs.pp > 1)
 
 
 def in_flight(inputs: Inputs, position: Column) -> Column:

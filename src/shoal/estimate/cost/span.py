@@ -23,8 +23,10 @@ from shoal.strategy.schedule import stage_rank
 
 NONE, ONE_AHEAD = SCHEDULES.index("none"), SCHEDULES.index("1f1b")
 MOST_PASSES = 5_000
-"""Longer steps are played for fewer micro-batches, and the rest is added at the pace of the last of them."""
+"""Longer steps are played for fewer micro-batches, and the rest is added at their pace."""
 
+PACED = (4, 6)
+"""So many micro-batches for each rank tell the pace."""
 BLOCK = 16_384
 """Stages x rows at a time, which stay in the processor's cache."""
 
@@ -194,7 +196,5 @@ def _play(found: Column, passes: Passes, groups: dict[tuple[int, int, int, int],
 
 def _played_micro(schedule: str, *, ranks: int, chunks: int, micro: int) -> tuple[int, ...]:
     """The micro-batches to play: all of them, or two smaller numbers that tell the pace of a full pipeline."""
-    # Zero-bubble with several chunks finds its pace later: below 2 n - 1 micro-batches its order is another one.
-    rounds = (4, 5) if schedule == "zero-bubble" and chunks > 1 else (2, 3)
     whole = passes_in(schedule, ranks=ranks, chunks=chunks, micro=micro) <= MOST_PASSES
-    return (micro,) if whole or micro <= sum(rounds) * ranks else (rounds[0] * ranks, rounds[1] * ranks)
+    return (micro,) if whole or micro <= sum(PACED) * ranks else (PACED[0] * ranks, PACED[1] * ranks)
