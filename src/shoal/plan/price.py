@@ -13,10 +13,10 @@ import numpy as np
 
 from shoal.cluster import Cluster
 from shoal.comm.compress import traffic
-from shoal.estimate.cost import GOOD, PHYSICS, Inputs, Profile, inputs_for, price
+from shoal.estimate.cost import GOOD, PHYSICS, Inputs, Profile, inputs_for
 from shoal.estimate.cost.links import path
 from shoal.estimate.cost.memory import memory
-from shoal.estimate.cost.price import SPLIT
+from shoal.estimate.cost.price import SPLIT, step_split_s
 from shoal.estimate.cost.schedule import INTERLEAVED, ZERO_BUBBLE, stages
 from shoal.estimate.cost.weights import weights
 from shoal.estimate.simulate.costs import StepCosts, step_costs
@@ -139,7 +139,7 @@ def inputs_of(rows: Candidates, *, shape: Transformer, cluster: Cluster) -> Inpu
 def step_costs_of(rows: Candidates, *, shape: Transformer, cluster: Cluster, profile: Profile = GOOD) -> StepCosts:
     """What the events of a step of one row take, for the simulator."""
     inputs = inputs_of(rows, shape=shape, cluster=cluster)
-    split = {name: column + np.zeros(1) for name, column in price(inputs, profile).split_s.items()}
+    split = {name: column + np.zeros(1) for name, column in step_split_s(inputs, profile, play=False).items()}
     outer = int(rows.outer[0])
     outer_s = float(_between_groups_s(rows, inputs, split, profile=profile)[0]) if outer > 1 else 0.0
     return step_costs(inputs, profile, outer=outer, outer_s=outer_s, devices=int(rows.world[0]))
@@ -184,8 +184,8 @@ def _priced(
 
 def _split(rows: Candidates, inputs: Inputs, *, profile: Profile, play: bool) -> dict[str, Column]:
     size = len(rows)
-    prices = price(inputs, profile, play=play)
-    split = {name: np.broadcast_to(prices.split_s[name], (size,)).astype(float) for name in SPLIT}
+    found = step_split_s(inputs, profile, play=play)
+    split = {name: np.broadcast_to(found[name], (size,)).astype(float) for name in SPLIT}
     outside = rows.outer > 1
     if outside.any():
         meets_s = _between_groups_s(rows, inputs, split, profile=profile)

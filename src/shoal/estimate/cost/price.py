@@ -43,7 +43,18 @@ class Prices:
 
 
 def price(inputs: Inputs, profile: Profile = GOOD, *, physics: Physics = PHYSICS, play: bool = True) -> Prices:
-    """Prices of all rows, under one profile or (`gathered`) one for each.
+    """Prices of all rows, under one profile or (`gathered`) one for each; `play` as in `step_split_s`."""
+    split = step_split_s(inputs, profile, physics=physics, play=play)
+    held = memory(inputs, profile, held=stages(inputs, profile))
+    return Prices(
+        step_s=sum(split.values(), np.zeros(1)), split_s=split, memory=held, fits=held.total_bytes <= held.limit_bytes
+    )
+
+
+def step_split_s(
+    inputs: Inputs, profile: Profile = GOOD, *, physics: Physics = PHYSICS, play: bool = True
+) -> dict[str, Column]:
+    """The time of a step of every row, by cause.
 
     Schedules without a closed form (interleaved, zero-bubble) are played; `play` False takes what even stages would
     give instead, for more rows than can be played.
@@ -100,11 +111,7 @@ def price(inputs: Inputs, profile: Profile = GOOD, *, physics: Physics = PHYSICS
     so_far = sum(split.values())
     nodes = np.maximum(1.0, inputs.devices / np.minimum(inputs.level_ranks[0], inputs.devices))
     split["other"] = physics.fixed_s + so_far * physics.jitter * np.log2(nodes)
-    held_memory = memory(inputs, profile, held=held)
-    return Prices(
-        step_s=so_far + split["other"], split_s=split, memory=held_memory,
-        fits=held_memory.total_bytes <= held_memory.limit_bytes,
-    )  # fmt: skip
+    return split
 
 
 def message_time(inputs: Inputs, profile: Profile, physics: Physics) -> Column:

@@ -30,6 +30,8 @@ class Stages:
 
 def dealt_by_cost(inputs: Inputs, profile: Profile) -> Column:
     """What all stages share where they are dealt by cost, in layers: all of them and the head. 0 where dealt evenly."""
+    if not np.any(profile.by_cost):
+        return np.zeros(1)
     head_width = inputs.hidden / inputs.heads
     block = 2 * inputs.hidden * (inputs.hidden + inputs.kv_heads * head_width) + (
         2 + inputs.gated
