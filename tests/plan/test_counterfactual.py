@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from shoal.cluster import cluster
 from shoal.plan.counterfactual import changes, with_links
+from shoal.plan.price import played
 from shoal.plan.rank import Plan, make_plan, question_for
 from shoal.strategy import cp, ep, parse, pp, tp
 from shoal.workload.presets import preset
@@ -23,6 +25,15 @@ def plan(request: pytest.FixtureRequest) -> Plan:
     return make_plan(question_for(preset(name), cluster(place, devices=devices), global_batch=batch))
 
 
+def best_score(plan: Plan, mask: np.ndarray, *, most: int = 1000) -> float:
+    """Of these rows, with all pipelines played."""
+    few = np.flatnonzero(mask)
+    few = few[np.argsort(plan.score[few], kind="stable")[:most]]
+    question, rows = plan.question, plan.priced.rows.rows(few)
+    split_s = played(rows, shape=question.shape, cluster=question.cluster, profile=question.profile)
+    return float((plan.score[few] * sum(split_s.values()) / plan.priced.step_s[few]).min())
+
+
 def ratio(changed: Plan, plan: Plan) -> float:
     return float(changed.score[changed.best] / plan.score[plan.best])
 
@@ -35,7 +46,7 @@ def test_faster_links_gain_what_a_fresh_plan_gains(plan: Plan) -> None:
         said = told.get(f"twice the {where} bandwidth")
         if said is not None:
             fresh = make_plan(replace(question, cluster=with_links(question.cluster, 2.0, level=level)))
-            assert said.ratio == pytest.approx(ratio(fresh, plan), rel=1e-6)
+            assert said.ratio == pytest.approx(ratio(fresh, plan), rel=0.01)
             checked += 1
     assert checked
 
@@ -49,7 +60,7 @@ def test_more_devices_gain_what_a_fresh_plan_gains(plan: Plan) -> None:
         batch = int(grown.group(1).replace(",", "")) if grown else plan.question.global_batch
         question = replace(plan.question, cluster=plan.question.cluster.resized(devices), global_batch=batch)
         fresh = make_plan(question)
-        assert said.ratio == pytest.approx(ratio(fresh, plan), rel=1e-6)
+        assert said.ratio == pytest.approx(ratio(fresh, plan), rel=0.01)
         assert ("no gain" in said.outcome) is (said.ratio >= 1)
 
 
@@ -78,7 +89,7 @@ def test_another_degree_costs_what_the_best_fresh_row_of_it_costs(plan: Plan) ->
             missing = (fresh.priced.memory_bytes[mask].min() - fresh.priced.limit_bytes) / 1e9
             assert said.outcome == f"out of memory by {missing:.1f} GB"
         else:
-            assert said.ratio == pytest.approx(float(fresh.score[fits].min() / fresh.score[fresh.best]), rel=1e-9)
+            assert said.ratio == pytest.approx(best_score(fresh, fits) / fresh.score[fresh.best], rel=0.002)
             if axis in terms and then > 1:
                 assert parse(said.strategy).term(terms[axis]).n == then
         checked += 1

@@ -14,8 +14,8 @@ from shoal.cluster import BadCluster, Cluster, Level
 from shoal.estimate.cost.inputs import RECOMPUTE, SCHEDULES
 from shoal.plan.candidates import Candidates, Column
 from shoal.plan.enumerate import Space, compressed, compressible
-from shoal.plan.price import price_candidates
-from shoal.plan.rank import Plan, Question, make_plan, ranked
+from shoal.plan.price import played, price_candidates
+from shoal.plan.rank import Plan, Play, Question, make_plan, ranked
 
 NEAR = 2000
 """Rows, best first, that a change of links is tried on; as many again that would be best if messages took no time."""
@@ -23,6 +23,8 @@ CROSSING = 500
 """Rows of each kind among which dense and compressed plans are compared on slower links."""
 AHEAD = 300
 """Rows, best first, whose choices a plan for another number of devices tries."""
+AMONG = 2
+"""Rows, best first, that are played to find the best with one choice changed."""
 MESSAGES = ("tensor", "context", "expert", "data", "pipeline")
 GB = 1e9
 
@@ -104,8 +106,8 @@ def other_sizes(plan: Plan) -> list[Change]:
 
 def _ahead(question: Question, space: Space) -> Plan:
     """Planned in a part of the space, and in all of it where nothing of that part fits."""
-    found = make_plan(replace(question, space=space))
-    return found if found.best is not None else make_plan(question)
+    found = make_plan(replace(question, space=space), play="best")
+    return found if found.best is not None else make_plan(question, play="best")
 
 
 def _gains(changed: Plan, plan: Plan) -> bool:
@@ -173,7 +175,7 @@ def compression_overtakes(plan: Plan) -> Change | None:
     def gain(ratio: float) -> float:
         """Best dense over best compressed: above 1 compression wins."""
         links = replace(question, cluster=with_links(cluster, ratio, level=outermost))
-        best = [_replanned(links, rows) for rows in (dense, squeezed)]
+        best = [_replanned(links, rows, play="nothing") for rows in (dense, squeezed)]
         scores = [float(each.score.min()) for each in best]
         return scores[0] / scores[1] if np.isfinite(scores).all() else 0.0
 
@@ -187,7 +189,7 @@ def compression_overtakes(plan: Plan) -> Change | None:
         middle = float(np.sqrt(low * high))
         low, high = (middle, high) if gain(middle) > 1 else (low, middle)
     links = replace(question, cluster=with_links(cluster, low, level=outermost))
-    winner = _replanned(links, squeezed)
+    winner = _replanned(links, squeezed, play="nothing")
     assert winner.best is not None
     text = f"{winner.strategy(winner.best)} overtakes dense gradients (now {now_gb_s * 8:.3g} Gb/s a device)"
     return Change(
@@ -224,9 +226,9 @@ def _near_on_slow_links(plan: Plan, *, gradients: bool) -> Candidates:
     return priced.rows.rows(np.unique(np.concatenate(best)))
 
 
-def _replanned(question: Question, rows: Candidates) -> Plan:
+def _replanned(question: Question, rows: Candidates, *, play: Play = "best") -> Plan:
     priced = price_candidates(rows, shape=question.shape, cluster=question.cluster, profile=question.profile)
-    return ranked(question, priced)
+    return ranked(question, priced, play=play)
 
 
 def _space_ahead(plan: Plan) -> Space:
@@ -268,8 +270,11 @@ def _among(what: str, plan: Plan, mask: Column) -> Change:
     if not len(fitting):
         missing = (priced.memory_bytes[members].min() - priced.limit_bytes) / GB
         return Change(what=what, outcome=f"out of memory by {missing:.1f} GB")
-    first = fitting[np.argmin(plan.score[fitting])]
-    ratio = float(plan.score[first] / plan.score[plan.best])
+    near = fitting[np.argsort(plan.score[fitting], kind="stable")[:AMONG]]
+    question = plan.question
+    split_s = played(priced.rows.rows(near), shape=question.shape, cluster=question.cluster, profile=question.profile)
+    score = plan.score[near] * sum(split_s.values()) / priced.step_s[near]
+    first, ratio = near[np.argmin(score)], float(score.min() / plan.score[plan.best])
     return Change(what=what, outcome=_percent(ratio), ratio=ratio, strategy=str(plan.strategy(int(first))))
 
 
@@ -309,7 +314,7 @@ def what_would_fit(plan: Plan) -> list[str]:
     while devices < 64 * cluster.devices:
         devices *= 2
         try:
-            larger = make_plan(replace(question, cluster=cluster.resized(devices)))
+            larger = make_plan(replace(question, cluster=cluster.resized(devices)), play="best")
         except BadCluster:
             break
         if larger.best is not None:

@@ -13,11 +13,11 @@ import numpy as np
 
 from shoal.cluster import Cluster
 from shoal.comm.compress import traffic
-from shoal.estimate.cost import GOOD, PHYSICS, Inputs, Profile, inputs_for, price
+from shoal.estimate.cost import GOOD, PHYSICS, Inputs, Profile, inputs_for
 from shoal.estimate.cost.links import path
 from shoal.estimate.cost.memory import memory
-from shoal.estimate.cost.price import SPLIT
-from shoal.estimate.cost.schedule import stages
+from shoal.estimate.cost.price import SPLIT, step_split_s
+from shoal.estimate.cost.schedule import INTERLEAVED, ZERO_BUBBLE, stages
 from shoal.estimate.cost.weights import weights
 from shoal.estimate.simulate.costs import StepCosts, step_costs
 from shoal.plan.candidates import COLUMNS, COMPRESSORS, ORDERS, Candidates, Column
@@ -26,6 +26,8 @@ from shoal.workload.shape import Transformer
 
 BLOCK = 16_384
 """Rows priced at a time: their columns stay in the processor's cache."""
+FEW = 8
+"""Rows, of no more than so many each pipeline is played."""
 CODEC_PASSES = {"int8": 3.0, "sign": 3.0, "topk": 10.0, "powersgd": 6.0}
 """Passes over the gradient, in 32 bits, that making and adding up payloads takes. Counted from `comm/compress`: error
 added and kept, and for topk the search for its threshold; for powersgd two thin products."""
@@ -83,9 +85,15 @@ def joined(first: Priced, second: Priced) -> Priced:
 def price_candidates(
     rows: Candidates, *, shape: Transformer, cluster: Cluster, profile: Profile = GOOD, everything: bool = False
 ) -> Priced:
-    """Memory of every row, and time of every row that fits (`everything`: of those that do not, too)."""
+    """Memory of every row, and time of every row that fits (`everything`: of those that do not, too).
+
+    Up to `FEW` rows are played if they must be, more are not (`unplayed`).
+    """
     blocks = [rows.rows(slice(start, start + BLOCK)) for start in range(0, len(rows), BLOCK)] or [rows]
-    parts = [_priced(block, shape=shape, cluster=cluster, profile=profile, everything=everything) for block in blocks]
+    parts = [
+        _priced(block, shape=shape, cluster=cluster, profile=profile, everything=everything, play=len(rows) <= FEW)
+        for block in blocks
+    ]
     causes = parts[0].memory_split_bytes
     return Priced(
         rows=rows,
@@ -97,6 +105,25 @@ def price_candidates(
         },
         limit_bytes=parts[0].limit_bytes,
     )  # fmt: skip
+
+
+def unplayed(rows: Candidates) -> Column:
+    """Rows whose schedule has no closed form: `price_candidates` takes their stages for even."""
+    return np.isin(rows.schedule, (INTERLEAVED, ZERO_BUBBLE))
+
+
+def played(rows: Candidates, *, shape: Transformer, cluster: Cluster, profile: Profile = GOOD) -> dict[str, Column]:
+    """The time of each row split by cause, with its pipeline played: for the rows that somebody looks at."""
+    return _split(rows, inputs_of(rows, shape=shape, cluster=cluster), profile=profile, play=True)
+
+
+def with_times(priced: Priced, which: Column, split_s: Mapping[str, Column]) -> Priced:
+    """The same with other times for some rows."""
+    step_s, parts = priced.step_s.copy(), {name: column.copy() for name, column in priced.split_s.items()}
+    for name in SPLIT:
+        parts[name][which] = split_s[name]
+    step_s[which] = sum(split_s[name] for name in SPLIT)
+    return replace(priced, step_s=step_s, split_s=parts)
 
 
 def inputs_of(rows: Candidates, *, shape: Transformer, cluster: Cluster) -> Inputs:
@@ -112,7 +139,7 @@ def inputs_of(rows: Candidates, *, shape: Transformer, cluster: Cluster) -> Inpu
 def step_costs_of(rows: Candidates, *, shape: Transformer, cluster: Cluster, profile: Profile = GOOD) -> StepCosts:
     """What the events of a step of one row take, for the simulator."""
     inputs = inputs_of(rows, shape=shape, cluster=cluster)
-    split = {name: column + np.zeros(1) for name, column in price(inputs, profile).split_s.items()}
+    split = {name: column + np.zeros(1) for name, column in step_split_s(inputs, profile, play=False).items()}
     outer = int(rows.outer[0])
     outer_s = float(_between_groups_s(rows, inputs, split, profile=profile)[0]) if outer > 1 else 0.0
     return step_costs(inputs, profile, outer=outer, outer_s=outer_s, devices=int(rows.world[0]))
@@ -129,7 +156,9 @@ def _strides(rows: Candidates) -> dict[str, Column]:
     return found
 
 
-def _priced(rows: Candidates, *, shape: Transformer, cluster: Cluster, profile: Profile, everything: bool) -> Priced:
+def _priced(
+    rows: Candidates, *, shape: Transformer, cluster: Cluster, profile: Profile, everything: bool, play: bool
+) -> Priced:
     inputs = inputs_of(rows, shape=shape, cluster=cluster)
     held = memory(inputs, profile, held=stages(inputs, profile))
     size = len(rows)
@@ -144,7 +173,7 @@ def _priced(rows: Candidates, *, shape: Transformer, cluster: Cluster, profile: 
     split_s = {name: np.full(size, np.inf) for name in SPLIT}
     if timed.any():
         chosen = rows.rows(timed)
-        found = _split(chosen, inputs.rows(timed) if size > 1 else inputs, profile=profile)
+        found = _split(chosen, inputs.rows(timed) if size > 1 else inputs, profile=profile, play=play)
         for name in SPLIT:
             split_s[name][timed] = found[name]
         step_s[timed] = sum(found.values())
@@ -153,10 +182,10 @@ def _priced(rows: Candidates, *, shape: Transformer, cluster: Cluster, profile: 
     )
 
 
-def _split(rows: Candidates, inputs: Inputs, *, profile: Profile) -> dict[str, Column]:
+def _split(rows: Candidates, inputs: Inputs, *, profile: Profile, play: bool) -> dict[str, Column]:
     size = len(rows)
-    prices = price(inputs, profile)
-    split = {name: np.broadcast_to(prices.split_s[name], (size,)).astype(float) for name in SPLIT}
+    found = step_split_s(inputs, profile, play=play)
+    split = {name: np.broadcast_to(found[name], (size,)).astype(float) for name in SPLIT}
     outside = rows.outer > 1
     if outside.any():
         meets_s = _between_groups_s(rows, inputs, split, profile=profile)

@@ -34,8 +34,6 @@ class Rule:
     """Which of a forward and an input gradient goes first; weight gradients come after both."""
     most_owed: int
     """So many weight gradients may be put off; beyond that they go before everything."""
-    like_1f1b: bool = False
-    """Whether rank r computes at most n - r forwards ahead of its backwards."""
 
 
 def zero_bubble(*, held: Sequence[Sequence[int]], micro: int) -> list[list[Told]]:
@@ -44,12 +42,26 @@ def zero_bubble(*, held: Sequence[Sequence[int]], micro: int) -> list[list[Told]
     if chunks == 2 and micro >= 2 * ranks - 1 and all(low + high == 2 * ranks - 1 for low, high in held):
         return [_v_order(rank, ranks, micro) for rank in range(ranks)]
     if chunks == 1:
-        rules = [Rule(first="F", most_owed=WITHOUT_BOUND, like_1f1b=True)]
-    else:
-        bounds = sorted({chunks, ranks, ranks * chunks // 2, ranks * (chunks - 1), WITHOUT_BOUND})
-        rules = [Rule(first=first, most_owed=bound) for first in FIRST for bound in bounds]
+        return [_one_chunk(rank, ranks, micro) for rank in range(ranks)]
+    bounds = sorted({chunks, ranks, ranks * chunks // 2, ranks * (chunks - 1), WITHOUT_BOUND})
+    rules = [Rule(first=first, most_owed=bound) for first in FIRST for bound in bounds]
     found = [_Scheduler(held=held, micro=micro, rule=rule).run() for rule in rules]
     return min(found, key=lambda one: one[0])[1]
+
+
+def _one_chunk(rank: int, ranks: int, micro: int) -> list[Told]:
+    """Forwards and input gradients in turns as in 1F1B; rank r puts off r weight gradients, so that all end at once."""
+    ahead, owed = ranks - 1 - rank, max(0, rank - max(0, ranks - micro))
+    order: list[Told] = []
+    for number in range(-ahead, micro):
+        if 0 <= number + ahead < micro:
+            order.append(("F", rank, number + ahead))
+        if number >= 0:
+            order.append(("B", rank, number))
+        if number >= owed:
+            order.append(("W", rank, number - owed))
+    order += [("W", rank, number) for number in range(micro - owed, micro)]
+    return order
 
 
 def _v_order(rank: int, ranks: int, micro: int) -> list[Told]:
@@ -135,8 +147,6 @@ class _Scheduler:
         for stage in held:
             m = self.forwards[stage]
             if m == self.micro or (stage and self.forwards[stage - 1] == m):
-                continue
-            if self.rule.like_1f1b and m - self.inputs[stage] >= ranks - rank:
                 continue
             if stage == held[0] and m - min(self.weights[other] for other in held) >= ranks:
                 continue

@@ -14,7 +14,8 @@ from shoal.estimate.cost.links import path
 from shoal.estimate.cost.memory import Memory, memory
 from shoal.estimate.cost.profile import Profile
 from shoal.estimate.cost.profiles import GOOD
-from shoal.estimate.cost.schedule import INTERLEAVED, bubble_s, messages, stages
+from shoal.estimate.cost.schedule import INTERLEAVED, Stages, bubble_s, messages, stages, uneven_bubble_s
+from shoal.estimate.cost.span import passes_of, spans_s
 from shoal.estimate.cost.time import PASSES, head_time, layer_time
 
 SPLIT = ("compute", "host", "tensor", "context", "expert", "data", "pipeline", "bubble", "optimizer", "other")
@@ -41,8 +42,23 @@ class Prices:
         raise AttributeError(name)
 
 
-def price(inputs: Inputs, profile: Profile = GOOD, *, physics: Physics = PHYSICS) -> Prices:
-    """Prices of all rows, under one profile or (`gathered`) one for each."""
+def price(inputs: Inputs, profile: Profile = GOOD, *, physics: Physics = PHYSICS, play: bool = True) -> Prices:
+    """Prices of all rows, under one profile or (`gathered`) one for each; `play` as in `step_split_s`."""
+    split = step_split_s(inputs, profile, physics=physics, play=play)
+    held = memory(inputs, profile, held=stages(inputs, profile))
+    return Prices(
+        step_s=sum(split.values(), np.zeros(1)), split_s=split, memory=held, fits=held.total_bytes <= held.limit_bytes
+    )
+
+
+def step_split_s(
+    inputs: Inputs, profile: Profile = GOOD, *, physics: Physics = PHYSICS, play: bool = True
+) -> dict[str, Column]:
+    """The time of a step of every row, by cause.
+
+    Schedules without a closed form (interleaved, zero-bubble) are played; `play` False takes what even stages would
+    give instead, for more rows than can be played.
+    """
     layer = layer_time(inputs, profile, physics)
     head_forward, head_backward = head_time(inputs, profile, physics)
     held = stages(inputs, profile)
@@ -65,7 +81,6 @@ def price(inputs: Inputs, profile: Profile = GOOD, *, physics: Physics = PHYSICS
     through_s = inputs.layers * layer_s + head_s + (inputs.pp - 1) * stage_hosts_s
 
     pipeline_s = messages(inputs, inside=(inside > 1) & ~last_slowest) * message_s
-
     idle_s = bubble_s(
         inputs,
         others_s=np.maximum(0.0, through_s - slowest_s),
@@ -73,6 +88,17 @@ def price(inputs: Inputs, profile: Profile = GOOD, *, physics: Physics = PHYSICS
         backward_s=layers_there * layer.backward.total_s,
         weight_s=layers_there * layer.weight_s,
     )
+    idle_s = uneven_bubble_s(
+        inputs, even_s=idle_s, forward_s=layer.forward.total_s, backward_s=layer.backward.total_s, head_s=head_s
+    )
+    # What is known exactly replaces the sum; messages that hide behind other waiting are not told apart from it.
+    passes = passes_of(
+        inputs, profile, layer=layer, heads=(head_forward, head_backward), sharded=sharded, message_s=message_s
+    )
+    waits_s = spans_s(inputs, passes, play=play) - micro * slowest_s
+    exact = ~np.isnan(waits_s)
+    pipeline_s = np.where(exact, np.maximum(0.0, np.minimum(pipeline_s, waits_s)), pipeline_s)
+    idle_s = np.where(exact, waits_s - pipeline_s, idle_s)
     split = {
         cause: micro * (
             layers_there * (getattr(layer.forward, f"{cause}_s") + getattr(layer.backward, f"{cause}_s"))
@@ -85,13 +111,15 @@ def price(inputs: Inputs, profile: Profile = GOOD, *, physics: Physics = PHYSICS
     split["pipeline"], split["bubble"], split["optimizer"] = pipeline_s, idle_s, sharded.optimizer_s
     so_far = sum(split.values())
     nodes = np.maximum(1.0, inputs.devices / np.minimum(inputs.level_ranks[0], inputs.devices))
-    held_memory = memory(inputs, profile, held=held)
-    overfull = np.where(held_memory.total_bytes > inputs.memory_bytes, profile.overfull, 1.0)
-    split["other"] = physics.fixed_s + so_far * (physics.jitter * np.log2(nodes) + overfull - 1)
-    return Prices(
-        step_s=so_far + split["other"], split_s=split, memory=held_memory,
-        fits=held_memory.total_bytes <= held_memory.limit_bytes,
-    )  # fmt: skip
+    split["other"] = physics.fixed_s + so_far * (physics.jitter * np.log2(nodes) + overfull(inputs, profile, held) - 1)
+    return split
+
+
+def overfull(inputs: Inputs, profile: Profile, held: Stages) -> Column | float:
+    """How many times as long a step takes that needs more memory than the device has, where a framework runs it."""
+    if np.all(np.asarray(profile.overfull) == 1.0):
+        return 1.0
+    return np.where(memory(inputs, profile, held=held).total_bytes > inputs.memory_bytes, profile.overfull, 1.0)
 
 
 def message_time(inputs: Inputs, profile: Profile, physics: Physics) -> Column:

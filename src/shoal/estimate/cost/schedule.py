@@ -1,7 +1,7 @@
-"""Stages and bubbles of pipelines in closed form, for whole columns of strategies.
+"""Stages of pipelines: which layers they hold, how many micro-batches they keep, and roughly what their bubbles are.
 
-The closed forms are those that `estimate/pipeline/play.py` gives when it plays a schedule with even stages; a test
-holds them to it.
+The bubbles are for schedules without a closed form (interleaved and zero-bubble), where too many strategies are priced
+for each to be played: they are what playing gives with even stages. `span.py` has the true ones.
 """
 
 from __future__ import annotations
@@ -26,53 +26,86 @@ class Stages:
     most: Column
     """On the fullest stage that has neither embedding nor head."""
     last: Column
-    head_first: Column
-    """1 where one stage is all there is."""
+
+
+def dealt_by_cost(inputs: Inputs, profile: Profile) -> Column:
+    """What all stages share where they are dealt by cost, in layers: all of them and the head. 0 where dealt evenly."""
+    if not np.any(profile.by_cost):
+        return np.zeros(1)
+    head_width = inputs.hidden / inputs.heads
+    block = 2 * inputs.hidden * (inputs.hidden + inputs.kv_heads * head_width) + (
+        2 + inputs.gated
+    ) * inputs.hidden * inputs.ffn * np.maximum(1.0, inputs.active_experts)
+    whole = inputs.layers + inputs.vocab * inputs.hidden / block
+    return np.where(np.asarray(profile.by_cost) > 0, whole, 0.0)
+
+
+def layers_of_stages(layers: Column, dealt: Column, num: int) -> Column:
+    """Layers of each of `num` stages: stages x rows.
+
+    Dealt out evenly, the first stages take what is left over. By cost (`dealt_by_cost`), a stage is closed once what
+    came so far reaches its share, the head counted.
+    """
+    stage = np.arange(num)[:, None]
+    even = np.floor(layers / num) + (stage < layers % num)
+    if not np.any(dealt):
+        return np.asarray(even)
+    ends = np.where(stage < num - 1, _closed(layers, dealt / num, stage), layers)
+    return np.where(np.asarray(dealt) > 0, np.diff(ends, axis=0, prepend=0.0), even)
+
+
+def _closed(layers: Column, share: Column, stage: Column | int) -> Column:
+    """Layers on a stage and those before it, dealt by cost."""
+    return np.minimum(layers, np.ceil((stage + 1) * share * (1 - 1e-12)))
 
 
 def stages(inputs: Inputs, profile: Profile) -> Stages:
-    """Layers of the first, the fullest and the last stage (the one with the head)."""
+    """Layers of the first, the fullest and the last rank (the one with the head)."""
     per = inputs.layers / (inputs.pp * inputs.chunks)
     # Stages take the layers that are left over in order, so a rank has a part of them in its chunks.
     left_over = inputs.layers - np.floor(per) * inputs.pp * inputs.chunks
     even_most = np.floor(per) * inputs.chunks + np.ceil(left_over / inputs.pp)
     even_last = np.maximum(0.0, np.where(per >= 1, np.floor(inputs.layers / inputs.pp), per))
     single = (inputs.pp == 1) * 1.0
-    first, most, last = even_most, even_most, even_last
-    by_cost = np.broadcast_to(
-        np.asarray(profile.by_cost) > 0, np.broadcast_shapes(np.shape(per), np.shape(profile.by_cost))
-    )
-    if by_cost.any():
-        cost_first, cost_most, cost_last = _by_cost(inputs)
+    # In the shape of a V the first rank has the last stage as well.
+    turned, even = turns(inputs), np.floor(per) * inputs.chunks
+    even_first = np.where(turned, even + (left_over > 0), even_most)
+    even_most = np.where(turned, even + (left_over > 1) + (left_over > inputs.pp), even_most)
+    even_last = np.where(turned, even_first, even_last)
+    first, most, last = even_first, even_most, even_last
+    dealt = dealt_by_cost(inputs, profile)
+    if dealt.any():
         first, most, last = (
-            np.where(by_cost, of_cost, even)
-            for of_cost, even in ((cost_first, even_most), (cost_most, even_most), (cost_last, even_last))
+            np.where(dealt > 0, of_cost, even)
+            for of_cost, even in zip(_by_cost(inputs, dealt), (even_first, even_most, even_last), strict=True)
         )
     whole = inputs.layers
     return Stages(
         first=np.where(single > 0, whole, first), most=np.where(single > 0, whole, most),
-        last=np.where(single > 0, whole, last), head_first=single,
+        last=np.where(single > 0, whole, last),
     )  # fmt: skip
 
 
-def _by_cost(inputs: Inputs) -> tuple[Column, Column, Column]:
-    """Blocks dealt in order, a stage closed once the cost so far reaches its share; the head costs vocab x hidden."""
-    head_width = inputs.hidden / inputs.heads
-    block = 2 * inputs.hidden * (inputs.hidden + inputs.kv_heads * head_width) + (
-        2 + inputs.gated
-    ) * inputs.hidden * inputs.ffn * np.maximum(1.0, inputs.active_experts)
-    head = inputs.vocab * inputs.hidden / block
-    share = (inputs.layers + head) / inputs.pp
-    size = np.broadcast_shapes(np.shape(share), np.shape(inputs.pp), np.shape(inputs.layers))
-    stage, held, first, most = (np.zeros(size) for _ in range(4))
-    for layer in range(1, int(np.max(inputs.layers)) + 1):
-        there = inputs.layers >= layer
-        held = held + there
-        first = first + (there & (stage == 0))
-        most = np.where(there, np.maximum(most, held), most)
-        closes = there & (layer >= (stage + 1) * share * (1 - 1e-12))
-        stage, held = stage + closes, np.where(closes, 0.0, held)
-    return first, most, held
+def _by_cost(inputs: Inputs, dealt: Column) -> tuple[Column, Column, Column]:
+    """Layers of the first rank, of the fullest without the head, and of the one that has the head."""
+    layers, num, turned = inputs.layers, inputs.pp * inputs.chunks, turns(inputs)
+    home = np.where(turned, 0, inputs.pp - 1)
+    first = most = last = 0.0 * (layers + dealt + num)
+    for rank in range(int(np.max(inputs.pp))):
+        held: Column = 0.0 * first
+        for chunk in range(int(np.max(inputs.chunks))):
+            stage = np.where(turned & (chunk == 1), 2 * inputs.pp - 1 - rank, chunk * inputs.pp + rank)
+            end = np.where(stage < num - 1, _closed(layers, dealt / num, stage), layers)
+            held = held + (chunk < inputs.chunks) * (end - _closed(layers, dealt / num, stage - 1))
+        first = held if rank == 0 else first
+        most = np.where((rank < inputs.pp) & (rank != home), np.maximum(most, held), most)
+        last = np.where(rank == home, held, last)
+    return first, most, last
+
+
+def turns(inputs: Inputs) -> Column:
+    """Where the stages turn round at the last rank (`strategy.schedule.stage_rank`)."""
+    return (inputs.schedule == ZERO_BUBBLE) & (inputs.chunks == 2) & (inputs.pp > 1)
 
 
 def in_flight(inputs: Inputs, position: Column) -> Column:
@@ -119,6 +152,45 @@ def _split_bubble_s(inputs: Inputs, *, forward_s: Column, input_s: Column, weigh
     greedy = greedy + alone * (forward_s + input_s - greedy)
     two = away * np.where(micro >= 2 * inputs.pp - 1, longer / 2, greedy)
     return np.where(inputs.chunks > 1, two, np.where(micro < inputs.pp, few, one))
+
+
+def uneven_bubble_s(inputs: Inputs, *, even_s: Column, forward_s: Column, backward_s: Column, head_s: Column) -> Column:
+    """The bubble, where chunks of different length add to interleaved rounds; seconds are of a layer and of the head.
+
+    The first round waits for the longest chunk, which is the first, on the other ranks. A round has v turns of n
+    micro-batches. In turn k the last rank goes forward through chunk k - 1 and backward through v - 1 - k; the first
+    rank, a turn earlier, forward through k and backward through v - k. They wait for each other, the last for the
+    first's backwards and the first for the last's forwards, so each turn takes as long as the longer of the two.
+    """
+    size = len(inputs)
+    found = np.broadcast_to(even_s, (size,)).copy()
+    here = np.flatnonzero(np.broadcast_to(inputs.schedule == INTERLEAVED, (size,)))
+    if not len(here):
+        return found
+    pp, chunks, micro, layers, forward_s, backward_s, head_s = (
+        np.broadcast_to(each, (size,))[here]
+        for each in (inputs.pp, inputs.chunks, inputs.micro_batches, inputs.layers, forward_s, backward_s, head_s)
+    )
+    per = np.floor(layers / (pp * chunks))
+    left_over = layers - per * pp * chunks
+    longer = of_all_last = of_all_first = np.zeros(len(here))
+    for turn in range(int(chunks.max())):
+        there = turn < chunks
+        # Chunks on the last rank, then on the first. Those stages that take one of the layers left over come first.
+        ahead, back = turn - 1 if turn else chunks - 1, chunks - 1 - turn
+        of_last = (per + (ahead * pp + pp - 1 < left_over)) * forward_s
+        of_last += (per + (back * pp + pp - 1 < left_over)) * backward_s + (head_s if turn == 0 else 0.0)
+        back = chunks - turn if turn else 0 * chunks
+        of_first = (per + (turn * pp < left_over)) * forward_s + (per + (back * pp < left_over)) * backward_s
+        longer = longer + there * np.maximum(of_last, of_first)
+        of_all_last, of_all_first = of_all_last + there * of_last, of_all_first + there * of_first
+    # Changing ranks skips a few passes.
+    more_s = (longer - np.maximum(of_all_last, of_all_first)) * np.maximum(0.0, pp - 2)
+    first_chunk = per * pp + np.minimum(left_over, pp) - per - (left_over > 0)
+    found[here] = np.maximum(
+        found[here] + np.maximum(0.0, micro / pp - 1) * more_s, first_chunk * (forward_s + backward_s)
+    )
+    return found
 
 
 def messages(inputs: Inputs, *, inside: Column) -> Column:

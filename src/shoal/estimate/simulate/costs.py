@@ -12,10 +12,10 @@ import numpy as np
 from shoal.estimate.cost import GOOD, PHYSICS, Inputs, Physics, Profile
 from shoal.estimate.cost.data import data_time
 from shoal.estimate.cost.inputs import SCHEDULES, Column
-from shoal.estimate.cost.price import message_time, price
+from shoal.estimate.cost.price import message_time, overfull, price
 from shoal.estimate.cost.schedule import stages
+from shoal.estimate.cost.span import passes_of
 from shoal.estimate.cost.time import head_time, layer_time
-from shoal.strategy.schedule import stage_rank
 from shoal.strategy.terms import pp
 
 
@@ -45,7 +45,7 @@ class StepCosts:
     node: int
     """Devices joined by the innermost links."""
     price_s: float
-    """What the closed formulas say of the step."""
+    """What `price` says of the step."""
 
     @property
     def ranks(self) -> int:
@@ -65,43 +65,28 @@ def step_costs(
     held = stages(inputs, profile)
     sharded = data_time(inputs, profile, physics, layer=layer, held=held)
     ranks, chunks, micro = (_whole(each) for each in (inputs.pp, inputs.chunks, inputs.micro_batches))
-    split = layers_of_stages(_whole(inputs.layers), ranks * chunks)
-    schedule = SCHEDULES[_whole(inputs.schedule)]
-    # The host's share of a pass; where the loss is, it is a part of the loss.
-    homes = [stage_rank(stage, ranks, chunks, schedule) for stage in range(ranks * chunks)]
-    host_s = [0.0 if home == homes[-1] else _one(profile.host_pass_s) / (2 * chunks) for home in homes]
-    gathers_s = _one(sharded.layer_s)
-    # What stage 3 gathers comes twice on the way back.
-    forward_layer_s = _one(layer.forward.total_s) + gathers_s / 3
-    backward_layer_s = _one(layer.backward.total_s) + gathers_s * 2 / 3
-    forward = [layers * forward_layer_s + extra for layers, extra in zip(split, host_s, strict=True)]
-    backward = [layers * backward_layer_s + extra for layers, extra in zip(split, host_s, strict=True)]
-    weight = [layers * _one(layer.weight_s) for layers in split]
-    head_s = _one(sharded.head_s)
-    forward[-1] += _one(heads[0].total_s) + head_s / 2
-    backward[-1] += _one(heads[1].total_s) + head_s / 2
+    alone = ranks == 1
+    term = pp(
+        ranks, "1f1b" if alone else SCHEDULES[_whole(inputs.schedule)], micro=micro, chunks=1 if alone else chunks
+    )
+    message_s = np.where(inputs.pp > 1, message_time(inputs, profile, physics), 0.0)
+    parts = passes_of(inputs, profile, layer=layer, heads=heads, sharded=sharded, message_s=message_s)
+    forward, backward, weight = parts.stages(term.schedule, ranks=term.n, chunks=term.chunks)
     total = inputs.devices * outer if devices is None else np.asarray(float(devices))
     nodes = np.maximum(1.0, total / np.minimum(inputs.level_ranks[0], total))
     members = _whole(inputs.tp * inputs.cp * inputs.ep)
-    alone = ranks == 1
     return StepCosts(
-        term=pp(ranks, "1f1b" if alone else schedule, micro=micro, chunks=1 if alone else chunks),
-        forward_s=tuple(forward), backward_s=tuple(backward), weight_s=tuple(weight),
-        message_s=_message_s(inputs, profile, physics),
+        term=term, forward_s=_tuple(forward), backward_s=_tuple(backward), weight_s=_tuple(weight),
+        message_s=_one(message_s),
         data_s=_one(sharded.step_s) + outer_s, optimizer_s=_one(sharded.optimizer_s), fixed_s=physics.fixed_s,
-        waits=_one(physics.jitter * np.log2(nodes)),
+        waits=_one(physics.jitter * np.log2(nodes) + overfull(inputs, profile, held) - 1),
         replicas=_whole(inputs.dp / inputs.ep) * outer, members=members, node=_whole(inputs.level_ranks[0]),
         price_s=_one(price(inputs, profile, physics=physics).step_s),
     )  # fmt: skip
 
 
-def layers_of_stages(layers: int, num: int) -> list[int]:
-    """Layers dealt out evenly; the first stages take what is left over."""
-    return [layers // num + (stage < layers % num) for stage in range(num)]
-
-
-def _message_s(inputs: Inputs, profile: Profile, physics: Physics) -> float:
-    return _one(message_time(inputs, profile, physics)) if _whole(inputs.pp) > 1 else 0.0
+def _tuple(stages: Column) -> tuple[float, ...]:
+    return tuple(stages[:, 0].tolist())
 
 
 def _one(column: Column | float) -> float:
