@@ -39,7 +39,7 @@ def test_json_and_page_tell_the_same_plans(place: Place) -> None:
         assert row["strategy"].replace('"', "&quot;") in page
     assert "user-select:all" in page
     assert "@media(max-width:640px)" in page
-    for part in ("Time against memory", "The best of each family", "Where the step goes", "What if", "±13%"):
+    for part in ("Time against memory", "The best of each family", "Where the step goes", "What if", "±11%"):
         assert part in page
     for outside in ("http://", "https://", "src=", "<script", "@import"):
         assert outside not in page

@@ -6,6 +6,7 @@ became of the time, or by how much memory is missed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,12 +20,14 @@ from shoal.plan.rank import Plan, Play, Question, make_plan, ranked
 
 NEAR = 2000
 """Rows, best first, that a change of links is tried on; as many again that would be best if messages took no time."""
-CROSSING = 500
+CROSSING = 150
 """Rows of each kind among which dense and compressed plans are compared on slower links."""
 AHEAD = 300
 """Rows, best first, whose choices a plan for another number of devices tries."""
 AMONG = 2
 """Rows, best first, that are played to find the best with one choice changed."""
+CLOSE = 0.01
+"""A crossing is found to a hundredth."""
 MESSAGES = ("tensor", "context", "expert", "data", "pipeline")
 GB = 1e9
 
@@ -172,22 +175,24 @@ def compression_overtakes(plan: Plan) -> Change | None:
     if not len(squeezed):
         return None
 
-    def gain(ratio: float) -> float:
-        """Best dense over best compressed: above 1 compression wins."""
+    def lead(log_ratio: float) -> float:
+        """Logarithm of best dense over best compressed on links that many times as fast: above 0 compression wins."""
+        ratio = float(np.exp(log_ratio))
         links = replace(question, cluster=with_links(cluster, ratio, level=outermost))
         best = [_replanned(links, rows, play="nothing") for rows in (dense, squeezed)]
         scores = [float(each.score.min()) for each in best]
-        return scores[0] / scores[1] if np.isfinite(scores).all() else 0.0
+        return float(np.log(scores[0] / scores[1])) if np.isfinite(scores).all() else -1.0
 
     now_gb_s = cluster.levels[outermost].bytes_per_s / GB
-    high, low = 100.0, 1e-4
-    if gain(low) <= 1:
+    slow, fast = np.log(1e-4), np.log(100.0)
+    ahead, behind = lead(slow), lead(fast)
+    if ahead <= 0:
         return Change(what="compression", outcome="does not overtake dense gradients at any bandwidth")
-    if gain(high) > 1:
-        return Change(what="compression", outcome=f"is ahead of dense gradients even at {high * now_gb_s * 8:.3g} Gb/s")
-    for _ in range(16):
-        middle = float(np.sqrt(low * high))
-        low, high = (middle, high) if gain(middle) > 1 else (low, middle)
+    if behind > 0:
+        return Change(
+            what="compression", outcome=f"is ahead of dense gradients even at {np.exp(fast) * now_gb_s * 8:.3g} Gb/s"
+        )
+    low = float(np.exp(_falls_to_zero(lead, slow, ahead, fast, behind)))
     links = replace(question, cluster=with_links(cluster, low, level=outermost))
     winner = _replanned(links, squeezed, play="nothing")
     assert winner.best is not None
@@ -196,6 +201,19 @@ def compression_overtakes(plan: Plan) -> Change | None:
         what=f"a bandwidth below {low * now_gb_s * 8:.3g} Gb/s a device between nodes", outcome=text,
         strategy=str(winner.strategy(winner.best)),
     )  # fmt: skip
+
+
+def _falls_to_zero(value: Callable[[float], float], low: float, above: float, high: float, below: float) -> float:
+    """Just before a falling function reaches zero, by false position with halved ends (Dowell & Jarratt 1971)."""
+    while high - low > CLOSE:
+        middle = low + (high - low) * above / (above - below)
+        middle = min(max(middle, low + CLOSE / 2), high - CLOSE / 2)
+        here = value(middle)
+        if here > 0:
+            low, above, below = middle, here, below / 2
+        else:
+            high, below, above = middle, here, above / 2
+    return low
 
 
 def _near(plan: Plan) -> Candidates:
@@ -207,7 +225,7 @@ def _near(plan: Plan) -> Candidates:
 
 
 def _near_on_slow_links(plan: Plan, *, gradients: bool) -> Candidates:
-    """Dense rows that are best on links of today, a tenth, a hundredth, a thousandth as fast; `gradients` False: if
+    """Dense rows that are best on links without end, of today, a tenth to a thousandth as fast; `gradients` False: if
     gradients took no time, so that these are the ones worth compressing.
     """
     priced = plan.priced
@@ -221,7 +239,7 @@ def _near_on_slow_links(plan: Plan, *, gradients: bool) -> Candidates:
         first_s = priced.step_s[rows]
     best = [
         rows[np.argsort(first_s + slower * (data_s + pipeline_s), kind="stable")[:CROSSING]]
-        for slower in (0, 9, 99, 999)
+        for slower in (-1, 0, 9, 99, 999)
     ]
     return priced.rows.rows(np.unique(np.concatenate(best)))
 

@@ -8,6 +8,7 @@ the same: of those that would, the plainest is kept.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 
@@ -63,14 +64,17 @@ def enumerate_legal(
     columns["compress"] = np.zeros_like(columns["zero"])
     columns = _micro_batched(columns, global_batch=facts.global_batch, sizes=space.micro_batches)
     schedules = [(0, 1), *((SCHEDULES.index(name), chunks) for name, chunks in space.pipelines)]
-    columns = _crossed(columns, pipeline=np.arange(len(schedules)))
+    columns = _crossed(
+        columns, keep=lambda each: (each["pp"] > 1) == (each["pipeline"] > 0), pipeline=np.arange(len(schedules))
+    )
+    columns = _crossed(
+        columns, keep=lambda each: _canonical_order(each) & ((each["outer"] == 1) | (each["order"] == 0)),
+        order=np.array(space.orders if several else (0,)),
+    )  # fmt: skip
+    columns = _crossed(columns, recompute=np.array([RECOMPUTE.index(each) for each in space.recomputes]))
     columns["schedule"], columns["chunks"] = (
         np.array(each)[columns["pipeline"]] for each in zip(*schedules, strict=True)
     )
-    columns = _kept(columns, (columns["pp"] > 1) == (columns["pipeline"] > 0))
-    columns = _crossed(columns, recompute=np.array([RECOMPUTE.index(each) for each in space.recomputes]))
-    columns = _crossed(columns, order=np.array(space.orders if several else (0,)))
-    columns = _kept(columns, _canonical_order(columns) & ((columns["outer"] == 1) | (columns["order"] == 0)))
     found = Candidates(
         **{name: columns[name] for name in COLUMNS}, global_batch=facts.global_batch, precision=precision
     )
@@ -145,7 +149,7 @@ def _micro_batched(columns: dict[str, Column], *, global_batch: int, sizes: tupl
     return _kept(columns, (size > 0) & (columns["micro"] >= 1) & (columns["share"] % np.maximum(1, size) == 0))
 
 
-def _canonical_order(columns: dict[str, Column]) -> Column:
+def _canonical_order(columns: Mapping[str, Column]) -> Column:
     """Of the placements that agree on all axes larger than one the first."""
     first = np.array([_first_alike(present) for present in range(2 ** len(AXES))])
     present = sum((columns[axis] > 1).astype(np.int64) << bit for bit, axis in enumerate(AXES))
@@ -158,14 +162,35 @@ def _first_alike(present: int) -> list[int]:
     return [placed.index(each) for each in placed]
 
 
-def _crossed(columns: dict[str, Column], **more: Column) -> dict[str, Column]:
-    """Every row with every value of further columns."""
-    size = len(next(iter(columns.values())))
-    for name, values in more.items():
-        columns = {key: np.repeat(column, len(values)) for key, column in columns.items()}
-        columns[name] = np.tile(values, size)
-        size *= len(values)
-    return columns
+class _Crossed(Mapping[str, Column]):
+    """Every row with every value of a further column. A column is laid out only when it is asked for."""
+
+    def __init__(self, columns: dict[str, Column], name: str, values: Column) -> None:
+        size = len(next(iter(columns.values())))
+        self.columns, self.name, self.fresh = columns, name, np.tile(values, size)
+        self.rows = np.repeat(np.arange(size), len(values))
+
+    def __getitem__(self, name: str) -> Column:
+        return self.fresh if name == self.name else self.columns[name][self.rows]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self.columns, self.name))
+
+    def __len__(self) -> int:
+        return len(self.columns) + 1
+
+
+def _crossed(
+    columns: dict[str, Column], keep: Callable[[Mapping[str, Column]], Column] | None = None, **more: Column
+) -> dict[str, Column]:
+    """Every row with every value of a further column, or those of them that are to be kept."""
+    [(name, values)] = more.items()
+    crossed = _Crossed(columns, name, values)
+    if keep is None:
+        return dict(crossed)
+    mask = keep(crossed)
+    crossed.rows, crossed.fresh = crossed.rows[mask], crossed.fresh[mask]
+    return dict(crossed)
 
 
 def _kept(columns: dict[str, Column], mask: Column) -> dict[str, Column]:

@@ -17,7 +17,7 @@ from shoal.estimate.cost import GOOD, PHYSICS, Inputs, Profile, inputs_for
 from shoal.estimate.cost.links import path
 from shoal.estimate.cost.memory import memory
 from shoal.estimate.cost.price import SPLIT, step_split_s
-from shoal.estimate.cost.schedule import INTERLEAVED, ZERO_BUBBLE, stages
+from shoal.estimate.cost.schedule import stages
 from shoal.estimate.cost.weights import weights
 from shoal.estimate.simulate.costs import StepCosts, step_costs
 from shoal.plan.candidates import COLUMNS, COMPRESSORS, ORDERS, Candidates, Column
@@ -109,7 +109,7 @@ def price_candidates(
 
 def unplayed(rows: Candidates) -> Column:
     """Rows whose schedule has no closed form: `price_candidates` takes their stages for even."""
-    return np.isin(rows.schedule, (INTERLEAVED, ZERO_BUBBLE))
+    return np.asarray(rows.pp > 1)
 
 
 def played(rows: Candidates, *, shape: Transformer, cluster: Cluster, profile: Profile = GOOD) -> dict[str, Column]:

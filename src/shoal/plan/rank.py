@@ -28,7 +28,7 @@ MOST_COMPRESSED = 20_000
 """Rows, the fastest first, for which compressors are tried."""
 SHOWN = 10
 """Rows, the best first, that are played before a plan is shown, beside the Pareto front and the best of each family;"""
-ALIKE = 8
+ALIKE = 4
 """and so many more of each kind among them."""
 
 

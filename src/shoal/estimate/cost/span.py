@@ -85,6 +85,8 @@ def spans_s(inputs: Inputs, passes: Passes, *, play: bool) -> Column:
     """The span of every row of a pipeline that has a closed form or (`play`) can be played; else not a number."""
     size = len(inputs)
     found = np.full(size, np.nan)
+    if not play:
+        return found
     ranks, chunks, micro, schedule = (
         np.broadcast_to(np.atleast_1d(each), (size,))
         for each in (inputs.pp, inputs.chunks, inputs.micro_batches, inputs.schedule)
