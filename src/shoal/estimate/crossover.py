@@ -69,7 +69,9 @@ class Ends:
     def at(self, bytes_per_s: float, *, latency_s: float = 0.0) -> LinkTimes:
         """The link over a wire of that bandwidth."""
         own = self.times
-        return LinkTimes(own.latency_s + latency_s, own.byte_s + self.framed / bytes_per_s, own.reduce_byte_s)
+        # Bytes go in chunks: the ends work on some while the wire carries others, so the slower of them counts.
+        byte_s = max(own.byte_s, self.framed / bytes_per_s)
+        return LinkTimes(own.latency_s + latency_s, byte_s, own.reduce_byte_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +85,7 @@ class Setting:
 
     def dense_s(self, bytes_per_s: float) -> float:
         """A step with dense gradients."""
-        return self.computing.step_s + self._shown_s(self.ends.at(bytes_per_s, latency_s=self.latency_s))
+        return self.computing.step_s + self.shown_s(bytes_per_s)
 
     def compressed_s(self, term: CompressTerm, codec: Codec, bytes_per_s: float) -> float:
         """A step with compressed gradients."""
@@ -100,8 +102,9 @@ class Setting:
             lambda bytes_per_s: slowdown * self.compressed_s(term, codec, bytes_per_s),
         )
 
-    def _shown_s(self, link: LinkTimes) -> float:
-        """How much longer than computing alone a step takes, with buckets reduced behind backward."""
+    def shown_s(self, bytes_per_s: float) -> float:
+        """How much longer than computing alone a dense step takes, with buckets reduced behind backward."""
+        link = self.ends.at(bytes_per_s, latency_s=self.latency_s)
         # While bytes are moved, computing gets the rest of its core.
         share = min(FULL_SHARE, self.ends.background_byte_s / link.byte_s)
         now_s = free_s = computed_s = 0.0

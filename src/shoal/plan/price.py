@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shoal.cluster import Cluster
+from shoal.cluster.presets import THIS
 from shoal.comm.compress import traffic
+from shoal.estimate.codecs import Times, calibrated_codecs, codec_s
 from shoal.estimate.cost import GOOD, PHYSICS, Inputs, Profile, inputs_for, price
 from shoal.estimate.cost.links import path
 from shoal.estimate.cost.memory import memory
@@ -26,9 +28,6 @@ from shoal.workload.shape import Transformer
 
 BLOCK = 16_384
 """Rows priced at a time: their columns stay in the processor's cache."""
-CODEC_PASSES = {"int8": 3.0, "sign": 3.0, "topk": 10.0, "powersgd": 6.0}
-"""Passes over the gradient, in 32 bits, that making and adding up payloads takes. Counted from `comm/compress`: error
-added and kept, and for topk the search for its threshold; for powersgd two thin products."""
 SCALE_BYTES = 4
 """Elements are compressed, and their scales sent, in 32 bits."""
 
@@ -114,7 +113,8 @@ def step_costs_of(rows: Candidates, *, shape: Transformer, cluster: Cluster, pro
     inputs = inputs_of(rows, shape=shape, cluster=cluster)
     split = {name: column + np.zeros(1) for name, column in price(inputs, profile).split_s.items()}
     outer = int(rows.outer[0])
-    outer_s = float(_between_groups_s(rows, inputs, split, profile=profile)[0]) if outer > 1 else 0.0
+    codecs = _codecs(cluster)
+    outer_s = float(_between_groups_s(rows, inputs, split, profile=profile, codecs=codecs)[0]) if outer > 1 else 0.0
     return step_costs(inputs, profile, outer=outer, outer_s=outer_s, devices=int(rows.world[0]))
 
 
@@ -144,7 +144,7 @@ def _priced(rows: Candidates, *, shape: Transformer, cluster: Cluster, profile: 
     split_s = {name: np.full(size, np.inf) for name in SPLIT}
     if timed.any():
         chosen = rows.rows(timed)
-        found = _split(chosen, inputs.rows(timed) if size > 1 else inputs, profile=profile)
+        found = _split(chosen, inputs.rows(timed) if size > 1 else inputs, profile=profile, codecs=_codecs(cluster))
         for name in SPLIT:
             split_s[name][timed] = found[name]
         step_s[timed] = sum(found.values())
@@ -153,13 +153,13 @@ def _priced(rows: Candidates, *, shape: Transformer, cluster: Cluster, profile: 
     )
 
 
-def _split(rows: Candidates, inputs: Inputs, *, profile: Profile) -> dict[str, Column]:
+def _split(rows: Candidates, inputs: Inputs, *, profile: Profile, codecs: Times | None) -> dict[str, Column]:
     size = len(rows)
     prices = price(inputs, profile)
     split = {name: np.broadcast_to(prices.split_s[name], (size,)).astype(float) for name in SPLIT}
     outside = rows.outer > 1
     if outside.any():
-        meets_s = _between_groups_s(rows, inputs, split, profile=profile)
+        meets_s = _between_groups_s(rows, inputs, split, profile=profile, codecs=codecs)
         split["data"] = split["data"] + np.where(outside, meets_s, 0.0)
         # All nodes wait for the slowest of them, not only those of one group.
         nodes = np.maximum(1.0, rows.world / np.minimum(inputs.level_ranks[0], rows.world))
@@ -176,7 +176,14 @@ def _shard(inputs: Inputs, rows: Candidates, profile: Profile) -> Column:
     return own / rows.dp
 
 
-def _between_groups_s(rows: Candidates, inputs: Inputs, split: Mapping[str, Column], *, profile: Profile) -> Column:
+def _codecs(cluster: Cluster) -> Times | None:
+    """What was measured of codecs, where the cluster is the machine that was calibrated."""
+    return calibrated_codecs() if cluster.name == THIS else None
+
+
+def _between_groups_s(
+    rows: Candidates, inputs: Inputs, split: Mapping[str, Column], *, profile: Profile, codecs: Times | None
+) -> Column:
     """What the outer level adds to a step."""
     links = path(inputs, profile, PHYSICS, ranks=rows.outer, stride=rows.world / rows.outer)
     elements = _shard(inputs, rows, profile)
@@ -192,7 +199,7 @@ def _between_groups_s(rows: Candidates, inputs: Inputs, split: Mapping[str, Colu
         if isinstance(term, none) or not here.any():
             continue
         streams = inputs.memory_bytes_per_s * PHYSICS.memory
-        codec_s = CODEC_PASSES[type(term).__name__] * SCALE_BYTES * elements / streams
+        work_s = codec_s(term, elements, ranks=rows.outer, stream_bytes_per_s=streams, calibrated=codecs)
         if isinstance(term, powersgd):
             wire_s = links.ring_s(SCALE_BYTES * term.rank * _borders(inputs, rows, profile), rounds=2.0)
         else:
@@ -200,8 +207,7 @@ def _between_groups_s(rows: Candidates, inputs: Inputs, split: Mapping[str, Colu
             assert bytes_each is not None
             payload = elements * (bytes_each / 1e9)
             wire_s = links.ring_s(rows.outer * payload)
-            codec_s = codec_s + rows.outer * payload / streams
-        found = np.where(here, wire_s + codec_s, found)
+        found = np.where(here, wire_s + work_s, found)
     return found
 
 

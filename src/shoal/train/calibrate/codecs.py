@@ -46,7 +46,7 @@ ELEMENTS = (1 << 14, 1 << 16, 1 << 18, 1 << 20)
 BUCKET_ELEMENTS = 1 << 21
 """Of all tensors that are reduced side by side: a bucket of 8 MB."""
 ROUNDS = 5
-RANKS = 2
+RANKS, MANY_RANKS = 2, 8
 LATE_STEP = 10**6
 """Far from the start, where DGC sends as little as it ever does."""
 
@@ -81,7 +81,27 @@ def measure_codecs(
     found = {}
     for term, of_sizes in benches.items():
         times = [lower_quartile(seconds[term, bench.elements]) for bench in of_sizes]
-        found[str(term)] = _line([bench.elements for bench in of_sizes], [len(bench.gradients) for bench in of_sizes], times)
+        counts = [len(bench.gradients) for bench in of_sizes]
+        found[str(term)] = _line(elements, counts, times)
+    return found
+
+
+def measure_passes(
+    *, terms: Sequence[CompressTerm] = TERMS, rounds: int = ROUNDS, together: Callable[[], Any] = lambda: None
+) -> dict[str, tuple[float, float]]:
+    """For each compression: passes over the gradient that a rank's own part takes, and those for the payload of each
+    rank. A pass reads or writes every element once, in 32 bits, as fast as this machine copies.
+    """
+    sizes = ELEMENTS[-2:]
+    few, many = (
+        measure_codecs(elements=sizes, terms=terms, ranks=ranks, rounds=rounds, together=together)
+        for ranks in (RANKS, MANY_RANKS)
+    )
+    element_s = 4 / stream_bytes_per_s(together=together)
+    found = {}
+    for name, (_, few_s) in few.items():
+        each = max(0.0, (many[name][1] - few_s) / (MANY_RANKS - RANKS)) / element_s
+        found[name] = (max(0.0, few_s / element_s - RANKS * each), each)
     return found
 
 

@@ -1,0 +1,70 @@
+"""What compressing gradients costs, for plans: passes over the gradient on any device, seconds on a calibrated machine.
+
+The codecs of `comm/compress` are element-wise kernels, one after the other, so their time is that of reading and writing
+memory; counted in passes it carries over from the machine that was measured to another one by its memory bandwidth.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shoal.comm.calibration import calibration_path
+from shoal.strategy.compress import CompressTerm
+
+PASS_BYTES = 4
+"""A pass reads or writes each element once, in 32 bits."""
+
+CODEC_PASSES: Mapping[str, tuple[float, float]] = {
+    "fp16()": (33, 0), "int8()": (31, 3.8), "qsgd(4)": (78, 24), "ternary()": (41, 13), "onebit()": (39, 9.8),
+    "sign()": (33, 8.6), "topk(0.01)": (31, 0.4), "randomk(0.05)": (39, 0), "dgc(0.01)": (42, 0.2),
+    "mstopk(0.01)": (39, 0.3), "gtopk(0.01)": (35, 3.9), "sketch(3, 4000)": (206, 0), "powersgd(4)": (26, 0),
+    "powersgd(16)": (26, 0),
+}  # fmt: skip
+"""Passes for a rank's own part, and for the payload of each rank that is added. Measured: seconds an element times the
+rate of a copy (`train/calibrate/codecs.measure_passes`) on one core of a Xeon of 2024 that copies 25 GB/s. Bytes that
+the kernels read and write, counted, give 1.0 to 0.6 of it: what is left is computing (random numbers, packed bits)."""
+
+Times = Mapping[str, tuple[float, float]]
+"""By a compression's text: seconds a tensor, seconds an element."""
+
+
+def codec_s(
+    term: CompressTerm, elements: Any, *, ranks: Any, stream_bytes_per_s: Any, calibrated: Times | None = None
+) -> Any:
+    """Seconds that compressing so many elements takes among `ranks` ranks; columns of numbers will do.
+    `calibrated`: as measured on the machine itself, with two ranks.
+    """
+    passes = _passes(term, ranks)
+    known = None if calibrated is None else _named(calibrated, term)
+    if known is not None:
+        return known[1] * elements * passes / _passes(term, 2)
+    return passes * PASS_BYTES * elements / stream_bytes_per_s
+
+
+def _passes(term: CompressTerm, ranks: Any) -> Any:
+    found = _named(CODEC_PASSES, term)
+    if found is None:
+        raise ValueError(f"no passes are known for {term}; measured are {', '.join(CODEC_PASSES)}")
+    own, each = found
+    return own + each * ranks
+
+
+def _named(table: Times, term: CompressTerm) -> tuple[float, float] | None:
+    """The row of a term, or of the same method with other numbers: those change its time by little."""
+    if str(term) in table:
+        return table[str(term)]
+    return next((row for name, row in table.items() if name.partition("(")[0] == type(term).__name__), None)
+
+
+def calibrated_codecs(path: Path | None = None) -> Times | None:
+    """The codecs in this machine's calibration file; None where there is no file, or none in it."""
+    path = path or calibration_path()
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8")) if path is not None else {}
+    except (OSError, ValueError):
+        return None  # Who needs the file says what is wrong with it (`comm/calibration.py`); here it is a refinement.
+    rows = tables.get("machine", {}).get("codecs", {})
+    return {name: (float(row["call_s"]), float(row["element_s"])) for name, row in rows.items()} or None

@@ -1,0 +1,114 @@
+"""A few dense steps of a job, and its links, as `estimate/crossover.py` wants them: when each bucket is ready, what a
+message costs at its ends, and how much of a core it takes to move bytes while the job computes.
+
+On every rank of a running job. Ranks do the same in the same order; each has its own figures, and the slower rank's
+count (`slower`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shoal.estimate.crossover import Bucket, Computing, Ends, Setting
+from shoal.parallel.engine import Engine
+from shoal.train.calibrate.findings import lower_quartile
+from shoal.train.calibrate.fit import Timed, fit_link
+
+ALGORITHMS = ("butterfly", "rabenseifner", "ring")
+LINK_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
+BACKGROUND_BYTES = 1 << 22
+POLL_S = 1e-3
+ROUNDS = 9
+WARM_UP = 2
+AS_FAST_AS_IT_GOES = 1e15
+"""Bytes a second of a wire that is not felt."""
+
+
+def measure_ends(group: Any, *, framed: float, rounds: int = ROUNDS) -> Ends:
+    """What messages over a group of one rank a host cost by themselves; its wire is to be as fast as it goes."""
+    seconds: dict[tuple[str, int], list[float]] = {}
+    for turn in range(rounds + 1):
+        for nbytes in LINK_BYTES:
+            values = torch.zeros(nbytes // 4)
+            for algorithm in ALGORITHMS:
+                group.prefer(algorithm)
+                dist.barrier(group=group)
+                start_s = time.perf_counter()
+                dist.all_reduce(values, group=group)
+                if turn:
+                    seconds.setdefault((algorithm, nbytes), []).append(time.perf_counter() - start_s)
+    group.prefer("auto")
+    timed = [Timed(*which, slower(lower_quartile(each), group)) for which, each in seconds.items()]
+    return Ends(times=fit_link(timed, ranks=dist.get_world_size(group)).link, framed=framed)
+
+
+def background_byte_s(group: Any, *, rounds: int = ROUNDS) -> float:
+    """Seconds of a core that the group's worker takes to move a byte of an all-reduce that nobody waits for. The wire
+    is to be about as fast as in the case that is asked about: on a slow one the worker sleeps and wakes for each chunk.
+    """
+    values = torch.zeros(BACKGROUND_BYTES // 4)
+    seconds = []
+    for _ in range(rounds):
+        dist.barrier(group=group)
+        before_s = time.process_time()
+        work: Any = dist.all_reduce(values, group=group, async_op=True)
+        polled_s = 0.0
+        while not work.is_completed():
+            time.sleep(POLL_S)
+            polled_s += _POLL_COST_S
+        work.wait()
+        seconds.append(max(0.0, time.process_time() - before_s - polled_s))
+    return slower(lower_quartile(seconds), group) / BACKGROUND_BYTES
+
+
+def _cost_of_a_poll() -> float:
+    start_s = time.process_time()
+    for _ in range(20):
+        time.sleep(POLL_S)
+    return (time.process_time() - start_s) / 20
+
+
+_POLL_COST_S = _cost_of_a_poll()
+
+
+def measure_computing(
+    step: Callable[[int], Any], engine: Engine, ends: Ends, group: Any, *, steps: int = 2 * ROUNDS
+) -> Computing:
+    """Dense steps over a link that is as fast as it goes: `step(number)` is one of them, by `engine`."""
+    buckets = engine.buckets
+    marks: dict[int, float] = {}
+    rows: list[list[float]] = []
+    for bucket in buckets:
+        engine.reduction.on_done[id(bucket)] = lambda key=id(bucket): marks.__setitem__(key, time.perf_counter())
+    for number in range(WARM_UP + steps):
+        dist.barrier(group=group)
+        start_s = time.perf_counter()
+        step(number)
+        end_s = time.perf_counter()
+        if number >= WARM_UP:
+            rows.append([*(marks[id(bucket)] - start_s for bucket in buckets), end_s - start_s])
+    for bucket in buckets:
+        del engine.reduction.on_done[id(bucket)]
+    *ready_s, step_s = (slower(lower_quartile(list(column)), group) for column in zip(*rows, strict=True))
+    found = Computing(
+        step_s=step_s,
+        buckets=tuple(
+            Bucket(shapes=tuple(tuple(slot.shape) for slot in bucket.buffer.slots), ready_s=at_s)
+            for bucket, at_s in zip(buckets, ready_s, strict=True)
+        ),
+    )
+    setting = Setting(computing=found, ends=ends, ranks=dist.get_world_size(group))
+    return replace(found, step_s=step_s - setting.shown_s(AS_FAST_AS_IT_GOES))
+
+
+def slower(seconds: float, group: Any) -> float:
+    """The same on all ranks of a group: the slowest one's."""
+    of_all = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(of_all, op=dist.ReduceOp.MAX, group=group)
+    return float(of_all)
