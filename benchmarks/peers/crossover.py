@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
 from _hosts import limit_words
+
 from peers.slow_link import ByShoal
 from shoal.comm.emulate import Emulation
 from shoal.comm.group import BACKENDS

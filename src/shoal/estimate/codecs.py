@@ -1,7 +1,8 @@
 """What compressing gradients costs, for plans: passes over the gradient on any device, seconds on a calibrated machine.
 
-The codecs of `comm/compress` are element-wise kernels, one after the other, so their time is that of reading and writing
-memory; counted in passes it carries over from the machine that was measured to another one by its memory bandwidth.
+The codecs of `comm/compress` are element-wise kernels, one after the other, so their time is that of reading and
+writing memory; counted in passes it carries over from the machine that was measured to another one by its memory
+bandwidth.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What compressing gradients costs on this machine: the methods of `comm/compress`, timed as training uses them.
 
-A bucket's worth of tensors is reduced side by side, on one thread, with errors kept from turn to turn. What another rank
-would send is answered here: its payload is taken to be this rank's own, so nothing waits and nothing but computing is
-timed. Ranks that measure at the same time (`together`) share the memory's bandwidth as they do in training.
+A bucket's worth of tensors is reduced side by side, on one thread, with errors kept from turn to turn. What another
+rank would send is answered here: its payload is taken to be this rank's own, so nothing waits and nothing but computing
+is timed. Ranks that measure at the same time (`together`) share the memory's bandwidth as they do in training.
 """
 
 from __future__ import annotations

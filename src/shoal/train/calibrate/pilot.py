@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ from shoal.train.calibrate.fit import Timed, fit_link
 ALGORITHMS = ("butterfly", "rabenseifner", "ring")
 LINK_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
 BACKGROUND_BYTES = 1 << 22
-POLL_S = 1e-3
+POLL_S = 5e-3
+"""Long enough for the looking to cost nothing beside the moving."""
 ROUNDS = 9
 WARM_UP = 2
 AS_FAST_AS_IT_GOES = 1e15
@@ -58,23 +60,11 @@ def background_byte_s(group: Any, *, rounds: int = ROUNDS) -> float:
         dist.barrier(group=group)
         before_s = time.process_time()
         work: Any = dist.all_reduce(values, group=group, async_op=True)
-        polled_s = 0.0
         while not work.is_completed():
             time.sleep(POLL_S)
-            polled_s += _POLL_COST_S
         work.wait()
-        seconds.append(max(0.0, time.process_time() - before_s - polled_s))
+        seconds.append(time.process_time() - before_s)
     return slower(lower_quartile(seconds), group) / BACKGROUND_BYTES
-
-
-def _cost_of_a_poll() -> float:
-    start_s = time.process_time()
-    for _ in range(20):
-        time.sleep(POLL_S)
-    return (time.process_time() - start_s) / 20
-
-
-_POLL_COST_S = _cost_of_a_poll()
 
 
 def measure_computing(
@@ -85,7 +75,7 @@ def measure_computing(
     marks: dict[int, float] = {}
     rows: list[list[float]] = []
     for bucket in buckets:
-        engine.reduction.on_done[id(bucket)] = lambda key=id(bucket): marks.__setitem__(key, time.perf_counter())
+        engine.reduction.on_done[id(bucket)] = partial(_mark, marks, id(bucket))
     for number in range(WARM_UP + steps):
         dist.barrier(group=group)
         start_s = time.perf_counter()
@@ -105,6 +95,10 @@ def measure_computing(
     )
     setting = Setting(computing=found, ends=ends, ranks=dist.get_world_size(group))
     return replace(found, step_s=step_s - setting.shown_s(AS_FAST_AS_IT_GOES))
+
+
+def _mark(marks: dict[int, float], which: int) -> None:
+    marks[which] = time.perf_counter()
 
 
 def slower(seconds: float, group: Any) -> float:
