@@ -1,8 +1,8 @@
 """The bandwidth at which a compressor overtakes dense all-reduce between two hosts: predicted beside measured.
 
 Two ranks measure what the prediction is made from (a link's ends, the codecs, a few dense steps over an unlimited
-link). Then they train, dense and compressed steps in turn, at four bandwidths around each prediction: where the ratio of
-the lower quartiles is 1, by a straight line in the logarithms, is the measured crossing; its interval comes from
+link). Then they train, dense and compressed steps in turn, at four bandwidths around each prediction: where the ratio
+of the lower quartiles is 1, by a straight line in the logarithms, is the measured crossing; its interval comes from
 drawing turns at random. Turns in which other programs had the cores do not count, and turns go on until there are
 enough. Links are emulated, or with `--real`, as root, those of network namespaces whose wire the kernel limits.
 
