@@ -2,7 +2,7 @@
 
 Two ranks measure what the prediction is made from (a link's ends, the codecs, a few dense steps over an unlimited
 link). Then they train, dense and compressed steps in turn, at four bandwidths around each prediction: where the ratio
-of the lower quartiles is 1, by a straight line in the logarithms, is the measured crossing; its interval comes from
+of the lower quartiles is 1, by straight lines in the logarithms, is the measured crossing; its interval comes from
 drawing turns at random. Turns in which other programs had the cores do not count, and turns go on until there are
 enough. Links are emulated, or with `--real`, as root, those of network namespaces whose wire the kernel limits.
 
@@ -36,6 +36,8 @@ DRAWS = 300
 WITHIN = 0.25
 """How far a prediction may be from the measured crossing, as a part of it."""
 GBIT = 1e9 / 8
+DISTURBED, FEW_TURNS = 0.1, 4
+"""From where on, and up to where, the machine was too busy."""
 
 
 def found_by_ranks(settings: dict[str, Any]) -> dict[str, Any]:
@@ -82,7 +84,9 @@ def measured_crossing(
             turns = [drawn_by.choices(each, k=len(each)) for each in turns]
         dense_s, compressed_s = (lower_quartile(each) for each in turns)
         gain.append(math.log(dense_s / compressed_s / slowdown))
-    slope, offset = np.polyfit(at, gain, 1)
+    around = next((n for n in range(len(gain) - 1) if gain[n] > 0 >= gain[n + 1]), None)
+    near = slice(None) if around is None else slice(around, around + 2)
+    slope, offset = np.polyfit(at[near], gain[near], 1)
     # A line that does not fall says that there is no crossing near here.
     return float(np.exp(-offset / slope)) if slope < 0 else math.nan
 
@@ -116,6 +120,7 @@ def row_of(text: str, found: dict[str, Any]) -> dict[str, Any]:
     at = [row["bytes_per_s"] for row in rows]
     return {
         "name": text,
+        "quiet_turns": min(row["quiet"] for row in rows),
         "predicted_gbit_s": round(predicted / GBIT, 3),
         "measured_gbit_s": round(measured / GBIT, 3),
         "from": round(drawn[DRAWS // 40] / GBIT, 3),
@@ -138,6 +143,20 @@ def row_of(text: str, found: dict[str, Any]) -> dict[str, Any]:
             for row in rows
         ],
     }
+
+
+def busy(found: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
+    """What is to be said of other programs."""
+    notes = []
+    if found["disturbed"] > DISTURBED:
+        notes.append(f"predictions are made from what was measured while other programs had {found['disturbed']:.0%} "
+                     "of the cores: measure again on an idle machine")  # fmt: skip
+    few = [row["name"] for row in rows if row["quiet_turns"] < FEW_TURNS]
+    if few:
+        notes.append(
+            f"fewer than {FEW_TURNS} turns without other programs: {', '.join(few)}; nothing follows from these"
+        )
+    return notes
 
 
 def extend(parser: argparse.ArgumentParser) -> None:
@@ -164,13 +183,15 @@ def main() -> None:
          "seconds": asked.seconds}
     )  # fmt: skip
     rows = [row_of(text, found) for text in texts]
+    notes = busy(found, rows)
     if asked.json:
-        print(json.dumps({"rows": rows, "found": {name: found[name] for name in ("setting", "codecs")}}))
+        kept = {name: found[name] for name in ("setting", "codecs", "rounds", "disturbed")}
+        print(json.dumps({"rows": rows, "found": kept, "notes": notes}))
         return
     inside = sum(abs(row["ratio"] - 1) <= WITHIN for row in rows)
     carrier = "limited by the kernel" if asked.real else "emulated"
     shown = [{name: value for name, value in row.items() if name != "steps"} for row in rows]
-    notes = [f"{inside} of {len(rows)} predictions are within {WITHIN:.0%} of the measured crossing."]
+    notes = [f"{inside} of {len(rows)} predictions are within {WITHIN:.0%} of the measured crossing.", *notes]
     report(shown, title=f"{asked.job}, batch {asked.batch}, two hosts, {carrier}", as_json=False, notes=notes)
     if asked.steps:
         for row in rows:

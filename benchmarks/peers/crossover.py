@@ -31,7 +31,7 @@ from shoal.estimate.crossover import FRAMED, Codec, Setting
 from shoal.job import load_job
 from shoal.strategy import parse
 from shoal.train.calibrate.codecs import measure_codecs
-from shoal.train.calibrate.pilot import background_byte_s, measure_computing, measure_ends, slower
+from shoal.train.calibrate.pilot import measure_computing, measure_ends, slower, with_background
 from shoal.train.launch.join import join, leave
 
 LATENCY_S = 50e-6
@@ -80,7 +80,7 @@ def ranks_do(settings: dict[str, Any], channel: Any) -> dict[str, Any]:
     others = Others(plain)
     ends = others.quietest(lambda: measure_ends(group, framed=FRAMED))
     turn_to(TYPICAL)
-    ends = replace(ends, background_byte_s=others.quietest(lambda: background_byte_s(group)))
+    ends = others.quietest(lambda own=ends: with_background(own, group))
     turn_to(FREE)
     say("the link's ends are measured")
     engine = dense.prepared.engine
@@ -127,6 +127,7 @@ def ranks_do(settings: dict[str, Any], channel: Any) -> dict[str, Any]:
         "codecs": {str(term): asdict(codec) for term, codec in codecs.items()},
         "rows": {str(term): [_counted(row) for row in of_term] for term, of_term in rows.items()},
         "rounds": round_ - 1,
+        "disturbed": others.most,
     }
 
 
@@ -135,6 +136,8 @@ class Others:
 
     def __init__(self, group: Any) -> None:
         self.group = group
+        self.most = 0.0
+        """The largest share in what the prediction is made from."""
         self.since()
 
     def since(self) -> None:
@@ -151,14 +154,16 @@ class Others:
 
     def quietest(self, measure: Callable[[], Any]) -> Any:
         """The result of the first measurement that hardly anyone disturbed, or of the least disturbed one."""
-        tried = []
+        tried: list[tuple[float, Any]] = []
         for _ in range(TRIES):
             self.since()
             found = measure()
             tried.append((self.share(), found))
             if tried[-1][0] <= QUIET:
                 break
-        return min(tried, key=lambda pair: pair[0])[1]
+        share, found = min(tried, key=lambda pair: pair[0])
+        self.most = max(self.most, share)
+        return found
 
     def _now(self) -> tuple[float, float, float]:
         ticks = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
@@ -173,7 +178,7 @@ def _quiet(row: dict[str, Any]) -> int:
 
 def _counted(row: dict[str, Any]) -> dict[str, Any]:
     """The seconds of the turns that count: the quiet ones, or the quietest half where there are few."""
-    found = {**row}
+    found = {**row, "quiet": _quiet(row)}
     for name in ("dense_s", "compressed_s"):
         turns = sorted(row[name], key=lambda turn: turn[1])
         quiet = [turn for turn in turns if turn[1] <= QUIET]

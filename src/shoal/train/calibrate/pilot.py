@@ -7,6 +7,7 @@ count (`slower`).
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,8 +25,8 @@ from shoal.train.calibrate.fit import Timed, fit_link
 ALGORITHMS = ("butterfly", "rabenseifner", "ring")
 LINK_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
 BACKGROUND_BYTES = 1 << 22
-POLL_S = 5e-3
-"""Long enough for the looking to cost nothing beside the moving."""
+COMPUTED, PRODUCTS = 256, 20
+"""Rows of the matrices that are multiplied beside a message, and products that are timed without one."""
 ROUNDS = 9
 WARM_UP = 2
 AS_FAST_AS_IT_GOES = 1e15
@@ -50,21 +51,35 @@ def measure_ends(group: Any, *, framed: float, rounds: int = ROUNDS) -> Ends:
     return Ends(times=fit_link(timed, ranks=dist.get_world_size(group)).link, framed=framed)
 
 
-def background_byte_s(group: Any, *, rounds: int = ROUNDS) -> float:
-    """Seconds of a core that the group's worker takes to move a byte of an all-reduce that nobody waits for. The wire
-    is to be about as fast as in the case that is asked about: on a slow one the worker sleeps and wakes for each chunk.
+def with_background(ends: Ends, group: Any, *, rounds: int = ROUNDS) -> Ends:
+    """The same with what moving bytes behind computing costs both. The wire is to be about as fast as in the case that
+    is asked about: on a slow one what moves them sleeps, and has to get the core back, for each chunk.
     """
     values = torch.zeros(BACKGROUND_BYTES // 4)
-    seconds = []
+    factor = torch.randn(COMPUTED, COMPUTED)
+    product = torch.empty_like(factor)
+    alone_s, behind_s, lost_s = [], [], []
     for _ in range(rounds):
         dist.barrier(group=group)
-        before_s = time.process_time()
+        start_s = time.perf_counter()
+        dist.all_reduce(values, group=group)
+        alone_s.append(time.perf_counter() - start_s)
+        start_s = time.perf_counter()
+        for _ in range(PRODUCTS):
+            torch.mm(factor, factor, out=product)
+        product_s = (time.perf_counter() - start_s) / PRODUCTS
+        dist.barrier(group=group)
+        products, start_s = 0, time.perf_counter()
         work: Any = dist.all_reduce(values, group=group, async_op=True)
         while not work.is_completed():
-            time.sleep(POLL_S)
+            torch.mm(factor, factor, out=product)
+            products += 1
+        behind_s.append(time.perf_counter() - start_s)
+        lost_s.append(behind_s[-1] - products * product_s)
         work.wait()
-        seconds.append(time.process_time() - before_s)
-    return slower(lower_quartile(seconds), group) / BACKGROUND_BYTES
+    lost = slower(statistics.median(lost_s), group)
+    ratio = slower(lower_quartile(behind_s), group) / slower(lower_quartile(alone_s), group)
+    return replace(ends, background_byte_s=max(0.0, lost) / BACKGROUND_BYTES, background_slower=max(1.0, ratio))
 
 
 def measure_computing(
