@@ -112,7 +112,8 @@ def row_of(text: str, found: dict[str, Any]) -> dict[str, Any]:
     term, codec = parse(f"dp(2, compress={text})").dp_levels[0].compress, Codec(**found["codecs"][text])
     rows = found["rows"][text]
     draw = random.Random(0)
-    drawn = sorted(measured_crossing(rows, drawn_by=draw) for _ in range(DRAWS))
+    drawn = sorted(at for _ in range(DRAWS) if math.isfinite(at := measured_crossing(rows, drawn_by=draw)))
+    low, high = (drawn[len(drawn) // 40], drawn[-1 - len(drawn) // 40]) if drawn else (math.nan, math.nan)
     predicted, measured = setting.overtakes(term, codec), measured_crossing(rows)
     slowdown = SLOWDOWNS.get(type(term).__name__, (1.0, ""))[0]
     by_target = setting.overtakes(term, codec, slowdown=slowdown)
@@ -121,17 +122,15 @@ def row_of(text: str, found: dict[str, Any]) -> dict[str, Any]:
     return {
         "name": text,
         "quiet_turns": min(row["quiet"] for row in rows),
-        "predicted_gbit_s": round(predicted / GBIT, 3),
-        "measured_gbit_s": round(measured / GBIT, 3),
-        "from": round(drawn[DRAWS // 40] / GBIT, 3),
-        "to": round(drawn[-1 - DRAWS // 40] / GBIT, 3),
-        "ratio": round(predicted / measured, 3),
+        "predicted_gbit_s": told(predicted),
+        "measured_gbit_s": told(measured),
+        "from": told(low),
+        "to": told(high),
+        "ratio": round(predicted / measured, 3) if math.isfinite(predicted / measured) else None,
         "steps_to_target": slowdown,
-        "predicted_by_target": round(by_target / GBIT, 3),
+        "predicted_by_target": told(by_target),
         # Far outside the bandwidths that were tried a line says nothing.
-        "measured_by_target": round(measured_by_target / GBIT, 3)
-        if 0.7 * at[0] < measured_by_target < 1.5 * at[-1]
-        else None,
+        "measured_by_target": told(measured_by_target) if 0.7 * at[0] < measured_by_target < 1.5 * at[-1] else None,
         "steps": [
             {
                 "gbit_s": round(row["bytes_per_s"] / GBIT, 3),
@@ -143,6 +142,11 @@ def row_of(text: str, found: dict[str, Any]) -> dict[str, Any]:
             for row in rows
         ],
     }
+
+
+def told(value: float) -> float | None:
+    """Gb/s; None where there is no crossing."""
+    return round(value / GBIT, 3) if math.isfinite(value) else None
 
 
 def busy(found: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
@@ -188,7 +192,7 @@ def main() -> None:
         kept = {name: found[name] for name in ("setting", "codecs", "rounds", "disturbed")}
         print(json.dumps({"rows": rows, "found": kept, "notes": notes}))
         return
-    inside = sum(abs(row["ratio"] - 1) <= WITHIN for row in rows)
+    inside = sum(row["ratio"] is not None and abs(row["ratio"] - 1) <= WITHIN for row in rows)
     carrier = "limited by the kernel" if asked.real else "emulated"
     shown = [{name: value for name, value in row.items() if name != "steps"} for row in rows]
     notes = [f"{inside} of {len(rows)} predictions are within {WITHIN:.0%} of the measured crossing.", *notes]
