@@ -122,15 +122,15 @@ def row_of(text: str, found: dict[str, Any]) -> dict[str, Any]:
     return {
         "name": text,
         "quiet_turns": min(row["quiet"] for row in rows),
-        "predicted_gbit_s": told(predicted),
-        "measured_gbit_s": told(measured),
-        "from": told(low),
-        "to": told(high),
+        "predicted_gbit_s": in_gbit(predicted),
+        "measured_gbit_s": in_gbit(measured),
+        "from": in_gbit(low),
+        "to": in_gbit(high),
         "ratio": round(predicted / measured, 3) if math.isfinite(predicted / measured) else None,
         "steps_to_target": slowdown,
-        "predicted_by_target": told(by_target),
+        "predicted_by_target": in_gbit(by_target),
         # Far outside the bandwidths that were tried a line says nothing.
-        "measured_by_target": told(measured_by_target) if 0.7 * at[0] < measured_by_target < 1.5 * at[-1] else None,
+        "measured_by_target": in_gbit(measured_by_target) if 0.7 * at[0] < measured_by_target < 1.5 * at[-1] else None,
         "steps": [
             {
                 "gbit_s": round(row["bytes_per_s"] / GBIT, 3),
@@ -144,7 +144,7 @@ def row_of(text: str, found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def told(value: float) -> float | None:
+def in_gbit(value: float) -> float | None:
     """Gb/s; None where there is no crossing."""
     return round(value / GBIT, 3) if math.isfinite(value) else None
 

@@ -41,10 +41,10 @@ TYPICAL = 1.25e8
 """Bytes a second at which the background's cost is measured: among the crossings of small models."""
 AROUND = (0.5, 0.75, 1.3, 2.0)
 """Bandwidths to step at, as parts of the predicted one."""
-QUIET = 0.06
+QUIET = 0.08
 """The share of the cores that other programs may have for a turn to count."""
-TRIES = 6
-"""Of each measurement that the prediction is made from, until one is quiet."""
+TRY_S = 30.0
+"""For how long each measurement that the prediction is made from is repeated until one is quiet."""
 FEWEST = 4
 """Quiet turns without which the quietest half counts."""
 ROUNDS_A_WORD = 5
@@ -155,12 +155,11 @@ class Others:
     def quietest(self, measure: Callable[[], Any]) -> Any:
         """The result of the first measurement that hardly anyone disturbed, or of the least disturbed one."""
         tried: list[tuple[float, Any]] = []
-        for _ in range(TRIES):
+        until_s = slower(time.monotonic() + TRY_S, self.group)
+        while not tried or (tried[-1][0] > QUIET and slower(time.monotonic(), self.group) < until_s):
             self.since()
             found = measure()
             tried.append((self.share(), found))
-            if tried[-1][0] <= QUIET:
-                break
         share, found = min(tried, key=lambda pair: pair[0])
         self.most = max(self.most, share)
         return found
