@@ -37,8 +37,6 @@ from shoal.train.launch.join import join, leave
 LATENCY_S = 50e-6
 FREE = 1e12
 """Bytes a second that no link here reaches."""
-TYPICAL = 1.25e8
-"""Bytes a second at which the background's cost is measured: among the crossings of small models."""
 AROUND = (0.5, 0.75, 1.3, 2.0)
 """Bandwidths to step at, as parts of the predicted one."""
 QUIET = 0.08
@@ -79,8 +77,7 @@ def ranks_do(settings: dict[str, Any], channel: Any) -> dict[str, Any]:
 
     others = Others(plain)
     ends = others.quietest(lambda: measure_ends(group, framed=FRAMED))
-    turn_to(TYPICAL)
-    ends = others.quietest(lambda own=ends: with_background(own, group))
+    ends = others.quietest(lambda own=ends: with_background(own, group, turn_to))
     turn_to(FREE)
     say("the link's ends are measured")
     engine = dense.prepared.engine

@@ -27,7 +27,7 @@ def pilots(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     """A setting from a few steps over an unlimited link."""
     me = join(backend=BACKENDS["shoal"])
     group: Any = dist.new_group(backend=BACKENDS["shoal"])
-    ends = with_background(measure_ends(group, framed=FRAMED, rounds=2), group, rounds=2)
+    ends = with_background(measure_ends(group, framed=FRAMED, rounds=2), group, lambda bytes_per_s: None, rounds=2)
     job = load_job("language:tiny")
     prepared = prepare(job, parse("dp(2)"), rank=me.rank, backend=me.backend)
     runner = prepared.runner

@@ -49,11 +49,14 @@ def test_moving_bytes_behind_backward_takes_computing_time_from_it() -> None:
     assert setting(0.4, 0.5, ends=ends).dense_s(1e9) - undisturbed == pytest.approx(DENSE_BYTES * 1e-10, rel=1e-6)
 
 
-def test_a_wire_that_waits_for_the_core_hides_less() -> None:
-    ends = Ends(times=LinkTimes(0.0, 1e-15, 0.0), background_slower=2.0, framed=1.0)
+def test_waking_up_takes_its_share_of_the_core_however_slow_the_wire() -> None:
+    ends = Ends(times=LinkTimes(0.0, 1e-15, 0.0), background_share=0.2, framed=1.0)
     slow = 2e7
-    # In the 0.1 s behind backward only half as much gets through.
-    assert setting(0.4, 0.5, ends=ends).dense_s(slow) == pytest.approx(1.0 + 2 * DENSE_BYTES / slow - 0.05, rel=1e-6)
+    # All of the 0.1 s behind backward are disturbed, and become 0.125 s in which the wire moves, too.
+    assert setting(0.4, 0.5, ends=ends).dense_s(slow) == pytest.approx(1.0 + 2 * DENSE_BYTES / slow - 0.1, rel=1e-6)
+    fast = 1e9
+    more_s = setting(0.4, 0.5, ends=ends).dense_s(fast) - setting(0.4, 0.5).dense_s(fast)
+    assert more_s == pytest.approx(0.2 * DENSE_BYTES / fast, rel=1e-6)
 
 
 def test_a_target_that_needs_more_compressed_steps_moves_the_crossing_down() -> None:

@@ -62,10 +62,11 @@ class Ends:
     """What a link costs at its ends, on top of its wire."""
 
     times: LinkTimes
+    background_share: float = 0.0
+    """Part of a core that is taken from computing while bytes are moved behind it, however slowly: to sleep and wake up
+    for every chunk of them."""
     background_byte_s: float = 0.0
-    """Computing time that a byte takes which is moved while the rank computes."""
-    background_slower: float = 1.0
-    """How many times as long a byte takes while the rank computes: what moves it has to wait for the core."""
+    """Seconds of a core for each byte, on top."""
     framed: float = FRAMED
 
     def at(self, bytes_per_s: float, *, latency_s: float = 0.0) -> LinkTimes:
@@ -107,16 +108,15 @@ class Setting:
     def shown_s(self, bytes_per_s: float) -> float:
         """How much longer than computing alone a dense step takes, with buckets reduced behind backward."""
         link = self.ends.at(bytes_per_s, latency_s=self.latency_s)
-        slower = self.ends.background_slower
         # While bytes are moved, computing gets the rest of its core.
-        share = min(FULL_SHARE, self.ends.background_byte_s / (slower * link.byte_s))
+        share = min(FULL_SHARE, self.ends.background_share + self.ends.background_byte_s / link.byte_s)
         now_s = computed_s = 0.0
-        wire_s = 0.0  # What the buckets that are ready still take, if the rank did nothing else.
+        wire_s = 0.0  # What the buckets that are ready still take.
         for bucket in self.computing.buckets:
             left_s, computed_s = bucket.ready_s - computed_s, bucket.ready_s
-            both_s = min(wire_s * slower, left_s / (1 - share))
+            both_s = min(wire_s, left_s / (1 - share))
             now_s += both_s + left_s - both_s * (1 - share)
-            wire_s += collective_s("all_reduce", bucket.nbytes, self.ranks, link) - both_s / slower
+            wire_s += collective_s("all_reduce", bucket.nbytes, self.ranks, link) - both_s
         return now_s + wire_s - computed_s
 
     def _compressed_bucket_s(self, term: CompressTerm, codec: Codec, bucket: Bucket, link: LinkTimes) -> float:

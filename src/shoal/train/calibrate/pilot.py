@@ -7,13 +7,13 @@ count (`slower`).
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -24,9 +24,11 @@ from shoal.train.calibrate.fit import Timed, fit_link
 
 ALGORITHMS = ("butterfly", "rabenseifner", "ring")
 LINK_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
-BACKGROUND_BYTES = 1 << 22
-COMPUTED, PRODUCTS = 256, 20
-"""Rows of the matrices that are multiplied beside a message, and products that are timed without one."""
+BACKGROUND_RATES = (6.25e7, 1.25e8, 2.5e8, 5e8)
+"""Bytes a second: half a gigabit to four."""
+BACKGROUND_S = 0.03
+POLL_S = 5e-3
+"""Long enough for the looking to cost nothing beside the moving."""
 ROUNDS = 9
 WARM_UP = 2
 AS_FAST_AS_IT_GOES = 1e15
@@ -51,35 +53,29 @@ def measure_ends(group: Any, *, framed: float, rounds: int = ROUNDS) -> Ends:
     return Ends(times=fit_link(timed, ranks=dist.get_world_size(group)).link, framed=framed)
 
 
-def with_background(ends: Ends, group: Any, *, rounds: int = ROUNDS) -> Ends:
-    """The same with what moving bytes behind computing costs both. The wire is to be about as fast as in the case that
-    is asked about: on a slow one what moves them sleeps, and has to get the core back, for each chunk.
+def with_background(ends: Ends, group: Any, turn_to: Callable[[float], Any], *, rounds: int = ROUNDS) -> Ends:
+    """The same with the core's time that it takes to move bytes while nobody waits for them. `turn_to` sets the wire's
+    bytes a second: a slow one is slept on and woken up for more often for each byte.
     """
-    values = torch.zeros(BACKGROUND_BYTES // 4)
-    factor = torch.randn(COMPUTED, COMPUTED)
-    product = torch.empty_like(factor)
-    alone_s, behind_s, lost_s = [], [], []
+    seconds: dict[float, list[float]] = {}
     for _ in range(rounds):
-        dist.barrier(group=group)
-        start_s = time.perf_counter()
-        dist.all_reduce(values, group=group)
-        alone_s.append(time.perf_counter() - start_s)
-        start_s = time.perf_counter()
-        for _ in range(PRODUCTS):
-            torch.mm(factor, factor, out=product)
-        product_s = (time.perf_counter() - start_s) / PRODUCTS
-        dist.barrier(group=group)
-        products, start_s = 0, time.perf_counter()
-        work: Any = dist.all_reduce(values, group=group, async_op=True)
-        while not work.is_completed():
-            torch.mm(factor, factor, out=product)
-            products += 1
-        behind_s.append(time.perf_counter() - start_s)
-        lost_s.append(behind_s[-1] - products * product_s)
-        work.wait()
-    lost = slower(statistics.median(lost_s), group)
-    ratio = slower(lower_quartile(behind_s), group) / slower(lower_quartile(alone_s), group)
-    return replace(ends, background_byte_s=max(0.0, lost) / BACKGROUND_BYTES, background_slower=max(1.0, ratio))
+        for rate in BACKGROUND_RATES:
+            # As long on every wire.
+            values = torch.zeros(int(BACKGROUND_S * rate / ends.framed) // 4)
+            turn_to(rate)
+            dist.barrier(group=group)
+            before_s = time.process_time()
+            work: Any = dist.all_reduce(values, group=group, async_op=True)
+            while not work.is_completed():
+                time.sleep(POLL_S)
+            work.wait()
+            seconds.setdefault(rate, []).append((time.process_time() - before_s) / values.nbytes)
+    byte_s = np.array([slower(lower_quartile(seconds[rate]), group) for rate in BACKGROUND_RATES])
+    # Relative to the times: seconds a byte = share a wire's second + what each byte costs on any wire.
+    rows = np.array([[ends.framed / rate, 1.0] for rate in BACKGROUND_RATES]) / byte_s[:, None]
+    scale = np.linalg.norm(rows, axis=0)
+    share, each_s = np.linalg.lstsq(rows / scale, np.ones(len(rows)), rcond=None)[0] / scale
+    return replace(ends, background_share=max(0.0, float(share)), background_byte_s=max(0.0, float(each_s)))
 
 
 def measure_computing(
