@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -165,7 +166,10 @@ class Others:
         ticks = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
         # All but idling, waiting for a disk, and interrupts: those are mostly the packets of these ranks.
         busy = sum(ticks) - sum(ticks[3:7])
-        return busy / os.sysconf("SC_CLK_TCK"), time.process_time(), time.perf_counter()
+        # With what a rank has started, as `tc`, which is not another program's.
+        used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        mine_s = sum(each.ru_utime + each.ru_stime for each in used)
+        return busy / os.sysconf("SC_CLK_TCK"), mine_s, time.perf_counter()
 
 
 def _quiet(row: dict[str, Any]) -> int:
