@@ -185,13 +185,18 @@ def _answers(asks: Sequence[Ask], ranks: int) -> list[Any]:
 def _line(elements: Sequence[int], counts: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
     """Seconds a tensor and seconds an element, neither below 0, that come nearest to the times, relative to them."""
     rows = np.array([[count, count * size] for size, count in zip(elements, counts, strict=True)], dtype=float)
-    rows /= np.asarray(seconds)[:, None]
+    return nearest_pair(rows, np.asarray(seconds))
+
+
+def nearest_pair(rows: np.ndarray, seconds: np.ndarray) -> tuple[float, float]:
+    """Two factors of the columns, neither below 0, with which these come nearest to the times, relative to them."""
+    rows = rows / seconds[:, None]
     ones = np.ones(len(seconds))
     scale = np.linalg.norm(rows, axis=0)
-    fixed_s, element_s = np.linalg.lstsq(rows / scale, ones, rcond=None)[0] / scale
-    if fixed_s < 0 or element_s < 0:
-        # The best line on the border: all by the element, or all by the tensor.
+    first, second = np.linalg.lstsq(rows / scale, ones, rcond=None)[0] / scale
+    if first < 0 or second < 0:
+        # The best on the border: all by one of the columns.
         alone = [float(rows[:, which] @ ones / (rows[:, which] @ rows[:, which])) for which in range(2)]
         off = [float(np.sum((rows[:, which] * alone[which] - 1) ** 2)) for which in range(2)]
         return (alone[0], 0.0) if off[0] < off[1] else (0.0, alone[1])
-    return float(fixed_s), float(element_s)
+    return float(first), float(second)

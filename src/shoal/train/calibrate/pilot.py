@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from shoal.estimate.crossover import Bucket, Computing, Ends, Setting
 from shoal.parallel.engine import Engine
+from shoal.train.calibrate.codecs import nearest_pair
 from shoal.train.calibrate.findings import lower_quartile
 from shoal.train.calibrate.fit import Timed, fit_link
 
@@ -71,11 +72,10 @@ def with_background(ends: Ends, group: Any, turn_to: Callable[[float], Any], *, 
             work.wait()
             seconds.setdefault(rate, []).append((time.process_time() - before_s) / values.nbytes)
     byte_s = np.array([slower(lower_quartile(seconds[rate]), group) for rate in BACKGROUND_RATES])
-    # Relative to the times: seconds a byte = share a wire's second + what each byte costs on any wire.
-    rows = np.array([[ends.framed / rate, 1.0] for rate in BACKGROUND_RATES]) / byte_s[:, None]
-    scale = np.linalg.norm(rows, axis=0)
-    share, each_s = np.linalg.lstsq(rows / scale, np.ones(len(rows)), rcond=None)[0] / scale
-    return replace(ends, background_share=max(0.0, float(share)), background_byte_s=max(0.0, float(each_s)))
+    # Seconds a byte = share x the wire's seconds a byte + what a byte costs on any wire.
+    rows = np.array([[ends.framed / rate, 1.0] for rate in BACKGROUND_RATES])
+    share, each_s = nearest_pair(rows, byte_s)
+    return replace(ends, background_share=share, background_byte_s=each_s)
 
 
 def measure_computing(
