@@ -168,7 +168,7 @@ def extend(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=8, help="global batch: small, so that communication shows")
     parser.add_argument("--only", default=COMPRESSIONS, help="compressions, with commas between")
     parser.add_argument("--rounds", type=int, default=20, help="turns at each bandwidth that nobody disturbs")
-    parser.add_argument("--seconds", type=float, default=300.0, help="after which that many need not be reached")
+    parser.add_argument("--seconds", type=float, default=360.0, help="in all, after which fewer will do")
     parser.add_argument("--real", action="store_true", help="namespaces and the kernel's limits; needs root")
     parser.add_argument("--steps", action="store_true", help="also the step times behind each crossing")
 

@@ -42,7 +42,7 @@ AROUND = (0.5, 0.75, 1.3, 2.0)
 """Bandwidths to step at, as parts of the predicted one."""
 QUIET = 0.08
 """The share of the cores that other programs may have for a turn to count."""
-TRY_S = 30.0
+TRY_S = 60.0
 """For how long each measurement that the prediction is made from is repeated until one is quiet."""
 FEWEST = 4
 """Quiet turns without which the quietest half counts."""
@@ -77,6 +77,7 @@ def ranks_do(settings: dict[str, Any], channel: Any) -> dict[str, Any]:
     squeezed = {term: ByShoal(job, me, f"dp(2, compress={term})") for term in terms}
 
     others = Others(plain)
+    end_s = slower(time.monotonic() + settings["seconds"], plain)
     ends = others.quietest(lambda: measure_ends(group, framed=FRAMED))
     ends = others.quietest(lambda own=ends: with_background(own, group, turn_to))
     turn_to(FREE)
@@ -99,9 +100,8 @@ def ranks_do(settings: dict[str, Any], channel: Any) -> dict[str, Any]:
         term: [{"bytes_per_s": rate, "dense_s": [], "compressed_s": []} for rate in rates]
         for term, rates in tried.items()
     }
-    end_s = time.monotonic() + settings["seconds"]
     round_ = 0
-    while not _enough(rows, settings["rounds"]) and slower(time.monotonic(), plain) < end_s:
+    while round_ <= FEWEST or (not _enough(rows, settings["rounds"]) and slower(time.monotonic(), plain) < end_s):
         for term in terms:
             for row in rows[term]:
                 turn_to(row["bytes_per_s"])

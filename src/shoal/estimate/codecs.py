@@ -1,8 +1,7 @@
 """What compressing gradients costs, for plans: passes over the gradient on any device, seconds on a calibrated machine.
 
-The codecs of `comm/compress` are element-wise kernels, one after the other, so their time is that of reading and
-writing memory; counted in passes it carries over from the machine that was measured to another one by its memory
-bandwidth.
+The codecs of `comm/compress` are mostly element-wise kernels, one after the other, so their time is taken to be that of
+reading and writing memory: counted in passes, it is carried over to another device by its memory bandwidth.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ CODEC_PASSES: Mapping[str, tuple[float, float]] = {
     "powersgd(16)": (26, 0),
 }  # fmt: skip
 """Passes for a rank's own part, and for the payload of each rank that is added. Measured: seconds an element times the
-rate of a copy (`train/calibrate/codecs.measure_passes`) on one core of a Xeon of 2024 that copies 25 GB/s. Bytes that
-the kernels read and write, counted, give 1.0 to 0.6 of it: what is left is computing (random numbers, packed bits)."""
+rate of a copy (`train/calibrate/codecs.measure_passes`) on one core of a Xeon that copies 25 GB/s. The bytes that the
+kernels read and write, counted, give 0.65 to 1.03 of it. That it carries over to a GPU is assumed."""
 
 Times = Mapping[str, tuple[float, float]]
 """By a compression's text: seconds a tensor, seconds an element."""
