@@ -111,9 +111,13 @@ def torchrun(
 
 def _limit(host: Host, bits_per_s: float) -> None:
     """Holds what leaves a host to a rate. The burst is small beside what is measured, yet some full frames."""
+    _run("tc", "-netns", host.name, "qdisc", "replace", "dev", host.interface, "root", *limit_words(bits_per_s))
+
+
+def limit_words(bits_per_s: float) -> list[str]:
+    """What tc is told."""
     burst_bytes = max(16_000, int(bits_per_s / 8 * BURST_S))
-    _run("tc", "-netns", host.name, "qdisc", "replace", "dev", host.interface, "root", "tbf",
-         "rate", f"{int(bits_per_s)}bit", "burst", f"{burst_bytes}b", "latency", f"{QUEUE_S}s")  # fmt: skip
+    return ["tbf", "rate", f"{int(bits_per_s)}bit", "burst", f"{burst_bytes}b", "latency", f"{QUEUE_S}s"]
 
 
 def _run(*words: str) -> None:

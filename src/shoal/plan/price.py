@@ -13,6 +13,7 @@ import numpy as np
 
 from shoal.cluster import Cluster
 from shoal.comm.compress import traffic
+from shoal.estimate.codecs import codec_s
 from shoal.estimate.cost import GOOD, PHYSICS, Inputs, Profile, inputs_for
 from shoal.estimate.cost.links import path
 from shoal.estimate.cost.memory import memory
@@ -28,9 +29,6 @@ BLOCK = 16_384
 """Rows priced at a time: their columns stay in the processor's cache."""
 FEW = 8
 """Rows, of no more than so many each pipeline is played."""
-CODEC_PASSES = {"int8": 3.0, "sign": 3.0, "topk": 10.0, "powersgd": 6.0}
-"""Passes over the gradient, in 32 bits, that making and adding up payloads takes. Counted from `comm/compress`: error
-added and kept, and for topk the search for its threshold; for powersgd two thin products."""
 SCALE_BYTES = 4
 """Elements are compressed, and their scales sent, in 32 bits."""
 
@@ -221,7 +219,7 @@ def _between_groups_s(rows: Candidates, inputs: Inputs, split: Mapping[str, Colu
         if isinstance(term, none) or not here.any():
             continue
         streams = inputs.memory_bytes_per_s * PHYSICS.memory
-        codec_s = CODEC_PASSES[type(term).__name__] * SCALE_BYTES * elements / streams
+        work_s = codec_s(term, elements, ranks=rows.outer, stream_bytes_per_s=streams)
         if isinstance(term, powersgd):
             wire_s = links.ring_s(SCALE_BYTES * term.rank * _borders(inputs, rows, profile), rounds=2.0)
         else:
@@ -229,8 +227,7 @@ def _between_groups_s(rows: Candidates, inputs: Inputs, split: Mapping[str, Colu
             assert bytes_each is not None
             payload = elements * (bytes_each / 1e9)
             wire_s = links.ring_s(rows.outer * payload)
-            codec_s = codec_s + rows.outer * payload / streams
-        found = np.where(here, wire_s + codec_s, found)
+        found = np.where(here, wire_s + work_s, found)
     return found
 
 

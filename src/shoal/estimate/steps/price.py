@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from shoal.estimate.codecs import codec_s, named
 from shoal.estimate.estimate import Estimate
 from shoal.estimate.pipeline.play import play_term
 from shoal.estimate.steps.machine import Machine
@@ -305,10 +306,11 @@ def _codec_s(model: JobModel, strategy: Strategy, machine: Machine, held: float)
     term = next((level.compress for level in strategy.dp_levels if not isinstance(level.compress, none)), None)
     if term is None:
         return 0.0
-    name = str(term)
-    if name not in machine.codecs:
-        name = next((known for known in machine.codecs if known.startswith(type(term).__name__)), "")
-    tensor_s, element_s = machine.codecs.get(name, (0.0, 6 * 4 / machine.memory_bytes_per_s))
+    measured = named(machine.codecs, term)
+    if measured is None:
+        found: float = codec_s(term, held / 4, ranks=strategy.replicas, stream_bytes_per_s=machine.memory_bytes_per_s)
+        return found
+    tensor_s, element_s = measured
     return tensor_s * model.parameter_tensors + element_s * held / 4
 
 

@@ -97,6 +97,7 @@ def measure(arguments: dict[str, Any], channel: Channel) -> dict[str, Any]:
 
 def _machine(arguments: dict[str, Any], me: Any, world: Any, channel: Channel) -> dict[str, Any]:
     """What each rank computes while the others do the same."""
+    from shoal.train.calibrate.codecs import measure_codecs
     from shoal.train.calibrate.operators import OPTIMISERS, measure_bandwidth, measure_operators
     from shoal.train.calibrate.overheads import COUNTS, measure_overheads
 
@@ -114,6 +115,7 @@ def _machine(arguments: dict[str, Any], me: Any, world: Any, channel: Channel) -
             "overheads": measure_overheads(
                 world=me.world, rank=me.rank, backend=BACKENDS["shoal"], rounds=rounds, meet=meet
             ),
+            "codecs": measure_codecs(rounds=max(2, rounds), together=meet),
             "counts": COUNTS,
             "optimizers": list(OPTIMISERS),
             "ranks": me.world,
