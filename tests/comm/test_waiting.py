@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from shoal.comm import progress
+from shoal.comm.mail import Mail
 from shoal.comm.peers import Peers, Steps
-from shoal.comm.progress import FULL_EVERY, SPIN_S, Line, Task
+from shoal.comm.progress import FULL_EVERY, LOOK_S, SPIN_S, Line, Task
 from shoal.comm.transport.shared import SharedLink
 from shoal.comm.vector import Vector
 
@@ -67,3 +68,25 @@ def test_a_late_message_is_slept_for(line: Line, peers: list[Peers]) -> None:
     for _ in range(10):
         _wait_for_one(line, peers, late_s=LATE_S)
     assert time.thread_time() - start < 10 * LATE_S / 3
+
+
+@pytest.mark.parametrize("spin", [False, True])
+def test_a_message_that_has_come_is_not_slept_on_while_another_is_expected(
+    links: tuple[SharedLink, SharedLink], monkeypatch: pytest.MonkeyPatch, spin: bool
+) -> None:
+    """As in a pipeline: the next micro-batch's receive is under way while this one's is waited for."""
+    monkeypatch.setattr(progress, "may_spin", lambda: spin)
+    here, there = Mail({1: links[0]}, "here"), Mail({0: links[1]}, "there")
+    try:
+        for turn in range(4):
+            here.receive(1, 100 + turn, Vector(torch.empty(1)), background=True)
+            waited = here.receive(1, turn, Vector(torch.empty(1)), background=True)
+            sender = threading.Timer(3 * LATE_S, lambda: there.send(0, turn, ONE, background=True))
+            sender.start()
+            start = time.monotonic()
+            here.wait(waited, 10.0)
+            sender.join()
+            assert time.monotonic() - start < LOOK_S / 2
+    finally:
+        here.close()
+        there.close()

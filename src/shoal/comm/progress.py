@@ -180,8 +180,8 @@ class Line:
         spin_until = time.monotonic() + self.moment_s if spin else 0.0
         while self._tasks and not (until is not None and until.done):
             pending = self._advance()
-            if not pending:
-                break
+            if not pending or (until is not None and until.done):
+                break  # What else is under way is not what is waited for: its worker sees to it.
             now = time.monotonic()
             if now < spin_until:
                 continue
