@@ -113,8 +113,11 @@ def test_even_stages_idle_as_long_as_the_formula_says() -> None:
 
 
 def test_what_tensor_parallelism_leaves_whole_is_computed_by_every_rank() -> None:
-    whole, cut = step_s("language:tiny", "serial"), step_s("language:tiny", "tp(2)")
-    between = step_s("language:tiny", "tp(2, sequence=True)")
+    model, _ = model_of("language:tiny")
+    whole, cut, between = (
+        price_step(model, parse(text), machine()).step_split["compute"]
+        for text in ("serial", "tp(2)", "tp(2, sequence=True)")
+    )
     assert whole / 2 < between < cut < whole
 
 

@@ -54,7 +54,7 @@ def job_model(job: Job) -> tuple[JobModel, ModelFacts]:
             context_loss_cut=layout.context is not None and layout.context.batch is not None,
             stream_bytes=max(crossing, default=0), synchronised_norms=job.batch_norm == "sync",
             optimizer=_optimizer(job, model),
-            parameter_tensors=len(sizes), matrices=_matrices(model),
+            shapes=tuple(tuple(param.shape) for param in model.parameters()),
         ),
         facts_of(job, layout),
     )  # fmt: skip
@@ -85,7 +85,3 @@ def _tensor_cut(layout: Layout) -> dict[str, str]:
 
 def _optimizer(job: Job, model: nn.Module) -> str:
     return type(job.optimizer([{"params": list(model.parameters())[:1]}])).__name__
-
-
-def _matrices(model: nn.Module) -> int:
-    return sum(p.shape[0] + p.numel() // p.shape[0] for p in model.parameters() if p.dim() > 1)

@@ -43,9 +43,8 @@ class JobModel:
     synchronised_norms: bool
     """Whether batch norms see the samples of all replicas."""
     optimizer: str
-    parameter_tensors: int
-    matrices: int
-    """Rows and columns of all matrices, which low-rank compression sends."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Of all parameters."""
 
     @property
     def parameter_bytes(self) -> int:

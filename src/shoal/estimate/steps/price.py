@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
+from shoal.comm.compress.traffic import pays
 from shoal.estimate.codecs import codec_s, named
 from shoal.estimate.estimate import Estimate
 from shoal.estimate.pipeline.play import play_term
@@ -57,9 +59,12 @@ class Call:
     overhead: str = ""
     times: float = 1.0
     """Part of the overhead that it pays."""
+    copies: float = 0.0
+    """How often what it moves is laid out anew, before it leaves or after it has come."""
 
     def seconds(self, machine: Machine) -> float:
         took_s = _seconds(machine, self.kind, self.whole_bytes, self.ranks)
+        took_s += self.copies * machine.passes["copy"][0].at(self.whole_bytes / 4)
         if self.overhead not in machine.overheads:
             return took_s
         more_s = took_s - _seconds(machine, self.kind, NOTHING_BYTES, self.ranks)
@@ -85,6 +90,8 @@ def price_step(model: JobModel, strategy: Strategy, machine: Machine) -> Estimat
     split["codec"] = _codec_s(model, strategy, machine, held)
     split["optimizer"] = _update_s(model, strategy, machine, held)
     over = machine.overheads
+    if any(isinstance(level.via, shared) for level in strategy.dp_levels):
+        split["data"] = over.get("shared_s", 0.0)
     split["engine"] = over.get("step_s", 0.0) + over.get("pass_s", 0.0) * (0 if pipeline else micro)
     memory = _states(model, strategy, held) | {"activations": round(kept_bytes)}
     return Estimate(
@@ -220,10 +227,10 @@ def _tensor_calls(model: JobModel, tensor: tp, stream: float, *, again: bool) ->
         kinds += kinds[: len(kinds) // 2]
     for block in model.blocks:
         for kind in kinds * regions:
-            yield block, Call(kind, stream, tensor.n, "crossing_s")
+            yield block, Call(kind, stream, tensor.n, "crossing_s", copies=1)
     if model.vocabulary_cut:
-        yield model.pieces[0].name, Call("all_reduce", stream, tensor.n, "crossing_s")
-        yield model.pieces[-1].name, Call("all_reduce", stream, tensor.n, "crossing_s")
+        yield model.pieces[0].name, Call("all_reduce", stream, tensor.n, "crossing_s", copies=1)
+        yield model.pieces[-1].name, Call("all_reduce", stream, tensor.n, "crossing_s", copies=1)
     if model.loss_cut:
         for _ in range(2):
             yield model.pieces[-1].name, Call("all_reduce", NOTHING_BYTES, tensor.n, "crossing_s")
@@ -233,11 +240,11 @@ def _context_calls(context: cp, sent: float) -> Iterator[Call]:
     """Of one attention whose queries have `sent` bytes on a rank: keys and values as many each."""
     if context.method == "ulysses":
         for factor in (3, 1, 3, 1):
-            yield Call("all_to_all", factor * sent, context.n, "crossing_s")
+            yield Call("all_to_all", factor * sent, context.n, "crossing_s", copies=2)
         return
     hops = [2 * sent] * (3 * (context.n - 1))
     for size in hops:
-        yield Call("send", size, context.n, "ring_s", 1 / len(hops))
+        yield Call("send", size, context.n, "ring_s", 1 / len(hops), copies=1)
 
 
 def _pipelined(
@@ -295,10 +302,12 @@ def _data_calls(model: JobModel, strategy: Strategy, held: float) -> Iterator[Ca
             yield Call("all_reduce", each, replicas)
             continue
         overhead = "gather_s" if zero == 3 else ""
+        # Where memory is given back after every use it has to be found again.
+        again = 1 if zero == 3 else 0
         for _ in range(micro if zero >= 2 else 1):
-            yield Call("reduce_scatter", each, replicas, overhead)
+            yield Call("reduce_scatter", each, replicas, overhead, copies=again)
         for _ in range(2 * micro if zero == 3 else 1):
-            yield Call("all_gather", each, replicas, overhead)
+            yield Call("all_gather", each, replicas, overhead, copies=again)
 
 
 def _codec_s(model: JobModel, strategy: Strategy, machine: Machine, held: float) -> float:
@@ -311,7 +320,8 @@ def _codec_s(model: JobModel, strategy: Strategy, machine: Machine, held: float)
         found: float = codec_s(term, held / 4, ranks=strategy.replicas, stream_bytes_per_s=machine.memory_bytes_per_s)
         return found
     tensor_s, element_s = measured
-    return tensor_s * model.parameter_tensors + element_s * held / 4
+    large = [shape for shape in model.shapes if pays(term, shape, 4, ranks=strategy.replicas)]
+    return tensor_s * len(large) + element_s * sum(prod(shape) for shape in large) * held / model.parameter_bytes
 
 
 def _update_s(model: JobModel, strategy: Strategy, machine: Machine, held: float) -> float:

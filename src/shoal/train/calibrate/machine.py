@@ -97,6 +97,7 @@ def overheads_of(
     found = {
         "step_s": took["replicated, many"] - (counts["passes"] + 1) * pass_s - sent_s - updated_s,
         "pass_s": pass_s - plain_s,
+        "shared_s": took["one memory"] - took["replicated"] + sent_s,
         "action_s": (pass_of("pipeline") - plain_s / ranks) / 2,
         "gather_s": (pass_of("sharded") - pass_s) / counts["gathers"],
         "ring_s": (pass_of("ring") - pass_s) / counts["attentions"],
@@ -153,8 +154,8 @@ def machine_toml(machine: Machine, errors: Mapping[str, float]) -> Iterator[str]
         yield f"bytes = {_numbers(curve.sizes)}"
         yield f"seconds = {_numbers(curve.seconds)}"
     yield ""
-    yield "# Seconds that the engine adds: once a step, for each micro-batch, for each pass of a pipeline's stage; for"
-    yield "# each gather of ZeRO-3, crossing of tensor parallelism, attention around a ring, synchronised batch norm."
+    yield "# Seconds that the engine adds: once a step, for each micro-batch, for meeting in one memory, for each pass of"
+    yield "# a stage, gather of ZeRO-3, attention around a ring, batch norm of all replicas, crossing of tensor parallelism."
     yield "[machine.overheads]"
     yield from (f"{name} = {seconds:.4g}" for name, seconds in machine.overheads.items())
     if machine.codecs:

@@ -77,6 +77,7 @@ def measure_overheads(
     runs = {
         "replicated": (job, f"dp({world})"),
         "replicated, many": (job, f"dp({world}){many}"),
+        "one memory": (job, f"dp({world}, via=shared())"),
         "sharded, many": (job, f"dp({world}, zero=3){many}"),
         "sharded": (job, f"dp({world}, zero=3)"),
         "tensor": (job, f"tp({world})"),
