@@ -6,6 +6,7 @@ import argparse
 import json
 import random
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,7 +38,8 @@ def report(rows: list[dict[str, Any]], *, title: str, as_json: bool, notes: Sequ
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    # Into a file, lines may be as long as they are.
+    console = Console(width=None if sys.stdout.isatty() else 160)
     table = Table(title=title)
     hidden = [f"{kind}_{end}" for kind in ("of_limit", "of_peer") for end in ("low", "high")]
     columns = [key for key in dict.fromkeys(key for row in rows for key in row) if key not in hidden]

@@ -22,7 +22,7 @@ from shoal.estimate.pipeline.spans import spans_s as played_s
 from shoal.strategy.schedule import stage_rank
 
 NONE, ONE_AHEAD = SCHEDULES.index("none"), SCHEDULES.index("1f1b")
-MOST_PASSES = 5_000
+MOST_PASSES = 1_500
 """Longer steps are played for fewer micro-batches, and the rest is added at their pace."""
 
 PACED = (4, 6)

@@ -154,8 +154,8 @@ def machine_toml(machine: Machine, errors: Mapping[str, float]) -> Iterator[str]
         yield f"bytes = {_numbers(curve.sizes)}"
         yield f"seconds = {_numbers(curve.seconds)}"
     yield ""
-    yield "# Seconds that the engine adds: once a step, for each micro-batch, for meeting in one memory, for each pass of"
-    yield "# a stage, gather of ZeRO-3, attention around a ring, batch norm of all replicas, crossing of tensor parallelism."
+    yield "# Seconds that the engine adds: once a step, for each micro-batch, for meeting in one memory, for each pass"
+    yield "# of a stage, gather of ZeRO-3, attention around a ring, batch norm of all replicas, crossing of a region."
     yield "[machine.overheads]"
     yield from (f"{name} = {seconds:.4g}" for name, seconds in machine.overheads.items())
     if machine.codecs:
