@@ -115,7 +115,7 @@ def row_of(text: str, found: dict[str, Any]) -> dict[str, Any]:
     drawn = sorted(at for _ in range(DRAWS) if math.isfinite(at := measured_crossing(rows, drawn_by=draw)))
     low, high = (drawn[len(drawn) // 40], drawn[-1 - len(drawn) // 40]) if drawn else (math.nan, math.nan)
     predicted, measured = setting.overtakes(term, codec), measured_crossing(rows)
-    slowdown = SLOWDOWNS.get(type(term).__name__, (1.0, ""))[0]
+    slowdown = SLOWDOWNS.get(type(term).__name__, 1.0)
     by_target = setting.overtakes(term, codec, slowdown=slowdown)
     measured_by_target = measured_crossing(rows, slowdown=slowdown)
     at = [row["bytes_per_s"] for row in rows]
