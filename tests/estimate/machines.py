@@ -24,6 +24,7 @@ def machine(*, byte_s: float = 1e-12, message_s: float = 1e-12, overhead_s: floa
         passes={kind: (line(element_s), line(element_s)) for kind in KINDS},
         updates={"AdamW": line(1e-12), "SGD": line(1e-12)},
         collectives={kind: line(byte_s, start_s=message_s) for kind in kinds},
+        background_byte_s=1e-9,
         overheads={"step_s": overhead_s, "pass_s": overhead_s, "action_s": overhead_s},
         codecs={"ternary()": (1e-3, 1e-9)},
     )  # fmt: skip

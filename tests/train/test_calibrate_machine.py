@@ -95,7 +95,8 @@ def test_what_the_engine_adds_is_what_is_left() -> None:
     for kind, pass_s in passes.items():
         took |= {kind: 1e-3 + pass_s, f"{kind}, many": 1e-3 + 9 * pass_s}
     measured = {
-        "operators": rows, "byte_s": [1e-10] * 4, "overheads": {name: [each] * 4 for name, each in took.items()},
+        "operators": rows, "byte_s": [1e-10] * 4, "background_byte_s": [1e-9] * 4,
+        "overheads": {name: [each] * 4 for name, each in took.items()},
         "counts": {"passes": 8, "crossings": 20, "gathers": 15, "attentions": 4, "norms": 8},
         "optimizers": ["SGD"], "ranks": 2,
     }  # fmt: skip

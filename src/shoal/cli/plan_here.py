@@ -6,6 +6,7 @@ import contextlib
 from typing import Any
 
 from shoal.cluster import BadCluster
+from shoal.comm.calibration import read_calibration
 from shoal.estimate.steps.read import machine_here
 
 FAMILIES = ("dp", "tp", "cp", "pp")
@@ -15,15 +16,15 @@ def plan_here_command(
     what: str, *, devices: int | None, batch: int | None, top: int, as_json: bool, run: bool, size: str | None
 ) -> int:
     """Plans, prints, and if told trains."""
-    machine = machine_here()
-    if machine is None:
+    machine, links = machine_here(), read_calibration()
+    if machine is None or links is None:
         raise BadCluster("this machine has not been calibrated; run `shoal calibrate` first")
     from dataclasses import replace
 
     from shoal.cli.only_json import only_json
     from shoal.job import load_job
     from shoal.parallel.runnable import cannot_run
-    from shoal.plan.here import plan_here
+    from shoal.plan.here import crossings_here, plan_here
     from shoal.train.job_model import job_model
 
     world = devices or machine.ranks
@@ -43,6 +44,7 @@ def plan_here_command(
             f"{len(rows):,} legal strategies; by step time",
             "global_batch": job.global_batch, "world": world, "legal": len(rows), "plans": rows[:top],
             "families": list(best_of.values()),
+            "crossings_bytes_per_s": crossings_here(model, machine, links.network.between),
         }  # fmt: skip
         if not (as_json and run):
             tell(told)
@@ -93,3 +95,10 @@ def _print(told: dict[str, Any]) -> None:
         if heading:
             console.print(Text(heading, style="bold"))
         console.print(table)
+    if told["crossings_bytes_per_s"]:
+        below = ", ".join(f"{name} {8e-9 * rate:.2g}" for name, rate in told["crossings_bytes_per_s"].items())
+        console.print()
+        console.print(Text("On two hosts, one rank each", style="bold"))
+        console.print(
+            Text(f"  compressed gradients overtake dense ones below so many Gb/s between them: {below}"), soft_wrap=True
+        )

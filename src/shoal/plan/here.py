@@ -9,15 +9,38 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 
+from shoal.comm.network import LinkTimes
+from shoal.estimate.codecs import named
+from shoal.estimate.crossover import Bucket, Codec, Computing, Ends, Setting
 from shoal.estimate.estimate import Estimate
 from shoal.estimate.steps.machine import Machine
 from shoal.estimate.steps.model import JobModel
-from shoal.estimate.steps.price import price_step
-from shoal.strategy import ModelFacts, Strategy, accumulate, cp, dp, is_legal, pp, recompute, shared, tp
+from shoal.estimate.steps.price import BUCKET_BYTES, price_step
+from shoal.strategy import (
+    CompressTerm,
+    ModelFacts,
+    Strategy,
+    accumulate,
+    cp,
+    dp,
+    fp16,
+    int8,
+    is_legal,
+    powersgd,
+    pp,
+    recompute,
+    shared,
+    sign,
+    ternary,
+    topk,
+    tp,
+)  # fmt: skip
 from shoal.strategy.term import Term
 
 MOST_RANKS = 16
+COMPRESSORS: tuple[CompressTerm, ...] = (fp16(), int8(), ternary(), sign(), topk(0.01), powersgd(4))
 MICRO = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 CHUNKS = (2, 4)
 
@@ -93,3 +116,39 @@ def _factors(number: int, parts: int) -> Iterator[tuple[int, ...]]:
         if number % first == 0:
             for rest in _factors(number // first, parts - 1):
                 yield (first, *rest)
+
+
+def crossings_here(model: JobModel, machine: Machine, link: LinkTimes) -> dict[str, float]:
+    """Bytes a second between two hosts, one rank on each, below which compressed gradients beat dense ones: by
+    compression, those that never do left out. `link` is what messages cost at its ends."""
+    dense = price_step(model, Strategy(dp(2)), machine)
+    assert dense.step_s is not None
+    computed_s = dense.step_s - dense.step_split["data"]
+    setting = Setting(
+        computing=Computing(step_s=computed_s, buckets=_buckets(model, dense.step_split["compute"])),
+        ends=Ends(times=link, background_byte_s=machine.background_byte_s),
+    )
+    found = {}
+    for term in COMPRESSORS:
+        times = named(machine.codecs, term)
+        rate = setting.overtakes(term, Codec(tensor_s=times[0], element_s=times[1])) if times is not None else 0.0
+        if 0 < rate < float("inf"):
+            found[str(term)] = rate
+    return found
+
+
+def _buckets(model: JobModel, compute_s: float) -> tuple[Bucket, ...]:
+    """Filled from the last parameter on, as backward meets them; ready when it has come so far."""
+    groups: list[list[tuple[int, ...]]] = [[]]
+    for shape in reversed(model.shapes):
+        if groups[-1] and 4 * sum(map(prod, [*groups[-1], shape])) > BUCKET_BYTES:
+            groups.append([])
+        groups[-1].append(shape)
+    found, done = [], 0
+    for group in groups:
+        done += 4 * sum(map(prod, group))
+        # A third of computing is forward.
+        found.append(
+            Bucket(shapes=tuple(group), ready_s=compute_s * (1 + 2 * done / model.parameter_bytes) / 3)
+        )  # fmt: skip
+    return tuple(found)

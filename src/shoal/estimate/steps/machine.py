@@ -66,6 +66,8 @@ class Machine:
     """By optimiser, over parameters."""
     collectives: Mapping[str, Curve]
     """By kind, over bytes."""
+    background_byte_s: float
+    """The core's time for each byte that goes between hosts while a rank computes."""
     overheads: Mapping[str, float]
     """Seconds that the engine adds: once a step, for each micro-batch, ..."""
     codecs: Mapping[str, tuple[float, float]]

@@ -61,6 +61,7 @@ def _machine(tables: Mapping[str, Any]) -> Machine:
         },
         updates={name: _curve(row["parameters"], row["seconds"]) for name, row in tables["updates"].items()},
         collectives={kind: _curve(row["bytes"], row["seconds"]) for kind, row in tables["collectives"].items()},
+        background_byte_s=_positive(tables["background_byte_s"]),
         overheads={name: max(0.0, float(each)) for name, each in tables.get("overheads", {}).items()},
         codecs={
             name: (float(row["tensor_s"]), float(row["element_s"])) for name, row in tables.get("codecs", {}).items()

@@ -70,7 +70,8 @@ def machine_of(measured: Mapping[str, Any], collectives: Mapping[str, Curve]) ->
     machine = Machine(
         ranks=measured["ranks"], memory_bytes=_memory_bytes(),
         memory_bytes_per_s=1 / lower_quartile(measured["byte_s"]), products=products, passes=passes, updates=updates,
-        collectives=collectives, overheads=overheads_of(
+        collectives=collectives, background_byte_s=max(1e-12, lower_quartile(measured["background_byte_s"])),
+        overheads=overheads_of(
             {name: lower_quartile(each) for name, each in measured["overheads"].items()},
             counts=measured["counts"], ranks=measured["ranks"], sent_s=collectives["all_reduce"].at(1024),
             updated_s=updates["SGD"].at(1024),
@@ -121,6 +122,7 @@ def machine_toml(machine: Machine, errors: Mapping[str, float]) -> Iterator[str]
         f"ranks = {machine.ranks}",
         f"memory_bytes = {machine.memory_bytes:.4g}",
         f"memory_bytes_per_s = {machine.memory_bytes_per_s:.4g}  # read and written, by each rank",
+        f"background_byte_s = {machine.background_byte_s:.4g}  # the core's time for a byte between hosts",
         "",
         "# Products of (rows x inner) by (inner x columns): start_s + 2 rows columns inner / flops, times",
         "# (1 + r / rows) (1 + c / columns) (1 + i / inner) with the r, c, i given here. backward: both gradients.",

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from shoal.comm.group import BACKENDS
 from shoal.train.calibrate.findings import MESSAGES
 from shoal.train.launch.channel import Channel
-from shoal.train.launch.join import join, leave
+from shoal.train.launch.join import emulate_links, join, leave
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 ALGORITHMS = ("butterfly", "rabenseifner", "ring", "tree")
@@ -28,6 +28,10 @@ BYTES_A_TURN = 2 << 20
 MOST_REPEATS = 40
 FEWEST_ROUNDS = 3
 PROBE_S = 0.02
+SLOW_LINKS = "{}x1, 10us, 20GB/s | 50us, 2Gb/s"
+BACKGROUND_BYTES = 8 << 20
+POLL_S = 2e-3
+"""Long enough for the looking to cost nothing beside the moving."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,15 @@ def measure(arguments: dict[str, Any], channel: Channel) -> dict[str, Any]:
     # Of ranks that outnumber the cores each can have its share only.
     due_s = PROBE_S * len(turns) * min(1.0, len(os.sched_getaffinity(0)) / max(len(host) for host in hosts))
     disturbed = max(0.0, 1 - held_s / due_s)
-    machine = _machine(arguments, me, world, channel) if arguments.get("machine") else {}
+    machine = {}
+    if arguments.get("machine"):
+        machine = _machine(arguments, me, world, channel)
+        group = links["between"][1] if me.rank in links["between"][0] else None
+        if len(hosts) == 1:
+            # A link on which bytes have to wait, as they would between hosts.
+            emulate_links(SLOW_LINKS.format(me.world), me.rank, me.world, BACKENDS["shoal"])
+            group = dist.new_group(backend=BACKENDS["shoal"])
+        machine["machine"]["background_byte_s"] = _background_byte_s(group, world, rounds=arguments["machine"])
     # The first round warmed up. The slowest rank's time counts.
     slowest = torch.tensor([*turns[1:], [disturbed] * len(contestants)], dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=world)
@@ -121,6 +133,21 @@ def _machine(arguments: dict[str, Any], me: Any, world: Any, channel: Channel) -
             "ranks": me.world,
         }
     }  # fmt: skip
+
+
+def _background_byte_s(group: Any, everyone: Any, *, rounds: int) -> list[float]:
+    """The core's time for each byte of an all-reduce between hosts that nobody waits for."""
+    values, found = torch.zeros(BACKGROUND_BYTES // 4), []
+    for _ in range(rounds + 1):
+        dist.barrier(group=everyone)
+        before_s = time.process_time()
+        if group is not None:
+            work: Any = dist.all_reduce(values, group=group, async_op=True)
+            while not work.is_completed():
+                time.sleep(POLL_S)
+            work.wait()
+        found.append((time.process_time() - before_s) / BACKGROUND_BYTES)
+    return found[1:]
 
 
 def _held(everyone: Any) -> float:

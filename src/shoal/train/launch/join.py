@@ -100,12 +100,13 @@ def join(
         time_limit = timedelta(seconds=timeout_s or min(max(1800.0, 2 * hang_after_s), LONGEST_S))
         dist.init_process_group(chosen, store=store, rank=rank, world_size=world, timeout=time_limit)
     if described:
-        _emulate(described, rank, world, chosen)
+        emulate_links(described, rank, world, chosen)
     _joined = Rank(rank=rank, world=world, local_rank=local_rank, device=device, store=store, backend=chosen)
     return _joined
 
 
-def _emulate(described: str, rank: int, world: int, backend: str) -> None:
+def emulate_links(described: str, rank: int, world: int, backend: str) -> None:
+    """From now on links are made to behave like those of the cluster described. All ranks call it alike."""
     wanted = parse_emulation(described)
     if backend != BACKENDS["shoal"]:
         raise WrongEmulation(f"--emulate {described!r}: only the shoal backend emulates links; this job has {backend}")
