@@ -5,16 +5,17 @@ Of a contestant's rounds the lower quartile counts: other programs only ever add
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from shoal.comm.calibration import BACKENDS, read_calibration
+from shoal.comm.calibration import BACKENDS, WrongCalibration, read_calibration
 from shoal.comm.choice import choose_all_reduce
 from shoal.comm.network import DEFAULT, Network
 from shoal.estimate.steps.machine import Curve, Machine
@@ -202,6 +203,15 @@ def as_toml(findings: Findings) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _with_machine(findings: Findings, path: Path) -> Findings:
+    """Several hosts have their links measured; what was measured of a host before stays."""
+    if findings.machine is not None:
+        return findings
+    with contextlib.suppress(WrongCalibration):
+        return replace(findings, machine=machine_here(path))
+    return findings
+
+
 def write_findings(findings: Findings, path: Path) -> None:
     """All of the file or nothing of it, and only what can be read back."""
     # Beside the file, since only within a file system is renaming one step.
@@ -209,7 +219,7 @@ def write_findings(findings: Findings, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            temporary.write_text(as_toml(findings), encoding="utf-8")
+            temporary.write_text(as_toml(_with_machine(findings, path)), encoding="utf-8")
             read_calibration(temporary)
             machine_here(temporary)
             temporary.replace(path)

@@ -79,15 +79,7 @@ def measure(arguments: dict[str, Any], channel: Channel) -> dict[str, Any]:
     # Of ranks that outnumber the cores each can have its share only.
     due_s = PROBE_S * len(turns) * min(1.0, len(os.sched_getaffinity(0)) / max(len(host) for host in hosts))
     disturbed = max(0.0, 1 - held_s / due_s)
-    machine = {}
-    if arguments.get("machine"):
-        machine = _machine(arguments, me, world, channel)
-        group = links["between"][1] if me.rank in links["between"][0] else None
-        if len(hosts) == 1:
-            # A link on which bytes have to wait, as they would between hosts.
-            emulate_links(SLOW_LINKS.format(me.world), me.rank, me.world, BACKENDS["shoal"])
-            group = dist.new_group(backend=BACKENDS["shoal"])
-        machine["machine"]["background_byte_s"] = _background_byte_s(group, world, rounds=arguments["machine"])
+    machine = _machine(arguments, me, world, channel) if arguments.get("machine") and len(hosts) == 1 else {}
     # The first round warmed up. The slowest rank's time counts.
     slowest = torch.tensor([*turns[1:], [disturbed] * len(contestants)], dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=world)
@@ -108,7 +100,7 @@ def measure(arguments: dict[str, Any], channel: Channel) -> dict[str, Any]:
 
 
 def _machine(arguments: dict[str, Any], me: Any, world: Any, channel: Channel) -> dict[str, Any]:
-    """What each rank computes while the others do the same."""
+    """What each rank of a host computes while the others do the same."""
     from shoal.train.calibrate.codecs import measure_codecs
     from shoal.train.calibrate.operators import OPTIMISERS, measure_bandwidth, measure_operators
     from shoal.train.calibrate.overheads import COUNTS, measure_overheads
@@ -120,7 +112,7 @@ def _machine(arguments: dict[str, Any], me: Any, world: Any, channel: Channel) -
         channel.say({"event": "measured", "what": "operators", "done": done, "of": of})
 
     rounds = arguments["machine"]
-    return {
+    found = {
         "machine": {
             "operators": measure_operators(rounds=rounds, meet=meet, said=said),
             "byte_s": measure_bandwidth(rounds=rounds, meet=meet),
@@ -133,19 +125,22 @@ def _machine(arguments: dict[str, Any], me: Any, world: Any, channel: Channel) -
             "ranks": me.world,
         }
     }  # fmt: skip
+    # Links on which bytes have to wait, as they would between hosts.
+    emulate_links(SLOW_LINKS.format(me.world), me.rank, me.world, BACKENDS["shoal"])
+    found["machine"]["background_byte_s"] = _background_byte_s(dist.new_group(backend=BACKENDS["shoal"]), rounds=rounds)
+    return found
 
 
-def _background_byte_s(group: Any, everyone: Any, *, rounds: int) -> list[float]:
+def _background_byte_s(group: Any, *, rounds: int) -> list[float]:
     """The core's time for each byte of an all-reduce between hosts that nobody waits for."""
     values, found = torch.zeros(BACKGROUND_BYTES // 4), []
     for _ in range(rounds + 1):
-        dist.barrier(group=everyone)
+        dist.barrier(group=group)
         before_s = time.process_time()
-        if group is not None:
-            work: Any = dist.all_reduce(values, group=group, async_op=True)
-            while not work.is_completed():
-                time.sleep(POLL_S)
-            work.wait()
+        work: Any = dist.all_reduce(values, group=group, async_op=True)
+        while not work.is_completed():
+            time.sleep(POLL_S)
+        work.wait()
         found.append((time.process_time() - before_s) / BACKGROUND_BYTES)
     return found[1:]
 
