@@ -28,14 +28,15 @@ from shoal.strategy import (
     pp,
     recompute,
     sign,
+    ternary,
     topk,
     tp,
 )
 
 Column = NDArray[Any]
 
-COMPRESSORS: tuple[CompressTerm, ...] = (none(), int8(), sign(), topk(0.01), powersgd(4))
-"""Codes of the column `compress`: one of each kind (fewer bits, signs, fewer elements, low rank)."""
+COMPRESSORS: tuple[CompressTerm, ...] = (none(), int8(), ternary(), sign(), topk(0.01), powersgd(4))
+"""Codes of the column `compress`: of each kind one or two (fewer bits, signs, fewer elements, low rank)."""
 
 ORDERS: tuple[tuple[str, ...], ...] = (
     ("tp", "cp", "ep", "dp", "pp"),

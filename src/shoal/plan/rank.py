@@ -24,7 +24,7 @@ Play = Literal["shown", "best", "nothing"]
 """Which rows of a ranking are played."""
 WORTH_COMPRESSING = 0.01
 """Compressors are tried where gradients take at least this part of the step."""
-MOST_COMPRESSED = 20_000
+MOST_COMPRESSED = 5_000
 """Rows, the fastest first, for which compressors are tried."""
 SHOWN = 10
 """Rows, the best first, that are played before a plan is shown, beside the Pareto front and the best of each family;"""
