@@ -70,7 +70,7 @@ def test_a_broken_file_is_refused_by_a_training_and_mended_by_calibrating_anew(
     assert done.status == 2
     assert done.err.startswith(f"shoal: the calibration file {path} is not TOML")
     assert done.err.count("\n") == 1
-    done = shoal("calibrate", "--quick", "--force", "--ranks", "2", "--json")
+    done = shoal("calibrate", "--quick", "--links", "--force", "--ranks", "2", "--json")
     assert done.status == 0, done.err
     found = json.loads(done.out)
     assert found["file"] == str(path)
@@ -104,7 +104,7 @@ def test_figures_of_a_machine_that_others_use_are_shown_and_not_written(
     shoal: Shoal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shoal.train.calibrate.findings.TOO_MUCH_DISTURBED", -1.0)
-    done = shoal("calibrate", "--quick", "--ranks", "2", "--output", "file.toml")
+    done = shoal("calibrate", "--quick", "--links", "--ranks", "2", "--output", "file.toml")
     assert done.status == 1
     assert "inside a host: " in done.out
     assert "nothing was written" in done.err

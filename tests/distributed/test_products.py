@@ -24,7 +24,7 @@ STEPS = 20
 ALWAYS = parse("pp(2) * dp(2, zero=3) * tp(2)")
 DRAWS = {"language": 12, "llama_tied": 10, "mixtral": 12}
 """How many products are drawn for each job, besides the one that is always there."""
-QUICK = {"language": 4, "mixtral": 4}
+QUICK = {"language": 2, "mixtral": 2}
 """How many of these `make test` proves."""
 
 

@@ -105,7 +105,10 @@ def _moved(pairs: list[tuple[str, str, str]], folder: Path) -> dict[tuple[str, s
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("job", "before", "after"), PAIRS)
+@pytest.mark.parametrize(
+    ("job", "before", "after"),
+    [pytest.param(*pair, marks=[pytest.mark.slow] if pair in HUGGING_FACE else []) for pair in PAIRS],
+)
 def test_a_checkpoint_goes_on_under_another_strategy_as_if_nothing_had_happened(
     job: str, before: str, after: str, folder: str
 ) -> None:

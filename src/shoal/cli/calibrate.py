@@ -26,7 +26,9 @@ NOT_WRITTEN = "shoal: nothing was written; calibrate when the machine is idle, o
 Show = Callable[[Any], None]
 
 
-def calibrate_command(*, ranks: int | None, output: str | None, quick: bool, force: bool, as_json: bool) -> int:
+def calibrate_command(
+    *, ranks: int | None, output: str | None, quick: bool, force: bool, links: bool, as_json: bool
+) -> int:
     from shoal.cli.only_json import only_json
 
     path = Path(output) if output else calibration_path()
@@ -36,7 +38,9 @@ def calibrate_command(*, ranks: int | None, output: str | None, quick: bool, for
         )
     if not (hasattr(os, "memfd_create") and hasattr(os, "eventfd")):
         raise CannotCalibrate("the shoal backend needs Linux; without it there are no links to measure here")
-    arguments = QUICK if quick else THOROUGH
+    arguments: dict[str, Any] = QUICK if quick else THOROUGH
+    if links:
+        arguments = {**arguments, "machine": 0}
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if launched and ranks is not None:
         raise CannotCalibrate(f"--ranks {ranks}: the launcher has started the ranks already; leave --ranks out")

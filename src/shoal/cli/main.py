@@ -194,6 +194,9 @@ def calibrate(
     force: Annotated[
         bool, typer.Option("--force", help="Write the figures also if other programs had most of the cores.")
     ] = False,
+    links: Annotated[
+        bool, typer.Option("--links", help="Collectives and links only; what was measured of the machine stays.")
+    ] = False,
     rows: Annotated[
         str | None,
         typer.Option(
@@ -215,7 +218,7 @@ def calibrate(
         sys.exit(learn_command(rows, start=start, output=output, as_json=as_json))
     from shoal.cli.calibrate import calibrate_command
 
-    sys.exit(calibrate_command(ranks=ranks, output=output, quick=quick, force=force, as_json=as_json))
+    sys.exit(calibrate_command(ranks=ranks, output=output, quick=quick, force=force, links=links, as_json=as_json))
 
 
 @app.command()
