@@ -50,6 +50,21 @@ def test_a_job_of_any_kind_is_planned_for_this_machine(shoal: Shoal, calibrated:
     assert "Best of each family" in shown.out
 
 
+@pytest.mark.parametrize("option", [("--html", "x.html"), ("--by", "cost"), ("--price", "2"), ("--precision", "bf16")])
+def test_what_a_plan_for_this_machine_cannot_do_is_refused(
+    shoal: Shoal, calibrated: Path, option: tuple[str, str]
+) -> None:
+    done = shoal("plan", "language:tiny", "--cluster", "this", *option)
+    assert done.status == 2
+    assert f"{option[0]} " in done.err
+
+
+def test_a_start_without_rows_is_refused(shoal: Shoal) -> None:
+    done = shoal("calibrate", "--start", "good")
+    assert done.status == 2
+    assert "--from" in done.err
+
+
 def test_a_shape_is_planned_for_this_machine(shoal: Shoal, calibrated: Path) -> None:
     done = shoal("plan", "gpt2:small", "--cluster", "this", "--batch", "8", "--json")
     assert done.status == 0, done.err

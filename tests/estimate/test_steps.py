@@ -149,11 +149,18 @@ def test_memory_of_shards_and_of_recomputation() -> None:
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_every_plan_is_legal_and_the_fastest_comes_first(name: str, world: int) -> None:
     model, facts = model_of(name)
-    plan = plan_here(model, facts, machine(), world=world)
+    plan = plan_here(model, facts, machine(ranks=world), world=world)
     assert len(plan.ranked) == len({str(strategy) for strategy, _ in plan.ranked}) > 0
     assert all(is_legal(strategy, world=world, facts=facts) for strategy, _ in plan.ranked)
     times = [estimate.step_s for _, estimate in plan.ranked]
     assert times == sorted(times)
+
+
+def test_more_ranks_than_were_calibrated_are_refused() -> None:
+    """They would share cores, and look faster than they are."""
+    model, facts = model_of("language:tiny")
+    with pytest.raises(ValueError, match="calibrate --ranks 3"):
+        plan_here(model, facts, machine(ranks=2), world=3)
 
 
 def test_more_ranks_than_a_host_has_are_refused() -> None:

@@ -216,6 +216,8 @@ def calibrate(
         from shoal.cli.learn_profile import learn_command
 
         sys.exit(learn_command(rows, start=start, output=output, as_json=as_json))
+    if start is not None:
+        raise typer.BadParameter("it goes with --from ROWS.csv", param_hint="--start")
     from shoal.cli.calibrate import calibrate_command
 
     sys.exit(calibrate_command(ranks=ranks, output=output, quick=quick, force=force, links=links, as_json=as_json))

@@ -39,7 +39,15 @@ def plan_command(
 ) -> int:  # fmt: skip
     """Plans, prints, and if told trains."""
     if cluster_name == THIS and _names_job(what):
-        return _here(what, devices=devices, batch=batch, by=by, top=top, as_json=as_json, run=run, size=size)
+        unused = {
+            "--by": None if by in ("time", "step") else by, "--html": html_file, "--sequence": sequence,
+            "--precision": precision, "--price": price, "--watts": watts, "--kwh-price": kwh_price, "--pilot": pilot,
+            "--profile": profile,
+        }  # fmt: skip
+        for option, given in unused.items():
+            if given is not None:
+                raise CannotPlan(f"{option} {given}: a job on this machine is planned by step time alone; leave it out")
+        return _here(what, devices=devices, batch=batch, top=top, as_json=as_json, run=run, size=size)
     shape, facts, job_batch = _model(what, size=size, run=run)
     if sequence is not None:
         if facts is not None:
@@ -68,7 +76,7 @@ def plan_command(
     return _train(what, plan, size=size, as_json=as_json) if run else 0
 
 
-def _here(what: str, *, batch: str | None, by: str, size: str | None, **options: Any) -> int:
+def _here(what: str, *, batch: str | None, size: str | None, **options: Any) -> int:
     from shoal.cli.plan_here import plan_here_command
     from shoal.cli.train import require_known
 

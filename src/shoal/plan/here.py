@@ -57,6 +57,11 @@ class PlanHere:
 
 def plan_here(model: JobModel, facts: ModelFacts, machine: Machine, *, world: int) -> PlanHere:
     """All that are legal, and fit into the host's memory."""
+    if world > machine.ranks:
+        raise ValueError(
+            f"{world} ranks were asked for, and {machine.ranks} were calibrated: more of them would share what was "
+            f"measured of each; run `shoal calibrate --ranks {world}` first"
+        )
     found = []
     for strategy in legal_here(facts, world=world):
         estimate = price_step(model, strategy, machine)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shoal.comm.compress.exchange import Ask, Deal, Gather, Receive, Reduction, Send
+from shoal.comm.compress.exchange import Ask, Deal, Gather, Receive, Send, run
 from shoal.comm.compress.given import Draw, Over, State
 from shoal.comm.compress.method import Method
 from shoal.comm.compress.table import method_of
@@ -144,29 +144,14 @@ class _Bench:
             self.method.reduction(gradient.div(3.0), state, self.over, Draw(0, step, str(number), 0))
             for number, (gradient, state) in enumerate(zip(self.gradients, self.states, strict=True))
         ]
-        for gradient, total in zip(self.gradients, _run(reductions, self.over.size), strict=True):
+        for gradient, total in zip(self.gradients, run(reductions, self.over, _answers), strict=True):
             # Training writes the sum where the gradient was. Here the gradient is to be the same in every turn.
             total.mul_(3.0)
             torch.empty_like(gradient).copy_(total)
         return time.perf_counter() - start_s
 
 
-def _run(reductions: Sequence[Reduction], ranks: int) -> list[torch.Tensor]:
-    """Side by side, as `exchange.run` does, with all payloads of a round laid end to end for their message."""
-    totals: dict[int, torch.Tensor] = {}
-    answers: dict[int, Any] = dict.fromkeys(range(len(reductions)))
-    while answers:
-        asked: dict[int, Ask] = {}
-        for at, answer in answers.items():
-            try:
-                asked[at] = reductions[at].send(answer)
-            except StopIteration as end:
-                totals[at] = end.value
-        answers = dict(zip(asked, _answers(list(asked.values()), ranks), strict=True))
-    return [totals[at] for at in range(len(reductions))]
-
-
-def _answers(asks: Sequence[Ask], ranks: int) -> list[Any]:
+def _answers(asks: Sequence[Ask], over: Over) -> list[Any]:
     """What the others would answer if their payloads were the same as this rank's."""
     if not asks:
         return []
@@ -179,7 +164,7 @@ def _answers(asks: Sequence[Ask], ranks: int) -> list[Any]:
     payloads = [ask.like if isinstance(ask, Receive) else ask.payload for ask in asks if not isinstance(ask, Deal)]
     joined = torch.cat([payload.reshape(-1) for payload in payloads])
     parts = joined.split([payload.numel() for payload in payloads])
-    return [[part] * ranks for part in parts] if isinstance(asks[0], Gather) else list(parts)
+    return [[part] * over.size for part in parts] if isinstance(asks[0], Gather) else list(parts)
 
 
 def _line(elements: Sequence[int], counts: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
