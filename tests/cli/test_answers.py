@@ -99,3 +99,12 @@ def test_a_reader_that_goes_away_is_no_error(place: Place) -> None:
     assert process.wait(30) == 1
     assert process.stderr.read() == ""
     process.stderr.close()
+
+
+def test_a_strategy_is_shown_as_understood_and_as_typed() -> None:
+    from shoal.cli.echo import echoed
+    from shoal.strategy import parse
+
+    assert echoed(parse("dp(2)"), " dp( 2 ) ") == "dp(2)"
+    assert echoed(parse("pp(2, 'gpipe', micro=4)"), "pp(2,'gpipe',micro=4)") == 'pp(2, "gpipe", micro=4)'
+    assert echoed(parse("dp(2, zero=0)"), "dp(2, zero=0)") == "dp(2)  (typed: dp(2, zero=0))"

@@ -16,7 +16,7 @@ from shoal.estimate.pictures.context import holder, hop
 from shoal.estimate.pictures.data import held_bytes
 from shoal.estimate.pictures.svg import Drawing, rank_colour
 from shoal.strategy import parse
-from shoal.strategy.axes import dp
+from shoal.strategy.axes import dp, pp
 
 SVG = "{http://www.w3.org/2000/svg}"
 DOCS = Path(__file__).parents[2] / "docs"
@@ -117,8 +117,7 @@ def test_a_product_has_a_panel_for_each_axis() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("serial", ["no axis with a picture", "--timeline"]),
-        ("pp(4)", ["pp(4", "no axis with a picture", "--timeline"]),
+        ("serial", ["no axis with a picture", "dp, pp, tp, cp and ep"]),
         ("tp(1) * dp(1)", ["at least two ranks"]),
         (f"tp({MOST_RANKS + 1})", [f"at most {MOST_RANKS}", "fewer ranks"]),
         ("dp(2) * dp(1000000)", ["dp(1000000)", "1,000,000 ranks"]),
@@ -175,3 +174,11 @@ def test_the_pictures_in_the_documentation_are_what_the_command_beside_them_draw
     assert [file for _, file in commands] == re.findall(r"\(pictures/(\S+)\)", words)
     for text, file in commands:
         assert (DOCS / "pictures" / file).read_text(encoding="utf-8") == picture_svg(parse(text))
+
+
+@pytest.mark.parametrize("text", ["pp(3)", "pp(2, 'interleaved', micro=4, chunks=2) * dp(2)"])
+def test_a_pipeline_is_drawn_with_all_of_its_stages(text: str) -> None:
+    drawn = picture_svg(parse(text))
+    pipeline = parse(text).term(pp)
+    stages = pipeline.n * pipeline.chunks
+    assert all(f"stage {stage} of {stages}" in drawn for stage in range(stages))

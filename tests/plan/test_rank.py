@@ -148,14 +148,16 @@ def test_pilot_rows_that_tell_nothing_are_refused(rows) -> None:
         learn_target(rows, start=default_target(preset("gpt:1.3b")))
 
 
-def test_slow_downs_follow_the_bands_that_compressions_state() -> None:
+def test_compressions_that_did_not_reach_the_target_need_at_least_as_many_more_steps_as_they_were_given() -> None:
     from shoal.strategy import REGISTRY, CompressTerm
 
     slower = Target(samples=1e6, noise_batch=1000).slowdowns
     terms = [term for term in REGISTRY.values() if issubclass(term, CompressTerm)]
     assert set(slower) == {term.__name__ for term in terms}
     assert slower.pop("none") == 1
-    assert all(slower[name] == 1 + REGISTRY[name].within for name in slower)
+    reached = {name for name in slower if slower[name] == 1}
+    assert reached == {"fp16", "int8", "qsgd", "ternary"}  # docs/compression.md
+    assert all(slower[name] >= max(300 / 230, 1 + REGISTRY[name].within) for name in slower.keys() - reached)
 
 
 def test_energy_and_money_are_hours_times_power_and_prices(plan) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -289,3 +291,14 @@ def test_nothing_is_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builtins, "eval", refuse)
     monkeypatch.setattr(builtins, "exec", refuse)
     assert parse("dp(2) * tp(2)") == dp(2) * tp(2)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("dp(2, compress=zzz(0.1))", "there is no term zzz; compress takes one of none, fp16"),
+     ("dp(2, sync=zzz)", "there is no term zzz; sync takes one of bsp"),
+     ("zzz(2)", "there is no term zzz; the axes are dp")],
+)  # fmt: skip
+def test_a_misspelt_term_is_answered_with_the_names_of_its_own_family(text: str, said: str) -> None:
+    with pytest.raises(StrategyError, match=re.escape(said)):
+        parse(text)

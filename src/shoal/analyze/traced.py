@@ -71,6 +71,7 @@ class _Walk:
         self.attention = {call.first: call for call in recorded.attention if call.stop > call.first}
         self.pieces = tuple(link.path for link in chain(recorded).links)
         self.experts = _experts(recorded)
+        self.containers = {path for path, module in recorded.model.named_modules() if any(module.children())}
         self.views: dict[int, int] = {}
         """A view of a parameter -> the parameter."""
         self.left = {number: recorded.values[number].numel for number in recorded.parameters.values()}
@@ -117,7 +118,8 @@ class _Walk:
             kv_heads=key[-3] if len(key) > 2 else 1, queries=query[-2], keys=key[-2], head_dim=query[-1],
             value_dim=value[-1], causal=call.causal,
         )  # fmt: skip
-        self._add(call.module, operator, self._makers((call.query, call.key, call.value)), (call.output,))
+        makers = self._makers((call.query, call.key, call.value))
+        self._add(call.module, operator, makers, (call.output,), called="attention")
 
     def _read(self, op: Op) -> None:
         outputs = [self.value(number) for number in op.outputs]
@@ -127,7 +129,8 @@ class _Walk:
             self._pass_on(op)
         elif not (op.name == "nll_loss_forward" and self._close_loss(op)):
             block = "loss" if op.number >= self.trace.model_stop else ""
-            self._add(op.module, operator_of(self, op), self._makers(op.inputs), op.outputs, block=block)
+            operator, makers = operator_of(self, op), self._makers(op.inputs)
+            self._add(op.module, operator, makers, op.outputs, block=block, called=op.name)
 
     def _pass_on(self, op: Op) -> None:
         makers = self._makers(op.inputs)
@@ -141,13 +144,17 @@ class _Walk:
         return tuple(dict.fromkeys(layer for number in numbers for layer in self.made_by.get(number, ())))
 
     def _add(
-        self, module: str, operator: Operator, makers: tuple[int, ...], outputs: tuple[int, ...], *, block: str = ""
-    ) -> None:
+        self, module: str, operator: Operator, makers: tuple[int, ...], outputs: tuple[int, ...], *, block: str = "",
+        called: str = "",
+    ) -> None:  # fmt: skip
         piece = next((path for path in self.pieces if module == path or module.startswith(f"{path}.")), "")
         # What runs between two pieces (a residual, an activation) belongs to the one before it.
         self.builder.block = block or piece or self.builder.block or (self.pieces[0] if self.pieces else "model")
         experts = next((count for path, count in self.experts.items() if f"{module}.".startswith(f"{path}.")), 0)
         name = module or (block if block else self.builder.block)
+        if called and not block and name in self.containers:
+            # What a module's own code does between its parts has the operation's name, not the module's.
+            name = f"{name}.{called.rstrip('_')}"
         layer = self.builder.add(name, operator, *makers, experts=experts)
         self.made_by.update(dict.fromkeys(outputs, (layer,)))
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shoal.cli.echo import echoed
 from shoal.strategy import Strategy, explanation, parse
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def explain_strategy(
             told["picture"] = {"file": picture_file}
         print(json.dumps(told, indent=2, ensure_ascii=False))
         return
-    _print(told)
+    _print({**told, "strategy": echoed(told["strategy"], text)} if "strategy" in told else told)
     if picture_file is not None:
         print(f"\nPicture  drawn in {picture_file}")
     if played is not None and timeline_file is not None:

@@ -215,6 +215,8 @@ def _print(told: dict[str, Any]) -> None:
     console.print(Text(told["title"], style="bold"))
     for line in told["assumptions"]:
         console.print(Text(f"  {line}", style="dim"))
+    for line in told["warnings"]:
+        console.print(Text(f"Warning: {line}", style="yellow"))
     shown = (
         ("", told["plans"]),
         ("Best of each family", told["families"]),
@@ -240,7 +242,7 @@ def _lines(rows: list[dict[str, Any]], *, errors: dict[str, Any], width: int) ->
     """(line, style) of a table. Strategies stand in its last column, or under their figures if that is too wide."""
     money = any(row.get("cost_in") == "money" for row in rows)
     energy = any(row.get("energy") for row in rows)
-    heads = ["", f"step ±{errors['step']:.0%}", "to target", *(["cost"] if money else []),
+    heads = ["", f"step ±{errors['step']:.0%}", "a device", "MFU", "to target", *(["cost"] if money else []),
              *(["energy"] if energy else []),
              f"memory ±{errors['memory']:.0%}", "of it"]  # fmt: skip
     cells = []
@@ -248,7 +250,8 @@ def _lines(rows: list[dict[str, Any]], *, errors: dict[str, Any], width: int) ->
         label = row.get("family") or str(number)
         if row["fits"]:
             priced = [*([amount(row)] if money else []), *([row["energy"]] if energy else [])]
-            cells.append([label, row["step"], row["time"], *priced, row["memory"], row["why"]])
+            figures = [row["step"], row["speed"], row["mfu_text"], row["time"]]
+            cells.append([label, *figures, *priced, row["memory"], row["why"]])
         else:
             blank = [""] * (len(heads) - 4)
             cells.append([label, "", *blank, row["memory"], f"misses by {gigabytes(-row['margin_bytes'])}"])

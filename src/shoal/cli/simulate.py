@@ -65,7 +65,8 @@ def simulate_command(
         "model": shape.name, "strategy": str(strategy), "cluster": place.name, "ranks": costs.ranks,
         "global_batch": global_batch, "classes": len(played[-1].counts), "events": len(played[-1].order),
         "price_s": float(priced.step_s[0]), "undisturbed_s": calm.step_s, "step_s": [step.step_s for step in played],
-        "idle": played[-1].idle, "memory_bytes": float(priced.memory_bytes[0]), "fits": bool(priced.fits[0]),
+        "idle": played[-1].idle, "idle_of_slowest": played[-1].played(_slowest(played[-1])).bubble,
+        "memory_bytes": float(priced.memory_bytes[0]), "fits": bool(priced.fits[0]),
         "goodput": {
             "part": good.part, "mtbf_s": good.mtbf_s, "checkpoint_s": good.checkpoint_s, "restart_s": good.restart_s,
             "interval_s": good.interval_s, "steps_between_checkpoints": good.steps(calm.step_s),
@@ -105,16 +106,20 @@ def _trace(played: Sequence[Step]) -> str:
     return perfetto(played)
 
 
+def _slowest(step: Step) -> int:
+    """The class of replicas that a picture shows."""
+    return int(np.argmax(step.passed_s.max(axis=0)))
+
+
 def _picture(step: Step, strategy: Strategy) -> str:
     from shoal.estimate.pipeline import timeline_svg
 
-    slowest = int(np.argmax(step.passed_s.max(axis=0)))
     if len(step.order) > MOST_BOXES:
         raise CannotPlan(
             f"--svg: a timeline of {len(step.order):,} passes is too large to be seen, at most {MOST_BOXES:,} are "
             "drawn; the pattern is the same with fewer micro-batches or ranks"
         )
-    played = step.played(slowest)
+    played = step.played(_slowest(step))
     # Pictures count in forwards of one stage: seconds would make letters of no width.
     unit_s = played.forward_s or 1.0
     lanes = tuple(
@@ -152,7 +157,10 @@ def _print(told: dict[str, Any], *, shape: Transformer, drawn: Sequence[str]) ->
     if len(times) > 1 or abs(slower) > 1e-9:
         spread = f" over {len(times)} steps, {seconds(times.min())} to {seconds(times.max())}" if len(times) > 1 else ""
         print(f"  disturbed  {seconds(float(times.mean()))} ({slower:+.1%}){spread}")
-    print(f"  idle       ranks compute nothing in {told['idle']:.1%} of the passes' time")
+    idle = f"  idle       ranks compute nothing in {told['idle']:.1%} of the passes' time"
+    if f"{told['idle']:.1%}" != f"{told['idle_of_slowest']:.1%}":
+        idle += f"; those of the slowest replica, which --svg shows, in {told['idle_of_slowest']:.1%}"
+    print(idle)
     print(f"  memory     {told['memory_bytes'] / GB:.1f} GB{'' if told['fits'] else ': does not fit'}")
     print(f"  speed      {tokens / float(times.mean()):,.0f} tokens/s")
     print(

@@ -24,6 +24,7 @@ def train_command(
     job: str, strategy_text: str | None, *, ranks: int | None, hang_after: float, as_json: bool, **given: Any
 ) -> int:
     """`given`: the other options, by the names that `shoal.train.loop` knows them by."""
+    from shoal.cli.echo import echoed
     from shoal.cli.only_json import only_json
     from shoal.comm.calibration import read_calibration
     from shoal.parallel.runnable import require_runnable
@@ -60,7 +61,7 @@ def train_command(
         finally:
             if bar:
                 bar.close()
-        show(outcome)
+        show(outcome if as_json else {**outcome, "strategy": echoed(outcome["strategy"], strategy_text)})
     return 0 if outcome["status"] == "finished" else 130
 
 
@@ -114,6 +115,12 @@ def _require_free(folder: Path) -> None:
     if (folder / "run.json").exists():
         raise CannotTrain(
             f"--folder {folder} holds a run already; resume it (--resume {folder}), or give another folder"
+        )
+    runs = sorted(path.parent.name for path in folder.glob("*/run.json"))
+    if runs:
+        raise CannotTrain(
+            f"--folder {folder} is where runs are kept ({runs[0]} is one), not a run's own folder; "
+            f"write --folder {folder / 'NAME'}, or leave --folder out for a new one below runs"
         )
 
 

@@ -6,7 +6,7 @@ Frozen and plain, so that presets, files of users and calibrated machines are th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8")
@@ -96,6 +96,8 @@ class Cluster:
     device: Device
     levels: tuple[Level, ...]
     devices: int
+    warnings: tuple[str, ...] = field(default=(), compare=False)
+    """Values of a user's file that are hardly meant, each in a sentence."""
 
     def __post_init__(self) -> None:
         if self.devices < 1:
@@ -130,7 +132,7 @@ class Cluster:
             left //= ranks
         last = self.levels[-1] if self.levels else Level(ranks=1, bytes_per_s=1e9, latency_s=0.0)
         levels.append(Level(ranks=left, bytes_per_s=last.bytes_per_s, latency_s=last.latency_s))
-        return Cluster(name=self.name, device=self.device, levels=tuple(levels), devices=devices)
+        return replace(self, levels=tuple(levels), devices=devices)
 
 
 def _positive(what: str, **values: float) -> None:

@@ -20,6 +20,7 @@ from shoal.estimate.cost.memory import memory
 from shoal.estimate.cost.price import SPLIT, step_split_s
 from shoal.estimate.cost.schedule import stages
 from shoal.estimate.cost.weights import weights
+from shoal.estimate.errors import MEMORY_ERROR
 from shoal.estimate.simulate.costs import StepCosts, step_costs
 from shoal.plan.candidates import COLUMNS, COMPRESSORS, ORDERS, Candidates, Column
 from shoal.strategy import none, powersgd
@@ -165,7 +166,8 @@ def _priced(
     if squeezed.any():
         kept["buffers"] = kept["buffers"] + np.where(squeezed, SCALE_BYTES * _shard(inputs, rows, profile), 0.0)
     total = sum(kept.values()) + np.zeros(size)
-    limit_bytes = float(np.min(held.limit_bytes))
+    # A plan must fit also where its memory is measured at the end of its error range.
+    limit_bytes = min(float(np.min(held.limit_bytes)), (1 - MEMORY_ERROR) * cluster.device.memory_bytes)
     timed = np.ones(size, dtype=bool) if everything else total <= limit_bytes
     step_s = np.full(size, np.inf)
     split_s = {name: np.full(size, np.inf) for name in SPLIT}

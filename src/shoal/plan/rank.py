@@ -26,6 +26,8 @@ WORTH_COMPRESSING = 0.01
 """Compressors are tried where gradients take at least this part of the step."""
 MOST_COMPRESSED = 5_000
 """Rows, the fastest first, for which compressors are tried."""
+KIND = ("tp", "pp", "schedule", "recompute", "compress")
+"""Columns by which plans that are shown differ."""
 SHOWN = 10
 """Rows, the best first, that are played before a plan is shown, beside the Pareto front and the best of each family;"""
 ALIKE = 4
@@ -189,7 +191,7 @@ def ranked(question: Question, priced: Priced, *, play: Play = "shown") -> Plan:
     while True:
         shown = plan.ranked[:1]
         if play == "shown" and len(shown):
-            shown = np.unique([*plan.ranked[:SHOWN], *pareto(plan), *families(plan).values()])
+            shown = np.unique([*one_of_each(plan, SHOWN), *pareto(plan), *families(plan).values()])
         if not left[shown].any():
             return plan
         chosen = _with_the_like(shown[left[shown]], kinds, plan.ranked[left[plan.ranked]])
@@ -243,6 +245,19 @@ def cheapest(question: Question) -> Plan:
     if not fitting:
         return plans[0]
     return min(fitting, key=lambda plan: plan.cost(plan.ranked[0]))
+
+
+def one_of_each(plan: Plan, top: int) -> list[int]:
+    """The best row of each kind. Rows of a kind belong to one family and have the same KIND; what else they differ in
+    (the order of axes, micro-batches, ranks moved between levels of dp) hardly changes their time."""
+    rows = plan.priced.rows
+    columns = [families_of(rows), *(getattr(rows, name) for name in KIND)]
+    found: dict[tuple[int, ...], int] = {}
+    for row in plan.ranked:
+        found.setdefault(tuple(int(column[row]) for column in columns), int(row))
+        if len(found) == top:
+            break
+    return list(found.values())
 
 
 def pareto(plan: Plan) -> list[int]:

@@ -15,10 +15,11 @@ from shoal.estimate.errors import (
     UNMEASURED,
     around,
 )
+from shoal.estimate.target import REACHED
 from shoal.plan.candidates import COMPRESSORS
 from shoal.plan.counterfactual import Change
 from shoal.plan.enumerate import FAMILIES, families_of
-from shoal.plan.rank import Plan, families, pareto
+from shoal.plan.rank import Plan, families, one_of_each, pareto
 from shoal.strategy import contract
 
 GB = 1e9
@@ -52,7 +53,8 @@ def told_plan(plan: Plan, *, top: int, changes: Sequence[Change]) -> dict[str, A
         "legal": len(priced), "fit": len(plan.ranked),
         "errors": {"step": STEP_ERROR, "memory": MEMORY_ERROR, "origin": ORIGIN},
         "assumptions": _assumptions(plan),
-        "plans": [_row(plan, int(row)) for row in plan.ranked[:top]],
+        "warnings": list(cluster.warnings),
+        "plans": [_row(plan, row) for row in one_of_each(plan, top)],
         "families": [{"family": name, **_row(plan, row)} for name, row in best_of.items()],
         "pareto": [_row(plan, row) for row in _spread(front)],
         "changes": [
@@ -77,6 +79,8 @@ def _assumptions(plan: Plan) -> list[str]:
     slower = ", ".join(
         f"{term} {target.slowdowns[type(term).__name__]:.3g}" for term in COMPRESSORS[1:]
     )  # fmt: skip
+    known = {*REACHED, *(origin.removeprefix("compress ") for origin in target.origins)}
+    bounds = [str(term) for term in COMPRESSORS if type(term).__name__ not in known]
     told = [
         f"errors: a measured step lies about {STEP_ERROR:.0%} from the predicted one, memory {MEMORY_ERROR:.0%}: "
         f"{ORIGIN}",
@@ -85,8 +89,11 @@ def _assumptions(plan: Plan) -> list[str]:
         f"steps to target: {steps:,.0f} at this batch = {target.samples / target.noise_batch:,.0f} x (1 + "
         f"{target.noise_batch:,.0f} / {question.global_batch:,})",
         *(f"{name}: {origin}" for name, origin in target.origins.items()),
-        f"steps under compression, times: {slower}",
-        f"framework: profile {question.profile.name!r}; precision {question.precision}",
+        f"steps under compression, relative to dense: {slower}"
+        + (f" (lower bounds for {', '.join(bounds)})" if bounds else ""),
+        f"framework: profile {question.profile.name!r}; precision {question.precision}; "
+        f"{_memory_of_state(plan)}",
+        "MFU: 6 operations a parameter and token, and attention's products, over the device's peak in this precision",
     ]
     if question.device_watts is not None:
         whose = "the device's datasheet" if question.watts is None else "--watts"
@@ -95,6 +102,19 @@ def _assumptions(plan: Plan) -> list[str]:
     if question.by == "cost" and not question.in_money:
         told.append("cost: in device-hours; --price gives the price of a device for an hour")
     return told
+
+
+def _memory_of_state(plan: Plan) -> str:
+    """Whose bytes are counted: a framework's that keeps 16-bit weights, or those of Shoal, whose `amp` does not."""
+    profile = plan.question.profile
+    if plan.question.precision == "fp32":
+        return "all state in float32"
+    parts = [f"{float(profile.parameter_bytes):g} (weights)", f"{float(profile.gradient_held_bytes):g} (gradients)",
+             f"{float(profile.state_bytes):g} (optimizer)"]  # fmt: skip
+    return (
+        f"bytes a parameter, as that framework holds them: {' + '.join(parts)}; Shoal's own amp keeps float32 weights: "
+        "4 + 4 + 8"
+    )
 
 
 def _row(plan: Plan, row: int) -> dict[str, Any]:
@@ -120,6 +140,7 @@ def _row(plan: Plan, row: int) -> dict[str, Any]:
     energy_kwh = plan.energy_kwh(row)
     return {
         **found,
+        **_speed(plan, step_s),
         "step_s": step_s, "step": seconds(step_s), "step_range_s": around(step_s, STEP_ERROR), "split_s": split,
         "steps_to_target": plan.steps(row), "time_to_target_s": time_s, "time": seconds(time_s),
         "cost": plan.cost(row), "cost_in": "money" if plan.question.in_money else "device-hours",
@@ -129,6 +150,17 @@ def _row(plan: Plan, row: int) -> dict[str, Any]:
         "why": f"{split['compute'] / step_s:.0%} compute, {largest} {beside[largest] / step_s:.0%}",
         "unmeasured": _unmeasured(plan, row),
     }  # fmt: skip
+
+
+def _speed(plan: Plan, step_s: float) -> dict[str, Any]:
+    """Tokens a second and device, and the part of the peak that the model's own operations make up."""
+    question = plan.question
+    shape, device = question.shape, question.cluster.device
+    tokens = question.global_batch * shape.sequence / step_s / question.cluster.devices
+    scores = 12 * shape.layers * shape.hidden * shape.sequence * (0.5 if shape.causal else 1.0)
+    mfu = tokens * (6 * shape.active_parameters + scores) / device.peak(question.precision)
+    return {"tokens_per_s_per_device": tokens, "mfu": mfu, "speed": f"{_digits(tokens)} tok/s",
+            "mfu_text": f"{mfu:.0%}"}  # fmt: skip
 
 
 def _unmeasured(plan: Plan, row: int) -> list[str]:

@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from warnings import catch_warnings, simplefilter
 
-from shoal.strategy.arguments import TermError, nearest_name, shortened
+from shoal.strategy.arguments import Argument, Nested, TermError, nearest_name, shortened
 from shoal.strategy.expression import SERIAL, Strategy
 from shoal.strategy.place_in_text import StrategyError
-from shoal.strategy.term import FAMILIES, REGISTRY, Term
+from shoal.strategy.term import FAMILIES, REGISTRY, Term, family_names
 
 if TYPE_CHECKING:
     import ast
@@ -156,27 +156,34 @@ class _Reader:
             raise self.error("terms are not listed, they multiply: join them with *", node)
         raise self.error(f"this has no place in a strategy; terms such as {EXAMPLE} have", node)
 
-    def _class_of(self, node: ast.Name) -> type[Term]:
+    def _class_of(self, node: ast.Name, wanted: Argument | None = None) -> type[Term]:
+        """The term of this name; `wanted` is the argument whose value it would be."""
         found = REGISTRY.get(node.id)
-        if found is None:
+        if found is not None:
+            return found
+        if isinstance(wanted, Nested):
+            near = nearest_name(node.id, list(family_names(wanted.family)))
+            known = "" if near else f"; {wanted.name} takes {wanted.expects}"
+        else:
             near = nearest_name(node.id, [*REGISTRY, SERIAL])
-            known = "" if near else f"; the axes are {', '.join(n for n, t in REGISTRY.items() if t.family == 'axis')}"
-            raise self.error(f"there is no term {shortened(node.id)}{known}", node, suggestion=near)
-        return found
+            known = "" if near else f"; the axes are {', '.join(family_names('axis'))}"
+        raise self.error(f"there is no term {shortened(node.id)}{known}", node, suggestion=near)
 
-    def _call(self, ast: Any, node: ast.Call) -> Term:
+    def _call(self, ast: Any, node: ast.Call, wanted: Argument | None = None) -> Term:
         if not isinstance(node.func, ast.Name):
             raise self.error("only a term can be called, by its plain name", node.func)
-        return self._build(ast, self._class_of(node.func), node, node.args, node.keywords)
+        return self._build(ast, self._class_of(node.func, wanted), node, node.args, node.keywords)
 
     def _build(
         self, ast: Any, cls: type[Term], node: ast.expr, args: list[ast.expr], keywords: list[ast.keyword]
     ) -> Term:
         positional: list[Any] = []
-        for argument in args:
+        by_place = [name for name, argument in cls.arguments.items() if not argument.kw_only]
+        for index, argument in enumerate(args):
             if isinstance(argument, ast.Starred):
                 raise self.error("arguments are written out one by one", argument)
-            positional.append(self._value(ast, argument))
+            wanted = cls.arguments[by_place[index]] if index < len(by_place) else None
+            positional.append(self._value(ast, argument, wanted))
         named: dict[str, Any] = {}
         places: dict[str | int, ast.expr | ast.keyword] = dict(enumerate(args))
         for keyword in keywords:
@@ -185,12 +192,11 @@ class _Reader:
             if keyword.arg in named:
                 raise self.error(f"{cls.__name__}: {shortened(keyword.arg)} is given twice", keyword)
             if keyword.arg in cls.arguments:
-                named[keyword.arg] = self._value(ast, keyword.value)
+                named[keyword.arg] = self._value(ast, keyword.value, cls.arguments[keyword.arg])
                 places[keyword.arg] = keyword.value
             else:
                 named[keyword.arg] = None
                 places[keyword.arg] = keyword
-        by_place = [name for name, argument in cls.arguments.items() if not argument.kw_only]
         for index, name in enumerate(by_place[: len(args)]):
             places.setdefault(name, args[index])
         try:
@@ -199,8 +205,8 @@ class _Reader:
             place = None if error.argument is None else places.get(error.argument)
             raise self.error(error.message, place or node, suggestion=error.suggestion) from None
 
-    def _value(self, ast: Any, node: ast.expr) -> Any:
-        """The value of an argument: a constant, a negative number (so that its range can be named), or a
+    def _value(self, ast: Any, node: ast.expr, wanted: Argument | None) -> Any:
+        """The value of the argument `wanted`: a constant, a negative number (so that its range can be named), or a
         term.
         """
         if isinstance(node, ast.Constant):
@@ -218,7 +224,7 @@ class _Reader:
             number = node.operand.value
             return -number if isinstance(node.op, ast.USub) else number
         if isinstance(node, ast.Call):
-            return self._nested(self._call(ast, node), node)
+            return self._nested(self._call(ast, node, wanted), node)
         if isinstance(node, ast.Name):
             if node.id in REGISTRY:
                 return self._nested(self._build(ast, REGISTRY[node.id], node, [], []), node)
@@ -230,10 +236,7 @@ class _Reader:
                 raise self.error(
                     f"{node.id} is a word here, and words stand in quotes", node, suggestion=f'"{node.id}"'
                 )
-            near = nearest_name(
-                node.id, [name for name, term in REGISTRY.items() if term.family not in ("axis", "modifier")]
-            )
-            raise self.error(f"there is no term {shortened(node.id)}", node, suggestion=near)
+            self._class_of(node, wanted)  # raises
         raise self.error("this is no value for an argument; expected a number, a word in quotes or a term", node)
 
     def _nested(self, term: Term, node: ast.expr) -> Term:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,10 @@ from shoal.strategy import Strategy, parse, require_legal
 from shoal.train.gate import gate_locally
 from shoal.train.launch import RankFailed, run_ranks
 from shoal.train.record.run import RUN, Run, RunBroken, read_json, read_run, write_json
+
+OPTIONS = ("size", "steps", "global_batch", "seed", "evaluate_every", "resume", "checkpoint_every", "trace",
+           "stop_at_target", "backend", "emulate")  # fmt: skip
+"""What `train_job` takes beside its named arguments."""
 
 Listener = Callable[[dict[str, Any]], None]
 
@@ -41,12 +46,27 @@ def train_job(
     `options`: size, steps, global_batch, seed, resume, checkpoint_every, trace, stop_at_target, backend,
     emulate.
     """
+    _require_call(job, options)
     chosen = parse(strategy) if isinstance(strategy, str) else strategy
     require_legal(chosen)
     arguments = {"job": job, "strategy": str(chosen), "folder": None if folder is None else str(folder), **options}
     arguments["gate"] = gate
     outcome = train_locally(arguments, chosen.world, hang_after_s=hang_after_s, on_message=on_message)
     return read_run(Path(outcome["folder"]))
+
+
+def _require_call(job: Any, options: dict[str, Any]) -> None:
+    """Refuses what would otherwise be dropped without a word, or fail far away."""
+    if not isinstance(job, str):
+        raise CannotTrain(
+            f"train_job was given a {type(job).__name__}; ranks are processes of their own and load the job again, so "
+            'give the file that defines it, such as "mine.py" or "mine.py:name"'
+        )
+    for name in options:
+        if name not in OPTIONS:
+            near = get_close_matches(name, OPTIONS, n=1)
+            meant = f" (did you mean {near[0]!r}?)" if near else ""
+            raise CannotTrain(f"train_job has no option {name!r}{meant}; it takes {', '.join(OPTIONS)}")
 
 
 def train_locally(

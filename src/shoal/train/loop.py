@@ -49,6 +49,10 @@ def check_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     require_runnable(strategy, elementwise=facts.elementwise_optimizer is not False)
     if arguments.get("backend") == "nccl" and not torch.cuda.is_available():
         raise TrainingStopped("--backend nccl: there is no GPU here; leave it out, or use gloo")
+    if len(job.train) < job.global_batch and channel is not None:
+        text = f"a global batch of {job.global_batch} is larger than the data set of {len(job.train)} samples"
+        each = "holds some samples several times" if job.last_batch == "wrap" else "is the whole data set"
+        channel.say(warning(f"{text}: each batch {each}; use a smaller batch or more data"))
     resume = arguments.get("resume")
     if resume is not None:
         checkpoint = resume_point(Path(resume), warn=lambda text: channel.say(warning(text)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import nn
 
 from shoal.job import Job
-from shoal.job.facts import build_without_memory, infer_facts
+from shoal.job.facts import build_without_memory
 from shoal.strategy import ModelFacts
 from shoal.workload.blocks import blocks
 from shoal.workload.layout import facts_of, layout_of
@@ -22,7 +22,7 @@ class NoTransformer(ValueError):
 def shape_of(job: Job) -> tuple[Transformer, ModelFacts]:
     """(shape, facts of legality) of a job's model."""
     model = build_without_memory(job)
-    facts = infer_facts(job, model=model)
+    facts = facts_of(job, layout_of(job))
     needed = {"heads": facts.heads, "hidden": facts.hidden, "vocab": facts.vocab, "sequence": facts.sequence}
     missing = [name for name, value in needed.items() if not value]
     repeated = [module for _, module in blocks(model)]
@@ -43,7 +43,7 @@ def shape_of(job: Job) -> tuple[Transformer, ModelFacts]:
         ffn=max(widths, default=0), gated=gated, vocab=facts.vocab, tied=bool(facts.tied), experts=facts.experts or 0,
         sequence=facts.sequence,
     )  # fmt: skip
-    return shape, facts_of(job, layout_of(job))
+    return shape, facts
 
 
 def _widths(block: nn.Module, *, hidden: int) -> list[int]:

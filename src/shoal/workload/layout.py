@@ -132,6 +132,10 @@ def facts_of(job: Job, layout: Layout) -> ModelFacts:
         why = next((f"{path}: {why}" for path, why in layout.tensor.whole.items()), "it has no projections")
         no_sequence = "" if layout.tensor.sequence_dim is not None else layout.tensor.why_no_sequence
         tokens = layout.tensor.tokens or facts.sequence
+        if facts.heads is None:
+            # Attention that is written without a number of heads in an attribute shows them where it is cut.
+            found = max((count for _, kind, count in parts if kind == "heads"), default=0)
+            facts = replace(facts, heads=found or None, kv_heads=facts.kv_heads or found or None)
         facts = replace(facts, tensor_parts=parts, tensor_why=why, sequence_why=no_sequence, sequence=tokens)
     if layout.why_no_context:
         facts = replace(facts, context_why=layout.why_no_context)

@@ -8,13 +8,14 @@ from typing import Any
 from shoal.estimate.pictures.context import context_panel
 from shoal.estimate.pictures.data import data_panel
 from shoal.estimate.pictures.experts import experts_panel
+from shoal.estimate.pictures.pipeline import pipeline_panel
 from shoal.estimate.pictures.svg import Drawing
 from shoal.estimate.pictures.tensor import tensor_panel
 from shoal.strategy import Strategy
-from shoal.strategy.axes import AxisTerm, cp, dp, ep, tp
+from shoal.strategy.axes import AxisTerm, cp, dp, ep, pp, tp
 
 PANELS: dict[type[AxisTerm], Callable[[Any], Drawing]] = {
-    dp: data_panel, tp: tensor_panel, cp: context_panel, ep: experts_panel
+    dp: data_panel, tp: tensor_panel, cp: context_panel, ep: experts_panel, pp: pipeline_panel
 }  # fmt: skip
 
 MOST_RANKS = 16
@@ -31,8 +32,8 @@ def picture_svg(strategy: Strategy) -> str:
     terms = [term for term in strategy.terms if type(term) in PANELS and isinstance(term, AxisTerm) and term.n > 1]
     if not terms:
         raise NothingToDraw(
-            f"{strategy} has no axis with a picture; those of dp, tp, cp and ep are drawn where they have at least two "
-            "ranks, and pipelines with --timeline"
+            f"{strategy} has no axis with a picture; those of dp, pp, tp, cp and ep are drawn where they have at least "
+            "two ranks"
         )
     large = next((term for term in terms if term.n > MOST_RANKS), None)
     if large is not None:

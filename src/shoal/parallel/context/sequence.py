@@ -17,7 +17,7 @@ def chunks_of(length: int, ranks: int, index: int, *, balanced: bool) -> tuple[s
         raise ValueError(f"There is no rank {index} among {ranks}; give an index from 0 to ranks - 1.")
     parts = 2 * ranks if balanced else ranks
     if length < 1 or length % parts:
-        each = "two equal chunks on each" if balanced else "equal chunks on"
+        each = "two equal chunks on each" if balanced else "equal chunks, one on each"
         raise ValueError(
             f"A sequence of {length} positions cannot be cut into {each} of {ranks} ranks; "
             f"make its length a positive multiple of {parts}."
