@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv demo test test-all lint bench clean
+.PHONY: venv demo test test-all fuzz lint bench clean
 
 venv: $(STAMP)
 
@@ -29,6 +29,12 @@ test: lint
 
 test-all: lint
 	$(BIN)/python -m pytest
+
+# Random jobs under random strategies against a plain PyTorch loop; a night's run. CASES and FIRST choose which.
+CASES ?= 2000
+FIRST ?= 0
+fuzz: venv
+	PYTHONPATH=tests $(BIN)/python -m fuzz --cases $(CASES) --first $(FIRST)
 
 bench: venv
 	@for file in benchmarks/[a-z]*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
