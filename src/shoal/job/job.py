@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, get_args, runtime_checkable
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 Batch = dict[str, Tensor]
 """Named tensors; the first dimension of each is the samples."""
+
+LossOver = Literal["samples", "batch", "micro-batch"]
 
 SumAndCount = tuple[Tensor, Tensor | int]
 """A sum over samples or tokens, and how many were counted."""
@@ -88,6 +90,11 @@ class Job:
     evaluate_every: int = 0
     """Steps between evaluations; 0 evaluates at the end only."""
     target: Target | None = None
+    loss_over: LossOver = "samples"
+    """What the loss is one of: of each sample, so that batches may be split anywhere; of the global "batch"
+    (contrastive losses), for which ranks gather the model's outputs; or of each "micro-batch", where every
+    part that a rank computes at once is meant to be a batch of its own.
+    """
     batch_norm: Literal["sync", "local"] = "sync"
     last_batch: LastBatch = "wrap"
     """The batch at an epoch's end: filled from the next epoch, or short."""
@@ -121,6 +128,8 @@ class Job:
             self._refuse(f"clip is {self.clip!r}, but must be greater than 0 (or None for no clipping)")
         if self.batch_norm not in ("sync", "local"):
             self._refuse(f"batch_norm is {self.batch_norm!r}, but must be 'sync' or 'local'")
+        if self.loss_over not in get_args(LossOver):
+            self._refuse(f"loss_over is {self.loss_over!r}, but must be 'samples', 'batch' or 'micro-batch'")
         if self.last_batch not in ("wrap", "short"):
             self._refuse(f"last_batch is {self.last_batch!r}, but must be 'wrap' or 'short'")
         if self.layout is not None and not isinstance(self.layout, LayoutHints):

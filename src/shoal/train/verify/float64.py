@@ -55,6 +55,19 @@ class KeepFloat64(TorchFunctionMode):
         self.modules["(outside a module)"] = self.modules.get("(outside a module)", 0) + 1
 
 
+def to_float64(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in double precision: float64, or complex128 where it is complex; whole numbers stay as they are."""
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.to(torch.float64) if tensor.is_floating_point() else tensor
+
+
+def model_in_float64(model: nn.Module) -> nn.Module:
+    """The model itself in double precision. `model.to(torch.float64)` would drop the imaginary parts of complex
+    parameters, and with them another model would be proven."""
+    return model._apply(to_float64)
+
+
 def _too_large(args: Sequence[Any], named: Any) -> bool:
     value = args[0] if args else named
     return isinstance(value, float) and isfinite(value) and abs(value) > torch.finfo(torch.float32).max
