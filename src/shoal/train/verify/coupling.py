@@ -20,14 +20,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
 from shoal.job import Batch, Job
+from shoal.parallel.engine import COUNT_WITH_GRADIENT
 from shoal.strategy import Strategy
 from shoal.train.verify.float64 import KeepFloat64, model_in_float64, to_float64
 from shoal.train.verify.undropped import Undropped, without_dropout
 
-Kind = Literal["none", "mean", "count", "coupled", "padding", "data", "random", "unchecked"]
-"""none: samples are independent. mean, count: the loss is no sum, or the count is not what it is a sum over. coupled:
-samples see each other in the model or in the loss. padding: the numbers depend on which samples are read together.
-data: two reads of the same samples differ. random: the model draws numbers that are not dropout. unchecked: it could
+Kind = Literal["none", "mean", "count", "count-gradient", "coupled", "padding", "data", "random", "unchecked"]
+"""none: samples are independent. mean, count: the loss is no sum, or the count is not what it is a sum over.
+count-gradient: the count depends on the parameters. coupled: samples see each other in the model or in the loss.
+padding: the numbers depend on which samples are read together. data: two reads of the same samples differ. random: the model draws numbers that are not dropout. unchecked: it could
 not be computed."""
 
 TOLERANCE = 1e-8
@@ -78,6 +79,8 @@ def splits_batches(strategy: Strategy) -> bool:
 
 def refusal(found: Coupling, strategy: Strategy) -> str:
     """Why a job of which this was found cannot be trained under a strategy as in one process; empty if it can be."""
+    if found.kind == "count-gradient":
+        return found.reason
     if found.kind in ("none", "unchecked") or not splits_batches(strategy):
         return ""
     return f"{strategy} splits the batch, but {found.reason}"
@@ -134,7 +137,7 @@ class _Trial:
         state = self._state()
         whole, repeated = self._pass(batch), self._pass(batch, seed=2)
         if isinstance(whole, str):
-            return self._found("count", math.inf, whole)
+            return self._found("count-gradient", math.inf, whole)
         assert isinstance(repeated, _Pass)
         if not math.isfinite(whole.loss):
             return self._found(
@@ -185,14 +188,16 @@ class _Trial:
             if all(isinstance(part, _Pass) for part in cut) and _difference(whole, _sum(*cut)) <= TOLERANCE:  # type: ignore[arg-type]
                 return self._found(
                     "padding", apart, "what a sample computes depends on which samples are read with it (padding to "
-                    f"the longest, for example): {losses}. Pad all samples to one length, or mask what is padded in "
+                    f"the longest, for example); the loss does not add up: {losses}. "
+                    "Pad all samples to one length, or mask what is padded in "
                     "the model and in the loss",
                 )  # fmt: skip
         inside = _outputs_differ(whole.output, one.output, two.output)
         if inside:
             reason = (
                 f"the model couples samples ({inside}); the loss does not add up: {losses}. "
-                "Use nn.BatchNorm for batch statistics (they are synchronised), a strategy that leaves the batch in one piece (tp, cp, pp with micro=1), or "
+                "Use nn.BatchNorm for batch statistics (they are "
+                "synchronised), a strategy that leaves the batch in one piece (tp, cp, pp with micro=1), or "
                 'declare Job(loss_over="micro-batch") if each part of a batch is meant to be a batch of its own'
             )
         else:
@@ -227,9 +232,8 @@ class _Trial:
         with KeepFloat64(), Undropped():
             output = self.job.run_model(model, batch)
             loss, count = self.job.loss(output, batch)
-            problem = count_with_gradient(count)
-            if problem:
-                return problem
+            if isinstance(count, torch.Tensor) and count.requires_grad:
+                return COUNT_WITH_GRADIENT
             if loss.requires_grad:
                 loss.backward()
         gradients = {name: param.grad.to_dense() for name, param in model.named_parameters() if param.grad is not None}
@@ -245,17 +249,6 @@ class _Trial:
         return tuple(
             sorted(name for name in before.keys() | after.keys() if not _same(before.get(name), after.get(name)))
         )
-
-
-def count_with_gradient(count: Any) -> str:
-    """Why a count that requires a gradient is refused; empty for any other."""
-    if not getattr(count, "requires_grad", False):
-        return ""
-    return (
-        "the count requires a gradient: the gradient of sum / count then has a part that comes from the count, which "
-        "ranks do not know before backward. Return count.detach() if the weights are constants; otherwise declare "
-        'Job(loss_over="batch") and return (sum / count, 1)'
-    )
 
 
 def _prepared(model: nn.Module) -> nn.Module:
