@@ -163,13 +163,34 @@ class Job:
             return model(**{argument: batch[entry] for argument, entry in self.inputs.items()})
         return model(*(batch[entry] for entry in self.inputs))
 
+    def loss_of(self, output: Any, batch: Batch) -> SumAndCount:
+        """The loss as a sum and a count; refuses anything else in a sentence."""
+        found = self.loss(output, batch)
+        if type(found) is not tuple or len(found) != 2 or not isinstance(found[0], Tensor):
+            self._refuse_pair("loss", found)
+        return found
+
     def order(self) -> Order:
         """The order in which training visits its samples."""
         return Order(self.seed, len(self.train), self.global_batch, self.last_batch)
 
     def measure(self, output: Any, batch: Batch) -> dict[str, SumAndCount]:
         """The sums and counts that validation adds up: the metrics, or the loss where the job names none."""
-        return self.metrics(output, batch) if self.metrics is not None else {"loss": self.loss(output, batch)}
+        if self.metrics is None:
+            return {"loss": self.loss_of(output, batch)}
+        found = self.metrics(output, batch)
+        if not isinstance(found, Mapping):
+            self._refuse(f"metrics returned {_briefly(found)}, but must return a dictionary {{name: (sum, count)}}")
+        for name, row in found.items():
+            if not isinstance(row, (tuple, list)) or len(row) != 2:
+                self._refuse_pair(f"metric {name!r}", row)
+        return dict(found)
+
+    def _refuse_pair(self, what: str, found: Any) -> NoReturn:
+        self._refuse(
+            f"{what} is {_briefly(found)}, but must be a pair (sum, count): the sum over samples or tokens, and how "
+            "many were summed. Validation and ranks add up both, which a mean would not survive"
+        )
 
     def summarise(self, totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
         """Validation values from total sums and counts, derived ones included. Nothing counted gives NaN."""
@@ -177,3 +198,9 @@ class Job:
         for name, derive in self.derived.items():
             values[name] = derive(dict(values))
         return values
+
+
+def _briefly(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}" if value.dim() else f"the number {value.item():.6g} (a tensor)"
+    return f"{value!r}" if isinstance(value, (int, float)) else f"a {type(value).__name__}"

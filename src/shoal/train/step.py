@@ -130,8 +130,8 @@ class StepRunner:
     def _loss(self, part: Part, output: Any) -> tuple[torch.Tensor, Any]:
         with BOOK.during("forward"), self._precision():
             if self.global_loss is not None:
-                return self.job.loss(*self._gathered(output, part.batch, part.everyone, none=part.stand_in))
-            loss, count = self.job.loss(output, self._as_the_loss_reads(part.batch))
+                return self.job.loss_of(*self._gathered(output, part.batch, part.everyone, none=part.stand_in))
+            loss, count = self.job.loss_of(output, self._as_the_loss_reads(part.batch))
         return (loss * 0.0, 0.0) if part.stand_in else (loss, count)
 
     def _gathered(self, output: Any, batch: Batch, everyone: Batch | None, *, none: bool) -> tuple[Any, Batch]:

@@ -32,12 +32,12 @@ from shoal.workload.layout import facts_of, layout_of
 
 EXACT = 1e-10
 """Largest relative difference of an exact strategy in float64. Correct ones measure 1e-15, faults 1e-5 and more."""
-MARGIN = 30.0
-"""Where the serial run itself moves by more than EXACT / MARGIN under another order of sums, the tolerance is this many
-times that: ranks sum in yet another order, and the largest of many differences varies by a factor of a few."""
+MARGIN = 100.0
+"""The tolerance is this many times the conditioning, where that is more than EXACT. Ranks sum in yet another order;
+correct ones were measured at up to 66 times the movement of the serial run (Qwen3-Next under cp(2))."""
 WIDEST = 1e-7
-"""The widest tolerance: a hundredth of what the smallest fault shows. A serial run that itself moves by more proves
-nothing."""
+"""The widest tolerance: a hundredth of what the smallest planted fault shows. A job that would need more cannot be
+proven, whatever its difference is."""
 DISTURBANCES = 2
 """Serial runs with another order of sums."""
 FILLS = 8
@@ -63,8 +63,7 @@ class Certificate:
     max_rel_diff: float
     tolerance: float
     worst: str
-    """Where the largest difference is, in terms of its tolerance: a parameter, its optimiser state, a buffer or the
-    loss."""
+    """Where the largest difference is: a parameter, its optimiser state, a buffer or the loss."""
     ledger_matches: bool
     steps: int
     seed: int = 0
@@ -73,7 +72,7 @@ class Certificate:
     serial: str = ""
     """The serial run that it was compared with."""
     conditioning: dict[str, float] = field(default_factory=dict)
-    """How far the serial run moves under another order of sums, by the same kinds."""
+    """How far the serial run moves under another order of sums, by the same kinds; the largest sets the tolerance."""
     not_covered: str = NOT_COVERED
     ledger_differences: list[str] = field(default_factory=list)
     zero_gradient: list[str] = field(default_factory=list)
@@ -142,24 +141,23 @@ def verify(
     conditioning = serial["conditioning"]
     if exact:
         found = _found(ranks, serial, curve)
-        tolerances = {kind: _tolerance(conditioning.get(kind, 0.0)) for kind in {row[0] for row in found}}
     else:
-        found = [("curve", sum(curve) / len(curve), "mean difference of the loss curve")]
-        tolerances = {"curve": promised.within}
-    # The worst is the one that uses up most of its tolerance; a NaN is the largest of all.
-    kind, largest, where = max(found, key=lambda row: (row[1] != row[1], row[1] / tolerances[row[0]]))
+        found = [(sum(curve) / len(curve), "mean difference of the loss curve")]
+    # A NaN compares as the largest of all.
+    largest, where = max(found, key=lambda row: (row[0] != row[0], row[0]))
     unlike = [f"rank {rank['rank']}: {line}" for rank in ranks for line in rank["ledger_differences"]]
     moves = max(conditioning.values(), default=0.0)
-    provable = moves <= WIDEST
+    tolerance = min(WIDEST, max(EXACT, MARGIN * moves)) if exact else promised.within
+    provable = MARGIN * moves <= WIDEST
     if not provable:
         notes.append(
             f"this job cannot be proven at {steps} steps: the serial run itself moves by {moves:.1e} under another "
-            f"order of sums, more than the widest tolerance {WIDEST:.0e}; try fewer steps"
+            f"order of sums, and {MARGIN:g} times that is more than the widest tolerance, {WIDEST:.0e}; try fewer steps"
         )
     return Certificate(
         job=job.name, strategy=str(strategy), world=strategy.world, contract=str(promised),
-        passed=largest <= tolerances[kind] and not unlike and provable,
-        max_rel_diff=largest, tolerance=tolerances[kind], worst=where,
+        passed=largest <= tolerance and not unlike and provable,
+        max_rel_diff=largest, tolerance=tolerance, worst=where,
         ledger_matches=not unlike, steps=steps, seed=job.seed, ledger_differences=unlike[:20],
         compared=serial["elements"] | {LOSS: steps} if exact else {LOSS: steps},
         serial=_described(promised.micro_batches, promised.parts, exact=exact), conditioning=conditioning,
@@ -169,28 +167,24 @@ def verify(
     )  # fmt: skip
 
 
-def _tolerance(conditioning: float) -> float:
-    return min(WIDEST, max(EXACT, MARGIN * conditioning))
-
-
 def _described(micro_batches: int, parts: int, *, exact: bool) -> str:
     pieces = micro_batches * parts
     how = "each global batch at once" if pieces == 1 else f"per micro-batch: the same {pieces} parts of each batch"
     return f"one process, plain PyTorch, {'float64' if exact else 'float32'}, {how}"
 
 
-def _found(ranks: list[dict[str, Any]], serial: dict[str, Any], curve: list[float]) -> list[tuple[str, float, str]]:
-    """(kind, difference, where) of all that was compared; every element must have been, by some rank."""
-    found = [(kind, row[0], row[1]) for rank in ranks for kind, row in rank["by_kind"].items()]
-    found += [(LOSS, d, f"loss of step {step + 1}") for step, d in enumerate(curve)]
+def _found(ranks: list[dict[str, Any]], serial: dict[str, Any], curve: list[float]) -> list[tuple[float, str]]:
+    """(difference, where) of all that was compared; every element must have been, by some rank."""
+    found = [(row[0], row[1]) for rank in ranks for row in rank["worst"]]
+    found += [(d, f"loss of step {step + 1}") for step, d in enumerate(curve)]
     for kind, elements in serial["elements"].items():
         if kind == "buffer":
             continue  # Replicated, so counted by name.
         compared = sum(rank["compared"].get(kind, 0) for rank in ranks)
         if compared != elements:
-            found.append((kind, math.inf, f"{kind}: {compared} of {elements} elements are there to compare"))
+            found.append((math.inf, f"{kind}: {compared} of {elements} elements are there to compare"))
     missing = set(serial["buffers"]) - {name for rank in ranks for name in rank["buffers"]}
-    found += [("buffer", math.inf, f"buffer {name} is not there to compare") for name in sorted(missing)]
+    found += [(math.inf, f"buffer {name} is not there to compare") for name in sorted(missing)]
     return found
 
 
@@ -321,7 +315,7 @@ def _train(ready: Prepared, steps: int) -> dict[str, Any]:
 def compare(ready: Prepared, path: str) -> dict[str, Any]:
     """The largest relative differences of this rank's slices: max|a-b| over the slice by max|b| over the tensor."""
     engine = ready.engine
-    rows: list[tuple[float, str, str]] = []
+    rows: list[tuple[float, str]] = []
     noisy: set[str] = set()
     compared: dict[str, int] = {}
     buffers: list[str] = []
@@ -344,18 +338,18 @@ def compare(ready: Prepared, path: str) -> dict[str, Any]:
                 noisy.add(piece.name)
                 drift = float(apart[rounding].max())
                 if not drift <= ZERO_GRADIENT:
-                    rows.append((math.inf, f"{label} (by {drift:.1e}, where the true gradient is zero)", kind))
+                    rows.append((math.inf, f"{label} (by {drift:.1e}, where the true gradient is zero)"))
                 apart = apart[~rounding]
             compared[kind] = compared.get(kind, 0) + piece.values.numel()
             scale = float(serial.abs().max())
             if apart.numel():
-                rows.append((float(apart.max()) / (scale or 1.0), label, kind))
+                rows.append((float(apart.max()) / (scale or 1.0), label))
 
         for piece in engine.owned_parameters():
             check("parameter", piece, f"parameter {piece.name}")
         for key, piece in engine.owned_state():
             if f"{key}:{piece.name}" not in known:
-                rows.append((math.inf, f"{key} of {piece.name} (the serial optimiser has none)", key))
+                rows.append((math.inf, f"{key} of {piece.name} (the serial optimiser has none)"))
                 continue
             check(key, piece, f"{key} of {piece.name}")
         drifts = any(reference.get_tensor(key).any() for key in known if key.startswith("rounding:"))
@@ -368,15 +362,9 @@ def compare(ready: Prepared, path: str) -> dict[str, Any]:
                 if drifts and relative > EXACT and drift <= ZERO_GRADIENT:
                     noisy.add(f"buffer {name}")
                 else:
-                    rows.append((relative, f"buffer {name}", "buffer"))
+                    rows.append((relative, f"buffer {name}"))
     rows.sort(key=lambda row: (row[0] != row[0], row[0]), reverse=True)
-    by_kind: dict[str, tuple[float, str]] = {}
-    for difference, label, kind in rows:
-        by_kind.setdefault(kind, (difference, label))
-    return {
-        "worst": [row[:2] for row in rows[:5]], "by_kind": by_kind, "zero_gradient": sorted(noisy),
-        "compared": compared, "buffers": buffers,
-    }  # fmt: skip
+    return {"worst": rows[:5], "zero_gradient": sorted(noisy), "compared": compared, "buffers": buffers}
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:

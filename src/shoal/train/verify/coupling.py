@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
 from shoal.job import Batch, Job
+from shoal.job.errors import JobError
 from shoal.parallel.engine import COUNT_WITH_GRADIENT
 from shoal.strategy import Strategy
 from shoal.train.verify.float64 import KeepFloat64, model_in_float64, to_float64
@@ -28,8 +29,8 @@ from shoal.train.verify.undropped import Undropped, without_dropout
 Kind = Literal["none", "mean", "count", "count-gradient", "coupled", "padding", "data", "random", "unchecked"]
 """none: samples are independent. mean, count: the loss is no sum, or the count is not what it is a sum over.
 count-gradient: the count depends on the parameters. coupled: samples see each other in the model or in the loss.
-padding: the numbers depend on which samples are read together. data: two reads of the same samples differ. random: the model draws numbers that are not dropout. unchecked: it could
-not be computed."""
+padding: the numbers depend on which samples are read together. data: two reads of the same samples differ.
+random: the model draws numbers that are not dropout. unchecked: it could not be computed."""
 
 TOLERANCE = 1e-8
 """Largest relative difference of independent samples. They measure 1e-13; a coupling of interest 1e-6 and more."""
@@ -107,6 +108,8 @@ def couples_samples(job: Job, *, model: nn.Module | None = None, samples: int | 
     with torch.random.fork_rng(devices=[]):
         try:
             return _Trial(job, model, job.order().indices(0)[:num]).found()
+        except JobError:
+            raise
         except Exception as error:  # Whatever the user's code raises says nothing about its samples.
             return Coupling(
                 kind="unchecked",
@@ -231,7 +234,7 @@ class _Trial:
         torch.manual_seed(seed)
         with KeepFloat64(), Undropped():
             output = self.job.run_model(model, batch)
-            loss, count = self.job.loss(output, batch)
+            loss, count = self.job.loss_of(output, batch)
             if isinstance(count, torch.Tensor) and count.requires_grad:
                 return COUNT_WITH_GRADIENT
             if loss.requires_grad:

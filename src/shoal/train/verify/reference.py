@@ -99,7 +99,7 @@ def train_serially(
             if dtype is not None:
                 batch = {name: _double(entry) for name, entry in batch.items()}
             with conditions():
-                loss, counted = job.loss(job.run_model(model, batch), batch)
+                loss, counted = job.loss_of(job.run_model(model, batch), batch)
                 if loss.requires_grad:
                     loss.backward()
             total, count = total + float(loss.detach()), count + float(counted)
