@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from shoal.job import Job
 from shoal.parallel.batch_norm import batch_norms
@@ -26,7 +25,7 @@ from shoal.strategy import Strategy, contract, parse
 from shoal.train.launch.join import join, leave
 from shoal.train.setup import job_from, prepare
 from shoal.train.verify.certify import _train, compare, serial_run
-from shoal.train.verify.float64 import KeepFloat64
+from shoal.train.verify.conditions import for_proof
 
 JOBS = str(Path(__file__).parent / "jobs" / "odd.py")
 
@@ -45,14 +44,13 @@ class Proof:
     def asked(self) -> dict[str, Any]:
         """What `serial_run` needs to know; proofs for which this is equal share a serial run."""
         model = self.job.model()
-        dropping = any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules())
         # Some odd models count their calls.
-        couples = dropping or bool(batch_norms(model)) or self.spec.startswith(JOBS)
+        couples = bool(batch_norms(model)) or self.spec.startswith(JOBS)
         # Where samples do not see each other, any cut into micro-batches gives the same sums.
-        strategy = f"accumulate({self.strategy.micro_batches})" if couples else "serial"
-        parts = self.strategy.data_parallel if dropping else 1
+        micro_batches = self.strategy.micro_batches if couples else 1
         return {
-            "job": self.spec, "strategy": strategy, "steps_to_verify": self.steps, "exact": True, "parts": parts
+            "job": self.spec, "strategy": "serial", "steps_to_verify": self.steps, "exact": True,
+            "micro_batches": micro_batches,
         }  # fmt: skip
 
     @property
@@ -114,11 +112,10 @@ def _prove(me: Any, proof: Proof) -> dict[str, Any]:
     assert contract(proof.strategy).kind == "exact"
     serial = json.loads(proof.path.with_suffix(".json").read_text())
     try:
-        ready = prepare(proof.job, proof.strategy, rank=me.rank, backend=me.backend, dtype=torch.float64)
+        ready = prepare(for_proof(proof.job), proof.strategy, rank=me.rank, backend=me.backend, dtype=torch.float64)
     except NotRunnable as error:
         return {"refused": str(error)}
-    with KeepFloat64():
-        trained = _train(ready, proof.steps)
+    trained = _train(ready, proof.steps)
     compared = compare(ready, str(proof.path))
     ready.engine.close()
     apart = [abs(a - b) / abs(b) for a, b in zip(trained["losses"], serial["losses"], strict=True)]

@@ -60,7 +60,13 @@ def show(certificate: Any) -> None:
     table.add_row("job", c.job)
     table.add_row("strategy", f"{c.strategy}  ({c.world} rank{'s' if c.world != 1 else ''}, {c.steps} steps)")
     table.add_row("contract", c.contract)
+    table.add_row("compared with", f"{c.serial}, seed {c.seed}")
+    table.add_row("compared", ", ".join(f"{count:,} {_kind(kind)}" for kind, count in c.compared.items()))
     table.add_row("largest difference", f"{c.max_rel_diff:.2e}  at {c.worst}  (tolerance {c.tolerance:.0e})")
+    if c.conditioning:
+        kind, moved = max(c.conditioning.items(), key=lambda row: row[1])
+        text = f"the serial run moves by {moved:.1e} ({_kind(kind)}) under another order of sums"
+        table.add_row("conditioning", text)
     equal = "equals its prediction, to the byte" if c.ledger_matches else "differs from its prediction"
     table.add_row("ledger", equal)
     for line in c.ledger_differences[:6]:
@@ -76,4 +82,10 @@ def show(certificate: Any) -> None:
         table.add_row("kept in float64", ", ".join(f"{name} ({times}x)" for name, times in c.widened.items()))
     for note in c.notes:
         table.add_row("note", note)
+    table.add_row("not covered", c.not_covered)
     Console().print(table)
+
+
+def _kind(kind: str) -> str:
+    names = {"parameter": "elements of parameters", "buffer": "elements of buffers", "loss": "losses"}
+    return names.get(kind, f"elements of {kind}")

@@ -43,6 +43,7 @@ def infer_facts(job: Job, *, model: nn.Module | None = None) -> ModelFacts:
         **_of_data(job),
         "global_batch": int(job.global_batch),
         "clips": job.clip is not None,
+        "loss_over": job.loss_over,
         "elementwise_optimizer": elementwise(job.optimizer),
     }
     inferred["batch_norm"] = job.batch_norm if has_batch_norm(model) else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, get_args, runtime_checkable
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 Batch = dict[str, Tensor]
 """Named tensors; the first dimension of each is the samples."""
+
+LossOver = Literal["samples", "batch", "micro-batch"]
 
 SumAndCount = tuple[Tensor, Tensor | int]
 """A sum over samples or tokens, and how many were counted."""
@@ -88,6 +90,11 @@ class Job:
     evaluate_every: int = 0
     """Steps between evaluations; 0 evaluates at the end only."""
     target: Target | None = None
+    loss_over: LossOver = "samples"
+    """What the loss is one of: of each sample, so that batches may be split anywhere; of the global "batch"
+    (contrastive losses), for which ranks gather the model's outputs; or of each "micro-batch", where every
+    part that a rank computes at once is meant to be a batch of its own.
+    """
     batch_norm: Literal["sync", "local"] = "sync"
     last_batch: LastBatch = "wrap"
     """The batch at an epoch's end: filled from the next epoch, or short."""
@@ -121,6 +128,8 @@ class Job:
             self._refuse(f"clip is {self.clip!r}, but must be greater than 0 (or None for no clipping)")
         if self.batch_norm not in ("sync", "local"):
             self._refuse(f"batch_norm is {self.batch_norm!r}, but must be 'sync' or 'local'")
+        if self.loss_over not in get_args(LossOver):
+            self._refuse(f"loss_over is {self.loss_over!r}, but must be 'samples', 'batch' or 'micro-batch'")
         if self.last_batch not in ("wrap", "short"):
             self._refuse(f"last_batch is {self.last_batch!r}, but must be 'wrap' or 'short'")
         if self.layout is not None and not isinstance(self.layout, LayoutHints):
@@ -154,13 +163,34 @@ class Job:
             return model(**{argument: batch[entry] for argument, entry in self.inputs.items()})
         return model(*(batch[entry] for entry in self.inputs))
 
+    def loss_of(self, output: Any, batch: Batch) -> SumAndCount:
+        """The loss as a sum and a count; refuses anything else in a sentence."""
+        found = self.loss(output, batch)
+        if type(found) is not tuple or len(found) != 2 or not isinstance(found[0], Tensor):
+            self._refuse_pair("loss", found)
+        return found
+
     def order(self) -> Order:
         """The order in which training visits its samples."""
         return Order(self.seed, len(self.train), self.global_batch, self.last_batch)
 
     def measure(self, output: Any, batch: Batch) -> dict[str, SumAndCount]:
         """The sums and counts that validation adds up: the metrics, or the loss where the job names none."""
-        return self.metrics(output, batch) if self.metrics is not None else {"loss": self.loss(output, batch)}
+        if self.metrics is None:
+            return {"loss": self.loss_of(output, batch)}
+        found = self.metrics(output, batch)
+        if not isinstance(found, Mapping):
+            self._refuse(f"metrics returned {_briefly(found)}, but must return a dictionary {{name: (sum, count)}}")
+        for name, row in found.items():
+            if not isinstance(row, (tuple, list)) or len(row) != 2:
+                self._refuse_pair(f"metric {name!r}", row)
+        return dict(found)
+
+    def _refuse_pair(self, what: str, found: Any) -> NoReturn:
+        self._refuse(
+            f"{what} is {_briefly(found)}, but must be a pair (sum, count): the sum over samples or tokens, and how "
+            "many were summed. Validation and ranks add up both, which a mean would not survive"
+        )
 
     def summarise(self, totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
         """Validation values from total sums and counts, derived ones included. Nothing counted gives NaN."""
@@ -168,3 +198,9 @@ class Job:
         for name, derive in self.derived.items():
             values[name] = derive(dict(values))
         return values
+
+
+def _briefly(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}" if value.dim() else f"the number {value.item():.6g} (a tensor)"
+    return f"{value!r}" if isinstance(value, (int, float)) else f"a {type(value).__name__}"

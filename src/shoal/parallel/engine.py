@@ -32,6 +32,17 @@ from shoal.parallel.zero import ParameterGathering
 from shoal.workload.cuts import Part
 
 
+class CountWithGradient(ValueError):
+    """The number by which losses are divided depends on the parameters."""
+
+
+COUNT_WITH_GRADIENT = (
+    "the count requires a gradient: the gradient of sum / count then has a part that comes from the count, which ranks "
+    "do not know before backward. Return count.detach() if the weights are constants; otherwise declare "
+    'Job(loss_over="batch") and return (sum / count, 1)'
+)
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What a step was, the same on every rank."""
@@ -133,6 +144,8 @@ class Engine:
 
     def count(self, loss_sum: torch.Tensor, count: torch.Tensor | float) -> None:
         """Adds a micro-batch's loss and count to the step's."""
+        if isinstance(count, torch.Tensor) and count.requires_grad:
+            raise CountWithGradient(COUNT_WITH_GRADIENT)
         if self.counts_loss:
             self._sums[0] += loss_sum.detach().double().cpu()
             self._sums[1] += float(count)

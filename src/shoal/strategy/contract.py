@@ -18,7 +18,10 @@ from shoal.strategy.terms import cp, dp, ep, local, pp, recompute, spatial, ssp,
 KINDS: tuple[Kind, ...] = ("exact", "bounded", "statistical")
 """From the strongest promise to the weakest."""
 
-EXACT_BAND = "every parameter of the serial run, relative difference at most 1e-10 in float64"
+EXACT_BAND = (
+    "every parameter of the serial run, relative difference at most 1e-10 in float64 (more only where the serial run "
+    "itself moves by more under another order of sums, which is measured)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,11 @@ class Contract:
     """Why it is not better; and for an exact contract, against which serial run it is exact."""
     within: float = 0.05
     """How far the loss may be from that of the serial run, relative to it, where the contract is statistical."""
+    micro_batches: int = 1
+    """Pieces of a batch that the serial run computes one after the other. 1, the global batch at once, unless the
+    contract is per micro-batch; the reasons then say why."""
+    parts: int = 1
+    """Pieces of each of these, one for each replica, that the serial run computes separately."""
 
     def __str__(self) -> str:
         return f"bounded({self.staleness})" if self.kind == "bounded" else self.kind
@@ -47,20 +55,27 @@ def contract(strategy: Strategy | Term, facts: ModelFacts | None = None) -> Cont
     promises += _workload_promises(strategy, facts)
     kind: Kind = max((promise.kind for promise in promises), key=KINDS.index, default="exact")
     reasons = tuple(promise.reason for promise in promises) + _notes(strategy, facts)
+    pieces = _pieces(strategy, facts)
     if kind == "statistical":
         bands = dict.fromkeys(promise.band for promise in promises if promise.kind == kind)
         within = max(promise.within for promise in promises if promise.kind == kind)
-        return Contract(kind, None, "; ".join(bands), reasons, within)
+        return Contract(kind, None, "; ".join(bands), reasons, within, *pieces)
     if kind == "bounded":
         # Delays on different axes happen one after the other, so their sum bounds the whole.
         staleness = sum(promise.staleness for promise in promises)
-        return Contract(kind, staleness, f"every gradient at most {staleness} updates late", reasons)
-    return Contract(
-        kind,
-        0,
-        EXACT_BAND,
-        reasons or ("every term leaves the numbers as they are, up to the order of sums",),
-    )
+        return Contract(kind, staleness, f"every gradient at most {staleness} updates late", reasons, 0.05, *pieces)
+    reasons = reasons or ("every term leaves the numbers as they are, up to the order of sums",)
+    return Contract(kind, 0, EXACT_BAND, reasons, 0.05, *pieces)
+
+
+def _pieces(strategy: Strategy, facts: ModelFacts) -> tuple[int, int]:
+    """(micro-batches, parts of each) that the serial run computes one after the other."""
+    if facts.loss_over == "micro-batch":
+        return strategy.micro_batches, strategy.replicas
+    pipeline = strategy.term(pp)
+    unflushed = pipeline is not None and pipeline.schedule == "pipedream"
+    per_micro_batch = unflushed or facts.batch_norm is not None or bool(facts.forward_state)
+    return (strategy.micro_batches if per_micro_batch else 1), 1
 
 
 def _parts(strategy: Strategy, cls: type[dp | pp | tp | cp | ep | spatial]) -> int:
@@ -89,14 +104,27 @@ def _notes(strategy: Strategy, facts: ModelFacts) -> tuple[str, ...]:
     if facts.batch_norm is not None and strategy.micro_batches > 1:
         micro = strategy.micro_batches
         notes.append(
-            f"batch norm sees one micro-batch at a time: compare with a serial run that accumulates the same {micro}"
+            "per micro-batch: batch norm sees one micro-batch at a time; compare with a serial run that accumulates "
+            f"the same {micro}"
         )
     if facts.batch_norm == "sync" and strategy.replicas > 1:
         notes.append("batch norm is synchronised: statistics are taken over all replicas")
-    if facts.dropout and strategy.terms:
+    if facts.loss_over == "micro-batch" and split:
+        micro, parts = strategy.micro_batches, strategy.replicas
         notes.append(
-            "dropout: compare with a serial run that draws its masks per sample and micro-batch, from the same seed"
+            "per micro-batch: the job declares its loss so; compare with a serial run that accumulates the same "
+            f"{micro * parts} parts of a batch ({micro} micro-batches of {parts})"
         )
+    if facts.loss_over == "batch" and strategy.replicas > 1:
+        notes.append("the loss is one of the global batch: replicas gather the model's outputs")
+    if facts.forward_state and strategy.micro_batches > 1:
+        names = ", ".join(facts.forward_state[:3])
+        notes.append(
+            f"per micro-batch: every forward changes {names}; compare with a serial run that accumulates the same "
+            f"{strategy.micro_batches} micro-batches"
+        )
+    if facts.dropout and strategy.terms:
+        notes.append("dropout: compare with a serial run that drops nothing, or the same elements")
         if strategy.term(recompute) is not None:
             notes.append("recomputation draws the same dropout masks again")
     if facts.tied and _parts(strategy, pp) > 1:

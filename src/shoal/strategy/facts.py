@@ -64,3 +64,7 @@ class ModelFacts:
     """Whether the loss is a mean over tokens, of which samples have different numbers."""
     expert_capacity: bool | None = None
     """Whether experts drop the tokens beyond a capacity."""
+    loss_over: Literal["samples", "batch", "micro-batch"] | None = None
+    """What the loss is one of: each sample, the global batch, or each part of it that a rank computes at once."""
+    forward_state: tuple[str, ...] | None = None
+    """Buffers and attributes, batch norm's aside, that a forward changes."""

@@ -21,9 +21,10 @@ from shoal.estimate.traffic import Call
 from shoal.job import Batch, Job, share
 from shoal.parallel.batch_norm import batch_norms
 from shoal.parallel.engine import Engine, StepResult
+from shoal.parallel.global_loss import GlobalLoss
 from shoal.strategy import Strategy
 from shoal.train.checkpoint.exchange import exchange
-from shoal.train.traffic import axis_calls, forget_calls
+from shoal.train.traffic import axis_calls, forget_calls, global_loss_calls
 
 
 def seed_at(seed: int, sample: int) -> int:
@@ -35,7 +36,14 @@ def cast(batch: Batch, dtype: torch.dtype | None) -> Batch:
     """The batch with its floating-point entries in the model's precision."""
     if dtype is None:
         return batch
-    return {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
+    return {k: _as(v, dtype) for k, v in batch.items()}
+
+
+def _as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """In the precision of a real type: complex tensors keep their imaginary part, whole numbers stay as they are."""
+    if tensor.is_complex():
+        return tensor.to(dtype.to_complex())
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,8 @@ class Part:
     """Of what is drawn at random in its forward."""
     stand_in: bool
     """Whether it counts for nothing."""
+    everyone: Batch | None = None
+    """The micro-batch of all ranks, where the loss is one of the global batch."""
 
     @property
     def shapes(self) -> tuple[Any, ...]:
@@ -70,6 +80,10 @@ class StepRunner:
         self.dtype = dtype
         self.couples_samples = bool(batch_norms(engine.model))
         self.device = next(engine.model.parameters()).device
+        over_all = job.loss_over == "batch" and engine.placement.samples.size > 1
+        self.global_loss = GlobalLoss(engine.placement.samples) if over_all else None
+        if self.global_loss is not None:
+            engine.counts_loss = engine.counts_loss and self.global_loss.counts
 
     def step(self, step: int, counter: int) -> StepResult:
         """Trains on the global batch that starts at `counter`."""
@@ -77,6 +91,8 @@ class StepRunner:
         indices = self.order.indices(counter)
         engine.model.train()
         forget_calls(engine)
+        if self.global_loss is not None:
+            self.global_loss.crossings.take()
         parts = [self._part(micro, indices, counter) for micro in range(self.micro_batches)]
         if engine.pipeline is not None:
             result: StepResult = engine.pipeline.step(
@@ -89,6 +105,8 @@ class StepRunner:
                 engine.backward(loss, count, last=micro == self.micro_batches - 1)
             result = engine.step(job.schedule(step))
         self.calls = list(axis_calls(self.strategy, engine))
+        if self.global_loss is not None:
+            self.calls += global_loss_calls(self.global_loss)
         return result
 
     def _part(self, micro: int, indices: np.ndarray, counter: int) -> Part:
@@ -101,7 +119,8 @@ class StepRunner:
         # must not see a stand-in, so there it computes on nothing; elsewhere on one sample that counts for nothing.
         stand_in = not len(mine) and not self.couples_samples
         batch = self._fetch(self.job.train, indices[:1] if stand_in else indices[mine])
-        return Part(batch, seed_at(self.job.seed, counter + first), stand_in)
+        everyone = self._fetch(self.job.train, indices) if self.global_loss is not None else None
+        return Part(batch, seed_at(self.job.seed, counter + first), stand_in, everyone)
 
     def _forward(self, part: Part) -> Any:
         draw_from(part.seed)
@@ -110,8 +129,17 @@ class StepRunner:
 
     def _loss(self, part: Part, output: Any) -> tuple[torch.Tensor, Any]:
         with BOOK.during("forward"), self._precision():
-            loss, count = self.job.loss(output, self._as_the_loss_reads(part.batch))
+            if self.global_loss is not None:
+                return self.job.loss_of(*self._gathered(output, part.batch, part.everyone, none=part.stand_in))
+            loss, count = self.job.loss_of(output, self._as_the_loss_reads(part.batch))
         return (loss * 0.0, 0.0) if part.stand_in else (loss, count)
+
+    def _gathered(self, output: Any, batch: Batch, everyone: Batch | None, *, none: bool) -> tuple[Any, Batch]:
+        """The outputs of all ranks, and the batch that they are of."""
+        assert self.global_loss is not None
+        assert everyone is not None
+        mine, total = (len(next(iter(entries.values()))) for entries in (batch, everyone))
+        return self.global_loss.gathered(output, mine=0 if none else mine, total=total), everyone
 
     def _as_the_loss_reads(self, batch: Batch) -> Batch:
         sequence = self.engine.cut.sequence
@@ -145,9 +173,10 @@ class StepRunner:
                 mine = share(batch_of_all, rank=samples.index, ranks=samples.size)
                 # Every rank runs every batch: with ZeRO-3 a forward is a collective.
                 batch = self._fetch(job.validation, mine if len(mine) else batch_of_all[:1])
-                for name, (total, count) in self._measure(batch).items():
+                everyone = self._fetch(job.validation, batch_of_all) if self.global_loss is not None else None
+                for name, (total, count) in self._measured(batch, everyone, none=not len(mine)).items():
                     sums = totals.setdefault(name, [0.0, 0.0])
-                    if len(mine) and engine.counts_loss:
+                    if (len(mine) or everyone is not None) and engine.counts_loss:
                         sums[0] += float(total)
                         sums[1] += float(count)
                 watch()
@@ -155,14 +184,19 @@ class StepRunner:
         engine.model.train()
         return job.summarise({name: (row[0], row[1]) for name, row in totals.items()})
 
-    def _measure(self, batch: Batch) -> dict[str, Any]:
+    def _measured(self, batch: Batch, everyone: Batch | None, *, none: bool) -> dict[str, Any]:
         """What the job measures on a batch; nothing where another rank has the end of the model."""
         job, pipeline = self.job, self.engine.pipeline
         if pipeline is None:
-            return job.measure(job.run_model(self.engine.model, batch), self._as_the_loss_reads(batch))
-        shapes = Part(batch, 0, False).shapes
-        output = pipeline.evaluate(shapes, lambda: job.run_model(self.engine.model, batch))
-        return job.measure(output, self._as_the_loss_reads(batch)) if pipeline.holds_loss else {}
+            output = job.run_model(self.engine.model, batch)
+        else:
+            shapes = Part(batch, 0, False).shapes
+            output = pipeline.evaluate(shapes, lambda: job.run_model(self.engine.model, batch))
+            if not pipeline.holds_loss:
+                return {}
+        if everyone is not None:
+            return job.measure(*self._gathered(output, batch, everyone, none=none))
+        return job.measure(output, self._as_the_loss_reads(batch))
 
     def _of_all(self, totals: dict[str, list[float]]) -> dict[str, list[float]]:
         """Sums over all ranks, some of which may not know what is measured."""
@@ -181,7 +215,7 @@ def build_model(job: Job, dtype: torch.dtype | None = None) -> nn.Module:
     """The job's model with its seeded start: the same on every rank and in the serial run."""
     torch.manual_seed(job.seed)
     model = job.model()
-    return model if dtype is None else model.to(dtype)
+    return model if dtype is None else model._apply(lambda tensor: _as(tensor, dtype))
 
 
 def draw_from(seed: int) -> None:

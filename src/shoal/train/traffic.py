@@ -19,6 +19,7 @@ from shoal.parallel.compression import working_type
 from shoal.parallel.data import Bucket
 from shoal.parallel.engine import Engine
 from shoal.parallel.expert.deal_out import take_routed
+from shoal.parallel.global_loss import GlobalLoss
 from shoal.parallel.pipeline.pipedream import PipeDream
 from shoal.strategy import Strategy, recompute
 from shoal.workload.blocks import blocks
@@ -125,6 +126,11 @@ def axis_calls(strategy: Strategy, engine: Engine) -> Iterator[Call]:
                 _group(placement.context), {Crossing(how="gather", whole_bytes=size, gradient=learns): 1}
             )
     yield from expert_traffic(take_routed(engine.model))
+
+
+def global_loss_calls(loss: GlobalLoss) -> Iterator[Call]:
+    """What a loss over the global batch gathered since this was last asked."""
+    yield from crossing_calls(_group(loss.samples), loss.crossings.take())
 
 
 def forget_calls(engine: Engine) -> None:

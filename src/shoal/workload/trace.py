@@ -218,7 +218,7 @@ def _record(job: Job, model: nn.Module, batch: dict[str, torch.Tensor], samples:
         sized = stack.enter_context(SizedCalls(recorder.running, recorder.known))
         output = job.run_model(model, batch)
         model_stop = len(recorder.ops)
-        loss, _ = job.loss(output, batch)
+        loss, _ = job.loss_of(output, batch)
     return Trace(
         model=model, fake=fake, samples=samples, values=recorder.values, ops=recorder.ops, calls=recorder.calls,
         parameters=parameters, buffers=buffers, output=recorder.flat(output),

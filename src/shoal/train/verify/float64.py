@@ -8,9 +8,10 @@ is answered with float64, in the serial and in the parallel run alike, and the c
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import isfinite
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -20,14 +21,28 @@ from torch.overrides import TorchFunctionMode
 class KeepFloat64(TorchFunctionMode):
     """While active, nothing narrows float64 to float32. `modules` counts who wanted to, by class name."""
 
+    _paused: ClassVar[int] = 0
+
     def __init__(self) -> None:
         super().__init__()
         self.modules: dict[str, int] = {}
+
+    @classmethod
+    @contextmanager
+    def paused(cls) -> Iterator[None]:
+        """For code that is not part of the computation: everything is narrowed as it asks."""
+        cls._paused += 1
+        try:
+            yield
+        finally:
+            cls._paused -= 1
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if self._paused:
+            return func(*args, **kwargs)
         if not any(isinstance(a, torch.Tensor) and a.dtype == torch.float64 for a in args):
             if func is torch.full and kwargs.get("dtype") is None and _too_large(args[1:], kwargs.get("fill_value")):
                 kwargs["dtype"] = torch.float64  # The lowest float64, as a mask: float32 has no such number.
@@ -53,6 +68,19 @@ class KeepFloat64(TorchFunctionMode):
                 return
             frame = frame.f_back  # type: ignore[assignment]
         self.modules["(outside a module)"] = self.modules.get("(outside a module)", 0) + 1
+
+
+def to_float64(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in double precision: float64, or complex128 where it is complex; whole numbers stay as they are."""
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.to(torch.float64) if tensor.is_floating_point() else tensor
+
+
+def model_in_float64(model: nn.Module) -> nn.Module:
+    """The model itself in double precision. `model.to(torch.float64)` would drop the imaginary parts of complex
+    parameters, and with them another model would be proven."""
+    return model._apply(to_float64)
 
 
 def _too_large(args: Sequence[Any], named: Any) -> bool:

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from shoal.comm.ledger import BOOK
 from shoal.job import Job, constant, no_options
-from shoal.job.facts import build_without_memory
+from shoal.job.facts import build_without_memory, has_batch_norm
 from shoal.strategy import ModelFacts, Strategy, contract, is_legal, parse
 from shoal.train.checkpoint.exchange import exchange
 from shoal.train.gate import cutting_axes, exact_twin, is_settled, require_right
@@ -31,6 +31,7 @@ from shoal.train.launch.join import Rank, join, leave
 from shoal.train.proven import remember
 from shoal.train.setup import Prepared, job_from, prepare
 from shoal.train.step import build_model, cast
+from shoal.train.verify.conditions import Conditions
 from shoal.train.verify.fingerprint import fingerprint
 from shoal.train.verify.float64 import KeepFloat64
 from shoal.train.verify.reference import train_serially
@@ -152,8 +153,9 @@ def compared(job: Job, asked: dict[str, Any], me: Rank) -> dict[str, Any]:
 def _serial(job: Job, strategy: Strategy, path: Path) -> dict[str, Any]:
     before = torch.get_rng_state()
     try:
+        per_micro = strategy.micro_batches if has_batch_norm(job.model()) else 1
+        reference = train_serially(job, steps=1, micro_batches=per_micro, conditions=Conditions())
         with KeepFloat64(), Undropped():
-            reference = train_serially(job, steps=1, micro_batches=strategy.micro_batches)
             if not _draws_nothing(job):
                 return {"path": "", "skip": "the model draws random numbers that cannot be turned off"}
     except Exception as error:  # Whatever the user's code raises in float64 says nothing about the layout.

@@ -1,13 +1,17 @@
-"""The serial run that proofs compare with: plain PyTorch, one process, none of the engine's code.
+"""The serial run that proofs compare with: the model that one process would have trained, in plain PyTorch.
 
-It trains on the same global batches, micro-batch by micro-batch, with the library's own clipping and the job's own
-optimiser on whole parameters. It also watches each element's gradient: where the true gradient is zero (the bias of
-an attention key, a bias before batch norm) what is left is rounding, and Adam divides rounding by its epsilon. Such
-elements are marked, so that a proof can say what it did with them.
+Nothing here is shared with what is judged, but the job: the model is built and seeded, batches are taken in the
+documented order, and the optimiser steps on full parameters, each in a few lines of their own. A global batch is one
+forward and one backward. It is cut only where the contract says "per micro-batch", in the pieces that the caller names.
+
+It also watches each element's gradient: where the true gradient is zero (the bias of an attention key, a bias before
+batch norm) what is left is rounding, and Adam divides rounding by its epsilon. Such elements are marked.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -16,9 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from shoal.job import Job, param_groups, share
-from shoal.parallel.pipeline.pipedream import micros_told
-from shoal.train.step import build_model, cast, draw_from, seed_at
+from shoal.job import Job
 
 ROUNDING = 1e-12
 """A gradient that never exceeds this fraction of the largest gradient in the model is taken for rounding of a zero."""
@@ -37,54 +39,92 @@ class Reference:
     """Parameter -> mask of the elements whose true gradient is zero."""
 
 
+@dataclass(frozen=True)
+class Disturbed:
+    """Another rounding of the same numbers: each step, parameters move by less than their last digit, and the samples
+    of a batch are summed in reverse (unless their order means something)."""
+
+    seed: int
+    reverse: bool = True
+
+
 def train_serially(
-    job: Job, *, steps: int, micro_batches: int, parts: int = 1, dtype: torch.dtype | None = torch.float64,
-    unflushed_ranks: int = 0,
+    job: Job, *, steps: int, micro_batches: int = 1, parts: int = 1, dtype: torch.dtype | None = torch.float64,
+    conditions: Callable[[], AbstractContextManager[None]] = nullcontext, updates: Sequence[int] | None = None,
+    disturbed: Disturbed | None = None,
 ) -> Reference:  # fmt: skip
-    """`parts` cuts each micro-batch further, as ranks would: needed only for dropout, whose masks are drawn by part.
-    `unflushed_ranks`: the length of a PipeDream to compare with; the optimiser then steps after every micro-batch, and
-    a step's loss is of the micro-batches whose loss such a pipeline tells in it. Staleness alone is left to differ."""
-    model = build_model(job, dtype)
+    """Trains a job for some steps.
+
+    Args:
+        job: What to train.
+        steps: Optimiser steps; global batches.
+        micro_batches: Pieces of a batch that are computed one after the other, their gradients summed; more than 1
+            only where the contract is per micro-batch.
+        parts: Pieces of each micro-batch, likewise.
+        dtype: torch.float64, or None to compute in the model's own types.
+        conditions: A context for forward, loss, backward and step.
+        updates: For pipelines without flush, which update after every micro-batch: how many micro-batches have told
+            their loss after 0, 1, 2, ... steps.
+        disturbed: How to round differently.
+    """
+    torch.manual_seed(job.seed)
+    model = job.model()
+    if dtype is not None:
+        model._apply(_double)
     model.train()
-    optimizer = job.optimizer(param_groups(model, job.options))
-    base = [group["lr"] for group in optimizer.param_groups]
+    optimizer = job.optimizer(_groups(job, model))
+    base = [float(group["lr"]) for group in optimizer.param_groups]
     named = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    largest = {name: torch.zeros_like(param) for name, param in named.items()}
-    order, counter = job.order(), 0
+    largest = {name: torch.zeros_like(param.abs()) for name, param in named.items()}
+    noise = torch.Generator().manual_seed(disturbed.seed) if disturbed is not None else None
+    counter = 0
     sums: list[tuple[float, float]] = []
     """Of the losses that lead to one update each, and how many they are."""
-    per_step = micro_batches if unflushed_ranks else 1
+    per_step = 1 if updates is None else micro_batches
     for update in range(steps * per_step):
         step, micro = divmod(update, per_step)
-        indices = order.indices(counter)
+        indices = _batch_at(job, counter)
+        pieces = [part for piece in np.array_split(np.arange(len(indices)), micro_batches)
+                  for part in np.array_split(piece, parts)]  # fmt: skip
+        if updates is not None:
+            pieces = pieces[micro * parts : (micro + 1) * parts]
+        if noise is not None:
+            _move(named.values(), noise)
         total, count = 0.0, 0.0
         optimizer.zero_grad(set_to_none=True)
-        for positions in _cut(len(indices), micro_batches, parts, only=micro if unflushed_ranks else None):
-            draw_from(seed_at(job.seed, counter + int(positions[0])))
-            batch = cast(job.train.batch(indices[positions]), dtype)
-            loss, counted = job.loss(job.run_model(model, batch), batch)
-            loss.backward()
+        for positions in (piece for piece in pieces if len(piece)):
+            torch.manual_seed(_seed(job, counter + int(positions[0])))
+            chosen = indices[positions[::-1] if disturbed is not None and disturbed.reverse else positions]
+            batch = job.train.batch(chosen)
+            if dtype is not None:
+                batch = {name: _double(entry) for name, entry in batch.items()}
+            with conditions():
+                loss, counted = job.loss_of(job.run_model(model, batch), batch)
+                if loss.requires_grad:
+                    loss.backward()
             total, count = total + float(loss.detach()), count + float(counted)
         sums.append((total, count))
         if micro == per_step - 1:
-            counter = order.next(counter)
-        if unflushed_ranks and not count:
+            counter += len(indices)
+        if updates is not None and not count:
             continue
-        gradients = [param.grad for param in named.values() if param.grad is not None]
-        for gradient in gradients:
-            gradient.div_(count)
-        for name, param in named.items():
-            if param.grad is not None:
-                torch.maximum(largest[name], param.grad.to_dense().abs(), out=largest[name])
+        with torch.no_grad():
+            for name, param in named.items():
+                if param.grad is not None:
+                    param.grad.div_(count)
+                    torch.maximum(largest[name], param.grad.to_dense().abs(), out=largest[name])
         if job.clip is not None:
             nn.utils.clip_grad_norm_(named.values(), job.clip)
         for group, lr in zip(optimizer.param_groups, base, strict=True):
             group["lr"] = lr * job.schedule(step)
-        optimizer.step()
+        with conditions():
+            optimizer.step()
     top = max((float(peak.max()) for peak in largest.values() if peak.numel()), default=0.0)
     keys = {key for param in named.values() for key in _elementwise_state(optimizer, param)}
+    ends = range(steps + 1) if updates is None else updates
+    told = [sums[start:stop] for start, stop in pairwise(ends)]
     return Reference(
-        losses=_by_step(sums, steps, micro_batches, unflushed_ranks),
+        losses=[sum(total for total, _ in rows) / sum(count for _, count in rows) for rows in told],
         parameters={name: param.detach() for name, param in named.items()},
         state={name: _elementwise_state(optimizer, param, keys) for name, param in named.items()},
         buffers=dict(model.named_buffers()),
@@ -92,25 +132,52 @@ def train_serially(
     )
 
 
-def _by_step(sums: list[tuple[float, float]], steps: int, micro_batches: int, unflushed_ranks: int) -> list[float]:
-    """The mean loss of each step."""
-    ends = [
-        micros_told(ranks=unflushed_ranks, micro=micro_batches, steps=step) if unflushed_ranks else step
-        for step in range(steps + 1)
-    ]
-    told = [sums[start:stop] for start, stop in pairwise(ends)]
-    return [sum(total for total, _ in rows) / sum(count for _, count in rows) for rows in told]
+def _double(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.to(torch.float64) if tensor.is_floating_point() else tensor
 
 
-def _cut(samples: int, micro_batches: int, parts: int, *, only: int | None = None) -> list[np.ndarray]:
-    """The samples of all micro-batches, or of only one."""
-    positions = np.arange(samples)
-    pieces = [
-        share(positions, rank=part, ranks=parts, micro=micro, micros=micro_batches)
-        for micro in (range(micro_batches) if only is None else [only])
-        for part in range(parts)
+def _groups(job: Job, model: nn.Module) -> list[dict[str, Any]]:
+    """Trainable parameters, grouped by equal options in the order of their first appearance."""
+    groups: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            options = job.options(name, param)
+            members = next((params for known, params in groups if known == options), None)
+            if members is None:
+                groups.append((options, members := []))
+            members.append(param)
+    return [{"params": params, **options} for options, params in groups]
+
+
+def _batch_at(job: Job, counter: int) -> np.ndarray:
+    """The samples of the global batch that starts at a counter, by the documented rule: epoch e visits the samples in
+    the order PCG64(SeedSequence([seed, e])).permutation; epochs follow each other, and a batch goes on into the next
+    one ("wrap") or ends with its own ("short")."""
+    num = len(job.train)
+    stop = counter + job.global_batch
+    if job.last_batch == "short":
+        stop = min(stop, (counter // num + 1) * num)
+    epochs = range(counter // num, (stop - 1) // num + 1)
+    orders = [
+        np.random.Generator(np.random.PCG64(np.random.SeedSequence([job.seed, e]))).permutation(num) for e in epochs
     ]
-    return [piece for piece in pieces if len(piece)]
+    first = epochs[0] * num
+    return np.concatenate(orders)[counter - first : stop - first]
+
+
+def _seed(job: Job, sample: int) -> int:
+    """Of the random numbers of a piece whose first sample has this counter, by the documented rule."""
+    return int(np.random.SeedSequence([job.seed, sample]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def _move(params: Any, noise: torch.Generator) -> None:
+    with torch.no_grad():
+        for param in params:
+            real = torch.view_as_real(param) if param.is_complex() else param
+            unit = torch.finfo(real.dtype).eps
+            real.mul_(1 + unit * (2 * torch.rand(real.shape, generator=noise, dtype=real.dtype) - 1))
 
 
 def _elementwise_state(

@@ -32,15 +32,19 @@ def undropped(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     """A function that builds the same model with every rate at 0."""
 
     def model() -> nn.Module:
-        built = build()
-        for module in built.modules():
-            if isinstance(module, _DropoutNd):
-                module.p = 0.0
-            for name, value in list(vars(module).items()):
-                if isinstance(value, float) and is_dropout_rate(name, value):
-                    setattr(module, name, 0.0)
-        return built
+        return without_dropout(build())
 
+    return model
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    """The model itself, with every rate at 0."""
+    for module in model.modules():
+        if isinstance(module, _DropoutNd):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and is_dropout_rate(name, value):
+                setattr(module, name, 0.0)
     return model
 
 

@@ -1,0 +1,53 @@
+"""Under which conditions both runs of a proof compute: in float64 all the way, and with nothing drawn at random.
+
+The conditions hold around forward, loss, backward and the optimiser's step, in the serial run and on the ranks alike.
+Jobs are loaded, models built and samples read outside them, as in any training. This is the one place that decides
+what a proof does about random numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+
+from shoal.job import Batch, Data, Job
+from shoal.train.verify.float64 import KeepFloat64
+from shoal.train.verify.undropped import Undropped, undropped
+
+
+class Conditions:
+    """Call it for a context; `modules` counts who asked for float32 in it, by class name."""
+
+    def __init__(self) -> None:
+        self._kept = KeepFloat64()
+
+    @property
+    def modules(self) -> dict[str, int]:
+        return self._kept.modules
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        with self._kept, Undropped():
+            yield
+
+
+def for_proof(job: Job) -> Job:
+    """The job with every dropout rate at 0, and with data that are read outside the conditions."""
+    return replace(job, model=undropped(job.model), train=_ReadOutside(job.train))
+
+
+class _ReadOutside:
+    """Data whose batches are those of training: what they narrow to float32 is rounded, in a proof as well."""
+
+    def __init__(self, data: Data) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def batch(self, indices: np.ndarray) -> Batch:
+        with KeepFloat64.paused():
+            return self._data.batch(indices)
