@@ -142,9 +142,14 @@ def _plan(graph: Graph, written: list[Call], by_position: Collection[str]) -> Co
         _require_one_stream(graph, calls[-1], follower.cuts, why)
     return ContextPlan(
         length=shape[dim], dim=dim, blocks=tuple(call.path for call in calls), stream=leaf,
-        extras=follower.extras, masks=masks, causal=any(a.causal or a.mask is not None for a in trace.attention),
+        extras=follower.extras, masks=masks, causal=any(a.causal or _has_rows(graph, a) for a in trace.attention),
         batch=batch, why_whole=why, holders=_holder_plans(follower, shape[dim]),
     )  # fmt: skip
+
+
+def _has_rows(graph: Graph, attention: Attention) -> bool:
+    """Whether its mask differs from position to position, as a causal one does; one that hides padding does not."""
+    return attention.mask is not None and graph.values[attention.mask].shape[-2] > 1
 
 
 def named(model: nn.Module, path: str) -> str:
@@ -248,7 +253,7 @@ def _through_blocks(follower: _Follower, stream: int, cut: Cut) -> dict[str, tup
         if attention.mask is not None:
             block = follower.call_at(attention.first)
             assert block is not None
-            leaf = _argument_behind(graph, block, attention.mask)
+            leaf = _mask_argument(graph, block, attention.mask)
             if leaf is None:
                 why = f"{attention.module} makes its own mask, for the positions that it sees"
                 raise _Made(why, attention.first)
@@ -352,6 +357,21 @@ def _argument_behind(graph: Graph, call: Call, value: int) -> int | None:
             return None
         value = graph.ops[producer].inputs[0]
     return call.arguments.index(value)
+
+
+def _mask_argument(graph: Graph, call: Call, mask: int) -> int | None:
+    """The block's argument that a mask is. Rows are cut where the argument has them, so the code between may neither
+    make them nor choose among them."""
+    leaf = _argument_behind(graph, call, mask)
+    source = call.arguments[leaf] if leaf is not None else None
+    if source is None or graph.values[source].shape[-2:] != graph.values[mask].shape[-2:]:
+        return None
+    while mask != source:
+        op = graph.ops[graph.values[mask].producer]
+        if op.name == "slice":
+            return None
+        mask = op.inputs[0]
+    return leaf
 
 
 def _step(follower: _Follower, number: int, value: int, first: int) -> None:

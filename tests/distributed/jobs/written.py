@@ -137,8 +137,6 @@ class Inline(nn.Module):
 class Given(nn.Module):
     """The library's attention under whatever mask the model hands to its blocks."""
 
-    causal = False
-
     def __init__(self) -> None:
         super().__init__()
         self.qkv, self.out = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
@@ -146,6 +144,7 @@ class Given(nn.Module):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         q, k, v = self.qkv(x).split([WIDTH, WIDTH // 2, WIDTH // 2], -1)
         q, k, v = (each.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for each in (q, k, v))
+        mask = mask[:, None, None] if mask.dim() == 2 else mask
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True, scale=0.6)
         return x + self.out(mixed.transpose(1, 2).flatten(-2))
 
@@ -187,6 +186,7 @@ class Model(nn.Module):
         causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
         masks = {
             "padding": padding[:, None, None],
+            "flat": padding,
             "both": padding[:, None, None] & causal,
             "causal": causal[None, None],
             "added": torch.zeros(LENGTH, LENGTH, dtype=dtype).masked_fill(~causal, -1e9)[None, None],
@@ -202,7 +202,7 @@ def job_of(model: Callable[[], nn.Module]) -> Job:
     y = torch.randint(0, WORDS, (16, LENGTH), generator=generator)
     return Job(
         name="written", model=model, train=TensorData(x=x, y=y), loss=cross_entropy,
-        optimizer=partial(torch.optim.AdamW, lr=0.01), global_batch=4, steps=4,
+        optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9), global_batch=4, steps=4,
     )  # fmt: skip
 
 
@@ -221,6 +221,7 @@ layer = partial(job_of, partial(Model, Layer))
 layer_weights = partial(job_of, partial(Model, partial(Layer, weights=True)))
 layer_second = partial(job_of, partial(Model, partial(Layer, first=False), first=False))
 mask_padding = partial(job_of, partial(Model, Given, mask="padding"))
+mask_flat = partial(job_of, partial(Model, Given, mask="flat"))
 mask_both = partial(job_of, partial(Model, Given, mask="both"))
 mask_causal = partial(job_of, partial(Model, Given, mask="causal"))
 mask_added = partial(job_of, partial(Model, Given, mask="added"))

@@ -48,6 +48,7 @@ class SequenceCut:
         """What was gathered since the last `take`: keys and values of attention written by hand, the stream behind the
         last block."""
         self._programs: dict[Any, Any] = {}
+        self._attending = False
         self._cut: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for path in local:
             block = model.get_submodule(path)
@@ -112,24 +113,23 @@ class SequenceCut:
     def _as_part(self, x: torch.Tensor, place: Places) -> torch.Tensor:
         """A result that the module made for all positions, where one for this rank's own is expected."""
         dim, inner = place
-        if x.shape[dim] % (self.plan.length * inner):
-            return x
-        return self.slice_along(x, Cut(dim, (self.plan.length * inner,) * (x.shape[dim] // self.plan.length // inner)),
-                                self.plan.length)
+        each = self.plan.length * inner
+        outer, left = divmod(x.shape[dim], each)
+        return x if left or not outer else self.slice_along(x, Cut(dim, (each,) * outer), self.plan.length)
 
     def slice_along(self, x: torch.Tensor, cut: Cut, length: int) -> torch.Tensor:
         """This rank's positions of a tensor that has all of them along a dimension (outer, positions, inner)."""
         outer, inner = factors(cut, length)
-        if not self.balanced(length):
-            own = length // self.members.size
-            wide = x if outer == inner == 1 else x.unflatten(cut.dim, (outer, length, inner))
-            at = cut.dim if outer == inner == 1 else cut.dim + 1
-            part = wide.narrow(at, self.members.index * own, own)
-        else:
-            wide = x if outer == inner == 1 else x.unflatten(cut.dim, (outer, length, inner))
-            at = cut.dim if outer == inner == 1 else cut.dim + 1
-            part = wide.index_select(at, self.positions(length, x.device))
-        return part if outer == inner == 1 else part.flatten(cut.dim, cut.dim + 2)
+        if outer == inner == 1:
+            return self._own_view(x, cut.dim)
+        wide = x.unflatten(cut.dim, (outer, length, inner))
+        return self._own_view(wide, cut.dim + 1).flatten(cut.dim, cut.dim + 2)
+
+    def _own_view(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        if self.balanced(x.shape[dim]):
+            return self.own(x, dim)
+        size = x.shape[dim] // self.members.size
+        return x.narrow(dim, self.members.index * size, size)
 
     def gather_along(self, x: torch.Tensor, cut: Cut, length: int) -> torch.Tensor:
         """All positions of a tensor of which each rank holds its own."""
@@ -201,7 +201,11 @@ class SequenceCut:
         if k.shape[1] == 1 and q.shape[1] > 1:
             given["enable_gqa"] = True  # One head of keys for all: plain attention broadcasts it.
         length = q.shape[-2] * self.members.size
-        return BY_METHOD[self.method](q, k, v, self.members, balanced=self.balanced(length), **given)
+        self._attending = True
+        try:
+            return BY_METHOD[self.method](q, k, v, self.members, balanced=self.balanced(length), **given)
+        finally:
+            self._attending = False
 
     def take(self) -> tuple[list[AttentionCall], list[Crossing]]:
         """What crossed the ranks since the last take."""
@@ -218,6 +222,6 @@ class _Attention(TorchFunctionMode):
         self.cut = cut
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention:
+        if func is F.scaled_dot_product_attention and not self.cut._attending:
             return self.cut.attend(args, kwargs or {})
         return func(*args, **(kwargs or {}))

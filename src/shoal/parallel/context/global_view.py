@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -120,7 +121,7 @@ class GlobalView(TorchFunctionMode):
         return self.cut.slice_along(x, cut, self.length)
 
     def _program(self, func: Any, leaves: list[Any], shape: TreeSpec) -> _Program | None:
-        key = (func, shape, _autocast(), torch.is_grad_enabled(), tuple(self._key(leaf, leaves) for leaf in leaves))
+        key = (func, shape, _autocast(), tuple(self._key(leaf, leaves) for leaf in leaves))
         try:
             known = key in self.programs
         except TypeError:  # An argument that cannot be hashed.
@@ -135,16 +136,18 @@ class GlobalView(TorchFunctionMode):
         if not isinstance(leaf, torch.Tensor):
             return type(leaf), leaf
         same = next(n for n, other in enumerate(leaves) if other is leaf)
-        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, self.cuts.get(leaf), same
+        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, self.cuts.get(leaf), same
 
     def _followed(self, func: Any, leaves: list[Any], shape: TreeSpec) -> _Program | None:
         """The function as operations; None if it looks at values, and so needs its arguments in full."""
         mode, recorder = FakeTensorMode(allow_non_fake_inputs=True), Recorder()
         made: dict[int, torch.Tensor] = {}
-        with mode:
+        # Recomputation counts what is saved and remembers operations; these are no part of the forward.
+        with _disable_current_modes(), torch.no_grad(), mode:
             for leaf in leaves:
                 if isinstance(leaf, torch.Tensor) and id(leaf) not in made:
-                    made[id(leaf)] = _placeholder(leaf, self._global_shape(leaf))
+                    size = self._global_shape(leaf)
+                    made[id(leaf)] = torch.empty(size, dtype=leaf.dtype, device=leaf.device)
             fakes = [made[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
             values = {number: recorder.value_of(fake) for number, fake in enumerate(fakes) if _is_tensor(fake)}
             args, kwargs = tree_unflatten(fakes, shape)
@@ -270,19 +273,9 @@ def _autocast() -> Any:
     return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
 
 
-def _placeholder(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Without memory, of the same kind; no leaf, so that code may write into it."""
-    made = torch.empty(shape, dtype=x.dtype, device=x.device)
-    return made.requires_grad_().clone() if x.requires_grad else made
-
-
 def _resized(op: Op, x: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    if op.name == "expand":
-        return x.expand(sizes)
-    try:
-        return x.view(sizes)
-    except RuntimeError:  # Parts need not lie in memory as the full sequence would.
-        return x.reshape(sizes)
+    # Parts need not lie in memory as the full sequence would: reshape copies where a view cannot be.
+    return x.expand(sizes) if op.name == "expand" else x.reshape(sizes)
 
 
 def _size(shape: tuple[int, ...], dim: int | None = None) -> Any:
