@@ -23,7 +23,6 @@ from shoal.parallel.global_loss import GlobalLoss
 from shoal.parallel.pipeline.pipedream import PipeDream
 from shoal.strategy import Strategy, recompute
 from shoal.workload.blocks import blocks
-from shoal.workload.crossings import Crossing
 
 
 def shard_table(job: Job, strategy: Strategy, engine: Engine, calls: Sequence[Call]) -> ShardTable:
@@ -121,10 +120,8 @@ def axis_calls(strategy: Strategy, engine: Engine) -> Iterator[Call]:
     if cut.sequence is not None:
         calls, gathered = cut.sequence.take()
         yield from attention_calls(calls, cut.sequence.method, _group(placement.context))
-        for size, learns in gathered:
-            yield from crossing_calls(
-                _group(placement.context), {Crossing(how="gather", whole_bytes=size, gradient=learns): 1}
-            )
+        for crossing in gathered:
+            yield from crossing_calls(_group(placement.context), {crossing: 1})
     yield from expert_traffic(take_routed(engine.model))
 
 

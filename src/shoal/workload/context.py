@@ -1,8 +1,9 @@
 """What context parallelism may cut of a model: the sequence, from the first block to the last one, or to the loss.
 
 Inside the blocks every operation but attention must treat positions one by one. What else a block is given for every
-position (rotary tables, masks) is cut along with the sequence where a block gets it as an argument; what the block's
-own code makes for all positions cannot be. Behind the blocks the sequence stays cut if the loss treats positions one by
+position (rotary tables, masks) is cut along with the sequence where a block gets it as an argument. A module that
+writes attention out itself, or makes masks and tables for it, is not looked into: it runs as if it had the full
+sequence (`global_view.py`). Behind the blocks the sequence stays cut if the loss treats positions one by
 one, else it is gathered.
 """
 
@@ -11,16 +12,33 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from torch import nn
+
 from shoal.workload.blocks import blocks
 from shoal.workload.cuts import Cut
-from shoal.workload.recorded import Call, Op, Trace
+from shoal.workload.global_view import CannotFollow, factors, follow, is_regular
+from shoal.workload.recorded import Attention, Call, Op, Trace
 from shoal.workload.tensor.segments import NeedsSegments, Refuted
 from shoal.workload.tensor.spread import Graph
+from shoal.workload.written_attention import holders
 
 VIEWS = ("expand", "slice", "view", "unsqueeze", "_to_copy")
 
 Leaves = dict[int, int]
 """Argument of a block, laid flat -> the dimension that is the sequence."""
+
+
+Places = tuple[int, int]
+"""Of a cut tensor: its dimension that holds the positions, and how many elements of that dimension each has."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Holder:
+    """A module that holds attention and runs as if it had the full sequence."""
+
+    arguments: Mapping[int, Places]
+    """Its arguments that are cut, laid flat."""
+    results: Mapping[int, Places]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +60,8 @@ class ContextPlan:
     """Entries of the batch that the loss reads position by position -> their dimension; None: the loss needs the whole
     sequence, which is gathered behind the last block."""
     why_whole: str = ""
+    holders: Mapping[str, Holder] = field(default_factory=dict)
+    """Modules that write attention out themselves."""
 
 
 @dataclass
@@ -50,6 +70,8 @@ class _Follower:
     calls: list[Call]
     closed: list[Call]
     """Calls that are not looked into: what they give back is cut as what they are given."""
+    holders: list[Call] = field(default_factory=list)
+    """Calls that run as if they had the full sequence, in order."""
     cuts: dict[int, Cut] = field(default_factory=dict)
     extras: dict[str, Leaves] = field(default_factory=dict)
     open_values: list[int] = field(default_factory=list)
@@ -57,45 +79,131 @@ class _Follower:
     def call_at(self, op: int) -> Call | None:
         return next((call for call in self.calls if call.first <= op < call.stop), None)
 
+    def attention(self) -> list[Attention]:
+        """Calls of scaled_dot_product_attention outside the holders."""
+        return [a for a in self.graph.trace.attention if not any(c.first <= a.first < c.stop for c in self.holders)]
+
 
 class CannotCutSequence(ValueError):
     """Some operation needs the whole sequence."""
 
 
+class _Made(CannotCutSequence):
+    """An operation meets what the model's code made for the positions that it sees."""
+
+    def __init__(self, reason: str, op: int) -> None:
+        super().__init__(reason)
+        self.op = op
+
+
 def context_plan(trace: Trace, *, by_position: Collection[str] = ()) -> ContextPlan:
     """Raises CannotCutSequence, with the module and the reason, where the model mixes positions outside attention.
     `by_position`: modules known to treat positions one by one, whatever their code looks like (experts)."""
-    paths = {path for path, _ in blocks(trace.model)}
-    inside = {attention.module for attention in trace.attention}
-    calls = [c for c in trace.calls if c.path in paths and any(_within(c, m) for m in inside)]
-    if not trace.attention:
-        raise CannotCutSequence(
-            "no attention was found: it must be called as scaled_dot_product_attention for ranks to share a sequence"
-        )
+    graph = Graph(trace)
+    written = _written(graph)
+    while True:
+        try:
+            return _plan(graph, written, by_position)
+        except _Made as refusal:
+            # Masks and tables that the code makes for attention come out right where it has the full sequence.
+            more = _holder_of(graph, refusal.op, written)
+            if more is None:
+                raise
+            written = sorted([*written, *more], key=lambda call: call.first)
+
+
+def _plan(graph: Graph, written: list[Call], by_position: Collection[str]) -> ContextPlan:
+    trace = graph.trace
+    inside = {attention.module for attention in trace.attention} | {call.path for call in written}
+    calls = [c for c in _block_calls(trace) if any(_within(c, m) for m in inside)]
+    if not inside:
+        raise CannotCutSequence(_no_attention(trace))
     outside = next((m for m in inside if not any(_within(call, m) for call in calls)), None)
     if outside is not None:
-        raise CannotCutSequence(f"{outside} attends outside the blocks")
+        raise CannotCutSequence(f"{named(trace.model, outside)} attends outside the blocks")
     repeated = next((call.path for call in calls if len(trace.calls_of(call.path)) > 1), None)
     if repeated is not None:
         raise CannotCutSequence(f"{repeated} runs several times, so its ends are not those of the blocks")
-    graph = Graph(trace)
     stream, leaf = _stream(trace, calls[0])
     shape = trace.values[stream].shape
     beside = [n for n in graph.users.get(stream, ()) if n >= calls[0].stop and graph.live[n]]
     if beside:
-        where = trace.ops[beside[0]].module or "the model"
+        where = named(trace.model, trace.ops[beside[0]].module)
         raise CannotCutSequence(f"what {calls[0].path} is given is used beside it, by {where}, for all positions")
-    dim = 1 if shape[0] == trace.samples else 0
-    follower = _Follower(graph, calls, [call for call in trace.calls if call.path in by_position])
+    dim = _sequence_dim(trace, stream)
+    closed = [call for call in trace.calls if call.path in by_position]
+    torn = next((c.path for c in written for e in closed if c.first <= e.first and e.stop <= c.stop), None)
+    if torn is not None:
+        raise CannotCutSequence(f"{torn} holds attention written out and experts in one module; make them two modules")
+    follower = _Follower(graph, calls, closed, written)
     masks = _through_blocks(follower, stream, Cut(dim, (shape[dim],)))
     batch, why = _to_the_loss(graph, calls[-1], follower.cuts)
     if batch is None:
         _require_one_stream(graph, calls[-1], follower.cuts, why)
     return ContextPlan(
         length=shape[dim], dim=dim, blocks=tuple(call.path for call in calls), stream=leaf,
-        extras=follower.extras, masks=masks, causal=any(a.causal or a.mask is not None for a in trace.attention),
-        batch=batch, why_whole=why,
+        extras=follower.extras, masks=masks, causal=any(a.causal or _has_rows(graph, a) for a in trace.attention),
+        batch=batch, why_whole=why, holders=_holder_plans(follower, shape[dim]),
     )  # fmt: skip
+
+
+def _has_rows(graph: Graph, attention: Attention) -> bool:
+    """Whether its mask differs from position to position, as a causal one does; one that hides padding does not."""
+    return attention.mask is not None and graph.values[attention.mask].shape[-2] > 1
+
+
+def named(model: nn.Module, path: str) -> str:
+    """A module as a message names it; the root has no path."""
+    return path or f"the model itself (class {type(model).__name__})"
+
+
+def _block_calls(trace: Trace) -> list[Call]:
+    paths = {path for path, _ in blocks(trace.model)}
+    return [call for call in trace.calls if call.path in paths]
+
+
+def _sequence_dim(trace: Trace, stream: int) -> int:
+    return 1 if trace.values[stream].shape[0] == trace.samples else 0
+
+
+def _written(graph: Graph) -> list[Call]:
+    """The calls that hold attention written out, in the blocks."""
+    found: list[Call] = []
+    for call in _block_calls(graph.trace):
+        try:
+            stream, _ = _stream(graph.trace, call)
+        except CannotCutSequence:
+            continue
+        dim = _sequence_dim(graph.trace, stream)
+        found += holders(graph, call, stream, Cut(dim, (graph.values[stream].shape[dim],)))
+    return found
+
+
+def _holder_of(graph: Graph, op: int, written: list[Call]) -> list[Call] | None:
+    """All calls of the modules that call attention like the one in which an operation lies; None if none does, or they
+    are known."""
+    trace = graph.trace
+    within = [a.module for a in trace.attention for c in trace.calls_of(a.module) if c.first <= op < c.stop]
+    if not within:
+        return None
+    kind = type(trace.model.get_submodule(within[0]))
+    same = {a.module for a in trace.attention if type(trace.model.get_submodule(a.module)) is kind}
+    more = [c for c in trace.calls if c.path in same and c not in written]
+    return more or None
+
+
+def _no_attention(trace: Trace) -> str:
+    """What was looked at, where nothing attends."""
+    found = _block_calls(trace)
+    if not found:
+        return (
+            "no attention was found, for the model has no blocks: modules in a list, each called with the sequence. "
+            "LayoutHints(blocks=...) names them"
+        )
+    return (
+        f"no attention was found: no product in {found[0].path} and its like compares positions of the sequence with "
+        "each other and is summed over them again"
+    )
 
 
 def _within(call: Call, module: str) -> bool:
@@ -113,13 +221,18 @@ def _through_blocks(follower: _Follower, stream: int, cut: Cut) -> dict[str, tup
     """Follows the cut from block to block, around attention; gives the masks that blocks are given."""
     graph, trace = follower.graph, follower.graph.trace
     first, stop = follower.calls[0].first, max(call.stop for call in follower.calls)
-    barred = {number for a in trace.attention for number in range(a.first, a.stop)}
-    barred |= {number for call in follower.closed for number in range(call.first, call.stop)}
+    attentions = follower.attention()
+    barred = {number for a in attentions for number in range(a.first, a.stop)}
+    barred |= {number for call in (*follower.closed, *follower.holders) for number in range(call.first, call.stop)}
     follower.cuts = {stream: cut}
     follower.open_values = [stream]
-    while follower.open_values:
+    waiting = list(follower.holders)
+    while follower.open_values or waiting:
+        if not follower.open_values:
+            _hold(follower, waiting.pop(0), cut.size, first)
+            continue
         value = follower.open_values.pop(0)
-        for attention in trace.attention:
+        for attention in attentions:
             if value == attention.query:
                 _enter(follower, attention.output, follower.cuts[value], first)
         for call in follower.closed:
@@ -132,7 +245,7 @@ def _through_blocks(follower: _Follower, stream: int, cut: Cut) -> dict[str, tup
             if number not in barred:
                 _step(follower, number, value, first)
     masks: dict[str, tuple[int, ...]] = {}
-    for attention in trace.attention:
+    for attention in attentions:
         for operand in (attention.query, attention.key, attention.value):
             there = follower.cuts.get(operand)
             if there is None or there.dim != len(trace.values[operand].shape) - 2:
@@ -140,11 +253,86 @@ def _through_blocks(follower: _Follower, stream: int, cut: Cut) -> dict[str, tup
         if attention.mask is not None:
             block = follower.call_at(attention.first)
             assert block is not None
-            leaf = _argument_behind(graph, block, attention.mask)
+            leaf = _mask_argument(graph, block, attention.mask)
             if leaf is None:
-                raise CannotCutSequence(f"{attention.module} makes its own mask, for the positions that it sees")
+                why = f"{attention.module} makes its own mask, for the positions that it sees"
+                raise _Made(why, attention.first)
             masks[block.path] = (*masks.get(block.path, ()), leaf)
     return masks
+
+
+def _hold(follower: _Follower, call: Call, length: int, first: int) -> None:
+    """What a module that holds attention gives back, from the cuts of what it is given."""
+    _, results = _through_holder(follower, call, length)
+    for value, cut in results.items():
+        _enter(follower, value, cut, first)
+
+
+def _through_holder(follower: _Follower, call: Call, length: int) -> tuple[dict[int, Cut], dict[int, Cut]]:
+    """Arguments and results of a holder that are cut."""
+    graph = follower.graph
+    given: dict[int, Cut] = {}
+    for value in call.arguments:
+        cut = _given_cut(follower, call, value) if value is not None else None
+        if value is not None and cut is not None:
+            given[value] = cut
+    ops = [op for op in graph.ops[call.first : call.stop] if graph.live[op.number]]
+    try:
+        walk = follow(graph, ops, given, length, attention=graph.trace.attention)
+    except CannotFollow as refusal:
+        raise CannotCutSequence(str(refusal)) from None
+    results = {value: walk.cuts[value] for value in call.results if value is not None and value in walk.cuts}
+    for value, cut in walk.cuts.items():
+        if value in given or value in results:
+            continue
+        if any(n >= call.stop and graph.live[n] for n in graph.users.get(value, ())):
+            maker = graph.ops[graph.values[value].producer]
+            raise CannotCutSequence(
+                f"a result of {maker.name} in {maker.module}, cut along dimension {cut.dim}, is used behind "
+                f"{call.path}, which does not give it back"
+            )
+    return given, results
+
+
+def _given_cut(follower: _Follower, call: Call, value: int) -> Cut | None:
+    """How an argument of a holder is cut, be it because the block's own argument is."""
+    if value in follower.cuts:
+        return follower.cuts[value]
+    block = follower.call_at(call.first)
+    if block is None or call is block:
+        dims = follower.extras.get(call.path, {})
+        leaf = call.arguments.index(value)
+        return Cut(dims[leaf], (follower.graph.values[value].shape[dims[leaf]],)) if leaf in dims else None
+    leaf_behind = _argument_behind(follower.graph, block, value)
+    dim = follower.extras.get(block.path, {}).get(leaf_behind) if leaf_behind is not None else None
+    if dim is None or leaf_behind is None:
+        return None
+    source = block.arguments[leaf_behind]
+    assert source is not None
+    shape = follower.graph.values[value].shape
+    at = dim + len(shape) - len(follower.graph.values[source].shape)
+    return Cut(at, (shape[at],))
+
+
+def _holder_plans(follower: _Follower, length: int) -> dict[str, Holder]:
+    found: dict[str, Holder] = {}
+    for call in follower.holders:
+        given, results = _through_holder(follower, call, length)
+        irregular = next((v for v, cut in {**given, **results}.items() if not is_regular(cut, length)), None)
+        if irregular is not None:
+            shape = list(follower.graph.values[irregular].shape)
+            raise CannotCutSequence(f"{call.path} is given or gives back {shape}, in which positions are no dimension")
+        holder = Holder(
+            arguments={n: _places(given[v], length) for n, v in enumerate(call.arguments) if v in given},
+            results={n: _places(results[v], length) for n, v in enumerate(call.results) if v in results},
+        )
+        if found.setdefault(call.path, holder) != holder:
+            raise CannotCutSequence(f"{call.path} is called in two ways, with other arguments cut")
+    return found
+
+
+def _places(cut: Cut, length: int) -> Places:
+    return cut.dim, factors(cut, length)[1]
 
 
 def _past(follower: _Follower, call: Call, value: int, first: int) -> None:
@@ -171,6 +359,21 @@ def _argument_behind(graph: Graph, call: Call, value: int) -> int | None:
     return call.arguments.index(value)
 
 
+def _mask_argument(graph: Graph, call: Call, mask: int) -> int | None:
+    """The block's argument that a mask is. Rows are cut where the argument has them, so the code between may neither
+    make them nor choose among them."""
+    leaf = _argument_behind(graph, call, mask)
+    source = call.arguments[leaf] if leaf is not None else None
+    if source is None or graph.values[source].shape[-2:] != graph.values[mask].shape[-2:]:
+        return None
+    while mask != source:
+        op = graph.ops[graph.values[mask].producer]
+        if op.name == "slice":
+            return None
+        mask = op.inputs[0]
+    return leaf
+
+
 def _step(follower: _Follower, number: int, value: int, first: int) -> None:
     graph = follower.graph
     op = graph.ops[number]
@@ -194,20 +397,21 @@ def _step(follower: _Follower, number: int, value: int, first: int) -> None:
             leaf = _argument_behind(graph, call, other) if call is not None else None
             if call is None or leaf is None or made.learned:
                 what = made.name or f"a tensor of {list(made.shape)}"
-                raise CannotCutSequence(f"{where} meets {what}, which is there for all positions and is no argument")
+                raise _Made(f"{where} meets {what}, which is there for all positions and is no argument", number)
             follower.extras.setdefault(call.path, {})[leaf] = found.dim
             continue
-        _enter(follower, other, found, first)
+        _enter(follower, other, found, first, at=number)
 
 
-def _enter(follower: _Follower, value: int, cut: Cut, first: int) -> None:
+def _enter(follower: _Follower, value: int, cut: Cut, first: int, *, at: int = -1) -> None:
     if value in follower.cuts:
         return
     made = follower.graph.values[value]
     depends = made.learned or any(v in follower.cuts for v in _sources(follower.graph, value))
     if made.source != "op" or not (depends or follower.graph.ops[made.producer].inputs):
-        where = follower.graph.ops[made.producer].module if made.producer >= 0 else "the model"
-        raise CannotCutSequence(f"{where} makes a tensor for the positions that it sees, of {list(made.shape)}")
+        maker = follower.graph.ops[made.producer].module if made.producer >= 0 else ""
+        where = named(follower.graph.trace.model, maker)
+        raise _Made(f"{where} makes a tensor for the positions that it sees, of {list(made.shape)}", at)
     follower.cuts[value] = cut
     follower.open_values.append(value)
 

@@ -22,9 +22,13 @@ from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
 from shoal.parallel.collectives import gather
 from shoal.parallel.context.attention import BY_METHOD, positions
+from shoal.parallel.context.global_view import GlobalView
 from shoal.parallel.recompute import recomputing
 from shoal.workload.attention import AttentionCall
-from shoal.workload.context import ContextPlan
+from shoal.workload.context import ContextPlan, Holder, Places
+from shoal.workload.crossings import Crossing
+from shoal.workload.cuts import Cut
+from shoal.workload.global_view import factors
 
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
@@ -40,14 +44,21 @@ class SequenceCut:
         self.gathers = plan.batch is None
         self.calls: list[AttentionCall] = []
         """Attention since the last `take`."""
-        self.gathered: list[tuple[int, bool]] = []
-        """(bytes, whether a gradient comes back) of streams gathered behind the last block, since the last `take`."""
+        self.gathered: list[Crossing] = []
+        """What was gathered since the last `take`: keys and values of attention written by hand, the stream behind the
+        last block."""
+        self._programs: dict[Any, Any] = {}
+        self._attending = False
         self._cut: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for path in local:
             block = model.get_submodule(path)
             block.register_forward_pre_hook(partial(self._before, path), with_kwargs=True)
             if self.gathers and path == plan.blocks[-1]:
                 block.register_forward_hook(self._after)
+        for path, holder in plan.holders.items():
+            if any(path == block or path.startswith(f"{block}.") for block in local):
+                module = model.get_submodule(path)
+                module.forward = partial(self._hold, path, holder, module.forward)  # type: ignore[method-assign]
         model.forward = partial(self._forward, model.forward)  # type: ignore[method-assign]
 
     def balanced(self, length: int) -> bool:
@@ -73,6 +84,60 @@ class SequenceCut:
                 return forward(*args, **kwargs)
         finally:
             self._cut.clear()
+
+    def _hold(self, path: str, holder: Holder, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """A module that holds attention written by hand runs as if it had the full sequence."""
+        view = GlobalView(self, self.plan.length, self._programs)
+        leaves = tree_flatten((args, kwargs))[0]
+        for leaf, place in holder.arguments.items():
+            if leaf < len(leaves) and isinstance(leaves[leaf], torch.Tensor):
+                view.mark(leaves[leaf], self._as_cut(leaves[leaf], place))
+        with view:
+            output = forward(*args, **kwargs)
+        results, shape = tree_flatten(output)
+        for leaf, place in holder.results.items():
+            x = results[leaf] if leaf < len(results) else None
+            if isinstance(x, torch.Tensor) and x not in view.cuts:
+                results[leaf] = self._as_part(x, place)
+        return tree_unflatten(results, shape)
+
+    def _as_cut(self, x: torch.Tensor, place: Places) -> Cut:
+        """How a part is cut, as the full tensor shows it."""
+        dim, inner = place
+        length = self.plan.length
+        own = length // self.members.size * inner
+        # With sequence=True the ranks of tp have cut it once more; what they gather is this rank's part again.
+        outer = max(1, x.shape[dim] // own)
+        return Cut(dim, (length * inner,) * outer)
+
+    def _as_part(self, x: torch.Tensor, place: Places) -> torch.Tensor:
+        """A result that the module made for all positions, where one for this rank's own is expected."""
+        dim, inner = place
+        each = self.plan.length * inner
+        outer, left = divmod(x.shape[dim], each)
+        return x if left or not outer else self.slice_along(x, Cut(dim, (each,) * outer), self.plan.length)
+
+    def slice_along(self, x: torch.Tensor, cut: Cut, length: int) -> torch.Tensor:
+        """This rank's positions of a tensor that has all of them along a dimension (outer, positions, inner)."""
+        outer, inner = factors(cut, length)
+        if outer == inner == 1:
+            return self._own_view(x, cut.dim)
+        wide = x.unflatten(cut.dim, (outer, length, inner))
+        return self._own_view(wide, cut.dim + 1).flatten(cut.dim, cut.dim + 2)
+
+    def _own_view(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        if self.balanced(x.shape[dim]):
+            return self.own(x, dim)
+        size = x.shape[dim] // self.members.size
+        return x.narrow(dim, self.members.index * size, size)
+
+    def gather_along(self, x: torch.Tensor, cut: Cut, length: int) -> torch.Tensor:
+        """All positions of a tensor of which each rank holds its own."""
+        outer, inner = factors(cut, length)
+        if outer == inner == 1:
+            return self._gather(x, cut.dim)
+        wide = x.unflatten(cut.dim, (outer, -1, inner))
+        return self._gather(wide, cut.dim + 1).flatten(cut.dim, cut.dim + 2)
 
     def _before(self, path: str, block: nn.Module, args: Any, kwargs: Any) -> Any:
         plan = self.plan
@@ -103,16 +168,23 @@ class SequenceCut:
             if done or not isinstance(x, torch.Tensor) or x.dim() != 3:
                 return x
             done = True
-            return self._gather(x)
+            return self._gather(x, self.plan.dim)
 
         return tree_map(whole, output)
 
-    def _gather(self, x: torch.Tensor) -> torch.Tensor:
-        dim, n = self.plan.dim, self.members.size
+    def _gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        if x.dtype == torch.bool:
+            return self._gather(x.to(torch.uint8), dim).to(torch.bool)
+        n = self.members.size
         length = x.shape[dim] * n
-        self.gathered.append((x.numel() * x.element_size() * n, x.requires_grad and torch.is_grad_enabled()))
+        if BOOK.phase != "evaluate":
+            learns = x.requires_grad and torch.is_grad_enabled()
+            size = x.numel() * x.element_size() * n
+            self.gathered.append(Crossing(how="gather", whole_bytes=size, gradient=learns, again=recomputing()))
         together = gather(x, self.members, dim)
         balanced = self.balanced(length)
+        if not balanced:
+            return together
         order = torch.cat([positions(length, n, i, balanced=balanced, device=x.device) for i in range(n)])
         return together.index_select(dim, order.argsort())
 
@@ -129,9 +201,13 @@ class SequenceCut:
         if k.shape[1] == 1 and q.shape[1] > 1:
             given["enable_gqa"] = True  # One head of keys for all: plain attention broadcasts it.
         length = q.shape[-2] * self.members.size
-        return BY_METHOD[self.method](q, k, v, self.members, balanced=self.balanced(length), **given)
+        self._attending = True
+        try:
+            return BY_METHOD[self.method](q, k, v, self.members, balanced=self.balanced(length), **given)
+        finally:
+            self._attending = False
 
-    def take(self) -> tuple[list[AttentionCall], list[tuple[int, bool]]]:
+    def take(self) -> tuple[list[AttentionCall], list[Crossing]]:
         """What crossed the ranks since the last take."""
         taken = self.calls, self.gathered
         self.calls, self.gathered = [], []
@@ -146,6 +222,6 @@ class _Attention(TorchFunctionMode):
         self.cut = cut
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention:
+        if func is F.scaled_dot_product_attention and not self.cut._attending:
             return self.cut.attend(args, kwargs or {})
         return func(*args, **(kwargs or {}))

@@ -21,6 +21,7 @@ from torch.utils.weak import TensorWeakRef
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
 from shoal.parallel.collectives import copy_in, gather, scatter_sum, sum_out
+from shoal.parallel.context.global_view import outside_global_view
 from shoal.parallel.recompute import recomputing
 from shoal.workload.crossings import Crossing, Tally
 
@@ -71,6 +72,7 @@ class RunningRegion:
         self._producers: list[Any] = []
         self._looked_into = False
 
+    @outside_global_view
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """What a column computes on in place of its input."""
         for known in self._entered:
@@ -82,6 +84,7 @@ class RunningRegion:
         self._entered.append(_Entered(TensorWeakRef(x), _version(x), torch.is_grad_enabled(), inside))
         return inside
 
+    @outside_global_view
     def bring_in(self, x: torch.Tensor) -> torch.Tensor:
         gradient = torch.is_grad_enabled() and x.requires_grad
         if gradient and not self._looked_into:
@@ -92,6 +95,7 @@ class RunningRegion:
         note(self.tally, "gather", x, times=self.members.size, gradient=gradient)
         return gather(x, self.members, self._dim_of(x))
 
+    @outside_global_view
     def leave(self, partial_sum: torch.Tensor) -> torch.Tensor:
         """A row's result, from this rank's partial sum of it."""
         # Whatever comes next into the columns belongs to another pass.
