@@ -46,7 +46,8 @@ from shoal.comm.network import DEFAULT, Network, agreed
 from shoal.comm.peers import Peers, Steps
 from shoal.comm.progress import Line, Task, note_ranks_here
 from shoal.comm.transport import emulated
-from shoal.comm.transport.connect import connect, job_secret
+from shoal.comm.transport.connect import connect
+from shoal.comm.transport.token import job_token
 from shoal.comm.vector import Vector, total_bytes
 from shoal.comm.wire import Algorithm, Hierarchical, even_payload
 from shoal.comm.work import NO_TIMEOUT, Collective
@@ -67,7 +68,8 @@ class ShoalGroup(CountedGroup):
         """The all-reduce of this group; `via=allreduce(...)` names one."""
         carrier = os.environ.get("SHOAL_CARRIER", "auto")
         joined = connect(
-            store, rank, size, channels=2, secret=job_secret(store, rank), timeout=timeout, carrier=carrier
+            store, rank, size, channels=2, token=job_token() if size > 1 else b"", name=name, timeout=timeout,
+            carrier=carrier,
         )  # fmt: skip
         note_ranks_here(max(len(host) for host in joined.hosts))
         collective, mail = joined.channels
