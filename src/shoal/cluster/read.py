@@ -38,7 +38,7 @@ def read_cluster(path: str | Path) -> Cluster:
         values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise BadCluster(f"{path}: {error.strerror or error}; name a file that can be read") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadCluster(f"{path} is not TOML: {error}") from None
     try:
         return cluster_of(values, name=Path(path).stem)

@@ -1,8 +1,8 @@
 """How the ranks of a group find each other: every pair is joined by links of its own.
 
-Ranks publish where they listen in the group's store, signed with the job's token; of each pair the higher rank calls the
-lower, and both prove that they hold the token (`handshake.py`) before anything else is sent. Listeners close as soon as
-the group is complete. Ranks of one host never touch the network.
+Ranks publish where they listen in the group's store, signed with the job's token. Of each pair the higher rank calls
+the lower, and both prove that they hold the token (`handshake.py`) before anything else is sent. Listeners close as
+soon as the group is complete. Ranks of one host never touch the network.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def connect(
             listeners.append(listening.enter_context(_listen_far()))
             address["far"] = listeners[-1].getsockname()[:2]
         current.set(f"address/{rank}", json.dumps(address))
-        calls = {}
+        calls: dict[tuple[int, int], Any] = {}
         for other, text in enumerate(_all_of(current, "address", range(rank), deadline, also=signed)):
             where = json.loads(text)
             place = "\0" + where["nearby"] if other in nearby else tuple(where["far"])
@@ -98,7 +98,9 @@ def connect(
     return Connected(links, tuple(tuple(ranks) for ranks in hosts.values()))
 
 
-def _all_of(signed: SignedStore, what: str, ranks: range, deadline: float, also: SignedStore | None = None) -> list[str]:
+def _all_of(
+    signed: SignedStore, what: str, ranks: range, deadline: float, also: SignedStore | None = None
+) -> list[str]:
     """The values of a key of several ranks; meanwhile those of `also` are looked after, too."""
     keys = [f"{what}/{other}" for other in ranks]
     try:

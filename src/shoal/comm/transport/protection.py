@@ -45,7 +45,7 @@ def available(environment: Mapping[str, str] = os.environ) -> list[str]:
     if asked == OFF:
         return [OFF]
     if asked and asked not in METHODS:
-        raise WrongProtection(f"SHOAL_LINK_AUTH is {asked!r}: expected off, {', '.join(METHODS)}, or unset for the best")
+        raise WrongProtection(f"SHOAL_LINK_AUTH is {asked!r}: expected off, {', '.join(METHODS)} or nothing")
     try:
         import cryptography  # noqa: F401
     except ImportError:
