@@ -28,6 +28,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     cases = [{"strategy": "dp(3, zero=2)", "optimizer": "adamw", "dtype": "float64", "folder": str(root / "three")}]
     run_ranks(f"{TARGETS}:save_cases", {"cases": cases}, ranks=3)
     settings = {"job": "language:tiny", "strategy": "tp(2)", "folder": str(root / "cut"), "steps": 1}
+    settings |= {"checkpoint_every": 1, "evaluate_every": 0}
     run_ranks("shoal.train.loop:train_run", settings, ranks=2)
     return [*found, root / "three" / "step-00000003", *(root / "cut" / "checkpoints").iterdir()]
 

@@ -22,8 +22,9 @@ import re
 import shutil
 import stat
 from collections.abc import Sequence
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -148,7 +149,7 @@ def read_regular(path: Path, *, most: int) -> bytes:
         return file.read()
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """Opens a regular file to read it. Raises OSError, also for a link, pipe or device."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
