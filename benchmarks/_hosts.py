@@ -83,12 +83,13 @@ def torchrun(
     errors: int | None = subprocess.PIPE,
 ) -> list[subprocess.CompletedProcess[str]]:  # fmt: skip
     """Runs `torchrun ... -m words` on all hosts at once, to their ends. `errors=None` shows at once what they say."""
+    token = secrets.token_hex(16)
     started = [
         subprocess.Popen(
             ["ip", "netns", "exec", host.name, sys.executable, "-m", "torch.distributed.run",
              "--nnodes", str(len(hosts)), "--nproc-per-node", str(ranks_a_host), "--node-rank", str(number),
              "--master-addr", hosts[0].address, "--master-port", PORT, "-m", *words],
-            env={**environment, "GLOO_SOCKET_IFNAME": host.interface},
+            env={"SHOAL_TOKEN": token, **environment, "GLOO_SOCKET_IFNAME": host.interface},
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True,
         )
         for number, host in enumerate(hosts)

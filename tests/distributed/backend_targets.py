@@ -7,6 +7,7 @@ import os
 import random
 import resource
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -334,3 +335,55 @@ def over_hosts(arguments: dict[str, Any], channel: Channel) -> list[str]:
                 wrong.append(f"all-gather of {part} among {len(members)}")
     leave()
     return wrong
+
+
+def sparse_sums(arguments: dict[str, Any], channel: Channel) -> dict[str, Any]:
+    """Sums of sparse tensors against dense ones: no elements, all on one rank, repeated indices, dense rows, types."""
+    me = _joined(arguments)
+    wrong, counted = [], []
+    for dtype in (torch.float32, torch.float64, torch.int64):
+        for sparse_dim, shape in ((1, (11, 3)), (2, (5, 7)), (1, (13,))):
+            for least in (0, 1, 40):
+                draw = torch.Generator().manual_seed(7 * me.rank + least)
+                count = least * me.rank
+                at = torch.stack([torch.randint(0, size, (count,), generator=draw) for size in shape[:sparse_dim]])
+                values = torch.randint(-9, 9, (count, *shape[sparse_dim:]), generator=draw).to(dtype)
+                given = torch.sparse_coo_tensor(at, values, shape, check_invariants=True)
+                expected = given.to_dense()
+                dist.all_reduce(expected)
+                BOOK.take()
+                before = dist.group.WORLD.peers.sent.bytes
+                dist.all_reduce(given)
+                entered = sum(entry.bytes for entry in BOOK.take().entries.values())
+                counted.append([entered, dist.group.WORLD.peers.sent.bytes - before])
+                if not (given.is_coalesced() and torch.equal(given.to_dense(), expected)):
+                    wrong.append(f"{dtype} {shape} {least}")
+    try:
+        dist.all_reduce(torch.sparse_coo_tensor([[0]], [1.0], (2 + me.rank,), check_invariants=True))
+        told = ""
+    except ValueError as error:
+        told = str(error)
+    dist.barrier()
+    leave()
+    return {"wrong": wrong, "counted": counted, "told": told}
+
+
+def monitored(arguments: dict[str, Any], channel: Channel) -> dict[str, Any]:
+    """Monitored barriers: all come; some stay away; all come again."""
+    me = _joined(arguments)
+    group = dist.group.WORLD
+    group.monitored_barrier()
+    told = ""
+    if me.rank not in arguments["away"]:
+        try:
+            group.monitored_barrier(timedelta(seconds=1.0), wait_all_ranks=arguments["all"])
+        except RuntimeError as error:
+            told = str(error)
+    else:
+        group._monitored += 1  # A rank that was elsewhere: its next barrier is the others' next.
+    dist.barrier()
+    group.monitored_barrier()
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    leave()
+    return {"told": told, "sum": value.item()}

@@ -152,3 +152,33 @@ def test_a_hard_limit_on_descriptors_is_told_with_what_was_needed(ranks: Ranks) 
     ) as told:
         ranks(f"{TARGETS}:few_descriptors", {"hard": True}, ranks=2)
     assert told.value.for_user
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_sum_of_sparse_tensors_is_that_of_dense_ones(ranks: Ranks, world: int) -> None:
+    found = ranks(f"{TARGETS}:sparse_sums", ranks=world)
+    for rank in found:
+        assert rank["wrong"] == []
+        assert rank["told"].startswith("an all-reduce of sparse tensors: rank ")
+        assert all(abs(entered - sent) <= world for entered, sent in rank["counted"]), rank["counted"]
+
+
+@pytest.mark.parametrize(
+    ("away", "wait_for_all", "first", "others"),
+    [
+        ([2], False, "[Rank 0]: Rank 2 failed to pass monitoredBarrier in 1000 ms", "Rank 2 failed"),
+        ([1, 3], True, "[Rank 0]: Ranks 1, 3 failed to pass monitoredBarrier in 1000 ms", "Ranks 1, 3 failed"),
+        ([1, 3], False, "[Rank 0]: Rank 1 failed to pass monitoredBarrier in 1000 ms", "Rank 1 failed"),
+        ([0], False, "", "it did not answer in 1000 ms"),
+    ],
+)
+def test_a_monitored_barrier_names_the_ranks_that_did_not_arrive(
+    ranks: Ranks, away: list[int], wait_for_all: bool, first: str, others: str
+) -> None:
+    found = ranks(f"{TARGETS}:monitored", {"away": away, "all": wait_for_all}, ranks=4)
+    assert [each["sum"] for each in found] == [4.0] * 4
+    assert found[0]["told"] == first
+    for rank in {1, 2, 3} - set(away):
+        start = f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv"
+        assert found[rank]["told"].startswith(start)
+        assert others in found[rank]["told"]

@@ -9,6 +9,8 @@ import random
 import re
 import shutil
 import signal
+import socket
+import stat
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -430,6 +432,12 @@ def outside(manifest: dict[str, Any]) -> None:
         piece["file"] = "../secret.safetensors"
 
 
+def cut_among_many(manifest: dict[str, Any]) -> None:
+    cut = {"dim": 0, "segments": manifest["parameters"]["frozen"]["shape"]}
+    piece = next(piece for piece in manifest["pieces"] if piece["parameter"] == "frozen")
+    piece["part"] = {"cut": cut, "ranks": 10**9, "index": 0}
+
+
 FORGERIES: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda m: m.update(format=2), "has format 2, and this Shoal reads up to 1"),
     (lambda m: m["pieces"].pop(3), "is incomplete: elements of"),
@@ -439,6 +447,19 @@ FORGERIES: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda m: m.update(format="one"), "is not a checkpoint's manifest"),
     (outside, "names the file '../secret.safetensors'"),
     (lambda m: m["numbers"]["scale"].update(step=[1, "load"]), "as 'load', which is no number"),
+    (lambda m: m.update(step=-1), "step is -1: expected a whole number from 0"),
+    (lambda m: m.update(step=True), "step is True: expected a whole number"),
+    (lambda m: m.update(step=10**30), "step is 1000.*: expected a whole number"),
+    (lambda m: m.update(step=9), "is named after step 1, and its checkpoint.json says step 9"),
+    (lambda m: m["pieces"][0].update(stop=float("inf")), "Infinity is no JSON"),
+    (lambda m: m["pieces"][0].update(stop=10**300), "stop is 1000.*: expected a whole number"),
+    (lambda m: m.update(world=2), "world is 2: expected a whole number from 0 to 1"),
+    (lambda m: m["parameters"]["scale"].update(dtype="float32"), "'scale .* has type F64, not F32"),
+    (lambda m: m["buffers"]["mask"].update(shape=[1, 3]), r"'buffer mask' has shape \[3\], not \[1, 3\]"),
+    (lambda m: m["buffers"].pop("mask"), "the tensor 'buffer mask' is not in checkpoint.json"),
+    (lambda m: m["pieces"][0].update(tensor="absent"), "the tensor 'absent' is missing"),
+    (lambda m: m["parameters"]["scale"].update(shape=[2**40, 2**40]), "a tensor of shape"),
+    (cut_among_many, "ranks is 1000000000: expected a whole number from 1 to 1"),
 ]
 
 
@@ -451,6 +472,67 @@ def test_a_manifest_that_does_not_hold_together_is_refused(
     forge(copy, change)
     with pytest.raises(CheckpointBroken, match=expected):
         open_checkpoint(copy)
+
+
+def test_a_manifest_of_endless_depth_is_refused(copy: Path) -> None:
+    text = "[" * 200_000
+    (copy / "checkpoint.json").write_text(text)
+    (copy / "SHA256SUMS").write_text(f"{hashlib.sha256(text.encode()).hexdigest()}  checkpoint.json\n")
+    with pytest.raises(CheckpointBroken, match="is not a checkpoint's manifest"):
+        open_checkpoint(copy)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("name", ["checkpoint.json", "SHA256SUMS", TENSORS])
+@pytest.mark.parametrize("kind", ["pipe", "link", "device", "folder", "socket"])
+def test_what_is_not_a_regular_file_is_refused_and_nothing_waits_for_it(
+    copy: Path, name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = copy / name
+    path.rename(copy / "elsewhere")
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to(copy / "elsewhere")
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "socket":
+        listener = socket.socket(socket.AF_UNIX)
+        monkeypatch.chdir(copy)  # The names of sockets are short.
+        listener.bind(name)
+        listener.close()
+    else:
+        if os.geteuid() != 0:
+            pytest.skip("needs root to make a device")
+        os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 5))
+    with pytest.raises(CheckpointBroken, match=rf"{name} cannot be read: it is not a regular file"):
+        open_checkpoint(copy)
+
+
+def test_a_forged_checkpoint_takes_no_place_of_an_intact_one(tmp_path: Path) -> None:
+    engine = engine_for("serial")
+    save(tmp_path, engine, step=1, progress={}, keep=2)
+    for step in (2, 3, 4):
+        shutil.copytree(tmp_path / "step-00000001", tmp_path / f"step-0000000{step}")
+    forge(tmp_path / "step-00000003", lambda manifest: manifest.update(step=-3))
+    save(tmp_path, engine, step=5, progress={}, keep=2)
+    assert {"step-00000001", "step-00000005"} <= set(steps_in(tmp_path))
+    found = find_intact(tmp_path, lambda text: None)
+    assert found is not None
+    assert found.step == 5
+
+
+def test_a_file_of_another_step_or_rank_is_refused_though_its_checksums_are_right(tmp_path: Path) -> None:
+    engine = engine_for("serial")
+    for step in (1, 2):
+        save(tmp_path, engine, step=step, progress={})
+    first, second = (tmp_path / f"step-0000000{step}" for step in (1, 2))
+    shutil.copy(first / TENSORS, second / TENSORS)
+    data = (second / TENSORS).read_bytes()
+    entry = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    forge(second, lambda manifest: manifest["files"].update({TENSORS: entry}))
+    with pytest.raises(CheckpointBroken, match=rf"{TENSORS} was written as {TENSORS} of step 1"):
+        open_checkpoint(second)
 
 
 def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path: Path, intact: Path) -> None:
@@ -490,14 +572,12 @@ def test_the_newest_intact_one_is_found_and_broken_ones_are_named(tmp_path: Path
 def test_damage_that_one_rank_sees_is_everyones(tmp_path: Path) -> None:
     cases = [{"strategy": "dp(3, zero=2)", "optimizer": "adamw", "dtype": "float32", "folder": str(tmp_path)}]
     run_cases("save_cases", cases)
-    for step in (4, 5):
-        shutil.copytree(tmp_path / "step-00000003", tmp_path / f"step-0000000{step}")
-    data = bytearray((tmp_path / "step-00000005/rank-00002.safetensors").read_bytes())
+    data = bytearray((tmp_path / "step-00000003/rank-00002.safetensors").read_bytes())
     data[-1] ^= 128
-    (tmp_path / "step-00000005/rank-00002.safetensors").write_bytes(data)
+    (tmp_path / "step-00000003/rank-00002.safetensors").write_bytes(data)
     for ranks in (1, 3):
         results = run_ranks(f"{TARGETS}:only_one_rank_sees_damage", {"folder": str(tmp_path)}, ranks=ranks)
-        assert [step for step, _ in results] == [3] * ranks  # the copy's manifest still says 3
+        assert [step for step, _ in results] == [None] * ranks
         assert all(len(told) == 1 and "rank-00002.safetensors has been altered" in told[0] for _, told in results)
 
 

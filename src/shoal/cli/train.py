@@ -161,7 +161,7 @@ def _tell(rank: int, error: Exception) -> None:
     if failure.error.for_user and place is not None:
         digest = hashlib.sha256(str(error).encode()).hexdigest()
         with contextlib.suppress(RuntimeError):  # The store may be gone with the rank that held it.
-            if place.store.add(f"told/{digest}", 1) > 1:
+            if not place.store.claim(f"told/{digest}", str(rank)):
                 return
     if not failure.error.for_user:
         print(failure.error.traceback_text, file=sys.stderr)

@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
@@ -42,11 +43,14 @@ from shoal.comm.collectives.two_levels import has_two_levels, two_level_all_gath
 from shoal.comm.counted import CountedGroup
 from shoal.comm.laid_flat import Flat, as_few, even_parts, parts_by_rows
 from shoal.comm.mail import ANY, Mail
+from shoal.comm.monitored import monitored_barrier
 from shoal.comm.network import DEFAULT, Network, agreed
 from shoal.comm.peers import Peers, Steps
 from shoal.comm.progress import Line, Task, note_ranks_here
+from shoal.comm.sparse import SparsePart
 from shoal.comm.transport import emulated
-from shoal.comm.transport.connect import connect, job_secret
+from shoal.comm.transport.connect import connect
+from shoal.comm.transport.token import job_token
 from shoal.comm.vector import Vector, total_bytes
 from shoal.comm.wire import Algorithm, Hierarchical, even_payload
 from shoal.comm.work import NO_TIMEOUT, Collective
@@ -67,7 +71,8 @@ class ShoalGroup(CountedGroup):
         """The all-reduce of this group; `via=allreduce(...)` names one."""
         carrier = os.environ.get("SHOAL_CARRIER", "auto")
         joined = connect(
-            store, rank, size, channels=2, secret=job_secret(store, rank), timeout=timeout, carrier=carrier
+            store, rank, size, channels=2, token=job_token() if size > 1 else b"", name=name, timeout=timeout,
+            carrier=carrier,
         )  # fmt: skip
         note_ranks_here(max(len(host) for host in joined.hosts))
         collective, mail = joined.channels
@@ -80,6 +85,8 @@ class ShoalGroup(CountedGroup):
         self.line = Line(collective.values(), f"collectives of {name}")
         self.mail = Mail(mail, f"messages of {name}")
         self._timeout_s = timeout.total_seconds()
+        self._monitored = 0
+        """Monitored barriers so far."""
         sizes = {len(host) for host in hosts}
         self._per_host = sizes.pop() if len(sizes) == 1 else 1
 
@@ -127,6 +134,8 @@ class ShoalGroup(CountedGroup):
         tensors = listed(tensors)
         opts = options_of(opts, AllreduceOptions)
         operation, average = operation_of(opts.reduceOp)
+        if any(tensor.layout == torch.sparse_coo for tensor in tensors):
+            return self._allreduce_sparse(tensors, opts, average)
         ready = []
         for flat in as_few(tensors):
             algorithm = self._all_reduce_by(flat.nbytes)
@@ -141,6 +150,29 @@ class ShoalGroup(CountedGroup):
                 if average:
                     _divide(flat.tensor, self._size)
                 flat.restore()
+
+        return self._start("all_reduce", steps(), tensors, opts)
+
+    def allreduce_sparse(self, tensors: Any, opts: Any = None) -> Any:
+        return self.allreduce(tensors, opts)
+
+    def _allreduce_sparse(self, tensors: list[torch.Tensor], opts: Any, average: bool) -> Any:
+        """Indices and values of all ranks are gathered, and summed by every rank in the same order."""
+        if len(tensors) != 1 or not (average or opts.reduceOp == dist.ReduceOp.SUM):
+            raise ValueError("an all-reduce of sparse tensors takes one, and SUM or AVG; call to_dense() first")
+        mine = SparsePart(tensors[0])
+        about = [torch.zeros_like(mine.about) for _ in range(self._size)]
+        # Its size is known to no other rank, so that comes first.
+        self.allgather([about], [mine.about]).wait()
+        parts = mine.parts(about)
+        for own in (mine.indices, mine.values):
+            self._enter("all_gather", even_payload(bytes_to_others=own.nbytes * (self._size - 1), ranks=self._size))
+
+        def steps() -> Steps:
+            peers = self.peers.begin("all_gather")
+            yield from direct_all_gather(peers, Vector(mine.indices), [Vector(each) for each in parts.indices])
+            yield from direct_all_gather(peers, Vector(mine.values), [Vector(each) for each in parts.values])
+            parts.sum_into(tensors[0], divide_by=self._size if average else 1)
 
         return self._start("all_reduce", steps(), tensors, opts)
 
@@ -331,10 +363,15 @@ class ShoalGroup(CountedGroup):
         return self._start("barrier", steps(), [], options_of(opts, BarrierOptions))
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        opts = BarrierOptions()
-        if timeout is not None:
-            opts.timeout = timeout
-        self.barrier(opts).wait()
+        """A barrier after which rank 0 knows, and says, which ranks did not arrive in time. Raises NotAllArrived."""
+        self._monitored += 1
+        # To rank 0 and back: no bytes from each rank, a list of all ranks to each.
+        self._enter("gather", 0)
+        self._enter("scatter", self._size * 8 * self._size)
+        seconds = timeout.total_seconds() if timeout is not None and timeout > NO_TIMEOUT else self._timeout_s
+        monitored_barrier(
+            self.mail, self._rank, self._size, number=self._monitored, timeout_s=seconds, wait_all_ranks=wait_all_ranks
+        )  # fmt: skip
 
     # Between two
 

@@ -61,7 +61,7 @@ def read_calibration(path: Path | None = None) -> Calibration | None:
         raise _wrong(path, f"cannot be read ({error})") from error
     try:
         tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise _wrong(path, f"is not TOML ({error})") from error
     backend = _value(tables, ("backend", "fastest"), path)
     if backend not in BACKENDS:

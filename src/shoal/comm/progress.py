@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from shoal.comm.peers import Steps, Waits
 from shoal.comm.transfer import Send
-from shoal.comm.transport.link import Link, PeerLost
+from shoal.comm.transport.link import Link, LinkAltered, PeerLost
 
 SPIN_S = 300e-6
 """Longer than most waits between ranks in step, shorter than a time slice."""
@@ -164,7 +164,7 @@ class Line:
 
     def _fail(self, error: BaseException) -> None:
         """A stream that broke off in the middle of a message is of no more use, nor is what was to follow."""
-        if isinstance(error, PeerLost) and self._missed:
+        if isinstance(error, PeerLost) and not isinstance(error, LinkAltered) and self._missed:
             error = PeerLost(min(self._missed, key=self._missed.__getitem__))
         self._broken = error
         for link in self._links:

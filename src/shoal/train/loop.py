@@ -26,7 +26,7 @@ from shoal.train.checkpoint.buffers import average_buffers
 from shoal.train.checkpoint.exchange import exchange
 from shoal.train.checkpoint.restore import find_intact, restore
 from shoal.train.checkpoint.save import CheckpointFailed, save
-from shoal.train.checkpoint.saved import Checkpoint, open_checkpoint
+from shoal.train.checkpoint.saved import Checkpoint, CheckpointBroken, open_checkpoint
 from shoal.train.gate import cutting_axes
 from shoal.train.launch.join import join, leave
 from shoal.train.launch.watch import beat
@@ -83,6 +83,9 @@ def warning(text: str) -> dict[str, Any]:
 def require_job_of(checkpoint: Checkpoint, job: Job) -> None:
     """Refuses a checkpoint of another job, or of another order of the data."""
     of = checkpoint.progress
+    for key, types in (("job", (str,)), ("seed", (int,)), ("counter", (int,)), ("train_s", (int, float))):
+        if type(of.get(key)) not in types or (key in ("counter", "train_s") and not 0 <= of[key] < 2**62):
+            raise CheckpointBroken(f"{checkpoint.path} is no checkpoint of a run: its {key} is {of.get(key)!r}")
     if of["job"] != job.name or of["seed"] != job.seed:
         raise TrainingStopped(
             f"{checkpoint.path} is of job {of['job']!r} with seed {of['seed']}, but this is job {job.name!r} "

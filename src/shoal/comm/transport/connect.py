@@ -1,8 +1,8 @@
-"""How the ranks of a group find and recognise each other: every pair is joined by links of its own.
+"""How the ranks of a group find each other: every pair is joined by links of its own.
 
-Ranks publish where they listen in the group's store; of each pair the higher rank calls the lower. Both prove that
-they hold the job's secret before anything else is said, so a stranger who finds the port learns nothing. Listeners
-close as soon as the group is complete. Ranks of one host never touch the network.
+Ranks publish where they listen in the group's store, signed with the job's token. Of each pair the higher rank calls
+the lower, and both prove that they hold the token (`handshake.py`) before anything else is sent. Listeners close as
+soon as the group is complete. Ranks of one host never touch the network.
 """
 
 from __future__ import annotations
@@ -10,32 +10,29 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import hmac
-import ipaddress
 import json
 import os
 import secrets
 import socket
 import struct
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from shoal.comm.transport.descriptors import make_room
+from shoal.comm.transport.handshake import Recognised
 from shoal.comm.transport.link import Link
-from shoal.comm.transport.shared import SharedLink, offer, take
+from shoal.comm.transport.meeting import CannotConnect, Meeting
+from shoal.comm.transport.protection import METHODS, OFF, available, choose
+from shoal.comm.transport.signed_store import SignedStore, StoreTimeout
+from shoal.comm.transport.signed_tcp import SignedTcpLink
 from shoal.comm.transport.tcp import TcpLink
+from shoal.comm.transport.token import derive, is_loopback
 
 _SIOCGIFADDR = 0x8915
-_NONCE = 16
-_HELLO = struct.Struct("<II16s")
-"""Who calls, which of the pair's links this is to be, and something fresh to answer."""
 
-
-class CannotConnect(ConnectionError):
-    """The links of a group could not be made."""
+__all__ = ["CannotConnect", "Connected", "connect", "host_name", "own_address"]
 
 
 @dataclass(frozen=True)
@@ -47,22 +44,30 @@ class Connected:
 
 
 def connect(
-    store: Any, rank: int, size: int, *, channels: int, secret: bytes, timeout: timedelta, carrier: str = "auto"
-) -> Connected:
+    store: Any, rank: int, size: int, *, channels: int, token: bytes, name: str, timeout: timedelta,
+    carrier: str = "auto",
+) -> Connected:  # fmt: skip
     """Joins this rank to all others of its group. `carrier` is "auto", or "tcp" to do without shared memory."""
     links: tuple[dict[int, Link], ...] = tuple({} for _ in range(channels))
-    store.set(f"host/{rank}", host_name())
-    names = [store.get(f"host/{other}").decode() for other in range(size)]
-    hosts: dict[str, list[int]] = {}
-    for other, name in enumerate(names):
-        hosts.setdefault(name, []).append(other)
-    grouped = tuple(tuple(ranks) for ranks in hosts.values())
     if size == 1:
-        return Connected(links, grouped)
-    make_room(channels * (size - 1), what=f"joining rank {rank} to {size - 1} others by {channels} links each")
+        return Connected(links, ((0,),))
     deadline = time.monotonic() + timeout.total_seconds()
-    nearby = {other for other, name in enumerate(names) if name == names[rank] and carrier == "auto"} - {rank}
+    signed = SignedStore(store, token, "group", name, str(size))
+    # Something fresh from each rank: what was signed for an earlier group, or the proofs of one, are of no use here.
+    mine = {"host": host_name(), "fresh": secrets.token_hex(16), "protects": available()}
+    signed.set(f"host/{rank}", json.dumps(mine))
+    texts = _all_of(signed, "host", range(size), deadline)
+    about = [json.loads(text) for text in texts]
+    session = hashlib.sha256("\0".join(texts).encode()).hexdigest()
+    names = [each["host"] for each in about]
+    hosts: dict[str, list[int]] = {}
+    for other, host in enumerate(names):
+        hosts.setdefault(host, []).append(other)
+    protection = choose([each["protects"] for each in about])
+    make_room(channels * (size - 1), what=f"joining rank {rank} to {size - 1} others by {channels} links each")
+    nearby = {other for other, host in enumerate(names) if host == names[rank] and carrier == "auto"} - {rank}
     far = set(range(size)) - nearby - {rank}
+    current = signed.session(session)
     with contextlib.ExitStack() as listening:
         address: dict[str, Any] = {}
         listeners = []
@@ -72,13 +77,38 @@ def connect(
         if far:
             listeners.append(listening.enter_context(_listen_far()))
             address["far"] = listeners[-1].getsockname()[:2]
-        store.set(f"address/{rank}", json.dumps(address))
-        for other in range(rank):
-            theirs = json.loads(store.get(f"address/{other}"))
-            for channel in range(channels):
-                links[channel][other] = _call(theirs, other, rank, channel, secret, deadline, near=other in nearby)
-        _answer(listeners, links, rank, size, secret, deadline, nearby)
-    return Connected(links, grouped)
+        current.set(f"address/{rank}", json.dumps(address))
+        calls: dict[tuple[int, int], Any] = {}
+        for other, text in enumerate(_all_of(current, "address", range(rank), deadline, also=signed)):
+            where = json.loads(text)
+            place = "\0" + where["nearby"] if other in nearby else tuple(where["far"])
+            calls |= {(other, channel): place for channel in range(channels)}
+        expected = {(other, channel) for other in range(rank + 1, size) for channel in range(channels)}
+
+        def far_link(connection: socket.socket, known: Recognised) -> Link:
+            if protection == OFF:
+                return TcpLink(known.rank, connection)
+            tag = METHODS[protection]
+            return SignedTcpLink(known.rank, connection, tag(known.sends), tag(known.receives))
+
+        meeting = Meeting(rank, derive(token, "links", name, session), listeners, far_link)
+        meeting.while_waiting(current.look_after)
+        for (other, channel), link in meeting.run(calls, expected, deadline).items():
+            links[channel][other] = link
+    return Connected(links, tuple(tuple(ranks) for ranks in hosts.values()))
+
+
+def _all_of(
+    signed: SignedStore, what: str, ranks: range, deadline: float, also: SignedStore | None = None
+) -> list[str]:
+    """The values of a key of several ranks; meanwhile those of `also` are looked after, too."""
+    keys = [f"{what}/{other}" for other in ranks]
+    try:
+        found = signed.get_all(keys, deadline - time.monotonic(), also=also)
+    except StoreTimeout as error:
+        names = ", ".join(key.rpartition("/")[2] for key in error.keys)
+        raise CannotConnect(f"rank {names} did not say in time where it is to be reached") from error
+    return [found[key] for key in keys]
 
 
 def host_name() -> str:
@@ -89,13 +119,6 @@ def host_name() -> str:
     with contextlib.suppress(OSError):
         boot += f"/{os.stat('/proc/self/ns/net').st_ino}/{os.stat('/proc/self/ns/ipc').st_ino}"
     return f"{socket.gethostname()}/{boot}"
-
-
-def job_secret(store: Any, rank: int) -> bytes:
-    """What the ranks of a job alone know: its token, and a number drawn by its first rank."""
-    if rank == 0:
-        store.set("secret", secrets.token_hex(32))
-    return hashlib.sha256(os.environ.get("SHOAL_TOKEN", "").encode() + b"/" + bytes(store.get("secret"))).digest()
 
 
 def _listen_nearby() -> socket.socket:
@@ -127,11 +150,8 @@ def own_address() -> str:
                 raise CannotConnect(f"the network interface {interface!r} has no address: {error}") from error
             return socket.inet_ntoa(packed[20:24])
     master = os.environ.get("MASTER_ADDR", "")
-    if not master or master == "localhost":
-        return "127.0.0.1"
-    with contextlib.suppress(ValueError):
-        if ipaddress.ip_address(master).is_loopback:
-            return master
+    if is_loopback(master):
+        return "127.0.0.1" if master in ("", "localhost") else master
     try:
         family, kind, _, _, where = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -139,94 +159,3 @@ def own_address() -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise CannotConnect(f"no way leads to MASTER_ADDR {master!r}: {error}") from error
-
-
-def _call(
-    theirs: dict[str, Any], other: int, rank: int, channel: int, secret: bytes, deadline: float, *, near: bool
-) -> Link:
-    where = "\0" + theirs["nearby"] if near else tuple(theirs["far"])
-    family = socket.AF_UNIX if near else socket.AF_INET6 if ":" in where[0] else socket.AF_INET
-    connection = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        connection.settimeout(max(0.01, deadline - time.monotonic()))
-        connection.connect(where)
-        fresh = secrets.token_bytes(_NONCE)
-        hello = _HELLO.pack(rank, channel, fresh)
-        challenge = _exactly(connection, _NONCE)
-        connection.sendall(hello + _proof(secret, b"call", challenge + hello))
-        if not hmac.compare_digest(_exactly(connection, 32), _proof(secret, b"answer", fresh + challenge)):
-            raise CannotConnect(f"who answered as rank {other} does not hold this job's token")
-        if near:
-            link: Link = SharedLink(other, connection, take(connection), first=False)
-            connection.setblocking(False)
-            return link
-        return TcpLink(other, connection)
-    except OSError as error:
-        connection.close()
-        if isinstance(error, CannotConnect):
-            raise
-        raise CannotConnect(f"rank {rank} could not reach rank {other} at {where!r}: {error}") from error
-
-
-def _answer(
-    listeners: Sequence[socket.socket], links: tuple[dict[int, Link], ...], rank: int, size: int, secret: bytes,
-    deadline: float, nearby: set[int],
-) -> None:  # fmt: skip
-    for listener in listeners:
-        near = listener.family == socket.AF_UNIX
-        missing = {
-            (other, channel)
-            for other in range(rank + 1, size)
-            for channel in range(len(links))
-            if (other in nearby) == near
-        }
-        while missing:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                names = ", ".join(str(other) for other in sorted({other for other, _ in missing}))
-                raise CannotConnect(f"rank {rank} waited in vain for rank {names} to connect")
-            listener.settimeout(left)
-            try:
-                connection, _ = listener.accept()
-            except TimeoutError:
-                continue
-            caller = _recognise(connection, secret, min(10.0, left))
-            if caller not in missing:
-                connection.close()  # A stranger, or a caller who broke off: the right one will call yet.
-                continue
-            missing.discard(caller)
-            other, channel = caller
-            if near:
-                links[channel][other] = SharedLink(other, connection, offer(connection), first=True)
-                connection.setblocking(False)
-            else:
-                links[channel][other] = TcpLink(other, connection)
-
-
-def _recognise(connection: socket.socket, secret: bytes, patience_s: float) -> tuple[int, int] | None:
-    connection.settimeout(patience_s)
-    try:
-        challenge = secrets.token_bytes(_NONCE)
-        connection.sendall(challenge)
-        hello, proof = _exactly(connection, _HELLO.size), _exactly(connection, 32)
-        if not hmac.compare_digest(proof, _proof(secret, b"call", challenge + hello)):
-            return None
-        caller, channel, fresh = _HELLO.unpack(hello)
-        connection.sendall(_proof(secret, b"answer", fresh + challenge))
-        return caller, channel
-    except OSError:
-        return None
-
-
-def _proof(secret: bytes, role: bytes, said: bytes) -> bytes:
-    return hmac.digest(secret, role + said, "sha256")
-
-
-def _exactly(connection: socket.socket, count: int) -> bytes:
-    got = b""
-    while len(got) < count:
-        more = connection.recv(count - len(got))
-        if not more:
-            raise ConnectionError("the other process closed the connection")
-        got += more
-    return got

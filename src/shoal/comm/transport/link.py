@@ -27,6 +27,21 @@ class PeerLost(ConnectionError):
         self.peer = peer
 
 
+class LinkAltered(PeerLost):
+    """What arrived on a link is not what the peer has sent."""
+
+    for_user = True
+
+    def __init__(self, peer: int, block: int) -> None:
+        ConnectionError.__init__(
+            self,
+            f"the connection to rank {peer} was altered on its way: block {block} of what arrived is not signed with "
+            "this job's keys. Nothing of it was used, and the job ends; another process or device between the hosts "
+            "changes, repeats or drops bytes.",
+        )
+        self.peer, self.block = peer, block
+
+
 class Link(ABC):
     """Both directions between this rank and one peer."""
 

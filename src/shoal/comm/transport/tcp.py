@@ -17,12 +17,12 @@ class TcpLink(Link):
 
     polls_writing = True
 
-    def __init__(self, peer: int, connection: socket.socket) -> None:
+    def __init__(self, peer: int, connection: socket.socket, scratch: int = SCRATCH) -> None:
         self.peer = peer
         self._connection = connection
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._scratch: Bytes = np.empty(SCRATCH, dtype=np.uint8)
+        self._scratch: Bytes = np.empty(scratch, dtype=np.uint8)
         self._low = self._high = 0
         self._consumed = 0
         """Bytes of the stream so far: numbers lie in the scratch as they are aligned in the stream."""

@@ -29,7 +29,7 @@ def read_profile(name: str) -> Profile:
         return PROFILES[name]
     try:
         values = tomllib.loads(Path(name).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise BadProfile(f"the profile {name} cannot be read: {error}") from error
     known = {field.name for field in fields(Profile)}
     for key, value in values.items():

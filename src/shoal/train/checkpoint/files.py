@@ -13,13 +13,16 @@ does not give their checksum, and hides the operating system's error number.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
 import os
 import re
 import shutil
+import stat
 from collections.abc import Sequence
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +68,17 @@ def from_json(value: Any) -> Any:
             return float(value["float"])
         return {key: from_json(entry) for key, entry in value.items()}
     return [from_json(entry) for entry in value] if isinstance(value, list) else value
+
+
+def about_file(step: int, name: str) -> dict[str, str]:
+    """What a tensor file says of itself, so that one of another rank or step is not taken for it."""
+    return {"step": str(step), "file": name}
+
+
+def step_of(path: Path) -> int | None:
+    """The step that a checkpoint's name says; None if it has another name."""
+    match = _STEP.fullmatch(path.name.removesuffix(REPLACED))
+    return int(match[1]) if match else None
 
 
 def folder_of(folder: Path, step: int) -> Path:
@@ -127,6 +141,28 @@ def checksums_text(manifest_sha256: str, files: dict[str, str]) -> str:
     return "".join(f"{digest}  {name}\n" for name, digest in {MANIFEST: manifest_sha256, **files}.items())
 
 
+def read_regular(path: Path, *, most: int) -> bytes:
+    """The bytes of a regular file. A link, pipe or device in its place is refused, and nothing waits for one."""
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > most:
+            raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
+        return file.read()
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Opens a regular file to read it. Raises OSError, also for a link, pipe or device."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise OSError(error.errno, "it is not a regular file", str(path)) from error
+        raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return open(handle, "rb")
+
+
 def sync_folder(folder: Path) -> None:
     """Flushes the names in a folder to the disk."""
     handle = os.open(folder, os.O_RDONLY)
@@ -145,11 +181,13 @@ def write_bytes(path: Path, data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def write_tensors(path: Path, tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[int, str]:
-    """Writes a safetensors file through to the disk; gives its size and SHA-256."""
+def write_tensors(
+    path: Path, tensors: Sequence[tuple[str, torch.Tensor]], about: dict[str, str]
+) -> tuple[int, str]:
+    """Writes a safetensors file through to the disk, with what it is part of; gives its size and SHA-256."""
     # The widest elements first, so that every tensor starts at a multiple of its element size.
     ordered = sorted(tensors, key=lambda entry: -entry[1].element_size())
-    header: dict[str, Any] = {}
+    header: dict[str, Any] = {"__metadata__": about}
     position = 0
     for key, tensor in ordered:
         if tensor.dtype not in DTYPES:

@@ -25,6 +25,7 @@ from shoal.train.checkpoint.files import (
     FORMAT,
     MANIFEST,
     PARTIAL,
+    about_file,
     checkpoints,
     checksums_text,
     file_of,
@@ -38,7 +39,7 @@ from shoal.train.checkpoint.files import (
     write_tensors,
 )
 from shoal.train.checkpoint.restore import CheckpointMismatch, find_intact, restore
-from shoal.train.checkpoint.saved import Checkpoint, CheckpointBroken, latest, open_checkpoint
+from shoal.train.checkpoint.saved import Checkpoint, CheckpointBroken, is_readable, latest, open_checkpoint
 
 __all__ = [
     "Checkpoint", "CheckpointBroken", "CheckpointFailed", "CheckpointMismatch",
@@ -118,7 +119,7 @@ class _Save:
     def _write(self) -> dict[str, Any]:
         path = self.partial / file_of(self.rank)
         try:
-            size, digest = write_tensors(path, self.contents.tensors)
+            size, digest = write_tensors(path, self.contents.tensors, about_file(self.step, path.name))
         except OSError:
             # Gives the space back at once: a full disk is full for others too.
             path.unlink(missing_ok=True)
@@ -158,9 +159,13 @@ class _Save:
 
     def _remove_old(self) -> None:
         found = checkpoints(self.folder)
-        earlier = [path for step, path in found if step < self.step]
-        later = [path for step, path in found if step > self.step]
-        for path in later + earlier[: max(0, len(earlier) + 1 - self.keep)]:
+        old, kept = [path for step, path in found if step > self.step], 1
+        for path in [path for step, path in reversed(found) if step < self.step]:
+            if kept >= self.keep:
+                old.append(path)
+            # One that is broken or forged keeps no place that an intact one could have.
+            kept += is_readable(path)
+        for path in old:
             try:
                 remove(path)
             except OSError as error:

@@ -1,14 +1,16 @@
 """A checkpoint on disk: a manifest, and all parameters and optimiser state as ranges of named tensors.
 
 How many ranks wrote it does not matter: who reads asks for a range and gets it from the files that hold it.
-Nothing is taken on trust: manifest and files are held against their checksums, the pieces must make up the
-whole.
+Nothing is taken on trust: manifest and files are held against their checksums, every tensor against the size and type
+that the manifest gives it, and the pieces must make up each tensor exactly once. Checksums find damage, not forgery:
+whoever may write a checkpoint may also write other values into it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from dataclasses import dataclass, replace
 from itertools import count
@@ -26,16 +28,25 @@ from shoal.train.checkpoint.files import (
     DTYPES,
     FORMAT,
     MANIFEST,
+    about_file,
     checkpoints,
     checksums_text,
     dtype_name,
     from_json,
+    open_regular,
+    read_regular,
+    step_of,
 )
-from shoal.workload.cuts import Part
+from shoal.workload.cuts import Cut, Part
 
 _FILE = re.compile(r"rank-\d{5,}\.safetensors")
 _DTYPES = {dtype_name(dtype): dtype for dtype in DTYPES}
 _KINDS = {"int", "float", *_DTYPES}
+
+
+MOST_STEPS = 1 << 48
+MOST_ELEMENTS = 1 << 62
+MOST_MANIFEST_BYTES = 1 << 30
 
 
 class CheckpointBroken(ValueError):
@@ -61,21 +72,29 @@ class _Whole:
     frozen: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor as it must lie in its file; None where the manifest does not say."""
+
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype | None
+
+
 class Checkpoint:
     """A checkpoint on disk. Offers an engine its saved state; files are opened when they are first read."""
 
     def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
         self.path = path
-        self.step: int = int(manifest["step"])
-        self.progress: dict[str, Any] = from_json(manifest["progress"])
-        self.world: int = int(manifest["world"])
+        self.step: int = _count(manifest["step"], "step", most=MOST_STEPS)
+        self.progress: dict[str, Any] = dict(from_json(manifest["progress"]))
+        self.world: int = _count(manifest["world"], "world", most=len(manifest["files"]))
         self.parameters = {name: _whole(entry) for name, entry in manifest["parameters"].items()}
         self.files: dict[str, tuple[int, str]] = {
-            name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest["files"].items()
+            name: (_count(entry["bytes"], "bytes"), str(entry["sha256"])) for name, entry in manifest["files"].items()
         }
         self._buffers: dict[str, list[tuple[_Whole, str, str, Part | None]]] = {}
         for name, e in manifest["buffers"].items():
-            row = (_whole(e), str(e["file"]), str(e["tensor"]), _cut_part(e.get("part")))
+            row = (_whole(e), str(e["file"]), str(e["tensor"]), self._cut_part(e.get("part"), _whole(e).shape))
             self._buffers.setdefault(str(e.get("buffer", name)), []).append(row)
         self._numbers = {
             name: {key: (float(from_json(value)), str(kind)) for key, (value, kind) in numbers.items()}
@@ -83,15 +102,20 @@ class Checkpoint:
         }
         self._parts: dict[tuple[str, str | None], list[_Part]] = {}
         for piece in manifest["pieces"]:
-            of = _cut_part(piece.get("part"))
-            part = _Part(int(piece["start"]), int(piece["stop"]), str(piece["file"]), str(piece["tensor"]), of)
-            self._parts.setdefault((str(piece["parameter"]), piece["state"]), []).append(part)
+            name, key = str(piece["parameter"]), piece["state"]
+            if name not in self.parameters or not (key is None or isinstance(key, str)):
+                raise ValueError(f"a piece of {name!r}, which is not a parameter")
+            of = self._cut_part(piece.get("part"), self.parameters[name].shape)
+            start, stop = (_count(piece[end], end) for end in ("start", "stop"))
+            part = _Part(start, stop, str(piece["file"]), str(piece["tensor"]), of)
+            self._parts.setdefault((name, key), []).append(part)
         self._keys: dict[str, list[str]] = {}
         for (name, key), parts in self._parts.items():
             parts.sort(key=lambda part: (part.of.index if part.of else 0, part.start))
             if key is not None and not key.startswith(ERRORS):
                 self._keys.setdefault(name, []).append(key)
         self._extras = {name: (str(e["file"]), str(e["tensor"])) for name, e in manifest.get("extras", {}).items()}
+        self._expected = self._tensors_expected()
         self._open: dict[str, Any] = {}
         self._assembled: tuple[tuple[str, str | None], torch.Tensor] | None = None
         self._require_consistent()
@@ -179,31 +203,91 @@ class Checkpoint:
             self._assembled = ((name, key), whole)
         return self._assembled[1]
 
+    def _cut_part(self, row: dict[str, Any] | None, shape: tuple[int, ...]) -> Part | None:
+        if row is None:
+            return None
+        cut, ranks = row["cut"], _count(row["ranks"], "ranks", least=1, most=self.world)
+        segments = [_count(size, "a segment", least=1) for size in cut["segments"]]
+        dim = _count(cut["dim"], "dim", most=len(shape) - 1)
+        if sum(segments) != shape[dim]:
+            raise ValueError(f"segments {segments} of a dimension of {shape[dim]}")
+        return Part(Cut(dim, tuple(segments)), ranks, _count(row["index"], "index", most=ranks - 1))
+
+    def _tensors_expected(self) -> dict[str, dict[str, _Stored]]:
+        """For each file, what the manifest says of the tensors in it."""
+        found: dict[str, dict[str, _Stored]] = {name: {} for name in self.files}
+
+        def expect(file: str, tensor: str, stored: _Stored) -> None:
+            if tensor in found.setdefault(file, {}):
+                raise ValueError(f"{tensor!r} of {file} serves two purposes")
+            found[file][tensor] = stored
+
+        for (name, key), parts in self._parts.items():
+            for part in parts:
+                dtype = self.parameters[name].dtype if key is None else None
+                expect(part.file, part.tensor, _Stored((part.stop - part.start,), dtype))
+        for rows in self._buffers.values():
+            for whole, file, tensor, of in rows:
+                shape = whole.shape if of is None else of.local_shape(whole.shape)
+                expect(file, tensor, _Stored(shape, whole.dtype))
+        for file, tensor in self._extras.values():
+            expect(file, tensor, _Stored(None, None))
+        return found
+
     def _file(self, name: str) -> Any:
         if name not in self._open:
-            try:
-                self._open[name] = safe_open(self.path / name, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise CheckpointBroken(f"{self.path / name} cannot be read any more: {error}") from error
+            self._open[name] = self._opened(name)
         return self._open[name]
 
+    def _opened(self, name: str) -> Any:
+        """A tensor file whose tensors are those that the manifest describes."""
+        path = self.path / name
+        try:
+            open_regular(path).close()
+            file = safe_open(path, framework="pt")
+            present = {tensor: file.get_slice(tensor) for tensor in file.keys()}  # noqa: SIM118  (not a dict)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointBroken(f"{path} cannot be read: {_why(error)}") from error
+        about = file.metadata()
+        if about is not None and about != about_file(self.step, name):
+            raise CheckpointBroken(f"{path} was written as {about.get('file')} of step {about.get('step')}")
+        expected = self._expected[name]
+        if present.keys() != expected.keys():
+            odd = sorted(present.keys() ^ expected.keys())[0]
+            how = "is missing" if odd in expected else f"is not in {MANIFEST}"
+            raise CheckpointBroken(f"{path} does not hold what {MANIFEST} says: the tensor {odd!r} {how}")
+        for tensor, stored in expected.items():
+            shape, dtype = tuple(present[tensor].get_shape()), present[tensor].get_dtype()
+            if stored.shape is not None and shape != stored.shape:
+                raise CheckpointBroken(
+                    f"{path} does not hold what {MANIFEST} says: {tensor!r} has shape {list(shape)}, not "
+                    f"{list(stored.shape)}"
+                )
+            if dtype not in DTYPES.values() or (stored.dtype is not None and dtype != DTYPES[stored.dtype]):
+                wanted = "a type of this format" if stored.dtype is None else DTYPES[stored.dtype]
+                raise CheckpointBroken(
+                    f"{path} does not hold what {MANIFEST} says: {tensor!r} has type {dtype}, not {wanted}"
+                )
+        return file
+
     def verify_file(self, name: str) -> None:
-        """Raises if a file is not byte for byte what was written."""
+        """Raises if a file is not byte for byte what was written, or not what the manifest describes."""
         path, (size, digest) = self.path / name, self.files[name]
         try:
-            present = path.stat().st_size
-            if present < size:
-                raise CheckpointBroken(f"{path} is truncated: it has {present} bytes of {size}")
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
+                present = os.fstat(file.fileno()).st_size
+                if present < size:
+                    raise CheckpointBroken(f"{path} is truncated: it has {present} bytes of {size}")
                 altered = present != size or hashlib.file_digest(file, "sha256").hexdigest() != digest
         except FileNotFoundError as error:
             raise CheckpointBroken(f"{path} is missing") from error
         except OSError as error:
-            raise CheckpointBroken(f"{path} cannot be read: {error.strerror or error}") from error
+            raise CheckpointBroken(f"{path} cannot be read: {_why(error)}") from error
         if altered:
             raise CheckpointBroken(
                 f"{path} has been altered since it was written: its checksum is not the one recorded"
             )
+        self._opened(name)
 
     def _require_consistent(self) -> None:
         """Every element of everything is there once, in files that the manifest knows."""
@@ -213,6 +297,13 @@ class Checkpoint:
         for file in {*used, *self.files}:
             if file not in self.files or not _FILE.fullmatch(file):
                 raise CheckpointBroken(f"{self.path / MANIFEST} names the file {file!r}, which is none of its own")
+        if len(self.files) != self.world:
+            raise CheckpointBroken(
+                f"{self.path / MANIFEST} has {len(self.files)} files for {self.world} ranks: each rank writes one"
+            )
+        for name, rows in self._buffers.items():
+            if not _buffer_complete(rows):
+                raise CheckpointBroken(f"{self.path} is incomplete: elements of the buffer {name} are missing")
         for name, numbers in self._numbers.items():
             for key, (_, kind) in numbers.items():
                 if kind not in _KINDS:
@@ -248,12 +339,28 @@ def _gapless(parts: list[_Part], numel: int) -> bool:
     return at == numel
 
 
-def _cut_part(row: dict[str, Any] | None) -> Part | None:
-    return None if row is None else Part.from_json(row)
+def _buffer_complete(rows: list[tuple[_Whole, str, str, Part | None]]) -> bool:
+    whole, _, _, of = rows[0]
+    if of is None:
+        return len(rows) == 1
+    same = [(replace(of, index=index), whole) for index in range(of.ranks)]
+    return [(part, each) for each, _, _, part in sorted(rows, key=lambda row: row[3].index if row[3] else -1)] == same
+
+
+def _count(value: Any, what: str, *, least: int = 0, most: int = MOST_ELEMENTS) -> int:
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{what} is {str(value)[:40]}: expected a whole number from {least} to {most}")
+    return value
+
+
+def _why(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
 
 
 def _whole(entry: dict[str, Any]) -> _Whole:
-    shape = tuple(int(size) for size in entry["shape"])
+    shape = tuple(_count(size, "a size") for size in entry["shape"])
+    if prod(shape) > MOST_ELEMENTS:
+        raise ValueError(f"a tensor of shape {list(shape)}")
     return _Whole(shape, _DTYPES[entry["dtype"]], bool(entry.get("frozen", False)))
 
 
@@ -261,6 +368,15 @@ def latest(folder: Path) -> Path | None:
     """The complete checkpoint of the highest step, not verified; None if there is none."""
     found = checkpoints(Path(folder))
     return found[-1][1] if found else None
+
+
+def is_readable(path: Path) -> bool:
+    """Whether its manifest and the sizes of its files are in order; checksums of tensors are not computed."""
+    try:
+        checkpoint = from_manifest(path)
+        return all((path / name).lstat().st_size == size for name, (size, _) in checkpoint.files.items())
+    except (CheckpointBroken, OSError):
+        return False
 
 
 def open_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
@@ -287,27 +403,37 @@ def from_manifest(path: Path) -> Checkpoint:
             f"its checksum is not the one in {CHECKSUMS}"
         )
     try:
-        manifest = json.loads(text)
+        manifest = json.loads(text, parse_constant=_no_constant)
         if manifest["format"] > FORMAT:
             raise CheckpointBroken(
                 f"{path} has format {manifest['format']}, and this Shoal reads up to {FORMAT}: it is newer; "
                 "use the version of Shoal that wrote it, or a later one"
             )
         checkpoint = Checkpoint(path, manifest)
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        if isinstance(error, CheckpointBroken):
-            raise
+    except CheckpointBroken:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, RecursionError) as error:
         raise CheckpointBroken(f"{path / MANIFEST} is not a checkpoint's manifest ({error!r})") from error
+    named = step_of(path)
+    if named is not None and named != checkpoint.step:
+        raise CheckpointBroken(
+            f"{path} is named after step {named}, and its {MANIFEST} says step {checkpoint.step}: it was renamed or "
+            "forged"
+        )
     recorded = {name: sha256 for name, (_, sha256) in checkpoint.files.items()}
     if sums != checksums_text(digest, recorded).encode():
         raise CheckpointBroken(f"{path / CHECKSUMS} has been altered since it was written: {MANIFEST} says otherwise")
     return checkpoint
 
 
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is no JSON")
+
+
 def _bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path, most=MOST_MANIFEST_BYTES)
     except FileNotFoundError as error:
         raise CheckpointBroken(f"{path} is missing") from error
     except OSError as error:
-        raise CheckpointBroken(f"{path} cannot be read: {error.strerror or error}") from error
+        raise CheckpointBroken(f"{path} cannot be read: {_why(error)}") from error

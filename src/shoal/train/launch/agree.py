@@ -10,18 +10,17 @@ import json
 import os
 from dataclasses import asdict
 
-import torch.distributed as dist
-
 from shoal.comm.calibration import read_calibration
 from shoal.comm.group import BACKENDS
 from shoal.comm.network import DEFAULT, LinkTimes, Network
+from shoal.comm.transport.signed_store import SignedStore
 
 
 class CannotAgree(ValueError):
     """Rank 0 cannot decide as things are."""
 
 
-def agree(store: dist.Store, rank: int, *, emulates: bool) -> tuple[str, Network]:
+def agree(store: SignedStore, rank: int, *, emulates: bool, seconds: float) -> tuple[str, Network]:
     """The backend for tensors in host memory, and the network. What keeps rank 0 from deciding is told to all."""
     if rank == 0:
         try:
@@ -33,7 +32,7 @@ def agree(store: dist.Store, rank: int, *, emulates: bool) -> tuple[str, Network
         network = measured.network if measured is not None else DEFAULT
         store.set("agreed", json.dumps({"backend": chosen, "network": asdict(network)}))
         return chosen, network
-    said = json.loads(store.get("agreed"))
+    said = json.loads(store.get("agreed", seconds))
     if "refused" in said:
         raise CannotAgree(said["refused"])
     return said["backend"], Network(**{level: LinkTimes(**times) for level, times in said["network"].items()})

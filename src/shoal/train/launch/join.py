@@ -1,19 +1,17 @@
 """Becoming a rank: from the environment a process was started in to an initialised torch.distributed.
 
 Three ways lead in: the launcher's private rendezvous file, the variables torchrun (or srun, or anyone)
-sets, or nothing at all, which is a world of one. All keys of a job lie under its token, so that a process
-that holds another token never meets it.
+sets, or nothing at all, which is a world of one. All keys of a job lie under its token and all values are signed
+with it, so that a process that holds another token never meets the job and cannot speak for its ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import ipaddress
 import json
 import os
+import secrets
 import socket
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,6 +26,8 @@ from shoal.comm.mesh import Members
 from shoal.comm.network import agree_on
 from shoal.comm.shared_block import SharedBlock
 from shoal.comm.transport import emulated
+from shoal.comm.transport.signed_store import SignedStore, StoreTimeout
+from shoal.comm.transport.token import derive, is_loopback, job_token
 from shoal.train.launch.agree import agree
 
 MEET_S = 300.0
@@ -52,7 +52,8 @@ class Rank:
     device: torch.device
     backend: str
     """The backend its groups are made with, as torch.distributed names it."""
-    store: dist.Store
+    store: SignedStore
+    """For small values among the ranks, outside of the process groups."""
 
 
 _joined: Rank | None = None
@@ -84,21 +85,24 @@ def join(
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
     else:
         base, rank, world, local_rank = _meeting_place(os.environ, meet_s)
-    store = dist.PrefixStore(_prefix(os.environ, _times_joined), base)
+    token = job_token() if world > 1 else b"alone"
+    prefix = _prefix(token, os.environ, _times_joined)
+    raw_store = dist.PrefixStore(prefix, base)
+    store = SignedStore(raw_store, token, prefix)
     _times_joined += 1
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     if world > 1:
-        _meet(store, rank, world, meet_s)
-    host_backend, network = agree(store, rank, emulates=bool(described))
+        store = _meet(store, rank, world, meet_s)
+    host_backend, network = agree(store, rank, emulates=bool(described), seconds=meet_s)
     agree_on(network)
     chosen = backend or BACKENDS["nccl" if on_gpu else host_backend]
     if not _adopted:
         # Longer than the watch waits: what it says of a hang is better than that a collective timed out.
         hang_after_s = float(os.environ.get("SHOAL_HANG_AFTER_S", 0))
         time_limit = timedelta(seconds=timeout_s or min(max(1800.0, 2 * hang_after_s), LONGEST_S))
-        dist.init_process_group(chosen, store=store, rank=rank, world_size=world, timeout=time_limit)
+        dist.init_process_group(chosen, store=raw_store, rank=rank, world_size=world, timeout=time_limit)
     if described:
         emulate_links(described, rank, world, chosen)
     _joined = Rank(rank=rank, world=world, local_rank=local_rank, device=device, store=store, backend=chosen)
@@ -135,8 +139,9 @@ def leave() -> None:
         return
     if joined.world > 1:
         # A rank that closes its connections while a peer still reads from them would fail the peer.
-        joined.store.add(f"left/{joined.rank}", 1)
-        _wait_for([f"left/{rank}" for rank in range(joined.world)], joined.store, LEAVE_S)
+        joined.store.set(f"left/{joined.rank}", "left")
+        with contextlib.suppress(StoreTimeout, dist.DistError):
+            joined.store.get_all([f"left/{rank}" for rank in range(joined.world)], LEAVE_S)
     emulated.emulate(None)
     dist.destroy_process_group()
 
@@ -169,7 +174,7 @@ def _tcp_store(environment: Mapping[str, str], rank: int, world: int, meet_s: fl
     address, port = environment["MASTER_ADDR"], _number(environment, "MASTER_PORT")
     if not 0 < port < 65536:
         raise JoinError(f"MASTER_PORT is {port}: expected a port from 1 to 65535.")
-    local = _is_loopback(address)
+    local = is_loopback(address)
     if local:
         _stay_on_loopback()
     agent_listens = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -217,45 +222,42 @@ def _port_taken(port: int) -> str:
     )
 
 
-def _meet(store: dist.Store, rank: int, world: int, meet_s: float) -> None:
-    """Waits until every rank is here, so that a missing one is named rather than waited for without end."""
+def _meet(store: SignedStore, rank: int, world: int, meet_s: float) -> SignedStore:
+    """Waits until every rank is here, so that a missing one is named rather than waited for without end. Gives the
+    store of this session."""
     try:
-        # Whoever waits for this rank in vain can then say which process that is.
-        store.set(f"process/{rank}", json.dumps([socket.gethostname(), os.getpid()]))
-        if store.add(f"here/{rank}", 1) > 1:
+        # Something fresh from each rank makes the session: what was signed in an earlier one does not count in it.
+        if not store.claim(f"here/{rank}", secrets.token_hex(16)):
             raise JoinError(f"two processes say that they are rank {rank}; each rank of a job must have its own RANK.")
-        missing = _wait_for([f"here/{other}" for other in range(world)], store, meet_s)
+        found = store.get_all([f"here/{other}" for other in range(world)], meet_s)
+        current = store.session("\0".join(found[f"here/{other}"] for other in range(world)))
+        # A rank that went on at once would no longer look after its value for those that still read it.
+        current.set(f"process/{rank}", json.dumps([socket.gethostname(), os.getpid()]))
+        current.get_all([f"process/{other}" for other in range(world)], meet_s, also=store)
+        return current
     except dist.DistError as error:
         raise JoinError(
             f"rank {rank} lost the meeting place while it waited for the others: the process that holds it "
             "(rank 0, or the launcher) gave up or ended, and its own message has the reason."
         ) from error
-    if missing:
-        numbers = ", ".join(key.removeprefix("here/") for key in missing)
+    except StoreTimeout as error:
+        numbers = ", ".join(key.partition("/")[2] for key in error.keys)
         raise JoinError(
-            f"rank{'s' if len(missing) > 1 else ''} {numbers} of {world} did not come within {meet_s:g} s. "
+            f"rank{'s' if len(error.keys) > 1 else ''} {numbers} of {world} did not come within {meet_s:g} s. "
             "Check that every rank was started and holds the same SHOAL_TOKEN: ranks with another token "
             "belong to another job."
-        )
+        ) from error
 
 
-def _wait_for(keys: list[str], store: dist.Store, seconds: float) -> list[str]:
-    """Waits until all keys are set; the keys that are still missing after that time."""
-    end_s = time.monotonic() + seconds
-    pause_s = 0.001
-    while keys := [key for key in keys if not store.check([key])]:
-        if time.monotonic() > end_s:
-            break
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.1)
-    return keys
+def process_of(store: SignedStore, rank: int) -> tuple[str, int]:
+    """The host and process of a rank, as it has signed them."""
+    host, pid = json.loads(store.look(f"process/{rank}") or '["an unknown host", 0]')
+    return str(host), int(pid)
 
 
-def _prefix(environment: Mapping[str, str], times_joined: int) -> str:
-    token = "/".join(
-        environment.get(name, "") for name in ("SHOAL_TOKEN", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-    )
-    return f"shoal/{hashlib.sha256(token.encode(errors='surrogateescape')).hexdigest()}/{times_joined}"
+def _prefix(token: bytes, environment: Mapping[str, str], times_joined: int) -> str:
+    names = [environment.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")]
+    return f"shoal/{derive(token, 'prefix', *names).hex()}/{times_joined}"
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
@@ -263,14 +265,6 @@ def _number(environment: Mapping[str, str], name: str) -> int:
         return int(environment[name])
     except ValueError:
         raise JoinError(f"{name} is {environment[name]!r}: expected a whole number.") from None
-
-
-def _is_loopback(address: str) -> bool:
-    if address == "localhost":
-        return True
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(address).is_loopback
-    return False
 
 
 def _stay_on_loopback() -> None:

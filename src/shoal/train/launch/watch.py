@@ -17,12 +17,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shoal.comm import ledger
+from shoal.comm.transport.signed_store import SignedStore
 from shoal.train.launch import join
 from shoal.train.launch.lateness import Entered, Report, Verdict, judge
 
@@ -60,8 +60,7 @@ class Watch:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shoal-watch", daemon=True)
         self._place: join.Rank | None = None
-        self._shared: Any = None
-        self._store: Any = None
+        self._store: SignedStore | None = None
         self._answered = 0
         self._idle_s = 0.0
         self._done = False
@@ -97,8 +96,7 @@ class Watch:
         place = join.current()
         if place is not None and place is not self._place and place.world > 1:
             self._place, self._answered = place, 0
-            self._shared = place.store.clone()  # The main thread may be waiting in its own.
-            self._store = dist.PrefixStore("watch", self._shared)
+            self._store = place.store.clone()  # The main thread may be waiting in its own.
         if self._store is None:
             return
         self._answer()
@@ -111,31 +109,39 @@ class Watch:
         return moved
 
     def _answer(self) -> None:
-        """Says where this rank is to everyone who has asked since the last time."""
+        """Describes this rank for everyone who has asked since the last time."""
         assert self._place is not None
-        if not self._store.check(["asked"]):
-            return
-        if self._store.check(["verdict"]):
+        assert self._store is not None
+        asked = int(self._store.look("watch/asked") or 0)
+        if asked and self._store.look("watch/verdict") is not None:
             self._on_verdict_of_another()
-        asked = int(self._store.get("asked"))
         for question in range(self._answered + 1, asked + 1):
-            self._store.set(f"{question}/{self._place.rank}", json.dumps(self._describe().to_json()))
-        self._answered = asked
+            self._store.set(f"watch/{question}/{self._place.rank}", json.dumps(self._describe().to_json()))
+        self._answered = max(self._answered, asked)
 
     def _judge(self) -> None:
         assert self._place is not None
-        question = self._store.add("asked", 1)
+        assert self._store is not None
+        world, store, reports = range(self._place.world), self._store, dict[int, Report]()
+        # Two ranks that ask at once ask the same question, and come to the same verdict.
+        question = int(store.look("watch/asked") or 0) + 1
+        store.set("watch/asked", str(question))
         self._answer()
         if question > 1 and not self._still_for(OTHERS_JUDGE_S, until=lambda: False):
             return
-        world = range(self._place.world)
-        if not self._still_for(ANSWER_S, until=lambda: self._store.check([f"{question}/{r}" for r in world])):
+
+        def all_answered() -> bool:
+            for rank in world:
+                said = None if rank in reports else store.look(f"watch/{question}/{rank}")
+                if said is not None:
+                    reports[rank] = Report.from_json(json.loads(said))
+            return len(reports) == len(world)
+
+        if not self._still_for(ANSWER_S, until=all_answered):
             return
-        answered = [r for r in world if self._store.check([f"{question}/{r}"])]
-        reports = {r: Report.from_json(json.loads(self._store.get(f"{question}/{r}"))) for r in answered}
-        silent = {r: self._process_of(r) for r in world if r not in reports}
+        silent = {rank: self._process_of(rank) for rank in world if rank not in reports}
         verdict = judge(reports, silent)
-        self._store.set("verdict", verdict.message)
+        store.set("watch/verdict", json.dumps(verdict.message))
         self._report(verdict)
 
     def _still_for(self, seconds: float, *, until: Callable[[], bool]) -> bool:
@@ -167,7 +173,8 @@ class Watch:
 
     def _process_of(self, rank: int) -> str:
         """What this host knows of a rank that does not answer."""
-        host, pid = json.loads(self._shared.get(f"process/{rank}"))
+        assert self._store is not None
+        host, pid = join.process_of(self._store, rank)
         if host != socket.gethostname():
             return f"it does not answer (process {pid} on {host}: stopped, gone, or cut off from the network)"
         try:

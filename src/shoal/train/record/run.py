@@ -107,7 +107,7 @@ def read_json(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise RunBroken(f"{path} does not exist: {path.parent} is not the folder of a run") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RunBroken(f"{path} cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise RunBroken(f"{path} should hold a JSON object")

@@ -1,0 +1,73 @@
+"""A barrier that names the ranks that did not arrive, as Gloo's `monitored_barrier` does.
+
+Every rank reports to rank 0 by a point-to-point message, and rank 0 answers all that came with a list of those that did
+not. Messages of a rank that is late do not disturb other collectives, nor the next barrier, whose tags are others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import torch
+
+from shoal.comm.mail import Mail
+from shoal.comm.progress import TimedOut
+from shoal.comm.transport.link import PeerLost
+from shoal.comm.vector import Vector
+
+
+class NotAllArrived(RuntimeError):
+    """Ranks that did not reach a monitored barrier in time."""
+
+
+def monitored_barrier(
+    mail: Mail, rank: int, size: int, *, number: int, timeout_s: float, wait_all_ranks: bool
+) -> None:
+    """`number` counts the monitored barriers of this group. Raises NotAllArrived.
+
+    Without `wait_all_ranks` rank 0 gives up on the first rank that is missing, with it it names them all.
+    """
+    arrive, answer = -2 * number, -2 * number - 1  # Tags of users are not negative.
+    deadline = time.monotonic() + timeout_s
+    in_time = f"in {1000 * timeout_s:.0f} ms"
+    nothing, missing = Vector(torch.empty(0)), Vector(torch.zeros(size, dtype=torch.int64))
+    if rank:
+        mail.send(0, arrive, nothing, background=True)
+        try:
+            mail.wait(mail.receive(0, answer, missing, background=False), timeout_s)
+        except (TimedOut, PeerLost) as error:
+            raise NotAllArrived(
+                f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv "
+                f"from rank 0: it did not answer {in_time} ({error}). It may wait for another rank, or be late itself."
+            ) from error
+        late = _listed(missing)
+        if late:
+            raise NotAllArrived(
+                f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv "
+                f"from rank 0: {_named(late)} failed to pass monitoredBarrier {in_time}"
+            )
+        return
+    arrivals = {other: mail.receive(other, arrive, nothing, background=False) for other in range(1, size)}
+    for other, arrival in arrivals.items():
+        try:
+            mail.wait(arrival, max(0.0, deadline - time.monotonic()))
+        except (TimedOut, PeerLost):
+            missing.tensor[other] = 1
+            if not wait_all_ranks:
+                break
+    late = _listed(missing)
+    answers = [mail.send(other, answer, missing, background=True) for other in arrivals if other not in late]
+    for each in answers:
+        with contextlib.suppress(TimedOut, PeerLost):
+            mail.wait(each, max(1.0, deadline - time.monotonic()))
+    if late:
+        raise NotAllArrived(f"[Rank 0]: {_named(late)} failed to pass monitoredBarrier {in_time}")
+
+
+def _listed(missing: Vector) -> list[int]:
+    return [int(rank) for rank in missing.tensor.nonzero().flatten()]
+
+
+def _named(ranks: list[int]) -> str:
+    return f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,128 @@
+"""Values that ranks leave for each other in the job's store, signed with the job's token.
+
+torch's store serves whoever reaches its port, so a stranger may write any key. A value counts only if it is signed for
+its own key in this session; any other is ignored, and the rank that wrote the right one writes it again while it waits.
+A value that stays wrong until the time is up is named.
+"""
+
+from __future__ import annotations
+
+import hmac
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from shoal.comm.transport.token import derive
+
+LOOK_S = 0.05
+"""How often, at least, a rank that waits looks for values, and after those of its own."""
+_SIGNATURE = 64
+
+
+class StoreNotSigned(ValueError):
+    """The store holds a value that no rank of this job has written."""
+
+
+class StoreTimeout(TimeoutError):
+    """Keys that no rank has written in time."""
+
+    def __init__(self, keys: list[str]) -> None:
+        super().__init__(f"the store has no value of {', '.join(keys)}")
+        self.keys = keys
+
+
+class SignedStore:
+    """A store of torch.distributed as the holders of one key see it."""
+
+    def __init__(self, store: Any, key: bytes, *scope: str) -> None:
+        """`scope` names what the values belong to (a job, a group): values of another scope do not count."""
+        self.store = store
+        self._key = derive(key, "store", *scope)
+        self._own: dict[str, bytes] = {}
+
+    def session(self, fresh: str) -> SignedStore:
+        """The same store for one session: values of an earlier one do not count. All ranks pass the same `fresh`."""
+        other = SignedStore.__new__(SignedStore)
+        other.store, other._key, other._own = self.store, derive(self._key, "session", fresh), {}
+        return other
+
+    def clone(self) -> SignedStore:
+        """With a connection of its own, for another thread."""
+        other = SignedStore.__new__(SignedStore)
+        other.store, other._key, other._own = self.store.clone(), self._key, {}
+        return other
+
+    def set(self, key: str, value: str) -> None:
+        self._own[key] = self._sign(key, value)
+        self.store.set(key, self._own[key])
+
+    def claim(self, key: str, value: str) -> bool:
+        """Sets a key that no other rank has set; whether this one is the first."""
+        mine = self._sign(key, value)
+        expected = ""
+        for _ in range(100):
+            found = bytes(self.store.compare_set(key, expected, mine.decode("ascii")))
+            if found == mine:
+                self._own[key] = mine
+                return True
+            if self._open(key, found) is not None:
+                return False
+            try:
+                expected = found.decode("ascii")
+            except UnicodeDecodeError:
+                self.store.set(key, "")  # compare_set takes text only.
+                expected = ""
+        raise StoreNotSigned(_not_signed(key))
+
+    def look(self, key: str) -> str | None:
+        """The value of a key, if it is there and signed. Does not wait."""
+        return self._open(key, bytes(self.store.get(key))) if self.store.check([key]) else None
+
+    def get(self, key: str, seconds: float) -> str:
+        """Waits for a value. Raises StoreTimeout, or StoreNotSigned if all it found was not signed."""
+        return self.get_all([key], seconds)[key]
+
+    def get_all(self, keys: Iterable[str], seconds: float, *, also: SignedStore | None = None) -> dict[str, str]:
+        """The values of several keys, once all are there. Meanwhile values of this rank are looked after, here and in
+        `also`."""
+        wanted, found = list(keys), dict[str, str]()
+        end_s, pause_s = time.monotonic() + seconds, 0.001
+        while True:
+            for key in wanted:
+                if key not in found and (value := self.look(key)) is not None:
+                    found[key] = value
+            missing = [key for key in wanted if key not in found]
+            if not missing:
+                return {key: found[key] for key in wanted}
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                forged = [key for key in missing if self.store.check([key])]
+                raise StoreNotSigned(_not_signed(forged[0])) if forged else StoreTimeout(missing)
+            for each in (self, also):
+                if each is not None:
+                    each.look_after()
+            # Not by the store's own wait: it prints a warning each time that nothing came.
+            time.sleep(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, LOOK_S)
+
+    def look_after(self) -> None:
+        """Writes the values of this rank again where something else stands in their place."""
+        for key, value in self._own.items():
+            if not self.store.check([key]) or bytes(self.store.get(key)) != value:
+                self.store.set(key, value)
+
+    def _sign(self, key: str, value: str) -> bytes:
+        data = value.encode("ascii")
+        return hmac.digest(self._key, key.encode() + b"\0" + data, "sha256").hex().encode() + data
+
+    def _open(self, key: str, signed: bytes) -> str | None:
+        given, data = signed[:_SIGNATURE], signed[_SIGNATURE:]
+        right = hmac.digest(self._key, key.encode() + b"\0" + data, "sha256").hex().encode()
+        return data.decode("ascii") if hmac.compare_digest(given, right) else None
+
+
+def _not_signed(key: str) -> str:
+    return (
+        f"the store's value of {key!r} is not signed with this job's token: another process writes into the store at "
+        "MASTER_ADDR. Start the job again on a port and a network that strangers cannot reach."
+    )
