@@ -1,4 +1,4 @@
-"""Attention as models spell it: by hand, with masks of their own, in PyTorch's own layers. Each is a job by its name."""
+"""Attention as models spell it: by hand, with masks of their own, in PyTorch's own layers. Each job has a name."""
 
 from __future__ import annotations
 
