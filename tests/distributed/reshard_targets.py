@@ -14,16 +14,17 @@ from shoal.train.checkpoint.save import open_checkpoint, save
 from shoal.train.launch.join import join, leave
 from shoal.train.setup import Prepared, job_from, prepare
 from shoal.train.verify.certify import compare
-from shoal.train.verify.float64 import KeepFloat64
+from shoal.train.verify.conditions import Conditions, for_proof
 
 
 def _ready(me: Any, spec: str, strategy: str) -> Prepared:
-    return prepare(job_from({"job": spec}), parse(strategy), rank=me.rank, backend=me.backend, dtype=torch.float64)
+    job = for_proof(job_from({"job": spec}))
+    return prepare(job, parse(strategy), rank=me.rank, backend=me.backend, dtype=torch.float64)
 
 
 def _steps(ready: Prepared, first: int, stop: int, counter: int) -> tuple[list[float], int]:
     losses = []
-    with KeepFloat64():
+    with Conditions()():
         for step in range(first, stop):
             losses.append(ready.runner.step(step, counter).loss)
             counter = ready.runner.order.next(counter)

@@ -220,6 +220,20 @@ class Counting(Plain):
         return super().forward(x * self.level)
 
 
+class Chaotic(Plain):
+    """The logistic map, so many times over: each doubles what it is off by, or nearly."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+
+    def features(self, x: Tensor) -> Tensor:
+        x = super().features(x).sigmoid()
+        for _ in range(self.times):
+            x = 3.9 * x * (1 - x)
+        return x
+
+
 CLIP: dict[str, Any] = {"loss": clip_loss, "inputs": ("x", "z")}
 JOBS: dict[str, Callable[[], Job]] = {
     "info_nce": lambda: make(Plain, loss=info_nce_loss),
@@ -247,6 +261,8 @@ JOBS: dict[str, Callable[[], Job]] = {
     "numpy_data": lambda: make(Plain, train=FromNumpyData()),
     "functional": lambda: make(Functional),
     "counting": lambda: make(Counting),
+    "chaotic_24": lambda: make(partial(Chaotic, 24)),
+    "chaotic_70": lambda: make(partial(Chaotic, 70)),
     "plain": lambda: make(Plain),
 }
 

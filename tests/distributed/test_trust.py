@@ -1,0 +1,109 @@
+"""Certificates that were false are refused or exact now, and correct proofs that failed pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shoal.strategy import parse
+from shoal.train.launch.failure import RankFailed
+from shoal.train.verify.certify import EXACT, Certificate, verify
+from shoal.train.verify.coupling import SamplesCoupled
+
+JOBS = Path(__file__).parent / "jobs" / "coupled.py"
+
+
+def proof(job: str, strategy: str, *, steps: int = 3) -> Certificate:
+    return verify(f"{JOBS}:{job}", parse(strategy), steps=steps)
+
+
+@pytest.mark.parametrize(
+    ("job", "strategy"),
+    [
+        ("info_nce_dropout", "dp(2)"),
+        ("clip", "accumulate(2)"),
+        ("centred_dropout", "dp(3)"),
+        ("hand_norm", 'pp(2, "1f1b", micro=4)'),
+        ("balanced", "dp(2, zero=3)"),
+    ],
+)
+def test_a_proof_of_coupled_samples_is_refused_by_name(job: str, strategy: str) -> None:
+    with pytest.raises(SamplesCoupled, match=r"splits the batch, but job 'coupled': the (model|loss) couples samples"):
+        proof(job, strategy)
+
+
+def test_a_count_with_a_gradient_is_refused_under_any_strategy() -> None:
+    with pytest.raises(SamplesCoupled, match="the count requires a gradient"):
+        proof("weighted", "dp(1)")
+
+
+def test_ranks_refuse_a_count_with_a_gradient_by_themselves(ranks) -> None:  # type: ignore[no-untyped-def]
+    arguments = {"job": f"{JOBS}:weighted", "strategy": "dp(1)", "steps_to_verify": 1, "exact": False}
+    with pytest.raises(RankFailed, match="the count requires a gradient"):
+        ranks("shoal.train.verify.certify:parallel_run", arguments, ranks=1)
+
+
+@pytest.mark.parametrize(
+    ("job", "strategy"),
+    [
+        # Losses over the global batch: outputs are gathered; a batch of 2 leaves one of 3 ranks without samples.
+        ("info_nce_batch", "dp(2, zero=3)"),
+        ("info_nce_short", "dp(3)"),
+        ("clip_batch", "dp(2, zero=1)"),
+        ("weighted_batch", "dp(2)"),
+        ("info_nce_batch", 'pp(2, "gpipe", micro=1) * dp(2)'),
+        # Samples may be coupled where the batch stays in one piece.
+        ("centred", 'pp(2, "gpipe", micro=1)'),
+        # Complex parameters and buffers.
+        ("complex", "dp(2)"),
+        ("complex", "dp(3, zero=3)"),
+        # What is rounded to float32 when a job is loaded, a model built or a sample read.
+        ("from_numpy", "dp(1)"),
+        ("from_numpy", 'pp(2, "1f1b", micro=4)'),
+        ("numpy_data", "dp(2)"),
+        # Dropout that no module declares.
+        ("functional", "dp(2) * accumulate(2)"),
+    ],
+)
+def test_a_proof_holds_against_the_full_batch_in_one_process(job: str, strategy: str) -> None:
+    found = proof(job, strategy)
+    assert found.passed, (found.worst, found.max_rel_diff, found.ledger_differences)
+    assert found.max_rel_diff <= EXACT
+    assert "each global batch at once" in found.serial
+
+
+@pytest.mark.parametrize(
+    ("job", "strategy", "parts", "why"),
+    [
+        ("info_nce_micro", "dp(3) * accumulate(2)", 6, "per micro-batch: the job declares its loss so"),
+        ("centred_micro", "dp(2)", 2, "per micro-batch: the job declares its loss so"),
+        ("counting", "accumulate(3)", 3, "per micro-batch: every forward changes level"),
+    ],
+)
+def test_a_proof_per_micro_batch_names_it(job: str, strategy: str, parts: int, why: str) -> None:
+    found = proof(job, strategy)
+    assert found.passed, (found.worst, found.max_rel_diff)
+    assert f"per micro-batch: the same {parts} parts of each batch" in found.serial
+    assert any(note.startswith(why) for note in found.notes)
+
+
+def test_a_certificate_says_what_was_compared_how_and_what_it_does_not_cover() -> None:
+    found = proof("complex", "dp(2)")
+    assert found.compared["parameter"] == found.compared["exp_avg"] == 6 * 6 + 6 * 6 + 6
+    assert found.compared["buffer"] == 6
+    assert found.compared["loss"] == found.steps == 3
+    assert found.seed == 0
+    assert 0 < max(found.conditioning.values()) < 1e-12
+    assert "steps and samples beyond these" in found.not_covered
+
+
+@pytest.mark.parametrize(("times", "provable"), [(24, True), (70, False)])
+def test_the_tolerance_follows_from_how_far_the_serial_run_moves(times: int, provable: bool) -> None:
+    found = proof(f"chaotic_{times}", "dp(2)", steps=4)
+    moves = max(found.conditioning.values())
+    assert found.passed is provable, (found.max_rel_diff, found.tolerance, moves)
+    if provable:
+        assert found.max_rel_diff <= found.tolerance == max(EXACT, 100 * moves)
+    else:
+        assert any("cannot be proven at 4 steps: the serial run itself moves by" in note for note in found.notes)

@@ -1,0 +1,182 @@
+"""Whether samples are independent is found out by computing, and what is wrong with a loss is said by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from distributed.jobs import coupled, odd
+from shoal.job import JobError
+from shoal.strategy import IllegalStrategy, contract, parse, require_legal
+from shoal.strategy.facts import ModelFacts
+from shoal.train.verify.coupling import Coupling, couples_samples, refusal
+
+
+def found(name: str) -> Coupling:
+    return couples_samples(coupled.JOBS[name]())
+
+
+@pytest.mark.parametrize("name", ["plain", "functional", "complex", "from_numpy", "numpy_data"])
+def test_independent_samples_are_found_independent(name: str) -> None:
+    row = found(name)
+    assert row.kind == "none", row.reason
+    assert row.difference < 1e-12
+
+
+@pytest.mark.parametrize("name", sorted(odd.JOBS))
+def test_no_odd_job_raises_a_false_alarm(name: str) -> None:
+    row = couples_samples(odd.JOBS[name]())
+    assert row.kind == "none", row.reason
+
+
+@pytest.mark.parametrize("name", ["info_nce", "info_nce_dropout", "clip"])
+def test_a_loss_that_couples_samples_is_named(name: str) -> None:
+    row = found(name)
+    assert row.kind == "coupled"
+    assert "the loss couples samples and does not add up: of 8 samples it is" in row.reason
+    assert 'Declare Job(loss_over="batch")' in row.reason
+
+
+@pytest.mark.parametrize("name", ["centred", "centred_dropout", "hand_norm", "gated", "balanced"])
+def test_a_model_that_couples_samples_is_named_also_behind_a_zero_gate(name: str) -> None:
+    row = found(name)
+    assert row.kind == "coupled"
+    assert "the model couples samples (output" in row.reason
+
+
+def test_batch_statistics_by_function_are_coupled_and_by_module_are_not() -> None:
+    class ByFunction(coupled.Plain):
+        def mix(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.batch_norm(x, None, None, training=True)
+
+    assert couples_samples(coupled.make(ByFunction)).kind == "coupled"
+    norms = [nn.BatchNorm1d(6), nn.BatchNorm1d(6, track_running_stats=False, affine=False)]
+    model = partial(nn.Sequential, nn.Linear(6, 6), *norms, nn.Linear(6, 6))
+    assert couples_samples(coupled.make(model)).kind == "none"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "sentence"),
+    [
+        ("mean", "mean", "the loss is a mean, not a sum: of 8 samples it is"),
+        (
+            "wrong_count",
+            "count",
+            "the count is wrong: of 8 samples it is 1, of 2 and 6 of them 1 and 1, which does not",
+        ),
+        ("weighted", "count-gradient", "the count requires a gradient: the gradient of sum / count then has a part"),
+        ("padded", "padding", "what a sample computes depends on which samples are read with it (padding to the"),
+        ("noisy", "random", "the model or the loss draws random numbers other than dropout"),
+    ],
+)
+def test_what_is_wrong_with_a_loss_is_said(name: str, kind: str, sentence: str) -> None:
+    row = found(name)
+    assert row.kind == kind, row.reason
+    assert sentence in row.reason
+
+
+def test_a_mean_times_the_samples_is_no_sum_over_tokens() -> None:
+    def loss(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        weight = 1.0 + batch["y"]  # As many tokens as the label says.
+        losses = nn.functional.cross_entropy(output, batch["y"], reduction="none")
+        return (losses * weight).sum() / weight.sum() * len(weight), len(weight)
+
+    row = couples_samples(coupled.make(coupled.Plain, loss=loss))
+    assert row.kind == "count"
+    assert "the count is not what the loss is a sum over" in row.reason
+
+
+def test_two_reads_that_differ_are_named() -> None:
+    class Augmented(coupled.FromNumpyData):
+        def batch(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
+            batch = super().batch(indices)
+            return {**batch, "x": batch["x"] + 0.1 * torch.randn_like(batch["x"])}
+
+    row = couples_samples(coupled.make(coupled.Plain, train=Augmented()))
+    assert row.kind == "data"
+    assert "two reads of the same samples differ" in row.reason
+
+
+def test_outputs_for_a_loss_over_the_batch_must_be_those_of_each_sample() -> None:
+    assert found("info_nce_batch").kind == found("clip_batch").kind == "none"
+    row = found("centred_batch")
+    assert row.kind == "coupled"
+    assert "gathers the model's outputs, and they are not those of each sample alone (output 0" in row.reason
+
+
+def test_state_that_a_forward_changes_is_named() -> None:
+    assert found("counting").state == ("level",)
+    assert found("plain").state == ()
+
+
+def test_only_strategies_that_split_the_batch_are_refused() -> None:
+    row = found("centred")
+    for text in ("dp(2)", "accumulate(2)", 'pp(2, "1f1b", micro=4)', "dp(3, zero=3)"):
+        assert refusal(row, parse(text)).startswith(
+            f"{parse(text)} splits the batch, but job 'coupled': the model couples"
+        )
+    assert refusal(row, parse("tp(2)")) == refusal(row, parse('pp(2, "gpipe", micro=1)')) == ""
+    assert refusal(found("weighted"), parse("tp(2)")) != ""
+
+
+def test_the_check_leaves_model_and_random_state_alone() -> None:
+    job = coupled.JOBS["counting"]()
+    model = job.model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    couples_samples(job, model=model)
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(param.dtype == torch.float32 and param.grad is None for param in model.parameters())
+
+
+def test_a_loss_over_the_batch_is_refused_where_outputs_cannot_be_gathered() -> None:
+    facts = ModelFacts(loss_over="batch")
+    for text, reason in (
+        ("accumulate(2)", "of which each micro-batch has only a part; leave it out, or declare"),
+        ('pp(2, "1f1b", micro=4)', "of which each micro-batch has only a part; use micro=1, or declare"),
+        ("cp(2)", "outputs are gathered over its samples, not over parts of a sequence"),
+    ):
+        with pytest.raises(IllegalStrategy, match="the loss is one of the global batch") as refused:
+            require_legal(parse(text), facts=facts)
+        assert reason in str(refused.value)
+    require_legal(parse("dp(2, zero=3)"), facts=facts)
+    with pytest.raises(IllegalStrategy, match="batch norm is synchronised over all of them"):
+        require_legal(parse("dp(2)"), facts=ModelFacts(loss_over="micro-batch", batch_norm="sync"))
+
+
+def test_a_contract_per_micro_batch_says_so() -> None:
+    strategy = parse("dp(2) * accumulate(3)")
+    plain = contract(strategy, ModelFacts())
+    assert (plain.micro_batches, plain.parts) == (1, 1)
+    declared = contract(strategy, ModelFacts(loss_over="micro-batch"))
+    assert (declared.micro_batches, declared.parts) == (3, 2)
+    assert any(reason.startswith("per micro-batch: the job declares") for reason in declared.reasons)
+    stateful = contract(strategy, ModelFacts(forward_state=("level",)))
+    assert (stateful.micro_batches, stateful.parts) == (3, 1)
+    assert any(reason.startswith("per micro-batch: every forward changes level") for reason in stateful.reasons)
+
+
+def test_losses_and_metrics_that_are_no_pairs_get_a_sentence() -> None:
+    job = coupled.JOBS["plain"]()
+    bare = replace(job, loss=lambda output, batch: output.mean())
+    with pytest.raises(JobError, match=r"loss is the number .* but must be a pair \(sum, count\)"):
+        couples_samples(bare)
+    batch = job.train.batch(np.arange(2))
+    output = job.run_model(job.model(), batch)
+    with pytest.raises(JobError, match=r"metric 'accuracy' is 0.5, but must be a pair \(sum, count\)"):
+        replace(job, metrics=lambda output, batch: {"accuracy": 0.5}).measure(output, batch)
+    with pytest.raises(JobError, match="metric 'accuracy' is the number"):
+        replace(job, metrics=lambda output, batch: {"accuracy": torch.tensor(0.5)}).measure(output, batch)
+    with pytest.raises(JobError, match=r"metrics returned 0\.5, but must return a dictionary"):
+        replace(job, metrics=lambda output, batch: 0.5).measure(output, batch)
+
+
+def test_an_unknown_loss_over_is_refused() -> None:
+    with pytest.raises(JobError, match="loss_over is 'batches', but must be 'samples', 'batch' or 'micro-batch'"):
+        coupled.make(coupled.Plain, loss_over="batches")
