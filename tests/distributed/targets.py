@@ -156,7 +156,7 @@ def join_by_variables(arguments: dict[str, Any], channel: Channel) -> dict[str, 
     os.environ.update(arguments["each"][channel.rank])
     try:
         me = join(meet_s=arguments["meet_s"][channel.rank])
-    except JoinError as error:
+    except ValueError as error:  # Of Shoal's own, written for the user.
         return {"error": str(error)}
     value = torch.tensor(float(me.rank + 1))
     dist.all_reduce(value)

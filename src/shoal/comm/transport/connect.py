@@ -25,7 +25,7 @@ from shoal.comm.transport.handshake import Recognised
 from shoal.comm.transport.link import Link
 from shoal.comm.transport.meeting import CannotConnect, Meeting
 from shoal.comm.transport.protection import METHODS, OFF, available, choose
-from shoal.comm.transport.signed_store import SignedStore, StoreTimeout
+from shoal.comm.transport.signed_store import SignedStore, StoreTimeout, look_after_all
 from shoal.comm.transport.signed_tcp import SignedTcpLink
 from shoal.comm.transport.tcp import TcpLink
 from shoal.comm.transport.token import derive, is_loopback
@@ -79,7 +79,7 @@ def connect(
             address["far"] = listeners[-1].getsockname()[:2]
         current.set(f"address/{rank}", json.dumps(address))
         calls: dict[tuple[int, int], Any] = {}
-        for other, text in enumerate(_all_of(current, "address", range(rank), deadline, also=signed)):
+        for other, text in enumerate(_all_of(current, "address", range(rank), deadline)):
             where = json.loads(text)
             place = "\0" + where["nearby"] if other in nearby else tuple(where["far"])
             calls |= {(other, channel): place for channel in range(channels)}
@@ -92,19 +92,17 @@ def connect(
             return SignedTcpLink(known.rank, connection, tag(known.sends), tag(known.receives))
 
         meeting = Meeting(rank, derive(token, "links", name, session), listeners, far_link)
-        meeting.while_waiting(current.look_after)
+        meeting.while_waiting(look_after_all)
         for (other, channel), link in meeting.run(calls, expected, deadline).items():
             links[channel][other] = link
     return Connected(links, tuple(tuple(ranks) for ranks in hosts.values()))
 
 
-def _all_of(
-    signed: SignedStore, what: str, ranks: range, deadline: float, also: SignedStore | None = None
-) -> list[str]:
-    """The values of a key of several ranks; meanwhile those of `also` are looked after, too."""
+def _all_of(signed: SignedStore, what: str, ranks: range, deadline: float) -> list[str]:
+    """The values of a key of several ranks."""
     keys = [f"{what}/{other}" for other in ranks]
     try:
-        found = signed.get_all(keys, deadline - time.monotonic(), also=also)
+        found = signed.get_all(keys, deadline - time.monotonic())
     except StoreTimeout as error:
         names = ", ".join(key.rpartition("/")[2] for key in error.keys)
         raise CannotConnect(f"rank {names} did not say in time where it is to be reached") from error

@@ -11,6 +11,7 @@ import hmac
 import time
 from collections.abc import Iterable
 from typing import Any
+from weakref import WeakSet
 
 from shoal.comm.transport.token import derive
 
@@ -32,7 +33,9 @@ class StoreTimeout(TimeoutError):
 
 
 class SignedStore:
-    """A store of torch.distributed as the holders of one key see it."""
+    """A store of torch.distributed as the holders of one key see it. While it lives its values are looked after."""
+
+    looked_after = True
 
     def __init__(self, store: Any, key: bytes, *scope: str) -> None:
         """`scope` names what the values belong to (a job, a group): values of another scope do not count."""
@@ -49,12 +52,17 @@ class SignedStore:
     def clone(self) -> SignedStore:
         """With a connection of its own, for another thread."""
         other = SignedStore.__new__(SignedStore)
-        other.store, other._key, other._own = self.store.clone(), self._key, {}
+        other.store, other._key, other._own, other.looked_after = self.store.clone(), self._key, {}, False
         return other
 
     def set(self, key: str, value: str) -> None:
-        self._own[key] = self._sign(key, value)
+        self._remember(key, self._sign(key, value))
         self.store.set(key, self._own[key])
+
+    def _remember(self, key: str, value: bytes) -> None:
+        self._own[key] = value
+        if self.looked_after:
+            _WRITTEN.add(self)
 
     def claim(self, key: str, value: str) -> bool:
         """Sets a key that no other rank has set; whether this one is the first."""
@@ -63,7 +71,7 @@ class SignedStore:
         for _ in range(100):
             found = bytes(self.store.compare_set(key, expected, mine.decode("ascii")))
             if found == mine:
-                self._own[key] = mine
+                self._remember(key, mine)
                 return True
             if self._open(key, found) is not None:
                 return False
@@ -82,9 +90,8 @@ class SignedStore:
         """Waits for a value. Raises StoreTimeout, or StoreNotSigned if all it found was not signed."""
         return self.get_all([key], seconds)[key]
 
-    def get_all(self, keys: Iterable[str], seconds: float, *, also: SignedStore | None = None) -> dict[str, str]:
-        """The values of several keys, once all are there. Meanwhile values of this rank are looked after, here and in
-        `also`."""
+    def get_all(self, keys: Iterable[str], seconds: float) -> dict[str, str]:
+        """The values of several keys, once all are there. Meanwhile this rank's values are looked after."""
         wanted, found = list(keys), dict[str, str]()
         end_s, pause_s = time.monotonic() + seconds, 0.001
         while True:
@@ -98,9 +105,7 @@ class SignedStore:
             if left_s <= 0:
                 forged = [key for key in missing if self.store.check([key])]
                 raise StoreNotSigned(_not_signed(forged[0])) if forged else StoreTimeout(missing)
-            for each in (self, also):
-                if each is not None:
-                    each.look_after()
+            look_after_all()
             # Not by the store's own wait: it prints a warning each time that nothing came.
             time.sleep(min(pause_s, left_s))
             pause_s = min(2 * pause_s, LOOK_S)
@@ -119,6 +124,16 @@ class SignedStore:
         given, data = signed[:_SIGNATURE], signed[_SIGNATURE:]
         right = hmac.digest(self._key, key.encode() + b"\0" + data, "sha256").hex().encode()
         return data.decode("ascii") if hmac.compare_digest(given, right) else None
+
+
+_WRITTEN: WeakSet[SignedStore] = WeakSet()
+"""Where this process has values of its own."""
+
+
+def look_after_all() -> None:
+    """For a rank that waits: others may need what it wrote before, to get where it is."""
+    for store in list(_WRITTEN):
+        store.look_after()
 
 
 def _not_signed(key: str) -> str:

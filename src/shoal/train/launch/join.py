@@ -233,7 +233,7 @@ def _meet(store: SignedStore, rank: int, world: int, meet_s: float) -> SignedSto
         current = store.session("\0".join(found[f"here/{other}"] for other in range(world)))
         # A rank that went on at once would no longer look after its value for those that still read it.
         current.set(f"process/{rank}", json.dumps([socket.gethostname(), os.getpid()]))
-        current.get_all([f"process/{other}" for other in range(world)], meet_s, also=store)
+        current.get_all([f"process/{other}" for other in range(world)], meet_s)
         return current
     except dist.DistError as error:
         raise JoinError(

@@ -1,0 +1,138 @@
+"""Ranks whose links pass through a relay, or whose ports strangers have found first."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shoal.comm.transport import connect as connect_module
+from shoal.train.launch.channel import Channel
+from shoal.train.launch.join import join, leave
+
+HELLO_BYTES = 28 + 32
+"""What a caller says before its link is made."""
+
+
+class Behind(socket.socket):
+    """A listener that publishes another address than its own: that of the relay in front of it."""
+
+    published: Any = None
+
+    def getsockname(self) -> Any:
+        return self.published
+
+
+class Relay:
+    """Passes bytes on between callers and a listener; what callers say after their greeting is tampered with."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+        self.entrance = socket.create_server(("127.0.0.1", 0))
+        self.altered = 0
+
+    def in_front_of(self, listener: socket.socket) -> Behind:
+        behind = Behind(fileno=listener.detach())
+        target = socket.socket.getsockname(behind)
+        behind.published = self.entrance.getsockname()
+        threading.Thread(target=self._accept, args=(target,), daemon=True).start()
+        return behind
+
+    def _accept(self, target: Any) -> None:
+        while True:
+            caller, _ = self.entrance.accept()
+            try:
+                inner = socket.create_connection(target)
+            except OSError:
+                return caller.close()  # The listener is closed: its group is complete.
+            threading.Thread(target=self._pass_on, args=(caller, inner, self.how), daemon=True).start()
+            threading.Thread(target=self._pass_on, args=(inner, caller, "nothing"), daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, to: socket.socket, how: str) -> None:
+        with contextlib.suppress(OSError):
+            self._pass_all(source, to, how)
+        for end in (source, to):
+            end.close()
+
+    def _pass_all(self, source: socket.socket, to: socket.socket, how: str) -> None:
+        seen, held = 0, b""
+        while data := source.recv(1 << 16):
+            start, seen = seen, seen + len(data)
+            if start < HELLO_BYTES or how == "nothing":
+                to.sendall(data)
+                continue
+            self.altered += 1
+            if how == "flip" and len(data) > 1000:
+                data = bytearray(data)
+                data[-41] ^= 0x80  # In a number.
+            elif how == "repeat":
+                data = data + data
+            elif how == "drop":
+                data = b""
+            elif how == "reorder":
+                held, data = (b"", data + held) if held else (data, b"")
+            elif how == "cut":
+                return
+            elif how == "insert":
+                data = os.urandom(64) + data
+            to.sendall(data)
+
+
+def through_a_relay(arguments: dict[str, Any], channel: Channel) -> dict[str, Any]:
+    """Rank 1's bytes to rank 0 pass through a relay; what each rank receives of some sums, or what it is told."""
+    os.environ["SHOAL_CARRIER"] = "tcp"
+    relay = Relay("nothing")
+    if channel.rank == 0:
+        listen = connect_module._listen_far
+        connect_module._listen_far = lambda: relay.in_front_of(listen())
+    told = ""
+    sums = []
+    try:
+        join(backend="shoal")
+        relay.how = arguments["how"]
+        group = dist.new_group(backend="shoal", timeout=timedelta(seconds=4))
+        for _ in range(3):
+            value = torch.full((100_000,), 1.0)
+            dist.all_reduce(value, group=group)
+            sums.append([value.min().item(), value.max().item()])
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+    return {"told": told, "sums": sums, "altered": relay.altered}
+
+
+def among_strangers(arguments: dict[str, Any], channel: Channel) -> dict[str, Any]:
+    """Each port is found by strangers before a rank calls: some say nothing, some say anything."""
+    os.environ["SHOAL_CARRIER"] = arguments["carrier"]
+    strangers: list[socket.socket] = []
+    chance = random.Random(channel.rank)
+
+    def visited(listen: Any) -> Any:
+        def call() -> Any:
+            listener = listen()
+            for number in range(arguments["count"]):
+                stranger = socket.socket(listener.family, socket.SOCK_STREAM)
+                stranger.connect(listener.getsockname())
+                if number % 2:
+                    stranger.sendall(chance.randbytes(chance.choice([1, 16, 60, 4096])))
+                strangers.append(stranger)
+            return listener
+
+        return call
+
+    for name in ("_listen_far", "_listen_nearby"):
+        setattr(connect_module, name, visited(getattr(connect_module, name)))
+    start_s = time.monotonic()
+    join(backend="shoal")
+    value = torch.tensor([channel.rank + 1.0])
+    dist.all_reduce(value)
+    took_s = time.monotonic() - start_s
+    leave()
+    return {"sum": value.item(), "took_s": took_s, "strangers": len(strangers)}
