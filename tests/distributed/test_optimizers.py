@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,15 @@ def check(found: list[dict[str, Any]], label: str) -> None:
         assert all(apart < EXACT for apart in row["others"].values()), (label, row)
 
 
-@pytest.mark.parametrize("name", ELEMENTWISE)
+FAST = ("AdamW-tensor", "SGD-nesterov", "ScheduleFree", "Madgrad", "Counted", "Lookahead", "Adafactor", "LBFGS", "Prodigy",
+        "Transposed")  # fmt: skip
+
+
+def fast_and_slow(names: Iterable[str]) -> list[Any]:
+    return [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", fast_and_slow(ELEMENTWISE))
 def test_elementwise_optimizers_train_and_resume_as_one_process_under_any_strategy(
     ranks: Run, name: str, tmp_path: Path
 ) -> None:
@@ -36,7 +44,7 @@ def test_elementwise_optimizers_train_and_resume_as_one_process_under_any_strate
         check(found, f"{name} {strategy}")
 
 
-@pytest.mark.parametrize("name", [*PARAMETERWISE, *COUPLED])
+@pytest.mark.parametrize("name", fast_and_slow([*PARAMETERWISE, *COUPLED]))
 def test_other_optimizers_train_on_full_parameters_and_are_refused_on_slices(
     ranks: Run, name: str, tmp_path: Path
 ) -> None:
@@ -65,7 +73,9 @@ def test_three_uneven_ranks_and_levels(ranks: Run, tmp_path: Path) -> None:
         check(found, f"{name} {strategies[0]}")
 
 
-@pytest.mark.parametrize("strategy", ["dp(2)", "dp(2, zero=1) * accumulate(3)", "dp(2, zero=3)", 'dp(2) * recompute("full")'])
+@pytest.mark.parametrize(
+    "strategy", ["dp(2)", "dp(2, zero=1) * accumulate(3)", "dp(2, zero=3)", 'dp(2) * recompute("full")']
+)
 def test_a_loop_of_ones_own_with_a_scheduler_trains_as_plain_pytorch(ranks: Run, strategy: str) -> None:
     for rank in ranks(f"{TARGETS}:own_loop", {"strategy": strategy}, ranks=2):
         assert rank["apart"] < EXACT

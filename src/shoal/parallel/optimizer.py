@@ -67,12 +67,14 @@ class SavedState(Protocol):
 
 
 def unlike_the_rest(saved: SavedState, names: Iterable[str]) -> frozenset[str]:
-    """Parameters whose saved state has a history of its own (another number of steps, or none at all)."""
+    """Parameters whose saved state has a history of its own (another number of steps, or none at all), and those that
+    had tensors of their own."""
     kinds = {name: (exact(saved.values(name)), tuple(sorted(saved.keys(name)))) for name in names}
     if not kinds:
         return frozenset()
     usual, _ = Counter(kinds.values()).most_common(1)[0]
-    return frozenset(name for name, kind in kinds.items() if kind != usual)
+    known = frozenset(saved.common().get("slices", {}).get("apart", ()))
+    return known | frozenset(name for name, kind in kinds.items() if kind != usual)
 
 
 class SlicedOptimizer:
@@ -116,6 +118,7 @@ class SlicedOptimizer:
                 "`optimizer` must pass its groups on, as in lambda groups: torch.optim.AdamW(groups, lr=1e-3)"
             )
         _prefer_fused(self.optimizer)
+        self._sgd = [each for _, each in layers(self.optimizer) if isinstance(each, torch.optim.SGD)]
         self.needs_closure = needs_closure(self.optimizer)
         for group in self.optimizer.param_groups:
             if isinstance(group.get("lr"), torch.Tensor):
@@ -205,7 +208,8 @@ class SlicedOptimizer:
         """One step with these gradients (see `give`). `closure` computes the loss and the gradients again."""
         self.give(gradients, without)
         self._apply(lr_factor)
-        _start_momentum(self.optimizer)
+        for each in self._sgd:
+            _start_momentum(each)
         if closure is None:
             self.optimizer.step()
         else:
@@ -273,6 +277,9 @@ class SlicedOptimizer:
                     found.setdefault(self._by_options(where), {})[key] = value
         if adjusted:
             found["schedule"] = {"factor": self._factor}
+        if self.apart:
+            # A fused kernel rounds by where a tensor begins and ends: cut as before, a resumed run is the same.
+            found["slices"] = {"apart": sorted(self.apart)}
         return found
 
     def _wanted_lr(self, place: int) -> Any:
@@ -303,7 +310,7 @@ class SlicedOptimizer:
                 self._factor = entries["factor"]
                 continue
             where = self._by_options(label, back=True)
-            if where in kept:
+            if where in kept:  # Not "slices", which decided how this was built.
                 kept[where].update({key: self._placed(value) for key, value in entries.items()})
 
     def _placed(self, value: Any) -> Any:
@@ -358,8 +365,6 @@ class SlicedOptimizer:
 def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
     """PyTorch's fused SGD takes momentum from all parameters or from none: one that gets its first gradient later than
     others starts from zero, which is the same where nothing is dampened."""
-    if not isinstance(optimizer, torch.optim.SGD):
-        return
     for group in optimizer.param_groups:
         if group["fused"] and group["momentum"]:
             ready = [param for param in group["params"] if param.grad is not None]
