@@ -142,8 +142,9 @@ def test_an_optimizer_that_ignores_its_groups_is_refused() -> None:
 
 def test_parameters_without_a_shape_are_refused_by_name() -> None:
     job = Job(
-        name="lazy", model=lambda: nn.Sequential(nn.Linear(3, 4), nn.LazyLinear(2)), train=TensorData(x=torch.ones(4, 3)),
-        loss=lambda out, batch: (out.sum(), len(out)), optimizer=partial(torch.optim.SGD, lr=0.1), global_batch=2, steps=1,
+        name="lazy", model=lambda: nn.Sequential(nn.Linear(3, 4), nn.LazyLinear(2)),
+        train=TensorData(x=torch.ones(4, 3)), loss=lambda out, batch: (out.sum(), len(out)),
+        optimizer=partial(torch.optim.SGD, lr=0.1), global_batch=2, steps=1,
     )  # fmt: skip
     with pytest.raises(JobError) as refused:
         infer_facts(job)

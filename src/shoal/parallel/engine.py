@@ -377,7 +377,7 @@ class Engine:
     def load_optimizer(self, saved: SavedState) -> None:
         """The optimiser's state from a checkpoint."""
         mine = [slot.name for bucket in self.buckets for slot in bucket.buffer.slots]
-        self.optimizer = self._optimizer(unlike_the_rest(saved, mine))
+        self.optimizer = self._optimizer(unlike_the_rest(saved, mine) if self.elementwise else frozenset())
         self.optimizer.load(saved)
 
     def close(self) -> None:

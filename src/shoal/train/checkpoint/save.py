@@ -83,6 +83,16 @@ def save(folder: Path, engine: Engine, *, step: int, progress: dict[str, Any], k
 def require_savable(engine: Engine, optimizer: Probe) -> None:
     """Tries the first checkpoint in memory: parameters and buffers as they are, and what the optimiser was found to
     keep. Raises CheckpointFailed before anything is trained that could not be saved."""
+    buffers = persistent_buffers(engine.model)
+    for name, tensor in (*engine.model.named_parameters(), *buffers.items()):
+        if tensor.dtype not in DTYPES:
+            raise CheckpointFailed(
+                f"no checkpoint of this job can be written: {name} has dtype "
+                f"{dtype_name(tensor.dtype)}, which a checkpoint cannot hold; use one of "
+                f"{', '.join(sorted(map(dtype_name, DTYPES)))}, or train without checkpoints (--checkpoint-every 0)",
+                errno=None,
+                last_good=None,
+            )
     kept = {where: why for where, value in optimizer.kept.items() if (why := cannot_hold(value))}
     kept |= {where: f"a {type_name}" for where, type_name in optimizer.opaque.items()}
     for where, why in kept.items():
@@ -93,16 +103,7 @@ def require_savable(engine: Engine, optimizer: Probe) -> None:
             errno=None,
             last_good=None,
         )
-    contents = contents_of(engine, buffers=persistent_buffers(engine.model), rank=world_and_rank()[1])
-    for name, tensor in contents.tensors:
-        if tensor.dtype not in DTYPES:
-            raise CheckpointFailed(
-                f"no checkpoint of this job can be written: {name.partition(' [')[0]} has dtype "
-                f"{dtype_name(tensor.dtype)}, which a checkpoint cannot hold; use one of "
-                f"{', '.join(sorted(map(dtype_name, DTYPES)))}, or train without checkpoints (--checkpoint-every 0)",
-                errno=None,
-                last_good=None,
-            )
+    contents_of(engine, buffers=buffers, rank=world_and_rank()[1])
 
 
 class _Save:
