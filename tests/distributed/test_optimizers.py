@@ -23,8 +23,8 @@ def check(found: list[dict[str, Any]], label: str) -> None:
         assert all(apart < EXACT for apart in row["others"].values()), (label, row)
 
 
-FAST = ("AdamW-tensor", "SGD-nesterov", "ScheduleFree", "Madgrad", "Counted", "Lookahead", "Adafactor", "LBFGS", "Prodigy",
-        "Transposed")  # fmt: skip
+FAST = ("AdamW-tensor", "SGD-nesterov", "ScheduleFree", "Madgrad", "Counted", "Lookahead", "Adafactor", "LBFGS",
+        "Prodigy", "Transposed")  # fmt: skip
 
 
 def fast_and_slow(names: Iterable[str]) -> list[Any]:
