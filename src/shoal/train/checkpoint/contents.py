@@ -67,7 +67,7 @@ class Contents:
         number = count()
 
         def put(tensor: torch.Tensor) -> str:
-            label = f"state {key} {next(number)}"
+            label = f"state {key} {next(number)} in {self.file}"  # Several ranks may write the same.
             self.add_extra(owner, label, tensor)
             return extra_name(owner, label, None)
 

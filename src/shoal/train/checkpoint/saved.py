@@ -310,6 +310,21 @@ class Checkpoint:
             )
         self._opened(name)
 
+    def _require_value(self, name: str, key: str, row: Any) -> None:
+        """A value that can be decoded, and whose tensors are in the manifest."""
+
+        def known(tensor: str) -> torch.Tensor:
+            if tensor not in self._extras:
+                raise ValueError(f"the tensor {tensor!r} is not there")
+            return torch.empty(0)
+
+        try:
+            decode(row, known)
+        except (TypeError, ValueError, KeyError, OverflowError, RuntimeError, RecursionError) as error:
+            raise CheckpointBroken(
+                f"{self.path / MANIFEST} holds {key} of {name}, which cannot be read: {error}"
+            ) from error
+
     def _require_consistent(self) -> None:
         """Every element of everything is there once, in files that the manifest knows."""
         used = {part.file for parts in self._parts.values() for part in parts}
@@ -331,6 +346,7 @@ class Checkpoint:
                     raise CheckpointBroken(
                         f"{self.path / MANIFEST} holds {key} of {name} as {kind!r}, which is no number"
                     )
+                self._require_value(name, key, numbers[key])
         whole = [(name, None) for name in self.parameters]
         for name, key in {*whole, *self._parts}:
             parts = self._parts.get((name, key), [])
