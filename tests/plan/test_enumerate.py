@@ -29,6 +29,7 @@ FACTS = st.builds(
     tied=st.sampled_from([None, True, False]),
     clips=st.sampled_from([None, True, False]),
     elementwise_optimizer=st.sampled_from([None, True, False]),
+    coupled_optimizer=st.sampled_from([None, True, False]),
     sequence_why=st.sampled_from(["", "", "a mean over tokens"]),
     context_why=st.sampled_from(["", "", "a convolution over tokens"]),
     tensor_parts=st.sampled_from([None, None, (), (("a", "heads", 6), ("b", "features", 12)), (("c", "words", 0),)]),

@@ -39,6 +39,7 @@ GPT = ModelFacts(layers=12, heads=16, kv_heads=8, hidden=1024, sequence=512, exp
 VGG = ModelFacts(channels=(64, 128, 512), image=(224, 112), experts=0)
 
 LAYERWISE = ModelFacts(elementwise_optimizer=False)
+COUPLED = ModelFacts(elementwise_optimizer=False, coupled_optimizer=True, optimizer="LBFGS")
 FOUR_HEADS = (("attention.query", "heads", 4),)
 
 SAMPLES: dict[str, list[Sample]] = {
@@ -139,6 +140,10 @@ SAMPLES: dict[str, list[Sample]] = {
         Sample("tp(2, batch=True)", "tp(2)", ModelFacts(tensor_parts=FOUR_HEADS), ModelFacts(tensor_parts=FOUR_HEADS)),
     ],
     "cut-layers-need-elementwise-optimizers": [Sample("tp(2)", "dp(2)", LAYERWISE, LAYERWISE)],
+    "stages-need-optimizers-that-do-not-couple": [
+        Sample("pp(2)", "dp(2)", COUPLED, COUPLED),
+        Sample("pp(2)", "pp(2)", COUPLED, LAYERWISE),
+    ],
     "dealt-experts-need-elementwise-optimizers": [Sample("ep(2)", "dp(2)", LAYERWISE, LAYERWISE)],
     "cp-needs-positions-apart": [
         Sample("cp(2)", "dp(2)", ModelFacts(context_why="no attention"), ModelFacts(context_why="no attention")),
@@ -294,6 +299,7 @@ FACTS = st.builds(
     batch_norm=st.sampled_from([None, "sync", "local"]),
     clips=st.none() | st.booleans(),
     elementwise_optimizer=st.none() | st.booleans(),
+    coupled_optimizer=st.none() | st.booleans(),
 )
 
 

@@ -15,8 +15,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parameter import is_lazy
 
-from shoal.job.elementwise import elementwise
+from shoal.job.elementwise import probe
+from shoal.job.errors import JobError
 from shoal.job.job import Job
 from shoal.job.losses import IGNORED
 from shoal.strategy.facts import ModelFacts
@@ -38,13 +40,17 @@ def infer_facts(job: Job, *, model: nn.Module | None = None) -> ModelFacts:
     Without `model` one is built, without memory where its code allows that.
     """
     model = model if model is not None else build_without_memory(job)
+    require_initialised(model, job.name)
+    tried = probe(job.optimizer, model, job.options)
     inferred = {
         **_of_model(model),
         **_of_data(job),
         "global_batch": int(job.global_batch),
         "clips": job.clip is not None,
         "loss_over": job.loss_over,
-        "elementwise_optimizer": elementwise(job.optimizer),
+        "elementwise_optimizer": tried.elementwise,
+        "coupled_optimizer": tried.coupled,
+        "optimizer": tried.name,
     }
     inferred["batch_norm"] = job.batch_norm if has_batch_norm(model) else None
     declared = _declared(job.facts)
@@ -62,6 +68,18 @@ def build_without_memory(job: Job) -> nn.Module:
                 return job.model()
         except (RuntimeError, NotImplementedError, TypeError, ValueError):
             return job.model()
+
+
+def require_initialised(model: nn.Module, name: str) -> None:
+    """Refuses a model whose parameters get their shapes from the first batch (nn.LazyLinear)."""
+    for path, module in model.named_modules():
+        lazy = next((key for key, tensor in module.named_parameters(recurse=False) if is_lazy(tensor)), None)
+        if lazy is not None:
+            raise JobError(
+                f"job {name!r}: {path or 'the model'} ({type(module).__name__}) has a parameter without a shape "
+                f"({lazy}), which a first batch would give it; run one batch through the model in the function that "
+                "builds it, or name the sizes"
+            )
 
 
 def has_batch_norm(model: nn.Module) -> bool:

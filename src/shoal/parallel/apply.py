@@ -48,6 +48,7 @@ def parallelize(
     optimizer: Factory,
     options: Options = lambda name, param: {},
     elementwise: bool = True,
+    coupled: bool = False,
     clip: float | None = None,
     batch_norm: Literal["sync", "local"] = "sync",
     bucket_bytes: int = BUCKET_BYTES,
@@ -56,7 +57,7 @@ def parallelize(
 ) -> Engine:
     """Makes the model train by the strategy. All ranks call it alike; rank 0's values are everyone's start. The mesh is
     the engine's from then on, and is closed with it. `seed` is that of what compression draws."""
-    require_runnable(strategy, elementwise=elementwise)
+    require_runnable(strategy, elementwise=elementwise, coupled=coupled)
     cutting = next((axis for axis in strategy.axes if not axis.name.startswith("dp")), None)
     if layout is None and cutting is not None:
         raise NotRunnable(f"{cutting.term}: a model is cut by its layout, and none was given; train a Job instead")
@@ -104,7 +105,8 @@ def parallelize(
     engine = Engine(
         model=model, placement=placement, reduction=reduction, gathering=gathering, factory=optimizer,
         options=known, elementwise=elementwise, clip=clip, masters=shards.masters, offsets=shards.offsets,
-        names=names, shapes=shapes, cut=cut, compression=_compression(strategy, placement, shards.buckets, clip, seed),
+        names=names, labels=labels, shapes=shapes, cut=cut,
+        compression=_compression(strategy, placement, shards.buckets, clip, seed),
         counts_loss=alike and (placement.context.index == 0 or not gathers),
         loss_share=1 / placement.context.size if gathers else 1.0,
     )  # fmt: skip

@@ -82,6 +82,8 @@ class Engine:
     """All parameters of the model as it was built, whole: shape and type."""
     cut: CutModel
     """What the axes that cut the model have made of it."""
+    labels: Mapping[str, int] = field(default_factory=dict)
+    """Which of the options each trainable parameter has."""
     stop_requested: bool = False
     pipeline: Any = None
     """Runs the step where the model is in stages."""
@@ -189,8 +191,45 @@ class Engine:
         sums, self._sums = self._sums, torch.zeros_like(self._sums)
         return sums
 
-    def step(self, lr_factor: float = 1.0) -> StepResult:
-        """Clips, updates, and makes the parameters whole again where their stage keeps them so."""
+    def step(self, lr_factor: float = 1.0, *, again: Callable[[], None] | None = None) -> StepResult:
+        """Clips, updates, and makes the parameters whole again where their stage keeps them so. `again` computes all
+        micro-batches of the step once more, for an optimiser that asks for that (LBFGS)."""
+        result, gradients, unused = self._reduced()
+        closure = None
+        if self.optimizer.needs_closure:
+            if again is None:
+                raise ValueError(
+                    f"{type(self.optimizer.optimizer).__name__} computes the loss several times in a step, and step() "
+                    "was not given the function to do so; pass engine.step(again=...), or train a Job"
+                )
+            closure = self._closure(again, result)
+        with BOOK.during("optimizer"), torch.no_grad():
+            self.update(gradients, lr_factor, unused, closure)
+            self._publish()
+        self.reduction.clear()
+        return result
+
+    def _closure(self, again: Callable[[], None], result: StepResult) -> Callable[[], torch.Tensor]:
+        """For the optimiser: loss and gradients at the present parameters. What was just computed serves as long as
+        they are the same."""
+        before = [master.clone() for master in self.masters]
+
+        def closure() -> torch.Tensor:
+            if before and all(map(torch.equal, before, self.masters)):
+                before.clear()
+                return torch.tensor(result.loss, dtype=torch.float64)
+            before.clear()
+            self.reduction.clear()
+            with torch.enable_grad():
+                again()
+            fresh, gradients, unused = self._reduced()
+            self.optimizer.give(gradients, unused)
+            return torch.tensor(fresh.loss, dtype=torch.float64)
+
+        return closure
+
+    def _reduced(self) -> tuple[StepResult, dict[int, torch.Tensor], frozenset[str]]:
+        """What the last backward summed: the step's figures, mean gradients after clipping, parameters without one."""
         if self._shared is None:
             raise RuntimeError("step() was called without backward(); call engine.backward(loss_sum, count) first")
         everything, work = self._shared
@@ -213,18 +252,19 @@ class Engine:
             if not isfinite(norm):
                 self.reduction.clear()
                 raise NonFinite(f"the norm of the gradient is {norm} (the loss is {loss}){self._hint()}")
-            self.update(gradients, lr_factor, unused)
-            self._publish()
-        self.reduction.clear()
-        return StepResult(loss, count, norm, stop > 0)
+        return StepResult(loss, count, norm, stop > 0), gradients, unused
 
-    def update(self, gradients: dict[int, torch.Tensor], lr_factor: float, unused: frozenset[str]) -> None:
+    def update(
+        self,
+        gradients: dict[int, torch.Tensor],
+        lr_factor: float,
+        unused: frozenset[str],
+        closure: Callable[[], torch.Tensor] | None = None,
+    ) -> None:
         """The optimiser's step on this rank's slices; parameters without a gradient are skipped."""
-        if not unused <= self.optimizer.apart:
-            before = self.optimizer
-            self.optimizer = self._optimizer(before.apart | unused)
-            self.optimizer.load(before.held())
-        self.optimizer.step(gradients=gradients, lr_factor=lr_factor, without=unused)
+        if self.elementwise and not unused <= self.optimizer.apart:
+            self.optimizer.regroup(self.optimizer.apart | unused)
+        self.optimizer.step(gradients=gradients, lr_factor=lr_factor, without=unused, closure=closure)
 
     def settle(self) -> None:
         """Sees out what is under way between steps, before the parameters are read. All ranks call it alike."""
@@ -239,6 +279,7 @@ class Engine:
             self.masters,
             self.offsets,
             elementwise=self.elementwise,
+            labels={name: self.labels[name] for name in self.names} if self.labels else None,
             apart=apart,
         )
 
@@ -336,7 +377,7 @@ class Engine:
     def load_optimizer(self, saved: SavedState) -> None:
         """The optimiser's state from a checkpoint."""
         mine = [slot.name for bucket in self.buckets for slot in bucket.buffer.slots]
-        self.optimizer = self._optimizer(unlike_the_rest(saved, mine))
+        self.optimizer = self._optimizer(unlike_the_rest(saved, mine) if self.elementwise else frozenset())
         self.optimizer.load(saved)
 
     def close(self) -> None:

@@ -57,9 +57,11 @@ class ModelFacts:
     clips: bool | None = None
     """Whether gradients are clipped by their global norm."""
     elementwise_optimizer: bool | None = None
-    """Whether the optimiser treats every element alone (SGD, Adam), or needs norms of whole layers (LARS,
-    LAMB).
-    """
+    """Whether the optimiser treats every element alone (SGD, Adam), or needs full parameters (LARS, LAMB, Muon)."""
+    coupled_optimizer: bool | None = None
+    """Whether the optimiser also needs all parameters together (a norm over all of them, Prodigy, LBFGS)."""
+    optimizer: str = ""
+    """The name of the optimiser's class, for messages."""
     token_weighted: bool | None = None
     """Whether the loss is a mean over tokens, of which samples have different numbers."""
     expert_capacity: bool | None = None

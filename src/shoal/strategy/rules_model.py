@@ -295,36 +295,53 @@ def the_batch_divides(case: Case, index: int, strategy: Strategy) -> Breach | No
     return Breach(strategy if micro > 1 else blamed, f"a global batch of {batch} does not divide by {among}", fixes)
 
 
-@rule(dp, why="LARS and LAMB need the norm of each whole layer, and a shard ends anywhere inside a layer.")
+def _optimizer(case: Case) -> str:
+    """The subject of a sentence about an optimiser that is not element-wise."""
+    named = f"{case.facts.optimizer} " if case.facts.optimizer else "the optimiser "
+    return named + ("couples parameters" if case.facts.coupled_optimizer else "needs full parameters")
+
+
+@rule(dp, why="LARS, LAMB and Muon need full parameters, and a shard ends anywhere inside one.")
 def sharded_optimizers_are_elementwise(case: Case, index: int, level: dp) -> Breach | None:
     if not level.zero or case.facts.elementwise_optimizer is not False:
         return None
     return Breach(
         level,
-        f"the optimiser needs norms of whole layers, and zero={level.zero} cuts layers anywhere",
+        f"{_optimizer(case)}, and zero={level.zero} gives each rank slices of them",
         lambda: [case.changed(index, zero=0)],
     )
 
 
-@rule(tp, why="LARS and LAMB need the norm of each whole layer, and a rank of tp has part of it.")
+@rule(tp, why="LARS, LAMB and Muon need full parameters, and a rank of tp has part of one.")
 def cut_layers_need_elementwise_optimizers(case: Case, index: int, cut: tp) -> Breach | None:
     if cut.n == 1 or case.facts.elementwise_optimizer is not False:
         return None
     return Breach(
         cut,
-        "the optimiser needs norms of whole layers, and tp cuts layers",
+        f"{_optimizer(case)}, and tp gives each rank slices of them",
         lambda: [case.put(index, dp(cut.n)), case.put(index, pp(cut.n)), case.put(index)],
     )
 
 
-@rule(ep, why="LARS and LAMB need the norm of each whole layer, and a rank of ep has some of its experts.")
+@rule(ep, why="LARS, LAMB and Muon need full parameters, and a rank of ep has some of the experts.")
 def dealt_experts_need_elementwise_optimizers(case: Case, index: int, experts: ep) -> Breach | None:
     if experts.n == 1 or case.facts.elementwise_optimizer is not False:
         return None
     return Breach(
         experts,
-        "the optimiser needs norms of whole layers, and ep deals their experts out",
+        f"{_optimizer(case)}, and ep gives each rank some of the experts",
         lambda: [case.put(index, dp(experts.n)), case.put(index)],
+    )
+
+
+@rule(pp, why="An optimiser that couples parameters needs all of them on every rank.")
+def stages_need_optimizers_that_do_not_couple(case: Case, index: int, stages: pp) -> Breach | None:
+    if stages.n == 1 or not case.facts.coupled_optimizer:
+        return None
+    return Breach(
+        stages,
+        f"{_optimizer(case)}, and pp gives each rank some of them",
+        lambda: [case.put(index, dp(stages.n)), case.put(index)],
     )
 
 

@@ -25,7 +25,7 @@ from shoal.strategy import parse, require_legal
 from shoal.train.checkpoint.buffers import average_buffers
 from shoal.train.checkpoint.exchange import exchange
 from shoal.train.checkpoint.restore import find_intact, restore
-from shoal.train.checkpoint.save import CheckpointFailed, save
+from shoal.train.checkpoint.save import CheckpointFailed, require_savable, save
 from shoal.train.checkpoint.saved import Checkpoint, CheckpointBroken, open_checkpoint
 from shoal.train.gate import cutting_axes
 from shoal.train.launch.join import join, leave
@@ -46,7 +46,9 @@ def check_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     job, strategy = job_from(arguments), parse(arguments["strategy"])
     facts = facts_of(job, layout_of(job, strategy))
     require_legal(strategy, facts=facts)
-    require_runnable(strategy, elementwise=facts.elementwise_optimizer is not False)
+    require_runnable(
+        strategy, elementwise=facts.elementwise_optimizer is not False, coupled=bool(facts.coupled_optimizer)
+    )
     if arguments.get("backend") == "nccl" and not torch.cuda.is_available():
         raise TrainingStopped("--backend nccl: there is no GPU here; leave it out, or use gloo")
     if len(job.train) < job.global_batch and channel is not None:
@@ -158,6 +160,8 @@ class TrainingRun:
     def go(self) -> dict[str, Any]:
         job = self.job
         every = self.arguments.get("checkpoint_every") or 0
+        if every:
+            require_savable(self.engine, self.ready.optimizer)
         trace = tracing(self.folder, steps=3) if self.rank == 0 and self.arguments.get("trace") else None
         BOOK.take()
         self._evaluate_if_due()  # A stop comes before the evaluation of its step.

@@ -10,8 +10,8 @@ import torch
 from shoal.comm.ledger import Ledger
 from shoal.comm.transport.emulated import host_of
 from shoal.estimate.traffic import ShardTable, predict
-from shoal.job import Job, load_job
-from shoal.job.elementwise import elementwise
+from shoal.job import Job, JobError, load_job
+from shoal.job.elementwise import Probe, probe
 from shoal.parallel.apply import parallelize
 from shoal.parallel.by_hosts import asks_for_hosts, by_hosts
 from shoal.parallel.engine import Engine
@@ -34,6 +34,8 @@ class Prepared:
     strategy: Strategy
     engine: Engine
     runner: StepRunner
+    optimizer: Probe
+    """What was found out about the job's optimiser."""
 
     @property
     def table(self) -> ShardTable:
@@ -71,13 +73,23 @@ def prepare(job: Job, strategy: Strategy, *, rank: int, backend: str | None, dev
         strategy = by_hosts(strategy, [row["host"] for row in exchange({"host": host_of(rank)})])
     mesh = mesh_of(strategy, rank=rank, backend=backend)
     model = build_model(job, dtype).to(device)
+    tried = probe(job.optimizer, model, job.options)
+    _require_schedule(job, tried)
     engine = parallelize(
         model, strategy, mesh, optimizer=job.optimizer, options=job.options, clip=job.clip,
-        elementwise=elementwise(job.optimizer), batch_norm=job.batch_norm, layout=layout_of(job, strategy),
-        seed=job.seed,
+        elementwise=tried.elementwise, coupled=tried.coupled, batch_norm=job.batch_norm,
+        layout=layout_of(job, strategy), seed=job.seed,
     )  # fmt: skip
     runner = StepRunner(job, engine, strategy, autocast=strategy.modifier(amp) is not None, dtype=dtype)
-    return Prepared(job, strategy, engine, runner)
+    return Prepared(job, strategy, engine, runner, tried)
+
+
+def _require_schedule(job: Job, optimizer: Probe) -> None:
+    if not optimizer.has_lr and any(job.schedule(step) != 1.0 for step in range(job.steps)):
+        raise JobError(
+            f"job {job.name!r}: {optimizer.name} has no learning rate ('lr') in its groups, so the schedule cannot "
+            "change it; leave Job.schedule out, or name the optimiser's learning rate 'lr'"
+        )
 
 
 def staleness(engine: Engine) -> dict[str, list[dict[int, int]]]:

@@ -19,6 +19,7 @@ from torch import nn
 from shoal.comm.ledger import BOOK
 from shoal.estimate.traffic import Call
 from shoal.job import Batch, Job, share
+from shoal.job.facts import require_initialised
 from shoal.parallel.batch_norm import batch_norms
 from shoal.parallel.engine import Engine, StepResult
 from shoal.parallel.global_loss import GlobalLoss
@@ -100,10 +101,14 @@ class StepRunner:
                 lr_factor=job.schedule(step),
             )  # fmt: skip
         else:
-            for micro, part in enumerate(parts):
-                loss, count = self._loss(part, self._forward(part))
-                engine.backward(loss, count, last=micro == self.micro_batches - 1)
-            result = engine.step(job.schedule(step))
+
+            def compute() -> None:
+                for micro, part in enumerate(parts):
+                    loss, count = self._loss(part, self._forward(part))
+                    engine.backward(loss, count, last=micro == self.micro_batches - 1)
+
+            compute()
+            result = engine.step(job.schedule(step), again=compute)
         self.calls = list(axis_calls(self.strategy, engine))
         if self.global_loss is not None:
             self.calls += global_loss_calls(self.global_loss)
@@ -215,6 +220,7 @@ def build_model(job: Job, dtype: torch.dtype | None = None) -> nn.Module:
     """The job's model with its seeded start: the same on every rank and in the serial run."""
     torch.manual_seed(job.seed)
     model = job.model()
+    require_initialised(model, job.name)
     return model if dtype is None else model._apply(lambda tensor: _as(tensor, dtype))
 
 

@@ -7,6 +7,7 @@ those that hold it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ import torch
 from shoal.parallel.engine import Engine
 from shoal.parallel.kept_errors import errors, extras
 from shoal.parallel.optimizer import Piece
-from shoal.train.checkpoint.files import dtype_name, file_of, to_json
+from shoal.train.checkpoint.files import dtype_name, file_of
+from shoal.train.checkpoint.values import encode
 from shoal.workload.cuts import Part
 
 
@@ -30,6 +32,8 @@ class Contents:
     pieces: list[dict[str, Any]] = field(default_factory=list)
     extras: dict[str, Any] = field(default_factory=dict)
     """Tensors that belong to a parameter and are not of its size."""
+    optimizer: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What the optimiser keeps for several parameters together."""
 
     @property
     def bytes(self) -> int:
@@ -42,6 +46,7 @@ class Contents:
             "numbers": self.numbers,
             "pieces": self.pieces,
             "extras": self.extras,
+            "optimizer": self.optimizer,
         }
 
     def add_parameter(self, piece: Piece, dtype: torch.dtype, part: Part | None = None) -> None:
@@ -56,6 +61,20 @@ class Contents:
         full = extra_name(name, key, part)
         self.extras[full] = {"file": self.file, "tensor": full}
         self.tensors.append((full, values))
+
+    def encoded(self, owner: str, key: str, value: Any) -> list[Any]:
+        """A value that is no range of a parameter, for the manifest; its tensors go into the file."""
+        number = count()
+
+        def put(tensor: torch.Tensor) -> str:
+            label = f"state {key} {next(number)} in {self.file}"  # Several ranks may write the same.
+            self.add_extra(owner, label, tensor)
+            return extra_name(owner, label, None)
+
+        try:
+            return encode(value, put)
+        except ValueError as error:
+            raise ValueError(f"{key!r} of {owner} cannot be saved: {error}") from error
 
     def add_buffer(self, name: str, values: torch.Tensor, part: Part | None = None) -> None:
         key = f"buffer {name}"
@@ -107,7 +126,6 @@ def contents_of(engine: Engine, *, buffers: dict[str, torch.Tensor], rank: int) 
         contents.add_parameter(piece, piece.values.dtype, engine.part_of(piece.name))
         if piece.start == 0:
             own.add(piece.name)
-    _refuse_unknown_state(engine.optimizer.optimizer)
     for key, piece in engine.owned_state():
         contents.add_state(key, piece, engine.part_of(piece.name))
     if engine.compression is not None:
@@ -120,10 +138,17 @@ def contents_of(engine: Engine, *, buffers: dict[str, torch.Tensor], rank: int) 
                 contents.add_extra(name, key, values, engine.part_of(name))
     # Whoever writes a parameter's first element also reports its numbers, so that they are reported once.
     contents.numbers = {
-        name: {key: [to_json(value), kind] for key, (value, kind) in numbers.items()}
-        for name, numbers in engine.optimizer.numbers().items()
+        name: {key: contents.encoded(name, key, value) for key, value in values.items()}
+        for name, values in engine.optimizer.values().items()
         if name in own
     }
+    place = engine.placement
+    if place.samples.index == 0 and place.context.index == 0 and place.tensor.index == 0:
+        optimizer = type(engine.optimizer.optimizer).__name__
+        contents.optimizer = {
+            where: {key: contents.encoded(f"{optimizer} ({where})", key, value) for key, value in entries.items()}
+            for where, entries in engine.optimizer.common().items()
+        }
     nothing = torch.empty(0)
     slots = {slot.name: slot for bucket in engine.buckets for slot in bucket.buffer.slots}
     for name, slot in slots.items():
@@ -138,18 +163,3 @@ def contents_of(engine: Engine, *, buffers: dict[str, torch.Tensor], rank: int) 
         if name not in engine.absent and engine.speaks_for(name):
             contents.add_buffer(name, values, engine.part_of(name))
     return contents
-
-
-def _refuse_unknown_state(optimizer: torch.optim.Optimizer) -> None:
-    """State that is neither a number nor of its parameter's size has no place here: better said than lost."""
-    for param, state in optimizer.state.items():
-        for key, value in state.items():
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            sized = isinstance(value, torch.Tensor) and (value.dim() == 0 or value.numel() == param.numel())
-            if not number and not sized and value is not None:
-                is_tensor = isinstance(value, torch.Tensor)
-                what = f"a tensor of shape {list(value.shape)}" if is_tensor else f"a {type(value).__name__}"
-                raise ValueError(
-                    f"{type(optimizer).__name__} keeps {key!r} of a parameter of shape {list(param.shape)} "
-                    f"as {what}, but a checkpoint holds numbers and tensors of the parameter's own size"
-                )

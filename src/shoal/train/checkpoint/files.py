@@ -28,7 +28,8 @@ from typing import Any
 
 import torch
 
-FORMAT = 1
+FORMAT = 2
+"""2: also what the optimiser keeps for several parameters together. Format 1 is read."""
 MANIFEST = "checkpoint.json"
 CHECKSUMS = "SHA256SUMS"
 PARTIAL = ".partial"

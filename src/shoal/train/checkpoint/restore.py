@@ -15,7 +15,6 @@ import torch
 from shoal.comm.ledger import BOOK
 from shoal.parallel.engine import Engine
 from shoal.parallel.kept_errors import load as load_errors
-from shoal.parallel.optimizer import Numbers
 from shoal.train.checkpoint.buffers import persistent_buffers
 from shoal.train.checkpoint.contents import extra_name
 from shoal.train.checkpoint.exchange import exchange, world_and_rank
@@ -93,8 +92,11 @@ class _Own:
     def keys(self, name: str) -> list[str]:
         return self.checkpoint.keys(name)
 
-    def numbers(self, name: str) -> Numbers:
-        return self.checkpoint.numbers(name)
+    def values(self, name: str) -> dict[str, Any]:
+        return self.checkpoint.values(name)
+
+    def common(self) -> dict[str, dict[str, Any]]:
+        return self.checkpoint.common()
 
     def errors(self, name: str, what: str) -> list[str]:
         return self.checkpoint.errors(name, what)

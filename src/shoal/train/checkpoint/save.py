@@ -16,18 +16,21 @@ from pathlib import Path
 from typing import Any
 
 from shoal.comm.ledger import BOOK
+from shoal.job.elementwise import Probe
 from shoal.parallel.engine import Engine
-from shoal.train.checkpoint.buffers import average_buffers, averaged_buffers
+from shoal.train.checkpoint.buffers import average_buffers, averaged_buffers, persistent_buffers
 from shoal.train.checkpoint.contents import Contents, contents_of
 from shoal.train.checkpoint.exchange import exchange, world_and_rank
 from shoal.train.checkpoint.files import (
     CHECKSUMS,
+    DTYPES,
     FORMAT,
     MANIFEST,
     PARTIAL,
     about_file,
     checkpoints,
     checksums_text,
+    dtype_name,
     file_of,
     folder_of,
     put_in_place,
@@ -40,10 +43,11 @@ from shoal.train.checkpoint.files import (
 )
 from shoal.train.checkpoint.restore import CheckpointMismatch, find_intact, restore
 from shoal.train.checkpoint.saved import Checkpoint, CheckpointBroken, is_readable, latest, open_checkpoint
+from shoal.train.checkpoint.values import cannot_hold
 
 __all__ = [
     "Checkpoint", "CheckpointBroken", "CheckpointFailed", "CheckpointMismatch",
-    "average_buffers", "find_intact", "latest", "open_checkpoint", "restore", "save",
+    "average_buffers", "find_intact", "latest", "open_checkpoint", "require_savable", "restore", "save",
 ]  # fmt: skip
 
 
@@ -74,6 +78,32 @@ def save(folder: Path, engine: Engine, *, step: int, progress: dict[str, Any], k
     engine.settle()
     with BOOK.during("checkpoint"):
         return _Save(Path(folder), engine, step, progress, keep).run()
+
+
+def require_savable(engine: Engine, optimizer: Probe) -> None:
+    """Tries the first checkpoint in memory: parameters and buffers as they are, and what the optimiser was found to
+    keep. Raises CheckpointFailed before anything is trained that could not be saved."""
+    buffers = persistent_buffers(engine.model)
+    for name, tensor in (*engine.model.named_parameters(), *buffers.items()):
+        if tensor.dtype not in DTYPES:
+            raise CheckpointFailed(
+                f"no checkpoint of this job can be written: {name} has dtype "
+                f"{dtype_name(tensor.dtype)}, which a checkpoint cannot hold; use one of "
+                f"{', '.join(sorted(map(dtype_name, DTYPES)))}, or train without checkpoints (--checkpoint-every 0)",
+                errno=None,
+                last_good=None,
+            )
+    kept = {where: why for where, value in optimizer.kept.items() if (why := cannot_hold(value))}
+    kept |= {where: f"a {type_name}" for where, type_name in optimizer.opaque.items()}
+    for where, why in kept.items():
+        raise CheckpointFailed(
+            f"no checkpoint of this job can be written: {optimizer.name} keeps {why} ({where}), and a checkpoint holds "
+            "numbers, text, lists, dicts and tensors; keep it as one of these, or train without checkpoints "
+            "(--checkpoint-every 0)",
+            errno=None,
+            last_good=None,
+        )
+    contents_of(engine, buffers=buffers, rank=world_and_rank()[1])
 
 
 class _Save:
@@ -145,6 +175,10 @@ class _Save:
         }
         for what in ("parameters", "buffers", "numbers", "extras"):
             manifest[what] = {name: entry for table in tables for name, entry in table[what].items()}
+        manifest["optimizer"] = {}
+        for table in tables:  # Stages of a pipeline report their own groups, and the rest alike.
+            for where, entries in table["optimizer"].items():
+                manifest["optimizer"].setdefault(where, entries)
         known = manifest["parameters"]
         manifest["parameters"] = {name: known[name] for name in self.engine.shapes}
         manifest["pieces"] = [piece for table in tables for piece in table["pieces"]]

@@ -22,7 +22,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from shoal.parallel.kept_errors import ERRORS, error_key
-from shoal.parallel.optimizer import Numbers
 from shoal.train.checkpoint.files import (
     CHECKSUMS,
     DTYPES,
@@ -37,11 +36,11 @@ from shoal.train.checkpoint.files import (
     read_regular,
     step_of,
 )
+from shoal.train.checkpoint.values import decode, is_kind
 from shoal.workload.cuts import Cut, Part
 
 _FILE = re.compile(r"rank-\d{5,}\.safetensors")
 _DTYPES = {dtype_name(dtype): dtype for dtype in DTYPES}
-_KINDS = {"int", "float", *_DTYPES}
 
 
 MOST_STEPS = 1 << 48
@@ -97,7 +96,7 @@ class Checkpoint:
             row = (_whole(e), str(e["file"]), str(e["tensor"]), self._cut_part(e.get("part"), _whole(e).shape))
             self._buffers.setdefault(str(e.get("buffer", name)), []).append(row)
         self._numbers = {
-            name: {key: (float(from_json(value)), str(kind)) for key, (value, kind) in numbers.items()}
+            name: {key: (from_json(value), str(kind)) for key, (value, kind) in numbers.items()}
             for name, numbers in manifest["numbers"].items()
         }
         self._parts: dict[tuple[str, str | None], list[_Part]] = {}
@@ -115,6 +114,10 @@ class Checkpoint:
             if key is not None and not key.startswith(ERRORS):
                 self._keys.setdefault(name, []).append(key)
         self._extras = {name: (str(e["file"]), str(e["tensor"])) for name, e in manifest.get("extras", {}).items()}
+        self._common: dict[str, dict[str, Any]] = {
+            where: {key: (value, str(kind)) for key, (value, kind) in entries.items()}
+            for where, entries in manifest.get("optimizer", {}).items()
+        }
         self._expected = self._tensors_expected()
         self._open: dict[str, Any] = {}
         self._assembled: tuple[tuple[str, str | None], torch.Tensor] | None = None
@@ -137,8 +140,26 @@ class Checkpoint:
         file, tensor = self._extras[name]
         return self._file(file).get_tensor(tensor)
 
-    def numbers(self, name: str) -> Numbers:
+    def numbers(self, name: str) -> dict[str, tuple[Any, str]]:
+        """The rest of a parameter's optimiser state as it is written: key -> (value, kind)."""
         return dict(self._numbers.get(name, {}))
+
+    def values(self, name: str) -> dict[str, Any]:
+        """The rest of a parameter's optimiser state: numbers, text, lists, tensors of other shapes."""
+        return {key: decode(row, self._value_of) for key, row in self._numbers.get(name, {}).items()}
+
+    def common(self) -> dict[str, dict[str, Any]]:
+        """What the optimiser keeps for several parameters together."""
+        return {
+            where: {key: decode(row, self._value_of) for key, row in entries.items()}
+            for where, entries in self._common.items()
+        }
+
+    def _value_of(self, name: str) -> torch.Tensor:
+        found = self.extra(name)
+        if found is None:
+            raise CheckpointBroken(f"{self.path / MANIFEST} names the tensor {name!r}, which is not there")
+        return found
 
     def read(self, name: str, key: str, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of a parameter's state; one that had no such state starts it at zero."""
@@ -289,6 +310,21 @@ class Checkpoint:
             )
         self._opened(name)
 
+    def _require_value(self, name: str, key: str, row: Any) -> None:
+        """A value that can be decoded, and whose tensors are in the manifest."""
+
+        def known(tensor: str) -> torch.Tensor:
+            if tensor not in self._extras:
+                raise ValueError(f"the tensor {tensor!r} is not there")
+            return torch.empty(0)
+
+        try:
+            decode(row, known)
+        except (TypeError, ValueError, KeyError, OverflowError, RuntimeError, RecursionError) as error:
+            raise CheckpointBroken(
+                f"{self.path / MANIFEST} holds {key} of {name}, which cannot be read: {error}"
+            ) from error
+
     def _require_consistent(self) -> None:
         """Every element of everything is there once, in files that the manifest knows."""
         used = {part.file for parts in self._parts.values() for part in parts}
@@ -304,12 +340,13 @@ class Checkpoint:
         for name, rows in self._buffers.items():
             if not _buffer_complete(rows):
                 raise CheckpointBroken(f"{self.path} is incomplete: elements of the buffer {name} are missing")
-        for name, numbers in self._numbers.items():
+        for name, numbers in (*self._numbers.items(), *self._common.items()):
             for key, (_, kind) in numbers.items():
-                if kind not in _KINDS:
+                if not is_kind(kind):
                     raise CheckpointBroken(
                         f"{self.path / MANIFEST} holds {key} of {name} as {kind!r}, which is no number"
                     )
+                self._require_value(name, key, numbers[key])
         whole = [(name, None) for name in self.parameters]
         for name, key in {*whole, *self._parts}:
             parts = self._parts.get((name, key), [])

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from shoal.job import Job
+from shoal.job import Job, JobError
+from shoal.job.elementwise import needs_closure
 
 ROUNDING = 1e-12
 """A gradient that never exceeds this fraction of the largest gradient in the model is taken for rounding of a zero."""
@@ -73,7 +74,13 @@ def train_serially(
         model._apply(_double)
     model.train()
     optimizer = job.optimizer(_groups(job, model))
-    base = [float(group["lr"]) for group in optimizer.param_groups]
+    if needs_closure(optimizer):
+        raise JobError(
+            f"{type(optimizer).__name__} computes the loss several times in a step, which verify does not compare yet; "
+            "it can be trained, or verified with another optimiser"
+        )
+    base = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
+    factor = 1.0
     named = {name: param for name, param in model.named_parameters() if param.requires_grad}
     largest = {name: torch.zeros_like(param.abs()) for name, param in named.items()}
     noise = torch.Generator().manual_seed(disturbed.seed) if disturbed is not None else None
@@ -116,7 +123,9 @@ def train_serially(
         if job.clip is not None:
             nn.utils.clip_grad_norm_(named.values(), job.clip)
         for group, lr in zip(optimizer.param_groups, base, strict=True):
-            group["lr"] = lr * job.schedule(step)
+            if job.schedule(step) != factor:
+                group["lr"] = lr * job.schedule(step)
+        factor = job.schedule(step)
         with conditions():
             optimizer.step()
     top = max((float(peak.max()) for peak in largest.values() if peak.numel()), default=0.0)
