@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -27,7 +27,7 @@ def device_variables() -> dict[str, str]:
 
 
 @pytest.fixture
-def device(device_variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def device(device_variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks and commands that are started from here on have the device."""
     for name, value in device_variables.items():
         monkeypatch.setenv(name, value)
@@ -35,7 +35,6 @@ def device(device_variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) ->
     for path in reversed(device_variables["PYTHONPATH"].split(":")):
         monkeypatch.syspath_prepend(path)
     assert "torch.reef" not in sys.modules
-    yield
 
 
 @pytest.fixture

@@ -123,8 +123,8 @@ def _require_host_memory(model: nn.Module, strategy: Strategy) -> None:
     level = next((level for level in strategy.dp_levels if isinstance(level.via, shared)), None)
     if level is not None and device.type != "cpu":
         raise NotRunnable(
-            f"{level}: via=shared() keeps one copy of the parameters in host memory, and this model is on {device.type}; "
-            "use via=allreduce(), or compute in host memory with SHOAL_BACKEND=shoal"
+            f"{level}: via=shared() keeps one copy of the parameters in host memory, and this model is on "
+            f"{device.type}; use via=allreduce(), or compute in host memory with SHOAL_BACKEND=shoal"
         )
 
 

@@ -66,7 +66,7 @@ def _device_module(extension: Any) -> types.ModuleType:
         synchronize=lambda which=None: None,
         get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
         is_bf16_supported=lambda *_, **__: True,
-        manual_seed=lambda seed: extension.default_generator(extension.current_device()).manual_seed(int(seed)) and None,
+        manual_seed=lambda seed: extension.default_generator(index()).manual_seed(int(seed)) and None,
         manual_seed_all=seed_all,
         get_rng_state=lambda which=None: extension.default_generator(index(which)).get_state(),
         set_rng_state=lambda state, which=None: extension.default_generator(index(which)).set_state(state),

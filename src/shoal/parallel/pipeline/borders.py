@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, pairwise
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ WITH_FORWARD = ("specs", "forward")
 
 def lanes(ranks: Sequence[int]) -> list[Lane]:
     """The lanes that a pipeline needs whose stages are on these ranks, the same list on every rank."""
-    steps = [after > before for before, after in zip(ranks, ranks[1:], strict=False) if before != after]
+    steps = [after > before for before, after in pairwise(ranks) if before != after]
     return sorted({(True, up) for up in steps} | {(False, not up) for up in steps}, reverse=True)
 
 

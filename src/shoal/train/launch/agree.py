@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from shoal.comm.calibration import read_calibration
 from shoal.comm.group import BACKENDS, registered
@@ -51,7 +52,7 @@ def agree(
             raise
         network = measured.network if measured is not None else DEFAULT
         device = here.kind if here.backend is not None and chosen == here.backend else None
-        said = {"backend": chosen, "device": device, "network": asdict(network), "note": note}
+        said: dict[str, Any] = {"backend": chosen, "device": device, "network": asdict(network), "note": note}
         store.set("agreed", json.dumps(said))
     else:
         said = json.loads(store.get("agreed", seconds))

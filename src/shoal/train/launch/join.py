@@ -69,10 +69,11 @@ def join(
     """Makes this process a rank of its job; a second call gives the same Rank.
 
     `backend` is a name of torch.distributed ("gloo" is the plain one); without it SHOAL_BACKEND's is taken, or the
-    counting backend for this machine's devices: accelerators, if every rank has its own, else host memory. `timeout_s` bounds a collective (1800, or more where a hang may take
-    longer to be one), `meet_s` the wait for the other ranks. `emulate` describes a cluster (`comm/emulate.py`) as
-    whose links those of the shoal backend are to behave; without it SHOAL_EMULATE does. A program that has called
-    init_process_group itself keeps its own world group, and groups made beside it are counted.
+    counting backend for this machine's devices: accelerators, if every rank has its own, else host memory.
+    `timeout_s` bounds a collective (1800, or more where a hang may take longer to be one), `meet_s` the wait for the
+    other ranks. `emulate` describes a cluster (`comm/emulate.py`) as whose links those of the shoal backend are to
+    behave; without it SHOAL_EMULATE does. A program that has called init_process_group itself keeps its own world
+    group, and groups made beside it are counted.
     """
     global _joined, _times_joined, _adopted
     if _joined is not None:
