@@ -25,8 +25,8 @@ TYPES = {
 }  # fmt: skip
 BITWISE = (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)
 DATA_TAG, TURN_TAG = 7, 8
-LIMIT_S = float(os.environ.get("REEF_P2P_LIMIT_S", "20"))
-"""A message that waits longer than this is a deadlock."""
+LIMIT_S = 20.0
+"""A message that waits longer than this (or than REEF_P2P_LIMIT_S) is a deadlock."""
 MOST_BUFFERED = 1000
 
 
@@ -54,8 +54,9 @@ class MessageWork(Work):
         self.error: BaseException | None = None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        if not self.done.wait(LIMIT_S):
-            raise RuntimeError(f"deadlock by NCCL's rules: {self.what} was not matched in {LIMIT_S:g} s")
+        limit_s = float(os.environ.get("REEF_P2P_LIMIT_S", LIMIT_S))
+        if not self.done.wait(limit_s):
+            raise RuntimeError(f"deadlock by NCCL's rules: {self.what} was not matched in {limit_s:g} s")
         if self.error:
             raise self.error
         return True
