@@ -23,13 +23,13 @@ def surroundings(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
         me = join(backend=arguments.get("backend"))
     value = torch.full((3,), float(me.rank + 1), device=me.device)
     dist.all_reduce(value)
-    found = {"device": str(me.device), "backend": me.backend, "sum": float(value[0]), "notes": [str(w.message) for w in said]}
+    notes = [str(each.message) for each in said]
     leave()
-    return found
+    return {"device": str(me.device), "backend": me.backend, "sum": float(value[0]), "notes": notes}
 
 
 def fork_after_use(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
-    """Whether the server that this rank was forked from had touched the device, and whether its own child may use it."""
+    """Whether the server that this rank was forked from had touched the device; what a child of the rank gets."""
     before = torch.reef._is_in_bad_fork() or torch.reef.is_initialized()
     torch.ones(2, device="reef")
     read, write = os.pipe()
@@ -160,3 +160,19 @@ def trained_codecs(arguments: dict[str, Any], channel: Any) -> list[dict[str, An
         ready.engine.close()
     leave()
     return rows
+
+
+def losses(arguments: dict[str, Any], channel: Any) -> list[float]:
+    """Of a few steps in float64."""
+    me = join()
+    ready = prepare(
+        job_from(arguments), parse(arguments["strategy"]), rank=me.rank, backend=me.backend, device=me.device,
+        dtype=torch.float64,
+    )  # fmt: skip
+    found, counter = [], 0
+    for step in range(arguments["num_steps"]):
+        found.append(ready.runner.step(step, counter).loss)
+        counter = ready.runner.order.next(counter)
+    ready.engine.close()
+    leave()
+    return found

@@ -77,3 +77,11 @@ def test_every_axis_trains_exactly_on_a_device(on_device: Callable[..., Any], ra
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 def test_pipelines_train_exactly_where_sends_do_not_wait(on_device: Callable[..., Any], ranks: int) -> None:
     prove(on_device, [case for case in CASES[ranks] if case in PIPELINES], ranks, "eager")
+
+
+@pytest.mark.parametrize("messages", ["rendezvous", "eager"])
+def test_a_pipeline_without_flush_trains_as_in_host_memory(on_device: Callable[..., Any], messages: str) -> None:
+    asked = {"job": f"{JOBS / 'odd.py'}:sgd", "strategy": 'pp(2, "pipedream", micro=4)', "num_steps": 3}
+    there = on_device("accelerator.targets:losses", asked, ranks=2, environment={"REEF_P2P": messages})
+    here = on_device("accelerator.targets:losses", asked, ranks=2, environment={"SHOAL_BACKEND": "shoal"})
+    assert there[0] == there[1] == pytest.approx(here[0], rel=EXACT)
