@@ -37,7 +37,7 @@ def test_an_accelerator_that_is_asked_for_and_not_there_is_refused(on_device: On
             "accelerator.targets:surroundings", {"backend": "shoal-reefccl"}, ranks=2, environment={"REEF_DEVICES": "1"}
         )
     assert str(refused.value) == (
-        "--backend shoal-reefccl: rank 1 has no reef device of its own, since its host has 1 and it is rank 1 there; "
+        "--backend reefccl: rank 1 has no reef device of its own, since its host has 1 and it is rank 1 there; "
         "start fewer ranks on that host, or leave --backend out to compute in host memory"
     )
 

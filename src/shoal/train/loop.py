@@ -53,7 +53,7 @@ def check_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
         each = "holds some samples several times" if job.last_batch == "wrap" else "is the whole data set"
         channel.say(warning(f"{text}: each batch {each}; use a smaller batch or more data"))
     if arguments.get("backend") is not None:
-        choose(registered(arguments["backend"]), [devices_here(0)], calibrated=None, emulates=False)
+        choose(arguments["backend"], [devices_here(0)], calibrated=None, emulates=False)
     resume = arguments.get("resume")
     if resume is not None:
         checkpoint = resume_point(Path(resume), warn=lambda text: channel.say(warning(text)))

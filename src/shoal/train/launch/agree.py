@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shoal.comm.calibration import read_calibration
-from shoal.comm.group import BACKENDS, registered
 from shoal.comm.network import DEFAULT, LinkTimes, Network
 from shoal.comm.transport.signed_store import SignedStore
 from shoal.train.launch.devices import DevicesHere
@@ -73,21 +72,21 @@ def choose(
     first = everyone[0]
     variable = os.environ.get("SHOAL_BACKEND") or None
     wanted, source = (asked, "--backend") if asked is not None else (variable, "SHOAL_BACKEND")
+    wanted = None if wanted is None else wanted.removeprefix("shoal-")
     own = first.backend
     if wanted is not None:
-        plain = next((name for name in (*BACKENDS, own) if name and wanted in (name, registered(name))), None)
-        if plain is None or (plain not in ("shoal", "gloo") and plain != own):
+        if wanted not in ("shoal", "gloo", own):
             here = f"shoal, gloo or {own}" if own else "shoal or gloo (there is no accelerator here)"
             raise CannotAgree(f"{source} {wanted}: expected {here}")
         without = [rank for rank, each in enumerate(everyone) if not each.has_own or each.kind != first.kind]
-        if plain == own and without:
+        if wanted == own and without:
             rank = without[0]
             raise CannotAgree(
                 f"{source} {wanted}: rank {rank} has no {first.kind} device of its own, since its host has "
                 f"{everyone[rank].count} and it is rank {everyone[rank].local_rank} there; start fewer ranks on that "
                 f"host, or leave {source} out to compute in host memory"
             )
-        return plain, None
+        return wanted, None
     if own is None or emulates:
         return default_backend(calibrated, emulates=emulates), None
     if all(each.has_own and each.kind == first.kind for each in everyone):
