@@ -112,7 +112,10 @@ def _prove(me: Any, proof: Proof) -> dict[str, Any]:
     assert contract(proof.strategy).kind == "exact"
     serial = json.loads(proof.path.with_suffix(".json").read_text())
     try:
-        ready = prepare(for_proof(proof.job), proof.strategy, rank=me.rank, backend=me.backend, dtype=torch.float64)
+        ready = prepare(
+            for_proof(proof.job), proof.strategy, rank=me.rank, backend=me.backend, device=me.device,
+            dtype=torch.float64,
+        )  # fmt: skip
     except NotRunnable as error:
         return {"refused": str(error)}
     trained = _train(ready, proof.steps)

@@ -142,7 +142,9 @@ def train(
     hang_after: Annotated[
         float, typer.Option(min=1.0, help="Seconds without progress after which a late rank is named.")
     ] = 300.0,
-    backend: Annotated[str | None, typer.Option(help="shoal, gloo or nccl (default: the fastest here).")] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="shoal, gloo or the accelerator's, such as nccl (default: by the devices here).")
+    ] = None,
     emulate: Annotated[
         str | None, typer.Option(help='Behave like a slower cluster: "4x2, 10us, 20GB/s | 100us, 1Gb/s".')
     ] = None,

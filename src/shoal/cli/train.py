@@ -46,8 +46,6 @@ def train_command(
     require_runnable(strategy)
     require_known(job, given["size"])
     read_calibration()  # One that cannot be used is refused here, not by every rank.
-    if given["backend"] not in (None, "shoal", "gloo", "nccl"):
-        raise CannotTrain(f"--backend {given['backend']}: expected shoal, gloo or nccl")
     if given["emulate"] is not None:
         _require_emulation(given["emulate"], strategy.world, given["backend"])
     arguments["strategy"] = str(strategy)

@@ -27,6 +27,11 @@ BACKENDS = {"shoal": "shoal", "gloo": "shoal-gloo", "nccl": "shoal-nccl"}
 """The name under which each backend is registered; those that are not ours have a counting group around them."""
 
 
+def registered(name: str) -> str:
+    """The name under which a backend is registered, also that of an accelerator not listed above."""
+    return BACKENDS.get(name, f"shoal-{name}")
+
+
 def _bytes(tensors: Any) -> int:
     if isinstance(tensors, torch.Tensor):
         return tensors.numel() * tensors.element_size()
@@ -258,13 +263,49 @@ class GlooGroup(CountingGroup):
 
 def _create_gloo(options: Any, _: Any) -> CountingGroup:
     backend = dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
+    backend._set_sequence_number_for_group()
     return _around(backend, dist.ProcessGroup.BackendType.GLOO, torch.device("cpu"), options, GlooGroup)
 
 
-def _create_nccl(options: Any, _: Any) -> CountingGroup:
-    nccl = dist.ProcessGroupNCCL.Options()
-    backend = dist.ProcessGroupNCCL(options.store, options.group_rank, options.group_size, nccl)
-    return _around(backend, dist.ProcessGroup.BackendType.NCCL, torch.device("cuda"), options, CountingGroup)
+def accelerator_backend() -> tuple[str, torch.device] | None:
+    """The backend that carries tensors of this machine's accelerator, and the kind of device; None without one, or
+    where PyTorch has no collectives for it. Asks only how PyTorch was built: a process may still fork afterwards."""
+    device = torch.accelerator.current_accelerator()
+    name = None if device is None else dist.Backend.default_device_backend_map.get(device.type)
+    if device is None or name in (None, dist.Backend.GLOO, "fake"):
+        return None
+    return name, device
+
+
+def _create_on_accelerator(options: Any, extra: Any) -> CountingGroup:
+    """A counting group around the accelerator's own backend: one that PyTorch has built in, or a plug-in."""
+    found = accelerator_backend()
+    assert found is not None
+    name, kind = found
+    device = torch.device(kind.type, torch.accelerator.current_device_index())
+    built_in = {"nccl": "ProcessGroupNCCL", "xccl": "ProcessGroupXCCL"}.get(name)
+    if built_in is not None:
+        cls = getattr(dist, built_in)
+        settings = cls.Options()
+        settings._timeout = options.timeout
+        settings.global_ranks_in_group = options.global_ranks_in_group
+        settings.group_name = options.group_id
+        made = cls(options.store, options.group_rank, options.group_size, settings)
+        made._set_sequence_number_for_group()
+    else:
+        plugin = dist.Backend._plugins[name.upper()]
+        plain = (options.store, options.group_rank, options.group_size, options.timeout)
+        made = plugin.creator_fn(options, extra) if plugin.extended_api else plugin.creator_fn(*plain)
+    if isinstance(made, dist.ProcessGroup):
+        group = CountingGroup(made, made._get_backend(kind), kind, options.group_id)
+    else:
+        type_ = dist.Backend.backend_type_map.get(name, dist.ProcessGroup.BackendType.CUSTOM)
+        group = _around(made, type_, kind, options, CountingGroup)
+    if dist.is_initialized():
+        # Barriers then know their device. Not for the world's group: torch would take its communicator for one that
+        # groups made later are split from, which those of a plug-in are not, and ranks outside them would wait.
+        group.bound_device_id = device
+    return group
 
 
 def _around(backend: Any, kind: Any, device: torch.device, options: Any, cls: type[CountingGroup]) -> CountingGroup:
@@ -272,7 +313,6 @@ def _around(backend: Any, kind: Any, device: torch.device, options: Any, cls: ty
     inner._set_group_name(options.group_id)
     inner._register_backend(device, kind, backend)
     inner._set_default_backend(kind)
-    backend._set_sequence_number_for_group()
     return cls(inner, backend, device, options.group_id)
 
 
@@ -281,5 +321,9 @@ def register_backends() -> None:
     if BACKENDS["gloo"].upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(BACKENDS["gloo"], _create_gloo, extended_api=True, devices=["cpu"])
         dist.Backend.register_backend(BACKENDS["shoal"], create_shoal, extended_api=True, devices=["cpu"])
-        if dist.is_nccl_available():
-            dist.Backend.register_backend(BACKENDS["nccl"], _create_nccl, extended_api=True, devices=["cuda"])
+    found = accelerator_backend()
+    if found is not None and registered(found[0]).upper() not in dist.Backend._plugins:
+        name, kind = found
+        dist.Backend.register_backend(
+            registered(name), _create_on_accelerator, extended_api=True, devices=[kind.type]
+        )

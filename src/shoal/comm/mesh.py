@@ -73,6 +73,11 @@ class Mesh:
             self._known[key] = self._make(key, label or "+".join(key) or "none")
         return self._known[key]
 
+    def another_along(self, name: str) -> Members:
+        """One more group of the members along an axis, for messages that must not wait for those of the first.
+        Collective."""
+        return self._make((name,), name)
+
     def among(self, names: Sequence[str], axis: str, places: Sequence[int]) -> Members:
         """Members along the named axes and at some places of one more axis. Collective, also for those elsewhere
         on that axis, who get themselves alone."""

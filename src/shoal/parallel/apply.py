@@ -32,7 +32,7 @@ from shoal.parallel.placement import Placement
 from shoal.parallel.recompute import recompute_blocks
 from shoal.parallel.runnable import NotRunnable, require_runnable
 from shoal.parallel.zero import ParameterGathering, ShardedUnit
-from shoal.strategy import Strategy, dp, pp, recompute, tp
+from shoal.strategy import Strategy, dp, pp, recompute, shared, tp
 from shoal.workload.blocks import units
 from shoal.workload.layout import Layout
 
@@ -63,6 +63,7 @@ def parallelize(
         raise NotRunnable(f"{cutting.term}: a model is cut by its layout, and none was given; train a Job instead")
     if not any(param.requires_grad for param in model.parameters()):
         raise ValueError(f"{type(model).__name__} has no parameter that requires a gradient; there is nothing to train")
+    _require_host_memory(model, strategy)
     tensor = strategy.term(tp)
     placement = Placement(strategy, mesh, batch_over_tp=tensor is not None and tensor.batch)
     known: list[dict[str, Any]] = []
@@ -116,6 +117,17 @@ def parallelize(
         executor = PipeDream if term.schedule == "pipedream" else Pipeline
         engine.pipeline = executor(engine, cut.staged, placement.pipeline, term)
     return engine
+
+
+def _require_host_memory(model: nn.Module, strategy: Strategy) -> None:
+    """Ranks share host memory only."""
+    device = next(model.parameters()).device
+    level = next((level for level in strategy.dp_levels if isinstance(level.via, shared)), None)
+    if level is not None and device.type != "cpu":
+        raise NotRunnable(
+            f"{level}: via=shared() keeps one copy of the parameters in host memory, and this model is on "
+            f"{device.type}; use via=allreduce(), or compute in host memory with SHOAL_BACKEND=shoal"
+        )
 
 
 def _compression(

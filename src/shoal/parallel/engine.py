@@ -99,6 +99,7 @@ class Engine:
     """What all ranks sum at the end of a step's last backward, and the work in flight."""
 
     def __post_init__(self) -> None:
+        self._sums = self._sums.to(self.device)
         self.optimizer = self._optimizer(frozenset())
 
     @property
@@ -149,8 +150,9 @@ class Engine:
         if isinstance(count, torch.Tensor) and count.requires_grad:
             raise CountWithGradient(COUNT_WITH_GRADIENT)
         if self.counts_loss:
-            self._sums[0] += loss_sum.detach().double().cpu()
-            self._sums[1] += float(count)
+            # Where the loss lies: the host must not wait for it before backward.
+            self._sums[0] += loss_sum.detach()
+            self._sums[1] += count.detach().reshape(()) if isinstance(count, torch.Tensor) else count
 
     def learns_from(self, loss_sum: torch.Tensor) -> torch.Tensor:
         """What backward starts from."""
@@ -176,9 +178,8 @@ class Engine:
     def _share(self) -> None:
         """One small sum over all ranks: loss, count, whether to stop, and who has a gradient for each parameter."""
         used = [float(name in self.reduction.used) for name in self.names]
-        # On the parameters' device: a group of GPUs carries nothing else.
-        sums = self.take_sums()
-        everything = torch.cat([sums, torch.tensor(used, dtype=torch.float64)]).to(self.device)
+        # On the parameters' device: a group of accelerators carries nothing else.
+        everything = torch.cat([self.take_sums(), torch.tensor(used, dtype=torch.float64, device=self.device)])
         work = None
         if self.placement.world.group is not None:
             with BOOK.during("loss"):
@@ -187,7 +188,7 @@ class Engine:
 
     def take_sums(self) -> torch.Tensor:
         """This rank's loss, count and wish to stop since this was last asked."""
-        self._sums[2] = float(self.stop_requested)
+        self._sums[2].fill_(float(self.stop_requested))
         sums, self._sums = self._sums, torch.zeros_like(self._sums)
         return sums
 

@@ -382,6 +382,11 @@ def _prefer_fused(optimizer: torch.optim.Optimizer) -> None:
         plain = not isinstance(group.get("lr"), torch.Tensor) and all(p.is_floating_point() for p in group["params"])
         if "fused" in group and group["fused"] is None and not asked and plain:
             group["fused"] = True
+            for param in group["params"]:
+                for key, value in optimizer.state.get(param, {}).items():
+                    # Adagrad counts steps from its construction on, in host memory; fused kernels count on the device.
+                    if key == "step" and isinstance(value, torch.Tensor):
+                        optimizer.state[param][key] = value.to(param.device)
 
 
 class _HeldState:

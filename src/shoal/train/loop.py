@@ -6,7 +6,6 @@ after the same step, write a checkpoint and end. Nothing of a run depends on whe
 
 from __future__ import annotations
 
-import resource
 import statistics
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shoal.comm.group import BACKENDS
+from shoal.comm.group import registered
 from shoal.comm.ledger import BOOK, Ledger
 from shoal.job import Job
 from shoal.parallel.batch_norm import batch_norms
@@ -28,6 +27,8 @@ from shoal.train.checkpoint.restore import find_intact, restore
 from shoal.train.checkpoint.save import CheckpointFailed, require_savable, save
 from shoal.train.checkpoint.saved import Checkpoint, CheckpointBroken, open_checkpoint
 from shoal.train.gate import cutting_axes
+from shoal.train.launch.agree import choose
+from shoal.train.launch.devices import devices_here, peak_memory_bytes
 from shoal.train.launch.join import join, leave
 from shoal.train.launch.watch import beat
 from shoal.train.record.recorder import Recorder, new_folder, tracing
@@ -49,12 +50,12 @@ def check_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     require_runnable(
         strategy, elementwise=facts.elementwise_optimizer is not False, coupled=bool(facts.coupled_optimizer)
     )
-    if arguments.get("backend") == "nccl" and not torch.cuda.is_available():
-        raise TrainingStopped("--backend nccl: there is no GPU here; leave it out, or use gloo")
     if len(job.train) < job.global_batch and channel is not None:
         text = f"a global batch of {job.global_batch} is larger than the data set of {len(job.train)} samples"
         each = "holds some samples several times" if job.last_batch == "wrap" else "is the whole data set"
         channel.say(warning(f"{text}: each batch {each}; use a smaller batch or more data"))
+    if arguments.get("backend") is not None:
+        choose(arguments["backend"], [devices_here(0)], calibrated=None, emulates=False)
     resume = arguments.get("resume")
     if resume is not None:
         checkpoint = resume_point(Path(resume), warn=lambda text: channel.say(warning(text)))
@@ -97,7 +98,8 @@ def require_job_of(checkpoint: Checkpoint, job: Job) -> None:
 
 def train_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     """On every rank: a job under a strategy, from its start or from a checkpoint, to its end."""
-    me = join(backend=BACKENDS.get(arguments.get("backend") or ""), emulate=arguments.get("emulate"))
+    asked = arguments.get("backend")
+    me = join(backend=None if asked is None else registered(asked), emulate=arguments.get("emulate"))
     job, strategy = job_from(arguments), parse(arguments["strategy"])
     if arguments.get("gate") and cutting_axes(strategy):
         # No process stands above the ranks that could have done it.
@@ -211,7 +213,7 @@ class TrainingRun:
         counted = BOOK.take()
         # The first step also settles who has gradients at all.
         self.ledger = counted.without("setup", "shapes")
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        memory = peak_memory_bytes(self.engine.device)
         row = {
             "step": self.step, "samples": self.counter, "loss": result.loss, "count": result.count,
             "lr_factor": lr_factor, "grad_norm": result.grad_norm, "step_s": seconds,
@@ -296,7 +298,7 @@ class TrainingRun:
             "step": self.step, "steps": self.job.steps, "saved_step": self.saved_step, "loss": self.last_loss,
             "metrics": self.metrics, "train_s": self.train_s,
             "step_s": statistics.median(steady) if steady else None,
-            "memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "memory_bytes": peak_memory_bytes(self.engine.device),
             "steps_to_target": self.reached_step, "time_to_target_s": self.reached_s,
             "ledger": self.ledger.to_json(), "predicted": self.ready.predicted.to_json(),
             "folder": str(self.folder), **staleness(self.engine),

@@ -128,7 +128,7 @@ class StepRunner:
         return Part(batch, seed_at(self.job.seed, counter + first), stand_in, everyone)
 
     def _forward(self, part: Part) -> Any:
-        draw_from(part.seed)
+        draw_from(part.seed, self.device)
         with BOOK.during("forward"), self._precision():
             return self.job.run_model(self.engine.model, part.batch)
 
@@ -155,7 +155,10 @@ class StepRunner:
 
     def _fetch(self, data: Any, indices: np.ndarray) -> Batch:
         batch = cast(data.batch(indices), self.dtype)
-        return batch if self.device.type == "cpu" else {k: v.to(self.device) for k, v in batch.items()}
+        if self.device.type == "cpu":
+            return batch
+        # From pinned memory, so that the host does not wait for the device.
+        return {k: v.pin_memory().to(self.device, non_blocking=True) for k, v in batch.items()}
 
     def _precision(self) -> Any:
         # The cache would keep a copy of every weight for the whole forward, also of blocks that ZeRO-3 gave back.
@@ -224,9 +227,9 @@ def build_model(job: Job, dtype: torch.dtype | None = None) -> nn.Module:
     return model if dtype is None else model._apply(lambda tensor: _as(tensor, dtype))
 
 
-def draw_from(seed: int) -> None:
+def draw_from(seed: int, device: torch.device = torch.device("cpu")) -> None:  # noqa: B008
     """Seeds what dropout draws from. Not by `torch.manual_seed`, which formats a stack trace for each kind of device
     that is not there and keeps it for ever: a millisecond a micro-batch."""
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)

@@ -63,8 +63,15 @@ class Spread:
     payload: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Agree:
+    """Whether what all reductions that run together ask about is true. Nothing is sent: ranks hold the same sums."""
+
+    true: torch.Tensor
+
+
 Ask = Sum | Gather | Deal | Send | Receive | Spread
-Reduction = Generator[Ask, Any, torch.Tensor]
+Reduction = Generator[Ask | Agree, Any, torch.Tensor]
 """Yields what it asks for, is sent the answers, and returns the reduced tensor."""
 
 
@@ -75,12 +82,17 @@ def run(
     stands in for the other ranks, where codecs are timed without them."""
     answer_all = answered or _answered
     totals: dict[int, torch.Tensor] = {}
+    agreeing: dict[int, torch.Tensor] = {}
     answers: dict[int, Any] = dict.fromkeys(range(len(reductions)))
     while answers:
         asked: dict[int, Ask] = {}
         for at, answer in answers.items():
             try:
-                asked[at] = reductions[at].send(answer)
+                ask = reductions[at].send(answer)
+                if isinstance(ask, Agree):
+                    agreeing[at] = ask.true
+                else:
+                    asked[at] = ask
             except StopIteration as end:
                 totals[at] = end.value
         joined: dict[Hashable, list[int]] = {}
@@ -90,6 +102,9 @@ def run(
         for together in joined.values():
             answers |= zip(together, answer_all([asked[at] for at in together], over), strict=True)
         answers = dict(sorted(answers.items()))
+        if not answers and agreeing:
+            # When nothing else is left to be done: the host waits for the device once for all of them.
+            answers, agreeing = dict.fromkeys(agreeing, bool(torch.stack([*agreeing.values()]).all())), {}
     return [totals[at] for at in range(len(reductions))]
 
 

@@ -53,6 +53,18 @@ class Draw:
         """The same on all ranks. In host memory, wherever the tensor lies: what a GPU draws depends on its model."""
         return torch.Generator().manual_seed(self._seed("shared"))
 
+    def number(self, below: int) -> int:
+        """A number from 0 to below `below`, the same on all ranks."""
+        return self._seed("number") % below
+
+    def alike(self, count: int, device: torch.device | str) -> torch.Tensor:
+        """Whole numbers below 2**32 (int64), the same on all ranks, computed where they are needed. SplitMix64 (Steele
+        et al. 2014) of a counter: integers wrap alike on every device, while generators differ between devices."""
+        mixed = torch.arange(1, count + 1, device=device).mul_(-0x61C8864680B583EB).add_(_signed(self._seed("shared")))
+        for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+            mixed.bitwise_xor_((mixed >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(factor)
+        return mixed.bitwise_right_shift_(32).bitwise_and_((1 << 32) - 1)
+
     def chances(self, count: int, like: torch.Tensor) -> torch.Tensor:
         """Numbers from 0 to 1, different on each rank, of the type and in the place of `like`."""
         if like.device.type == "cpu":
@@ -66,3 +78,8 @@ class Draw:
         text = f"{self.seed}\n{self.step}\n{who}\n{self.key}"
         digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
         return int.from_bytes(digest, "little")
+
+
+def _signed(number: int) -> int:
+    """The same 64 bits as int64 reads them."""
+    return number - (1 << 64) if number >> 63 else number

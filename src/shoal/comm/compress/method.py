@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shoal.comm.compress import traffic
-from shoal.comm.compress.exchange import Ask, Reduction, run
+from shoal.comm.compress.exchange import Agree, Ask, Reduction, run
 from shoal.comm.compress.feedback import Feedback, Nothing
 from shoal.comm.compress.given import CompressError, Draw, Over, State
 from shoal.comm.compress.traffic import Transfer
@@ -35,14 +35,15 @@ class Method(ABC):
 
         `x` is this rank's part of the mean gradient, in the parameter's shape, float32 or float64, and stays as it is.
         What is not sent goes into `state`. Where any rank's part is not finite, the sum holds NaN on every rank and no
-        state changes: a step that overflowed leaves no trace, whether it is then skipped or ends the run.
+        state changes, neither this one nor that of another tensor that is reduced with it: a step that overflowed
+        leaves no trace, whether it is then skipped or ends the run.
         """
         if x.numel() == 0:
             return x.clone()
         value, taken_up = self.feedback.take_up(_flat(x), state, over)
         kept = {**state, **taken_up}
-        total = yield from self._total(_spoilt_if_not_finite(value), x.shape, kept, over, draw)
-        if is_finite(total):
+        total = yield from self._total(or_nan(value, is_finite(value)), x.shape, kept, over, draw)
+        if (yield Agree(is_finite(total))):
             state.update(kept)
         return total.view(x.shape)
 
@@ -73,14 +74,17 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
     return x.detach().reshape(-1)
 
 
-def is_finite(x: torch.Tensor) -> bool:
-    """Whether no element is inf or NaN."""
+def is_finite(x: torch.Tensor) -> torch.Tensor:
+    """Whether no element is inf or NaN, as a tensor without dimensions: the host need not wait for it."""
     if x.numel() == 0:
-        return True
+        return torch.ones((), dtype=torch.bool, device=x.device)
     low, high = torch.aminmax(x)
-    return bool(torch.isfinite(low) & torch.isfinite(high))
+    return torch.isfinite(low) & torch.isfinite(high)
 
 
-def _spoilt_if_not_finite(x: torch.Tensor) -> torch.Tensor:
-    """The same, or all NaN if any element is not finite: so whatever a method picks to send, the others see it."""
-    return x if is_finite(x) else torch.full_like(x, float("nan"))
+def or_nan(x: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
+    """The same, or all NaN if it is not finite: so whatever a method picks to send, the others see it. In host memory
+    the host decides and saves a pass; on an accelerator it does not wait for the answer."""
+    if x.device.type == "cpu":
+        return x if finite else torch.full_like(x, float("nan"))
+    return torch.where(finite, x, float("nan"))

@@ -22,16 +22,15 @@ class RandomK(Codec):
     def __init__(self, *, fraction: float) -> None:
         self.fraction = fraction
 
-    def places(self, num_elements: int, draw: Draw) -> torch.Tensor:
+    def places(self, num_elements: int, draw: Draw, device: torch.device | str = "cpu") -> torch.Tensor:
         count = kept_count(self.fraction, num_elements)
-        generator = draw.shared()
-        bounds = torch.arange(count + 1) * num_elements // count
-        within = torch.rand(count, generator=generator, dtype=torch.float64)
-        drawn = bounds[:-1] + (within * bounds.diff()).long()
-        return (drawn + torch.randint(num_elements, (1,), generator=generator)) % num_elements
+        bounds = torch.arange(count + 1, device=device).mul_(num_elements).floor_divide_(count)
+        # 32 random bits times the size of a stratum: the upper half is a place in it.
+        within = draw.alike(count, device).mul_(bounds.diff()).bitwise_right_shift_(32)
+        return within.add_(bounds[:-1]).add_(draw.number(num_elements)).remainder_(num_elements)
 
     def encode(self, x: torch.Tensor, draw: Draw) -> torch.Tensor:
-        return x[self.places(len(x), draw).to(x.device)]
+        return x.index_select(0, self.places(len(x), draw, x.device))
 
     def decode(self, payload: torch.Tensor, num_elements: int, dtype: torch.dtype, draw: Draw) -> torch.Tensor:
         dense = torch.zeros(num_elements, dtype=dtype, device=payload.device)
@@ -39,4 +38,4 @@ class RandomK(Codec):
         return dense
 
     def add(self, payload: torch.Tensor, into: torch.Tensor, draw: Draw, *, alpha: int = 1) -> None:
-        into.index_add_(0, self.places(len(into), draw).to(into.device), payload, alpha=alpha)
+        into.index_add_(0, self.places(len(into), draw, into.device), payload, alpha=alpha)

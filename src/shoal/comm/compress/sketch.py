@@ -16,7 +16,7 @@ import torch
 from shoal.comm.compress.exchange import Sum
 from shoal.comm.compress.feedback import Residual
 from shoal.comm.compress.given import Draw, Over, State
-from shoal.comm.compress.method import Method, Total, is_finite
+from shoal.comm.compress.method import Method, Total, is_finite, or_nan
 from shoal.comm.compress.topk import largest
 from shoal.comm.compress.traffic import sketch_count
 from shoal.strategy.compress import sketch
@@ -81,10 +81,11 @@ class Sketch(Method):
             rows=self.term.rows, columns=self.term.columns, num_elements=len(value), draw=draw, device=value.device
         )
         table = (yield Sum(counted.table(value))).view(self.term.rows, -1)
-        if not is_finite(table):
+        finite = is_finite(table)
+        if table.device.type == "cpu" and not finite:
             return torch.full_like(value, torch.nan)
         # In one order on all ranks, since values are summed by it.
         places = largest(counted.estimates(table), sketch_count(self.term.columns, len(value))).sort().values
         exact = yield Sum(value[places])
         kept["residual"].index_fill_(0, places, 0.0)
-        return torch.zeros_like(value).index_copy_(0, places, exact)
+        return or_nan(torch.zeros_like(value).index_copy_(0, places, exact), finite)

@@ -1,13 +1,18 @@
 """The messages of a pipeline: activations to the stage behind a border, gradients back to the one before it.
 
-Sends do not wait; what they carry is kept until it has arrived. The shapes that cross a border are told once, before
+Sends do not wait; what they carry is kept until it has arrived. The shapes that cross a border are sent once, before
 the first tensor of such a shape. A border is named by the stage behind it.
+
+Nothing depends on tags alone: NCCL ignores them, matches the messages of two ranks in the order of their calls, and
+carries one after the other. So receives are posted in the order in which the messages are sent, and on accelerators
+each kind of message has a group of its own for each direction (a lane): there a send never waits for a receive.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count, pairwise
 from typing import Any
 
 import torch
@@ -40,19 +45,34 @@ class Spec:
 
 Message = tuple[str, int, int]
 """(kind, border, micro-batch)"""
+Lane = tuple[bool, bool]
+"""(with the forward pass or against it, from a lower to a higher rank or back)"""
+WITH_FORWARD = ("specs", "forward")
+
+
+def lanes(ranks: Sequence[int]) -> list[Lane]:
+    """The lanes that a pipeline needs whose stages are on these ranks, the same list on every rank."""
+    steps = [after > before for before, after in pairwise(ranks) if before != after]
+    return sorted({(True, up) for up in steps} | {(False, not up) for up in steps}, reverse=True)
 
 
 class Borders:
     """What this rank sends and receives at the borders of its stages."""
 
     def __init__(
-        self, members: Members, rank_of: Callable[[int], int], *, num_stages: int, tags: int, device: torch.device
-    ) -> None:
-        """`rank_of`: the place along `members` of a stage. `tags`: messages of so many consecutive micro-batches are
-        told apart."""
+        self, members: Members, rank_of: Callable[[int], int], *, num_stages: int, tags: int, device: torch.device,
+        another: Callable[[], Members] | None = None,
+    ) -> None:  # fmt: skip
+        """`rank_of`: the place along `members` of a stage. `tags`: messages of this number of consecutive micro-batches
+        have different tags. `another` makes one more group of the same members, where messages need lanes; all ranks
+        then make the same ones."""
         self.members, self.num_stages, self.tags, self.device = members, num_stages, tags, device
         self._ranks = [members.ranks[rank_of(stage)] for stage in range(num_stages)]
         self._me = members.ranks[members.index]
+        self._lanes: dict[Lane, Any] = {}
+        if another is not None:
+            first, *others = lanes(self._ranks)
+            self._lanes = {first: members.group, **{lane: another().group for lane in others}}
         self.specs: dict[tuple[int, Any, bool], list[Spec]] = {}
         """(Border, shapes of the micro-batch, whether it learns) -> what crosses it."""
         self.crossed: dict[int, list[list[Spec]]] = {}
@@ -90,7 +110,7 @@ class Borders:
         if known not in self.specs:
             self.specs[known] = specs
             with BOOK.during("shapes"):
-                self._post("specs", border, micro, [_written(specs)], to)
+                self._post("specs", border, micro, [_written(specs).to(self.device)], to)
         elif self.specs[known] != specs:
             raise RuntimeError(
                 f"a micro-batch crosses the border before stage {border} as {specs}, but one of the same input shapes "
@@ -132,9 +152,9 @@ class Borders:
         """A few numbers about a micro-batch to the stage before."""
         self._send_back("numbers", stage, micro, [numbers])
 
-    def receive_numbers(self, stage: int, micro: int, count: int) -> torch.Tensor:
+    def receive_numbers(self, stage: int, micro: int, how_many: int) -> torch.Tensor:
         """The numbers that the stage behind has sent."""
-        room = torch.zeros(count, dtype=torch.float64, device=self.device)
+        room = torch.zeros(how_many, dtype=torch.float64, device=self.device)
         return self._receive_back("numbers", stage + 1, micro, [room])[0]
 
     def wait_for_sends(self, up_to: int | None = None) -> None:
@@ -148,19 +168,23 @@ class Borders:
                 if work is not None:
                     work.wait()
 
-    def expect(self, message: Message, key: Any) -> None:
-        """Makes room for a message before it is needed, so that it travels meanwhile; only if its shape is known."""
+    def expect(self, message: Message, key: Any) -> bool:
+        """Posts the receive of a message before it is needed, so that it travels meanwhile. False if its shape is not
+        known yet: then no receive of a later message may be posted either."""
         kind, border, micro = message
         source = self._ranks[border - 1 if kind == "forward" else border]
+        if source == self._me or message in self._expected:
+            return True
         specs = self.specs.get((border, key, True))
-        if specs is None or source == self._me or message in self._expected:
-            return
+        if specs is None:
+            return False
         room = self._room([spec for spec in specs if kind == "forward" or spec.learns])
         with BOOK.during(kind):
             self._expected[message] = [
-                (dist.irecv(t, src=source, group=self.members.group, tag=self._tag(kind, border, micro, leaf)), t)
-                for leaf, t in enumerate(room)
+                (dist.irecv(t, src=source, group=self._lane(kind, source, self._me), tag=tag), t)
+                for t, tag in zip(room, self._tags(kind, border, micro), strict=False)
             ]
+        return True
 
     def _send_back(self, kind: str, border: int, micro: int, tensors: Sequence[torch.Tensor]) -> None:
         to = self._ranks[border - 1]
@@ -179,16 +203,21 @@ class Borders:
     def _room(self, specs: Sequence[Spec]) -> list[torch.Tensor]:
         return [torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs]
 
-    def _tag(self, kind: str, border: int, micro: int, leaf: int) -> int:
+    def _tags(self, kind: str, border: int, micro: int) -> Iterator[int]:
+        """Of the tensors of a message."""
         place = (KINDS.index(kind) * self.num_stages + border) * self.tags + micro % self.tags
-        return place * MOST_TENSORS + leaf
+        return count(place * MOST_TENSORS)
+
+    def _lane(self, kind: str, source: int, to: int) -> Any:
+        """The group that carries such a message."""
+        return self._lanes[kind in WITH_FORWARD, to > source] if self._lanes else self.members.group
 
     def _post(self, kind: str, border: int, micro: int, tensors: Sequence[torch.Tensor], to: int) -> None:
         sent = self._sends.setdefault((kind, border, micro), [])
-        for leaf, tensor in enumerate(tensors):
-            whole = tensor.contiguous()
-            tag = self._tag(kind, border, micro, leaf)
-            sent.append((dist.isend(whole, dst=to, group=self.members.group, tag=tag), whole))
+        group = self._lane(kind, self._me, to)
+        for tensor, tag in zip(tensors, self._tags(kind, border, micro), strict=False):
+            dense = tensor.contiguous()
+            sent.append((dist.isend(dense, dst=to, group=group, tag=tag), dense))
 
     def _fetch(self, kind: str, border: int, micro: int, room: list[torch.Tensor], source: int) -> list[torch.Tensor]:
         expected = self._expected.pop((kind, border, micro), None)
@@ -196,8 +225,9 @@ class Borders:
             for work, _ in expected:
                 work.wait()
             return [tensor for _, tensor in expected]
-        for leaf, tensor in enumerate(room):
-            dist.recv(tensor, src=source, group=self.members.group, tag=self._tag(kind, border, micro, leaf))
+        group = self._lane(kind, source, self._me)
+        for tensor, tag in zip(room, self._tags(kind, border, micro), strict=False):
+            dist.recv(tensor, src=source, group=group, tag=tag)
         return room
 
 
@@ -214,7 +244,7 @@ def _written(specs: Sequence[Spec]) -> torch.Tensor:
 
 
 def _read(header: torch.Tensor) -> list[Spec]:
-    count, *numbers = header.tolist()
+    num_tensors, *numbers = header.tolist()
     width = 3 + MOST_DIMS
-    rows = [numbers[n * width : (n + 1) * width] for n in range(count)]
+    rows = [numbers[n * width : (n + 1) * width] for n in range(num_tensors)]
     return [Spec(tuple(row[3 : 3 + row[2]]), DTYPES[row[0]], bool(row[1])) for row in rows]

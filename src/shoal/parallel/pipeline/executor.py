@@ -47,9 +47,12 @@ class Pipeline:
         self.actions: list[Action] = actions(term)[members.index]
         self.parts = {stage: part for part, stage in enumerate(staged.mine)}
         self.lasts = {last_backward(self.actions, stage) for stage in staged.mine}
+        mesh, device = engine.placement.mesh, engine.device
         self.borders = Borders(
             members, lambda stage: stage_rank(stage, term.n, term.chunks, term.schedule), num_stages=self.num_stages,
-            tags=max(term.micro, 2 * term.n), device=next(engine.model.parameters()).device,
+            tags=max(term.micro, 2 * term.n), device=device,
+            # In host memory every backend heeds tags, and one group carries all messages.
+            another=None if device.type == "cpu" else lambda: mesh.another_along(members.axis),
         )  # fmt: skip
         self.deferred = DeferredWeights(engine.reduction) if term.schedule == "zero-bubble" else None
         self.most_in_flight = 0
@@ -82,11 +85,12 @@ class Pipeline:
         return self.engine.step(lr_factor)
 
     def _look_ahead(self, number: int, key: Callable[[int], Any]) -> None:
-        """Makes room for what the next action needs, so that it can arrive during this one."""
-        for action in self.actions[number + 1 : number + 2]:
+        """Posts the receives of what this action needs and of what the next does, which arrives during this one. In
+        this order: ranks send in the order in which the schedule receives."""
+        for action in self.actions[number : number + 2]:
             message = _needs(action, self.num_stages)
-            if message is not None:
-                self.borders.expect(message, key(action.micro))
+            if message is not None and not self.borders.expect(message, key(action.micro)):
+                break
 
     def drain(self) -> None:
         """Sees out what is under way between steps: with a flush there is nothing."""

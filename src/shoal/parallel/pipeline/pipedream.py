@@ -132,12 +132,13 @@ class PipeDream(Pipeline):
 
     def _begin(self, micro: int, key: Any, forward: Callable[[int], Any], loss: Loss, lr_factor: float) -> None:
         """The forward of a micro-batch, with the newest weights or those predicted for its backward."""
-        numbers = torch.zeros(2, dtype=torch.float64)
+        numbers = torch.zeros(2, dtype=torch.float64, device=self.borders.device)
 
         def loss_and_note(_: int, output: Any) -> tuple[torch.Tensor, Any]:
             value, count = loss(micro, output)
             if self.engine.counts_loss:
-                numbers[0], numbers[1] = float(value.detach()), float(count)
+                numbers[0] += value.detach()
+                numbers[1] += count.detach().reshape(()) if isinstance(count, torch.Tensor) else count
             return value, count
 
         number = self._begun
@@ -145,7 +146,7 @@ class PipeDream(Pipeline):
         flight = self._forward(Action("F", self.stage, number), key, lambda _: forward(micro), loss_and_note)
         one = _Underway(
             number=number, key=key, flight=flight, version=version, updates=self.updates, lr_factor=lr_factor,
-            numbers=numbers.to(self.borders.device),
+            numbers=numbers,
         )  # fmt: skip
         self._underway.append(one)
         self._begun += 1
@@ -202,8 +203,8 @@ class PipeDream(Pipeline):
         """Starts the sum over all ranks of what the step tells: loss, count, whether to stop, mean squared norm."""
         squares = sum(norm * norm for norm in self._norms) / max(1, len(self._norms)) / self.colleagues.size
         self._norms = []
-        squared = torch.tensor([squares], dtype=torch.float64)
-        everything = torch.cat([self.engine.take_sums(), squared]).to(self.borders.device)
+        squared = torch.tensor([squares], dtype=torch.float64, device=self.borders.device)
+        everything = torch.cat([self.engine.take_sums(), squared])
         work = None
         if self.engine.placement.world.group is not None:
             with BOOK.during("loss"):

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from shoal.workload.chain import Chain
+from shoal.workload.experts.rehearsal import random_state, set_random_state
 
 Range = tuple[int, int]
 
@@ -191,11 +192,11 @@ class _Like:
     """The shape and type of a tensor."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
+        self.shape, self.dtype, self.device = tuple(tensor.shape), tensor.dtype, tensor.device
 
 
 def _zeros(like: Any) -> Any:
-    return torch.zeros(like.shape, dtype=like.dtype) if isinstance(like, _Like) else like
+    return torch.zeros(like.shape, dtype=like.dtype, device=like.device) if isinstance(like, _Like) else like
 
 
 def _skeleton(model: nn.Module) -> nn.Module:
@@ -204,7 +205,7 @@ def _skeleton(model: nn.Module) -> nn.Module:
     known: dict[int, Any] = {}
     with mode:
         for tensor in [*model.parameters(), *model.buffers()]:
-            like = torch.empty(tensor.shape, dtype=tensor.dtype)
+            like = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
             known[id(tensor)] = nn.Parameter(like, requires_grad=False) if isinstance(tensor, nn.Parameter) else like
     # Copied around its tensors: each is known already, as its fake.
     return copy.deepcopy(model, known)
@@ -216,13 +217,17 @@ def _shapes_of(piece: nn.Module, args: Any, kwargs: Any) -> Any:
     fakes = [p for p in piece.parameters() if isinstance(p, FakeTensor)]
     mode = fakes[0].fake_mode if fakes else FakeTensorMode(allow_non_fake_inputs=True)
     faked = tree_map(lambda x: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x, (args, kwargs))
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    device = next((p.device for p in piece.parameters()), torch.device("cpu"))
+    before = random_state(device)
+    with torch.no_grad():
         try:
             with mode:
                 output = piece(*faked[0], **faked[1])
         except LOOKS_AT_VALUES:
             given = tree_map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, (args, kwargs))
             output = _of_zeros(piece)(*given[0], **given[1])
+        finally:
+            set_random_state(before, device)
     return tree_map(lambda x: _Like(x) if isinstance(x, torch.Tensor) else x, output)
 
 
@@ -230,6 +235,6 @@ def _of_zeros(piece: nn.Module) -> nn.Module:
     """A copy of a piece of fakes, with zeros in their place."""
     known: dict[int, Any] = {}
     for tensor in [*piece.parameters(), *piece.buffers()]:
-        zeros = torch.zeros(tuple(tensor.shape), dtype=tensor.dtype)
+        zeros = torch.zeros(tuple(tensor.shape), dtype=tensor.dtype, device=tensor.device)
         known[id(tensor)] = nn.Parameter(zeros, requires_grad=False) if isinstance(tensor, nn.Parameter) else zeros
     return copy.deepcopy(piece, known)

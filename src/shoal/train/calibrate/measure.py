@@ -17,11 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shoal.comm.group import BACKENDS
+from shoal.comm.group import BACKENDS, registered
 from shoal.train.calibrate.findings import MESSAGES
 from shoal.train.launch.channel import Channel
+from shoal.train.launch.devices import devices_here
 from shoal.train.launch.join import emulate_links, join, leave
 
+HOST_BACKENDS = ("shoal", "gloo")
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 ALGORITHMS = ("butterfly", "rabenseifner", "ring", "tree")
 BYTES_A_TURN = 2 << 20
@@ -55,9 +57,10 @@ def measure(arguments: dict[str, Any], channel: Channel) -> dict[str, Any]:
     hosts: tuple[tuple[int, ...], ...] = world.peers.hosts
     links = _links(hosts)
     backends = {"shoal": world, "gloo": dist.new_group(backend=BACKENDS["gloo"])}
-    if torch.cuda.is_available() and torch.cuda.device_count() >= max(len(host) for host in hosts):
-        torch.cuda.set_device(me.local_rank)
-        backends["nccl"] = dist.new_group(backend=BACKENDS["nccl"])
+    here = devices_here(me.local_rank)
+    if here.kind is not None and here.backend is not None and here.count >= max(len(host) for host in hosts):
+        torch.accelerator.set_device_index(me.local_rank)
+        backends[here.backend] = dist.new_group(backend=registered(here.backend))
     contestants = [
         each
         for nbytes in arguments["sizes"]
@@ -182,7 +185,8 @@ def _of_backends(backends: dict[str, Any], nbytes: int, world: int) -> list[Cont
     elements = nbytes // 4 // world * world
     in_host = tuple(torch.zeros(count) for count in (elements, elements, elements // world))
     for name, group in backends.items():
-        whole, other, part = (each.cuda() for each in in_host) if name == "nccl" else in_host
+        on_host = name in HOST_BACKENDS
+        whole, other, part = in_host if on_host else (each.to(_accelerator()) for each in in_host)
         calls: dict[str, Callable[[], Any]] = {
             "all_reduce": partial(dist.all_reduce, whole, group=group),
             "reduce_scatter": partial(dist.reduce_scatter_single, part, whole, group=group),
@@ -190,10 +194,16 @@ def _of_backends(backends: dict[str, Any], nbytes: int, world: int) -> list[Cont
             "all_to_all": partial(dist.all_to_all_single, other, whole, group=group),
         }
         found += [Contestant("backends", kind, name, nbytes, calls[kind]) for kind in KINDS]
-        if name != "nccl":
+        if on_host:
             found.append(Contestant(MESSAGES, "send", name, nbytes, _message(whole, group)))
     # Backend after backend within a kind: rivals are timed in the same moment.
     return sorted(found, key=lambda each: (*KINDS, "send").index(each.what))
+
+
+def _accelerator() -> torch.device:
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    return torch.device(kind.type, torch.accelerator.current_device_index())
 
 
 def _message(values: torch.Tensor, group: Any) -> Callable[[], Any] | None:
@@ -238,6 +248,6 @@ def _timed(contestant: Contestant, everyone: Any) -> float:
     start_s = time.perf_counter()
     for _ in range(repeats):
         contestant.call()
-    if contestant.by == "nccl":
-        torch.cuda.synchronize()
+    if contestant.where == "backends" and contestant.by not in HOST_BACKENDS:
+        torch.accelerator.synchronize()
     return (time.perf_counter() - start_s) / repeats / (2 if contestant.where == MESSAGES else 1)

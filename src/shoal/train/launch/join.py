@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import socket
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.emulate import WrongEmulation, parse_emulation
-from shoal.comm.group import BACKENDS, register_backends
+from shoal.comm.group import BACKENDS, register_backends, registered
 from shoal.comm.mesh import Members
 from shoal.comm.network import agree_on
 from shoal.comm.shared_block import SharedBlock
@@ -29,6 +30,7 @@ from shoal.comm.transport import emulated
 from shoal.comm.transport.signed_store import SignedStore, StoreTimeout
 from shoal.comm.transport.token import derive, is_loopback, job_token
 from shoal.train.launch.agree import agree
+from shoal.train.launch.devices import devices_here
 
 MEET_S = 300.0
 """How long ranks wait for each other at the start; hosts of a batch system may come up minutes apart."""
@@ -66,17 +68,17 @@ def join(
 ) -> Rank:
     """Makes this process a rank of its job; a second call gives the same Rank.
 
-    `backend` is a name of torch.distributed ("gloo" is the plain one); without it the counting backend for
-    this machine's devices is taken. `timeout_s` bounds a collective (1800, or more where a hang may take
-    longer to be one), `meet_s` the wait for the other ranks. `emulate` describes a cluster (`comm/emulate.py`) as
-    whose links those of the shoal backend are to behave; without it SHOAL_EMULATE does. A program that has called
-    init_process_group itself keeps its own world group, and groups made beside it are counted.
+    `backend` is a name of torch.distributed ("gloo" is the plain one); without it SHOAL_BACKEND's is taken, or the
+    counting backend for this machine's devices: accelerators, if every rank has its own, else host memory.
+    `timeout_s` bounds a collective (1800, or more where a hang may take longer to be one), `meet_s` the wait for the
+    other ranks. `emulate` describes a cluster (`comm/emulate.py`) as whose links those of the shoal backend are to
+    behave; without it SHOAL_EMULATE does. A program that has called init_process_group itself keeps its own world
+    group, and groups made beside it are counted.
     """
     global _joined, _times_joined, _adopted
     if _joined is not None:
         return _joined
     register_backends()
-    on_gpu = torch.cuda.is_available() and backend in (None, "nccl", BACKENDS["nccl"])
     described = emulate or os.environ.get("SHOAL_EMULATE")
     _adopted = dist.is_initialized()
     if _adopted:
@@ -90,19 +92,27 @@ def join(
     raw_store = dist.PrefixStore(prefix, base)
     store = SignedStore(raw_store, token, prefix)
     _times_joined += 1
-    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
     if world > 1:
         store = _meet(store, rank, world, meet_s)
-    host_backend, network = agree(store, rank, emulates=bool(described), seconds=meet_s)
-    agree_on(network)
-    chosen = backend or BACKENDS["nccl" if on_gpu else host_backend]
+    agreed = agree(
+        store, rank, world, devices_here(local_rank), asked=backend, emulates=bool(described), seconds=meet_s
+    )
+    agree_on(agreed.network)
+    if agreed.note is not None and rank == 0:
+        warnings.warn(agreed.note, stacklevel=2)
+    device = torch.device("cpu")
+    if agreed.device is not None:
+        device = torch.device(agreed.device, local_rank)
+        torch.accelerator.set_device_index(local_rank)
+    chosen = backend or registered(agreed.backend)
     if not _adopted:
         # Longer than the watch waits: what it says of a hang is better than that a collective timed out.
         hang_after_s = float(os.environ.get("SHOAL_HANG_AFTER_S", 0))
         time_limit = timedelta(seconds=timeout_s or min(max(1800.0, 2 * hang_after_s), LONGEST_S))
-        dist.init_process_group(chosen, store=raw_store, rank=rank, world_size=world, timeout=time_limit)
+        dist.init_process_group(
+            chosen, store=raw_store, rank=rank, world_size=world, timeout=time_limit,
+            device_id=None if agreed.device is None else device,
+        )  # fmt: skip
     if described:
         emulate_links(described, rank, world, chosen)
     _joined = Rank(rank=rank, world=world, local_rank=local_rank, device=device, store=store, backend=chosen)

@@ -200,7 +200,18 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu_count": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "accelerators": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())],
+        "accelerators": _accelerators(),
         "backend": torch.distributed.get_backend() if torch.distributed.is_initialized() else None,
         "links": asdict(network_here()),
     }
+
+
+def _accelerators() -> list[str]:
+    import torch
+
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None:
+        return []
+    module = torch.get_device_module(kind)
+    count = torch.accelerator.device_count()
+    return [module.get_device_name(n) if hasattr(module, "get_device_name") else kind.type for n in range(count)]

@@ -23,15 +23,15 @@ OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 def random_state(device: torch.device) -> list[torch.Tensor]:
     """Where the random numbers stand: the CPU's, and the device's where it has its own."""
     states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
+    if device.type not in ("cpu", "meta"):
+        states.append(torch.get_device_module(device).get_rng_state(device))
     return states
 
 
 def set_random_state(states: list[torch.Tensor], device: torch.device) -> None:
     torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)
+    if device.type not in ("cpu", "meta"):
+        torch.get_device_module(device).set_rng_state(states[1], device)
 
 
 @contextmanager

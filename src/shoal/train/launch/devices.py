@@ -1,0 +1,46 @@
+"""The accelerators that one rank finds on its host, as it reports them to the others.
+
+Devices are found through `torch.accelerator`, so any that PyTorch has collectives for will do. A rank computes on the
+device whose number is its place on the host.
+"""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import dataclass
+
+import torch
+
+from shoal.comm.group import accelerator_backend
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DevicesHere:
+    """What a rank reports."""
+
+    kind: str | None
+    """As in `torch.device`; None without an accelerator."""
+    backend: str | None
+    """The backend that carries its tensors."""
+    count: int
+    local_rank: int
+
+    @property
+    def has_own(self) -> bool:
+        return self.local_rank < self.count
+
+
+def devices_here(local_rank: int) -> DevicesHere:
+    """What this process sees. On some accelerators it may not fork afterwards."""
+    found = accelerator_backend()
+    if found is None or not torch.accelerator.is_available():
+        return DevicesHere(kind=None, backend=None, count=0, local_rank=local_rank)
+    name, device = found
+    return DevicesHere(kind=device.type, backend=name, count=torch.accelerator.device_count(), local_rank=local_rank)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most that this process has held at a time: on its accelerator, or in host memory where it has none."""
+    if device.type == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return torch.accelerator.max_memory_allocated(device)
