@@ -286,3 +286,60 @@ def test_views_are_free_and_everything_else_moves_bytes() -> None:
     assert costs["view"] == 0
     # Reads and writes two samples of six float32.
     assert costs["tanh"] == 4.0 * 2 * (2 * WIDTH * 4)
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class CallsLayers(nn.Module):
+    """Has blocks, and calls their layers itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Layers() for _ in range(4)), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block.down(block.up(x).relu())
+        return self.head(x)
+
+
+def test_blocks_that_are_not_called_are_cut_between_their_layers() -> None:
+    found = chain_of(CallsLayers)
+    assert [found.links[n].path for n in found.cuts()] [1:] == ["blocks.1.up", "blocks.2.up", "blocks.3.up", "head"]
+
+
+def test_a_model_that_calls_no_module_says_so() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(WIDTH, CLASSES))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight
+
+    assert chain_of(Own).why_not_more() == (
+        "the model can be cut only between calls of modules with parameters, and it calls no module with parameters; "
+        "make its layers modules and call them, LayoutHints(blocks=...) names them where no list does"
+    )
+
+
+def test_no_cut_comes_after_a_branch_on_data() -> None:
+    class Branching(CallsLayers):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x) if x.sum() > -1e9 else x
+            return self.head(x)
+
+    found = chain_of(Branching)
+    assert not found.cuts()
+    assert link(found, "head").why_not == (
+        "comes after a branch on data: the model itself (class Branching) reads the value of a tensor in front of it, "
+        "which only the stage that computes it knows; put the branch inside one block, or use torch.where"
+    )

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.job import Job, TensorData, cross_entropy
-from shoal.workload.context import CannotCutSequence, ContextPlan, context_plan
+from shoal.workload.context import CannotCutSequence, ContextPlan, Holder, context_plan
 from shoal.workload.trace import trace
 
 WIDTH, HEADS, LENGTH, VOCABULARY = 8, 2, 12, 11
@@ -170,7 +170,14 @@ class Summed(Block):
         return x + self.attend(x.cumsum(1))
 
 
-@pytest.mark.parametrize("block", [OwnPositions, OwnMask, LearnedTable, Convolved, Averaged, Shifted, Summed])
+@pytest.mark.parametrize("block", [OwnPositions, OwnMask, LearnedTable])
+def test_a_block_that_makes_tables_for_its_attention_runs_as_if_it_had_all_positions(block: type[nn.Module]) -> None:
+    plan = plan_of(partial(Model, block))
+    assert list(plan.holders) == ["blocks.0", "blocks.1"]
+    assert plan.holders["blocks.0"] == Holder(arguments={0: (1, 1)}, results={0: (1, 1)})
+
+
+@pytest.mark.parametrize("block", [Convolved, Averaged, Shifted, Summed])
 def test_a_block_that_needs_all_positions_is_refused_by_name(block: type[nn.Module]) -> None:
     with pytest.raises(CannotCutSequence, match=r"blocks\.0") as refusal:
         plan_of(partial(Model, block))
@@ -178,8 +185,51 @@ def test_a_block_that_needs_all_positions_is_refused_by_name(block: type[nn.Modu
 
 
 def test_a_model_without_attention_is_refused() -> None:
-    with pytest.raises(CannotCutSequence, match="no attention was found"):
+    with pytest.raises(CannotCutSequence, match=r"no attention was found: no product in blocks\.0"):
         plan_of(partial(Model, partial(nn.Linear, WIDTH, WIDTH)))
+
+
+class ByHand(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return x + self.out(torch.softmax(q @ k.mT, -1) @ v)
+
+
+class Remembering(ByHand):
+    """Writes into one position of the scores."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        scores = q @ k.mT
+        scores[:, 0] = 0.0
+        return x + self.out(torch.softmax(scores, -1) @ v)
+
+
+def test_attention_written_by_hand_is_found_by_what_it_computes() -> None:
+    plan = plan_of(partial(Model, ByHand))
+    assert list(plan.holders) == ["blocks.0", "blocks.1"]
+    assert plan.batch == {"y": 1}
+    assert not plan.causal
+
+
+def test_writing_into_a_position_of_the_scores_is_refused_by_name() -> None:
+    with pytest.raises(CannotCutSequence, match=r"blocks\.0 .* writes into positions of the sequence, in place"):
+        plan_of(partial(Model, Remembering))
+
+
+def test_a_mask_that_hides_padding_is_not_causal() -> None:
+    class Masked(Block):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return x + self.attend(x, mask)
+
+    class Padded(Model):
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.embed(tokens)
+            for block in self.blocks:
+                x = block(x, (tokens != 0)[:, None, None])
+            return self.head(x)
+
+    assert plan_of(partial(Padded, Masked)).causal is False
 
 
 def test_attention_outside_the_blocks_is_refused_by_name() -> None:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.job import Job
+from shoal.strategy import parse
+from shoal.workload.layout import facts_of, layout_of
 from shoal.workload.tensor.plan import TensorPlan
 from shoal.workload.tensor.roles import CannotCut, tensor_plan
 from shoal.workload.trace import trace
@@ -201,3 +203,30 @@ def test_a_model_without_projections_has_an_empty_plan() -> None:
 def test_a_single_layer_stays_whole() -> None:
     job: Job = plain.job_of(lambda: nn.Sequential(Last(), nn.Linear(12, 3)))
     assert list(tensor_plan(trace(job)).whole) == ["1"]
+
+
+def test_a_refusal_names_the_model_itself_where_its_root_holds_the_weights() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Parameter(torch.ones(plain.WIDTH, 16)), nn.Parameter(torch.ones(16, plain.CLASSES))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return ((x @ self.up).relu() @ self.down).mean(1)
+
+    job = plain.job_of(Net)
+    why = facts_of(job, layout_of(job, parse("tp(2)"))).tensor_why
+    assert why == "the model itself (class Net): it does more than project (relu)"
+
+
+def test_a_refusal_gives_the_reason_of_the_largest_module() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.small, self.large = nn.Linear(plain.WIDTH, plain.WIDTH), nn.Linear(plain.WIDTH, 3 * plain.WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.large(self.small(x).softmax(-1)).unflatten(-1, (plain.CLASSES, -1)).softmax(-1).mean((1, 3))
+
+    job = plain.job_of(Net)
+    assert facts_of(job, layout_of(job, parse("tp(2)"))).tensor_why.startswith("large: ")

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shoal.job.errors import did_you_mean
 from shoal.workload.blocks import blocks
 from shoal.workload.cost import cost
-from shoal.workload.recorded import Call, Trace
+from shoal.workload.recorded import Call, Question, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,18 @@ class Chain:
     def why_not_more(self) -> str:
         """The first place at which the model cannot be cut, with the reason; empty if it can be cut everywhere."""
         blocked = next((link for link in self.links[1:] if link.why_not), None)
-        return f"{blocked.path} {blocked.why_not}" if blocked is not None else ""
+        if blocked is not None:
+            return f"{blocked.path} {blocked.why_not}"
+        if len(self.links) > 1:
+            return ""
+        what = "it calls no module with parameters"
+        if self.links:
+            what = f"all modules with parameters that it calls lie in {self.links[0].path}"
+        never = f"; {self.uncalled[0]} is never called" if self.uncalled else ""
+        return (
+            f"the model can be cut only between calls of modules with parameters, and {what}{never}; "
+            "make its layers modules and call them, LayoutHints(blocks=...) names them where no list does"
+        )
 
 
 class CannotCut(ValueError):
@@ -148,6 +159,13 @@ def chain(trace: Trace) -> Chain:
     for number, path in enumerate(order):
         call = calls[path][0]
         wires, why_not = _wires(trace, number, order, calls, starts, local, last_use)
+        asked = _branch_before(trace, call.first, order) if number else None
+        if asked is not None:
+            where = asked.module or f"the model itself (class {type(trace.model).__name__})"
+            why_not = (
+                f"comes after a branch on data: {where} reads the value of a tensor in front of it, which only the "
+                "stage that computes it knows; put the branch inside one block, or use torch.where"
+            )
         for before in range(number):
             if again[before] > starts[number] and len(calls[order[before]]) > 1:
                 why_not = f"lies between two uses of {order[before]}"
@@ -170,6 +188,15 @@ def chain(trace: Trace) -> Chain:
     return Chain(
         links=tuple(links), tied=tied, written=_written(trace, order, starts), uncalled=_uncalled(trace, order)
     )
+
+
+def _branch_before(trace: Trace, start: int, order: list[str]) -> Question | None:
+    """A value computed with parameters that the code between pieces reads before an operation."""
+    for question in trace.questions:
+        inside = any(question.module == path or question.module.startswith(path + ".") for path in order)
+        if question.op <= start and question.learned and not inside:
+            return question
+    return None
 
 
 def _uncalled(trace: Trace, order: list[str]) -> tuple[str, ...]:
@@ -230,9 +257,9 @@ def _largest(model: nn.Module, holders: set[str], block_paths: set[str], called:
             there = f"{path}.{name}" if path else name
             if not _has_state(child):
                 continue
-            if there in block_paths or (there not in holders and there in called):
-                if there in called:
-                    found.append(there)
+            # A block that is never called, because the model calls its layers itself, is looked into.
+            if there in called and (there in block_paths or there not in holders):
+                found.append(there)
             else:
                 walk(there, child)
 

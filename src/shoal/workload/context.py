@@ -169,13 +169,18 @@ def _sequence_dim(trace: Trace, stream: int) -> int:
 def _written(graph: Graph) -> list[Call]:
     """The calls that hold attention written out, in the blocks."""
     found: list[Call] = []
+    why = ""
     for call in _block_calls(graph.trace):
         try:
             stream, _ = _stream(graph.trace, call)
+            dim = _sequence_dim(graph.trace, stream)
+            found += holders(graph, call, stream, Cut(dim, (graph.values[stream].shape[dim],)))
         except CannotCutSequence:
             continue
-        dim = _sequence_dim(graph.trace, stream)
-        found += holders(graph, call, stream, Cut(dim, (graph.values[stream].shape[dim],)))
+        except CannotFollow as refusal:
+            why = why or str(refusal)
+    if why and not found and not graph.trace.attention:
+        raise CannotCutSequence(why)
     return found
 
 

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from shoal.job import Job, LayoutHints, infer_facts
+from shoal.job.facts import build_without_memory
 from shoal.strategy import ModelFacts, Strategy, cp, ep, pp, tp
 from shoal.workload.chain import Chain, chain
-from shoal.workload.context import CannotCutSequence, ContextPlan, context_plan
+from shoal.workload.context import CannotCutSequence, ContextPlan, context_plan, named
 from shoal.workload.experts.find import PassedOver, Survey, survey_experts
 from shoal.workload.experts.signs import may_hold_experts
 from shoal.workload.recorded import Trace
@@ -118,6 +119,20 @@ def _by_position(experts: Survey | None) -> list[str]:
     return [layer.owner for layer in experts.layers] if experts is not None else []
 
 
+def _why_no_tensor(job: Job, plan: TensorPlan) -> str:
+    """The reason of the module that holds most parameters: the others matter less."""
+    if not plan.whole:
+        return "it has no projections"
+    model = build_without_memory(job)
+    modules = dict(model.named_modules())
+
+    def size(path: str) -> int:
+        return sum(param.numel() for param in modules[path].parameters()) if path in modules else 0
+
+    path = max(plan.whole, key=size)
+    return f"{named(model, path)}: {plan.whole[path]}"
+
+
 def facts_of(job: Job, layout: Layout) -> ModelFacts:
     """What legality needs to know: the facts of the model, and what its layout adds to them."""
     facts = infer_facts(job)
@@ -129,7 +144,7 @@ def facts_of(job: Job, layout: Layout) -> ModelFacts:
         if layout.tensor.vocabulary is not None:
             # Words are dealt out unevenly where they must be: any number of ranks will do.
             parts += (((layout.tensor.vocabulary.heads or layout.tensor.vocabulary.embeddings)[0], "words", 0),)
-        why = next((f"{path}: {why}" for path, why in layout.tensor.whole.items()), "it has no projections")
+        why = "" if parts else _why_no_tensor(job, layout.tensor)
         no_sequence = "" if layout.tensor.sequence_dim is not None else layout.tensor.why_no_sequence
         tokens = layout.tensor.tokens or facts.sequence
         if facts.heads is None:

@@ -101,6 +101,17 @@ class Attention:
     module: str
 
 
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A place where the model's code reads the value of a tensor, as a branch does."""
+
+    op: int
+    """Number of the operation that follows."""
+    module: str
+    learned: bool
+    """Whether the value depends on a parameter."""
+
+
 @dataclass(slots=True)
 class Trace:
     """What one forward does."""
@@ -120,6 +131,7 @@ class Trace:
     model_stop: int
     """Number of the first operation after the model: the loss."""
     attention: list[Attention] = field(default_factory=list)
+    questions: list[Question] = field(default_factory=list)
     sized_calls: list[NotedCall] = field(default_factory=list)
     """Calls of functions that name sizes, in order."""
 

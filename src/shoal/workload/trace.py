@@ -23,9 +23,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.job import Job
 from shoal.job.facts import build_without_memory
-from shoal.workload.recorded import Attention, Call, Op, Ref, Trace, Value
+from shoal.workload.recorded import Attention, Call, Op, Question, Ref, Trace, Value
 from shoal.workload.tensor.sized_calls import SizedCalls
 
+READS_VALUES = (torch.ops.aten._local_scalar_dense, torch.ops.aten.equal, torch.ops.aten.is_nonzero)
 SAMPLES = 2
 """Enough to tell a batch from a single sample."""
 
@@ -43,6 +44,7 @@ class Recorder(TorchDispatchMode):
         self.ops: list[Op] = []
         self.calls: list[Call] = []
         self.open: list[Call] = []
+        self.questions: list[Question] = []
         self._known: dict[int, int] = {}
         self._alive: list[torch.Tensor] = []
 
@@ -80,6 +82,10 @@ class Recorder(TorchDispatchMode):
         as_called = tree_map(lambda leaf: self._ref(leaf), (args, kwargs))
         result = func(*args, **kwargs)
         if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
+            if getattr(func, "overloadpacket", None) in READS_VALUES:
+                learned = any(self.values[value].learned for value in inputs)
+                where = self.open[-1].path if self.open else ""
+                self.questions.append(Question(len(self.ops), where, learned))
             return result  # A question about a tensor, such as its device.
         learned = any(self.values[value].learned for value in inputs)
         number = len(self.ops)
@@ -223,7 +229,7 @@ def _record(job: Job, model: nn.Module, batch: dict[str, torch.Tensor], samples:
         model=model, fake=fake, samples=samples, values=recorder.values, ops=recorder.ops, calls=recorder.calls,
         parameters=parameters, buffers=buffers, output=recorder.flat(output),
         loss=recorder.value_of(loss) if isinstance(loss, torch.Tensor) else None, model_stop=model_stop,
-        attention=attention.found, sized_calls=sized.found,
+        attention=attention.found, questions=recorder.questions, sized_calls=sized.found,
     )  # fmt: skip
 
 

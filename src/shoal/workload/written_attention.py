@@ -8,19 +8,17 @@ cap, softmax, dropout) is the model's affair. The innermost module that spans bo
 from __future__ import annotations
 
 from shoal.workload.cuts import Cut
-from shoal.workload.global_view import PRODUCTS, CannotFollow, Walk, follow
+from shoal.workload.global_view import PRODUCTS, Walk, follow
 from shoal.workload.recorded import Call, Trace
 from shoal.workload.tensor.spread import Graph
 
 
 def holders(graph: Graph, call: Call, stream: int, cut: Cut) -> list[Call]:
-    """The calls within a block that hold attention other than `scaled_dot_product_attention` called by the model."""
+    """The calls within a block that hold attention other than `scaled_dot_product_attention` called by the model.
+    Raises CannotFollow where the block writes into positions in place."""
     trace = graph.trace
     ops = [op for op in trace.ops[call.first : call.stop] if graph.live[op.number]]
-    try:
-        walk = follow(graph, ops, {stream: cut}, cut.size, attention=trace.attention)
-    except CannotFollow:
-        return []
+    walk = follow(graph, ops, {stream: cut}, cut.size, attention=trace.attention)
     found: list[Call] = []
     for first, last in spans(walk):
         holder = _innermost(trace, call, first, last)

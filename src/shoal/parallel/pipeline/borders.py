@@ -113,8 +113,9 @@ class Borders:
                 self._post("specs", border, micro, [_written(specs).to(self.device)], to)
         elif self.specs[known] != specs:
             raise RuntimeError(
-                f"a micro-batch crosses the border before stage {border} as {specs}, but one of the same input shapes "
-                f"crossed it as {self.specs[known]}: the model's shapes depend on values, which a pipeline cannot carry"
+                f"a micro-batch crosses to stage {border} as {_as_text(specs)}, but one of the same input shapes "
+                f"crossed as {_as_text(self.specs[known])}: the model branches on its data, or its shapes depend on "
+                "values, which a pipeline cannot carry; put the branch inside one block, or leave pp out"
             )
         self._post("forward", border, micro, [t.detach() for t in tensors], to)
 
@@ -248,3 +249,8 @@ def _read(header: torch.Tensor) -> list[Spec]:
     width = 3 + MOST_DIMS
     rows = [numbers[n * width : (n + 1) * width] for n in range(num_tensors)]
     return [Spec(tuple(row[3 : 3 + row[2]]), DTYPES[row[0]], bool(row[1])) for row in rows]
+
+
+def _as_text(specs: Sequence[Spec]) -> str:
+    each = [f"{list(s.shape)} {'with' if s.learns else 'without'} a gradient" for s in specs]
+    return ", ".join(each) or "no tensor"

@@ -44,6 +44,7 @@ class StagedModel:
 
     def __init__(self, model: nn.Module, chain: Chain, stages: Sequence[Range], mine: Sequence[int]) -> None:
         self.model, self.chain, self.stages, self.mine = model, chain, list(stages), list(mine)
+        _without_nested_tensors(model)
         self._skeleton = _skeleton(model)
         self.held = [name for name, _ in model.named_parameters() if self._holders(name) & set(mine)]
         self.absent = self._drop()
@@ -115,9 +116,15 @@ class StagedModel:
         }
         self._kept = {(p, leaf): t for (p, leaf, is_argument), t in self._received.items() if not is_argument}
         elsewhere = self._written_elsewhere(stage)
+        _, stop = self._now
         try:
-            return call(), []
+            result = call()
+            self._require_called(first)
+            if stop < len(self.chain.links):
+                raise Branched(self._was_called(stop, "was not called"))
+            return result, []
         except StageDone as done:
+            self._require_called(first)
             return None, done.tensors
         finally:
             with torch.no_grad():
@@ -125,6 +132,31 @@ class StagedModel:
                     buffer.copy_(before)
             self._received, self._kept = {}, {}
             self._now = (0, len(self.chain.links))
+
+    def _require_called(self, first: int) -> None:
+        if first and not self._begun:
+            raise Branched(self._was_called(first, "was not called"))
+
+    def _was_called(self, piece: int, what: str) -> str:
+        return (
+            f"{self.chain.links[piece].path} begins a stage, but for this micro-batch it {what}: the model branches on "
+            "its data, which stages on other ranks cannot follow; put the branch inside one block, or leave pp out"
+        )
+
+    def _crossing(self, number: int, leaves: list[Any]) -> list[torch.Tensor]:
+        """What goes on to the next stage, which must be what was found when the model was cut."""
+        wires = self.chain.links[number].wires
+        sent = [leaves[w.leaf] if w.is_argument else self._kept.get((w.piece, w.leaf)) for w in wires]
+        absent = sum(not isinstance(x, torch.Tensor) for x in sent)
+        if absent:
+            found = f"is given {len(sent) - absent} of the {len(sent)} tensors that crossed to it"
+            raise Branched(self._was_called(number, found))
+        known = {id(x) for x in sent}
+        learned = [x for x in leaves if isinstance(x, torch.Tensor) and x.grad_fn is not None and id(x) not in known]
+        if learned:
+            found = f"is given {len(sent) + len(learned)} tensors instead of {len(sent)}"
+            raise Branched(self._was_called(number, found))
+        return sent
 
     def _written_elsewhere(self, stage: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Buffers that the code between pieces changes, and whose change belongs to another stage; as they are now."""
@@ -138,9 +170,7 @@ class StagedModel:
         """At the stage's borders: ends the forward, or puts in what the stage before sent."""
         first, stop = self._now
         if number == stop:
-            leaves = tree_leaves((args, kwargs))
-            wires = self.chain.links[number].wires
-            raise StageDone([leaves[w.leaf] if w.is_argument else self._kept[w.piece, w.leaf] for w in wires])
+            raise StageDone(self._crossing(number, tree_leaves((args, kwargs))))
         if number == first and first and not self._begun:
             self._begun = True  # A piece that runs several times gets what was sent the first time.
             leaves, shape = tree_flatten((args, kwargs))
@@ -179,6 +209,18 @@ class StagedModel:
         for leaf, tensor in received.items():
             outputs[leaf] = tensor
         return tree_unflatten(outputs, shape)
+
+
+def _without_nested_tensors(model: nn.Module) -> None:
+    """In evaluation `nn.TransformerEncoder` packs padded samples into nested tensors, which have no shape to be sent
+    by. Without them it computes the same."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            module.enable_nested_tensor = module.use_nested_tensor = False
+
+
+class Branched(RuntimeError):
+    """A micro-batch takes another way through the model than the one that was cut into stages."""
 
 
 def _unexpected(path: str, module: nn.Module, args: Any) -> None:

@@ -20,7 +20,7 @@ def plan_lines(plan: TensorPlan) -> list[str]:
         loss = ", loss on parts" if plan.vocabulary.loss_parallel else ""
         words = next(iter(plan.vocabulary.cuts.values())).size
         lines.append(f"vocabulary of {words}: {names}{loss}")
-    lines += [f"whole: {path}: {why}" for path, why in _distinct(plan.whole).items()]
+    lines += [f"whole: {path or 'the model itself'}: {why}" for path, why in _distinct(plan.whole).items()]
     if plan.sequence_dim is not None:
         lines.append(f"between regions: tokens (dimension {plan.sequence_dim}) may be cut")
     elif plan.why_no_sequence:
