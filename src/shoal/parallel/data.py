@@ -240,16 +240,24 @@ class GradientReduction:
             self.flush()
         while self._in_flight:
             self._wait_for_oldest()
-        self._sum_in_one_memory()
-        self._sum_copies()
+        if not self._in_shared_memory:
+            self._sum_copies()
 
-    def _sum_in_one_memory(self) -> None:
-        shared = [bucket for bucket in self.buckets if bucket.memory is not None]
-        if shared:
-            with BOOK.during("gradient"):
-                shared[0].memory.meet()  # type: ignore[union-attr]
-            for bucket in shared:
-                bucket.memory.sum_slice(bucket.buffer.shard)  # type: ignore[union-attr]
+    @property
+    def _in_shared_memory(self) -> list[Bucket]:
+        return [bucket for bucket in self.buckets if bucket.memory is not None]
+
+    def sum_shared(self) -> None:
+        """At the start of the optimiser's step, where replicas share memory: waits for the gradients of all and sums.
+        Not earlier: a rank may read parameters until it calls for the step, and the others update them after this."""
+        shared = self._in_shared_memory
+        if not shared:
+            return
+        with BOOK.during("gradient"):
+            shared[0].memory.meet()  # type: ignore[union-attr]
+        for bucket in shared:
+            bucket.memory.sum_slice(bucket.buffer.shard)  # type: ignore[union-attr]
+        self._sum_copies()
 
     def _done(self, bucket: Bucket) -> None:
         if id(bucket) in self.on_done:

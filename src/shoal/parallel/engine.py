@@ -22,6 +22,7 @@ from torch import nn
 
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
+from shoal.comm.points import reach
 from shoal.parallel.batch_norm import release
 from shoal.parallel.compression import Compression
 from shoal.parallel.cutting import CutModel
@@ -166,6 +167,7 @@ class Engine:
     def close_backward(self) -> None:
         """After the step's last backward."""
         with BOOK.during("backward"):
+            reach("step: backward done")
             self._share()
             self.reduction.finish()
         if self.gathering:
@@ -195,12 +197,14 @@ class Engine:
             raise RuntimeError("step() was called without backward(); call engine.backward(loss_sum, count) first")
         everything, work = self._shared
         self._shared = None
+        self.reduction.sum_shared()
         if work is not None:
             work.wait()
+        reach("step: sums received")
         loss_sum, count, stop, *used = everything.tolist()
         loss = loss_sum / count if count else float("nan")
         if not isfinite(loss):
-            self._meet()  # Another replica may still be summing where this one would write next.
+            self.meet()  # Another replica may still be summing where this one would write next.
             self.reduction.clear()
             raise NonFinite(f"the loss is {loss} (sum {loss_sum} over {count:g} tokens or samples){self._hint()}")
         unused = frozenset(name for name, times in zip(self.names, used, strict=True) if not times)
@@ -209,12 +213,17 @@ class Engine:
                 self.compression.reduce(count, unused)
         with BOOK.during("optimizer"), torch.no_grad():
             gradients = {id(bucket): bucket.reduced() for bucket in self.buckets}
+            reach("step: gradients reduced")
             norm = self._scale(gradients, count)
+            reach("step: norm known")
             if not isfinite(norm):
+                self.meet()  # As above: `_scale` has just written into the gradient that others write to next.
                 self.reduction.clear()
                 raise NonFinite(f"the norm of the gradient is {norm} (the loss is {loss}){self._hint()}")
             self.update(gradients, lr_factor, unused)
+            reach("step: updated")
             self._publish()
+        reach("step: published")
         self.reduction.clear()
         return StepResult(loss, count, norm, stop > 0)
 
@@ -269,7 +278,7 @@ class Engine:
         if self.gathering is not None:
             self.gathering.finish(root=True)
         if self.placement.one_memory:
-            self._meet()
+            self.meet()
         elif self.placement.zero in (1, 2):
             works = []
             for bucket in self.buckets:
@@ -280,8 +289,8 @@ class Engine:
             for work in works:
                 work.wait()
 
-    def _meet(self) -> None:
-        """Replicas in one memory wait for each other."""
+    def meet(self) -> None:
+        """Waits for the other replicas, where they share memory."""
         if self.buckets and self.buckets[0].memory is not None:
             self.buckets[0].memory.meet()
 
@@ -325,13 +334,16 @@ class Engine:
         """This rank's slices from a checkpoint; `read(parameter, start, stop)` gives elements of this rank's part of
         it laid out flat."""
         with torch.no_grad():
+            self.meet()  # Where memory is shared, another rank may still be reading the old values.
             for bucket, master, offset in zip(self.buckets, self.masters, self.offsets, strict=True):
                 for slot in bucket.buffer.slots:
                     start, stop = max(slot.start, offset), min(slot.stop, offset + master.numel())
                     if start < stop:
                         values = read(slot.name, start - slot.start, stop - slot.start)
                         master[start - offset : stop - offset] = values.to(master.dtype)
+            reach("restore: parameters read")
             self._publish()
+            reach("restore: parameters published")
 
     def load_optimizer(self, saved: SavedState) -> None:
         """The optimiser's state from a checkpoint."""
@@ -343,6 +355,7 @@ class Engine:
         """Takes the hooks off and ends the groups of the mesh; every rank is left with the whole parameters. All ranks
         call it alike."""
         self.settle()
+        reach("close: begun")
         self.reduction.remove()
         for bucket in self.buckets:
             if bucket.memory is not None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.mesh import Members
+from shoal.comm.points import reach
 from shoal.comm.shared_block import SharedBlock
 
 AT_ONCE = 1 << 16
@@ -85,6 +86,7 @@ class OneMemory:
                     self._written_in[number] = self._step
                 elif parts is not None:
                     place.add_(parts[n])
+                reach("step: gradient added")
             finally:
                 self._locks.unlock(lock)
 

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
+from shoal.comm.points import reach
 from shoal.parallel.flat import StoredShard
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -88,6 +89,7 @@ class ParameterGathering:
             for work in unit.works:
                 work.wait()
             unit.works = None
+            reach("step: parameters gathered")
             for shard in unit.shards:
                 shard.use()
 

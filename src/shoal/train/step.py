@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shoal.comm.ledger import BOOK
+from shoal.comm.points import reach
 from shoal.estimate.traffic import Call
 from shoal.job import Batch, Job, share
 from shoal.parallel.batch_norm import batch_norms
@@ -123,6 +124,7 @@ class StepRunner:
         return Part(batch, seed_at(self.job.seed, counter + first), stand_in, everyone)
 
     def _forward(self, part: Part) -> Any:
+        reach("step: forward")
         draw_from(part.seed)
         with BOOK.during("forward"), self._precision():
             return self.job.run_model(self.engine.model, part.batch)
@@ -180,6 +182,7 @@ class StepRunner:
                         sums[0] += float(total)
                         sums[1] += float(count)
                 watch()
+            reach("evaluate: measured")
             totals = self._of_all(totals)
         engine.model.train()
         return job.summarise({name: (row[0], row[1]) for name, row in totals.items()})

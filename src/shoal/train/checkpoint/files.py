@@ -28,6 +28,8 @@ from typing import Any
 
 import torch
 
+from shoal.comm.points import reach
+
 FORMAT = 1
 MANIFEST = "checkpoint.json"
 CHECKSUMS = "SHA256SUMS"
@@ -123,6 +125,7 @@ def put_in_place(partial: Path, target: Path) -> None:
     replaced = target.with_name(target.name + REPLACED)
     if target.exists():
         target.rename(replaced)
+        reach("save: old one renamed")
     partial.rename(target)
     sync_folder(target.parent)
     if replaced.exists():
