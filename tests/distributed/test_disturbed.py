@@ -20,7 +20,7 @@ JOB = str(Path(__file__).parent / "jobs" / "residual.py") + ":job"
 MIXTURE = str(Path(__file__).parent / "jobs" / "plain.py") + ":moe"
 
 RISKY = [
-    "start: shared block mapped", "start: parameters laid out", "restore: begun", "restore: parameters read",
+    "start: room for parameters", "start: parameters laid out", "restore: begun", "restore: parameters read",
     "step: gradient added", "step: sums received", "step: norm known", "step: updated", "save: contents listed",
     "close: begun",
 ]  # fmt: skip

@@ -11,6 +11,7 @@ from collections.abc import Callable
 POINTS = (
     "start: same values",
     "start: shared block mapped",
+    "start: room for parameters",
     "start: parameters laid out",
     "start: engine ready",
     "restore: begun",

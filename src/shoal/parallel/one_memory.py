@@ -49,6 +49,7 @@ class OneMemory:
         self._written_in = block.memory[(1 + self.members.size) * size :][: WORD * words].cast("q")
         """For each piece of each gradient that two replicas share, the step in which it was last written."""
         self._first_piece = pieces * (self.members.index // 2)
+        reach("start: room for parameters")
         return block.tensor(0, count, dtype)
 
     @property
