@@ -96,3 +96,25 @@ def test_engines_after_one_another_leave_no_descriptors_threads_or_groups(ranks:
         assert seen["known"] <= 1
         if backend == "shoal":
             assert "the group was closed" in seen["said"]
+
+
+def test_layers_with_a_forward_of_their_own_are_synchronised_and_keep_it(ranks: Run) -> None:
+    cases: list[dict[str, Any]] = [
+        {"kind": kind, "shares": shares, "settings": settings}
+        for kind in ("active", "doubled", "sync", "sync subclass", "by hand")
+        for shares in ([3, 2], [4, 0])
+        for settings in ({}, {"momentum": None}, {"affine": False}, {"track_running_stats": False})
+        if not (kind == "by hand" and settings)
+    ]
+    cases.append({"kind": "active", "shares": [1, 1], "plane": [1, 1]})
+    for found in ranks(f"{TARGETS}:norm_layers", {"cases": cases}, ranks=2):
+        for difference, case in zip(found, cases, strict=True):
+            assert difference < 1e-9, case
+
+
+def test_a_batch_norm_that_cannot_be_synchronised_is_refused_by_name(ranks: Run) -> None:
+    for found in ranks(f"{TARGETS}:norm_layers", {"cases": [{"kind": "own statistics", "shares": [2, 2]}]}, ranks=2):
+        assert found[0] == (
+            "the model (OwnStatistics) takes the statistics of its batch without torch.nn.functional.batch_norm, so they "
+            'cannot be taken over all replicas; call that function in its forward, or declare batch_norm="local" in the job'
+        )

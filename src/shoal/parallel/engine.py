@@ -93,6 +93,8 @@ class Engine:
     """The part of its loss that this rank learns from, where several compute the same loss and share its gradient."""
     counts_loss: bool = True
     """Whether what this rank says of the loss counts; ranks that compute the same loss say it once."""
+    norms_by_others: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    """Batch norms that modules of other kinds synchronised in the last step, as `take_calls_by_others` gives them."""
     _sums: torch.Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
     _shared: tuple[torch.Tensor, Any] | None = None
     """What all ranks sum at the end of a step's last backward, and the work in flight."""

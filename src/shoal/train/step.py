@@ -20,7 +20,7 @@ from shoal.comm.ledger import BOOK
 from shoal.comm.points import reach
 from shoal.estimate.traffic import Call
 from shoal.job import Batch, Job, share
-from shoal.parallel.batch_norm import batch_norms
+from shoal.parallel.batch_norm import batch_norms, couples_samples
 from shoal.parallel.engine import Engine, StepResult
 from shoal.parallel.global_loss import GlobalLoss
 from shoal.strategy import Strategy
@@ -79,12 +79,15 @@ class StepRunner:
         """What the axes other than dp sent in the last step, by their formulas."""
         self.autocast = autocast
         self.dtype = dtype
-        self.couples_samples = bool(batch_norms(engine.model))
         self.device = next(engine.model.parameters()).device
         over_all = job.loss_over == "batch" and engine.placement.samples.size > 1
         self.global_loss = GlobalLoss(engine.placement.samples) if over_all else None
         if self.global_loss is not None:
             engine.counts_loss = engine.counts_loss and self.global_loss.counts
+
+    @property
+    def couples_samples(self) -> bool:
+        return couples_samples(self.engine.model)
 
     def step(self, step: int, counter: int) -> StepResult:
         """Trains on the global batch that starts at `counter`."""
@@ -174,7 +177,9 @@ class StepRunner:
                 batch_of_all = np.arange(start, min(start + job.global_batch, len(job.validation)))
                 mine = share(batch_of_all, rank=samples.index, ranks=samples.size)
                 # Every rank runs every batch: with ZeRO-3 a forward is a collective.
-                batch = self._fetch(job.validation, mine if len(mine) else batch_of_all[:1])
+                # Statistics of the batch must not see a placeholder.
+                empty = not len(mine) and not self._batch_statistics
+                batch = self._fetch(job.validation, batch_of_all[:1] if empty else mine)
                 everyone = self._fetch(job.validation, batch_of_all) if self.global_loss is not None else None
                 for name, (total, count) in self._measured(batch, everyone, none=not len(mine)).items():
                     sums = totals.setdefault(name, [0.0, 0.0])
@@ -186,6 +191,11 @@ class StepRunner:
             totals = self._of_all(totals)
         engine.model.train()
         return job.summarise({name: (row[0], row[1]) for name, row in totals.items()})
+
+    @property
+    def _batch_statistics(self) -> bool:
+        """Whether some batch norm keeps no running statistics, so that it takes the batch's in evaluation too."""
+        return any(norm.running_mean is None for _, norm in batch_norms(self.engine.model))
 
     def _measured(self, batch: Batch, everyone: Batch | None, *, none: bool) -> dict[str, Any]:
         """What the job measures on a batch; nothing where another rank has the end of the model."""
