@@ -390,3 +390,46 @@ def norm_layers(arguments: dict[str, Any], channel: Any) -> list[Any]:
             found.append(str(error))
     leave()
     return found
+
+
+class Choosing(nn.Module):
+    """Calls the blocks that its rank is told to call, in that order."""
+
+    def __init__(self, calls: list[int], widths: list[int]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.calls = calls
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, width), nn.Tanh(), nn.Linear(width, WIDTH)) for width in widths
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in self.calls:
+            x = x + self.blocks[number](x)
+        return x
+
+
+def choosing(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
+    """Ranks that call different blocks: what is said, and whether the parameters are those of before."""
+    me, strategy = join(backend=arguments.get("backend")), parse(arguments["strategy"])
+    mesh = Mesh([(axis.name, axis.size) for axis in strategy.axes], rank=me.rank, backend=me.backend)
+    model = Choosing([0, 1, 2], arguments["widths"])
+    engine = parallelize(model, strategy, mesh, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1))
+    x = torch.ones(2, WIDTH) * (me.rank + 1)
+    losses, said = [], ""
+    for calls in ([0, 1, 2], arguments["calls"][me.rank]):
+        model.calls = calls
+        before = [piece.values.clone() for piece in engine.owned_parameters()]
+        try:
+            engine.backward(loss_of(model, x), 2.0)
+            losses.append(engine.step().loss)
+        except ValueError as error:
+            if arguments.get("raise"):
+                raise
+            said = str(error)
+            break
+    after = list(engine.owned_parameters())
+    kept = all(torch.equal(piece.values, old) for piece, old in zip(after, before, strict=True))
+    if not said:
+        leave()
+    return {"said": said, "kept": kept, "losses": losses}

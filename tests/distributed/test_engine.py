@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from shoal.train.launch import RankFailed
+
 Run = Callable[..., list[Any]]
 TARGETS = "distributed.engine_targets"
 
@@ -118,3 +120,51 @@ def test_a_batch_norm_that_cannot_be_synchronised_is_refused_by_name(ranks: Run)
             "the model (OwnStatistics) takes the statistics of its batch without torch.nn.functional.batch_norm, so they "
             'cannot be taken over all replicas; call that function in its forward, or declare batch_norm="local" in the job'
         )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "calls", "widths"),
+    [
+        ("dp(2, zero=3)", [[0, 1, 2], [0, 2, 1]], [8, 8, 8]),
+        ("dp(2, zero=3)", [[0, 1], [0, 2]], [8, 8, 8]),
+        ("dp(2, zero=3)", [[0, 1, 2], [0, 2]], [8, 8, 8]),
+        ("dp(2, zero=3)", [[0, 1, 2], [0, 1]], [8, 8, 8]),
+        ("dp(2, zero=3)", [[0, 1, 2], []], [8, 12, 16]),
+        ("dp(2, zero=3)", [[0, 1, 2], [2, 1, 0]], [8, 12, 16]),
+        ("dp(3, zero=3)", [[0, 1, 2], [0, 1, 2], [0, 0, 2]], [8, 8, 8]),
+    ],
+)
+def test_ranks_that_call_different_blocks_under_zero_3_are_named_at_once(
+    ranks: Run, strategy: str, calls: list[list[int]], widths: list[int]
+) -> None:
+    asked = {"strategy": strategy, "calls": calls, "widths": widths}
+    seen = ranks(f"{TARGETS}:choosing", asked, ranks=len(calls))
+    said = [rank["said"] for rank in seen if rank["said"]]
+    assert said
+    for text in said:
+        assert text.startswith("zero=3: every rank must call the same blocks in the same order")
+        assert "block 'blocks." in text
+        assert text.endswith("A model that skips or chooses blocks by its data trains with zero=2")
+    assert all(rank["kept"] for rank in seen if rank["said"])
+
+
+def test_a_difference_inside_one_group_ends_the_job_in_the_same_sentence(ranks: Run) -> None:
+    calls = [[0, 1, 2], [0, 1, 2], [0, 1, 2], [1, 2]]
+    asked = {"strategy": "dp(2) * dp(2, zero=3)", "calls": calls, "widths": [8, 8, 8], "raise": True}
+    with pytest.raises(RankFailed, match="every rank must call the same blocks"):
+        ranks(f"{TARGETS}:choosing", asked, ranks=4)
+
+
+def test_ranks_that_call_different_blocks_train_under_zero_2(ranks: Run) -> None:
+    asked = {"strategy": "dp(2, zero=2)", "calls": [[0, 1, 2], [0, 2]], "widths": [8, 8, 8]}
+    seen = ranks(f"{TARGETS}:choosing", asked, ranks=2)
+    assert seen[0]["losses"] == seen[1]["losses"]
+    assert [rank["said"] for rank in seen] == ["", ""]
+
+
+@pytest.mark.parametrize("calls", [[[0, 1, 2], [0, 2, 1]], [[0, 1], [0, 2]]])
+def test_other_backends_find_different_blocks_before_the_update(ranks: Run, calls: list[list[int]]) -> None:
+    asked = {"strategy": "dp(2, zero=3)", "calls": calls, "widths": [64, 64, 64], "backend": "shoal-gloo"}
+    for rank in ranks(f"{TARGETS}:choosing", asked, ranks=2):
+        assert rank["said"].startswith("zero=3: every rank must call the same blocks in the same order")
+        assert rank["kept"]

@@ -100,6 +100,7 @@ def parallelize(
         gathering = shards.units_of(model, pipelined=cut.staged is not None)
     reduction = GradientReduction(shards.buckets, every_micro=cut.staged is None)
     if gathering is not None:
+        reduction.before_scatter = gathering.require_same
         reduction.on_done = {id(bucket): gathering.bucket_done(unit) for bucket, unit in shards.done_with}
     alike = placement.first_of_tensor or placement.batch_over_tp
     gathers = cut.sequence is not None and cut.sequence.gathers

@@ -187,6 +187,8 @@ class GradientReduction:
         self._hooks = []
         self.on_done: dict[int, Any] = {}
         """Called when a bucket's gradients have all arrived, by the bucket's identity (ZeRO-3 frees its parameters)."""
+        self.before_scatter: Any = None
+        """Called with a number of the bucket before it is scattered (ZeRO-3 makes sure that all ranks do so)."""
         for bucket in self.buckets:
             for slot, entry in enumerate(bucket.buffer.slots):
                 self._hooks.append(entry.param.register_post_accumulate_grad_hook(self._hook(bucket, slot, entry.name)))
@@ -271,6 +273,8 @@ class GradientReduction:
 
     def _reduce(self, bucket: Bucket) -> None:
         whole = bucket.complete()
+        if self.before_scatter is not None and not bucket.stays_whole:
+            self.before_scatter(-1 - self.buckets.index(bucket))
         if bucket.memory is not None:
             return  # The others will read it where it is.
         work, target = None, None

@@ -12,6 +12,7 @@ counts, exact for any split of any batch; the division is done once, after reduc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
@@ -160,7 +161,7 @@ class Engine:
     def run_backward(self, backward: Callable[[], None], *, last: bool, part: int = 0) -> None:
         """One micro-batch's backward through one stage; `last` says that this stage's others are done."""
         self.reduction.start(last_micro=last, part=part)
-        with BOOK.during("backward"):
+        with self._explaining(), BOOK.during("backward"):
             backward()
             self.reduction.flush()
         if self.gathering:
@@ -168,12 +169,15 @@ class Engine:
 
     def close_backward(self) -> None:
         """After the step's last backward."""
-        with BOOK.during("backward"):
+        with self._explaining(), BOOK.during("backward"):
             reach("step: backward done")
             self._share()
             self.reduction.finish()
         if self.gathering:
             self.gathering.finish(root=True)
+
+    def _explaining(self) -> AbstractContextManager[None]:
+        return self.gathering.explaining() if self.gathering is not None else nullcontext()
 
     def _share(self) -> None:
         """One small sum over all ranks: loss, count, whether to stop, and who has a gradient for each parameter."""
@@ -201,7 +205,8 @@ class Engine:
         self._shared = None
         self.reduction.sum_shared()
         if work is not None:
-            work.wait()
+            with self._explaining():
+                work.wait()
         reach("step: sums received")
         loss_sum, count, stop, *used = everything.tolist()
         loss = loss_sum / count if count else float("nan")
@@ -256,7 +261,7 @@ class Engine:
     def _hint(self) -> str:
         if self.gathering is None:
             return ""
-        return "; with zero=3 a block's parameters read as NaN outside the block's own forward: use them there only"
+        return "; with zero=3 a block's parameters read as NaN outside the block's own forward: use them there only, or train with zero=2"
 
     def _scale(self, gradients: dict[int, torch.Tensor], count: float, over: Members | None = None) -> float:
         """Sums become means; means are clipped by the norm over all shards. The norm is taken also where nothing is

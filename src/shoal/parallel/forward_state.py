@@ -37,8 +37,8 @@ class ForwardState:
     def first(self) -> Iterator[None]:
         """Around the first forward: notes what it changes."""
         versions = self._versions()
-        before = [(place, key, value, _copy(value)) for place, key, value in self._state()]
-        known = {(id(place), key) for place, key, _, _ in before}
+        before = [(place, key, value, _copy(value), _version(value)) for place, key, value in self._state()]
+        known = {(id(place), key) for place, key, *_ in before}
         yield
         for name, version in self._versions().items():
             if version != versions.get(name, version):
@@ -46,8 +46,9 @@ class ForwardState:
                     f"recompute: {self._name or 'the model'} changes its parameter {name.partition('.')[2]} in forward, and computing it "
                     "again in backward would change it twice; leave recompute out, or keep the value in a buffer"
                 )
-        for place, key, value, copy in before:
-            if key not in place or place[key] is not value or _changed(value, copy):
+        for place, key, value, copy, version in before:
+            # Also what was changed and changed back: a repetition may end halfway, when it has what backward needs.
+            if place.get(key) is not value or _version(value) != version or _changed(value, copy):
                 self._before.append((place, key, copy))
         for place, key, _ in self._state():
             if (id(place), key) not in known:
@@ -96,6 +97,10 @@ def _copy(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().clone() if value.grad_fn is None else value
     return value.copy() if type(value) in _MUTABLE else value
+
+
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
 
 
 def _changed(value: Any, copy: Any) -> bool:
