@@ -150,6 +150,7 @@ def soak(minutes: float, seed: int) -> int:
         if ended != "finished":
             life(settings(strategy, folder), None)
         counts["runs compared"] += 1
+        print(f"{strategy}: {dict(counts)}", flush=True)
         if (checkpoint_bytes(folder, STEPS), curve(folder)) != expected[strategy]:
             differing.append(strategy)
         else:

@@ -61,6 +61,11 @@ class StepResult:
 class NonFinite(ArithmeticError):
     """The loss or the gradient is no longer a number; the parameters are those of the last good step."""
 
+    def __init__(self, what: str, hint: str = "") -> None:
+        super().__init__(what + hint)
+        self.what = what
+        """The message without the hint."""
+
 
 @dataclass
 class Engine:
@@ -213,7 +218,7 @@ class Engine:
         if not isfinite(loss):
             self.meet()  # Another replica may still be summing where this one would write next.
             self.reduction.clear()
-            raise NonFinite(f"the loss is {loss} (sum {loss_sum} over {count:g} tokens or samples){self._hint()}")
+            raise NonFinite(f"the loss is {loss} (sum {loss_sum} over {count:g} tokens or samples)", self._hint())
         unused = frozenset(name for name, times in zip(self.names, used, strict=True) if not times)
         if self.compression is not None:
             with BOOK.during("gradient"), torch.no_grad():
@@ -226,7 +231,7 @@ class Engine:
             if not isfinite(norm):
                 self.meet()  # As above: `_scale` has just written into the gradient that others write to next.
                 self.reduction.clear()
-                raise NonFinite(f"the norm of the gradient is {norm} (the loss is {loss}){self._hint()}")
+                raise NonFinite(f"the norm of the gradient is {norm} (the loss is {loss})", self._hint())
             self.update(gradients, lr_factor, unused)
             reach("step: updated")
             self._publish()
@@ -261,7 +266,10 @@ class Engine:
     def _hint(self) -> str:
         if self.gathering is None:
             return ""
-        return "; with zero=3 a block's parameters read as NaN outside the block's own forward: use them there only, or train with zero=2"
+        return (
+            "; with zero=3 a block's parameters read as NaN outside the block's own forward: use them there only, or train "
+            "with zero=2"
+        )
 
     def _scale(self, gradients: dict[int, torch.Tensor], count: float, over: Members | None = None) -> float:
         """Sums become means; means are clipped by the norm over all shards. The norm is taken also where nothing is

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from shoal.comm.backend import ShoalGroup
@@ -234,3 +235,26 @@ class ParameterGathering:
             hook.remove()
         for unit in self.units:
             self.gather(unit, "setup")
+
+
+class ReadsOutside(TorchFunctionMode):
+    """While active, notes parameters of blocks that are read while the block is not gathered, where they are NaN."""
+
+    def __init__(self, gathering: ParameterGathering) -> None:
+        super().__init__()
+        self._units = {
+            id(slot.param): (slot.name, unit)
+            for unit in gathering.units
+            for shard in unit.shards
+            for slot in shard.buffer.slots
+        }
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
+            for leaf in tree_leaves((args, kwargs)):
+                name, unit = self._units.get(id(leaf), ("", None))
+                if unit is not None and not unit.whole and name not in self.names:
+                    self.names.append(name)
+        return result

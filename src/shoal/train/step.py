@@ -23,6 +23,7 @@ from shoal.job import Batch, Job, share
 from shoal.parallel.batch_norm import batch_norms, couples_samples
 from shoal.parallel.engine import Engine, StepResult
 from shoal.parallel.global_loss import GlobalLoss
+from shoal.parallel.zero import ReadsOutside
 from shoal.strategy import Strategy
 from shoal.train.checkpoint.exchange import exchange
 from shoal.train.traffic import axis_calls, forget_calls, global_loss_calls
@@ -112,6 +113,20 @@ class StepRunner:
         if self.global_loss is not None:
             self.calls += global_loss_calls(self.global_loss)
         return result
+
+    def read_outside(self, counter: int) -> list[str]:
+        """Under zero=3, parameters that a forward of the batch at `counter` reads outside of their block's own forward,
+        where they are NaN. All ranks call it alike."""
+        engine = self.engine
+        if engine.gathering is None or engine.pipeline is not None:
+            return []
+        reads = ReadsOutside(engine.gathering)
+        part = self._part(0, self.order.indices(counter), counter)
+        with torch.no_grad(), reads:
+            self._loss(part, self._forward(part))
+        engine.gathering.finish()
+        BOOK.take()
+        return sorted({name for row in exchange({"names": reads.names}) for name in row["names"]})
 
     def _part(self, micro: int, indices: np.ndarray, counter: int) -> Part:
         """This rank's part of a micro-batch."""

@@ -40,8 +40,8 @@ def shard_table(job: Job, strategy: Strategy, engine: Engine, calls: Sequence[Ca
             inside = any(name == block or name.startswith(block + ".") for block in in_blocks)
             width = torch.promote_types(next(engine.model.parameters()).dtype, torch.float32).itemsize
             norms.append(Norm(channels=module.num_features, itemsize=width, recomputed=inside))
-        for (channels, itemsize), (calls, repeated) in engine.norms_by_others.items():
-            norms += (calls // strategy.micro_batches) * [
+        for (channels, itemsize), (asked, repeated) in engine.norms_by_others.items():
+            norms += (asked // strategy.micro_batches) * [
                 Norm(channels=channels, itemsize=itemsize, recomputed=repeated > 0)
             ]
     unflushed = engine.pipeline if isinstance(engine.pipeline, PipeDream) else None
