@@ -2,8 +2,8 @@
 
     python tests/soak.py --minutes 5 --seed 1      (make soak MINUTES=5)
 
-Strategies, victims (all ranks, one rank, or the process that started them) and moments are drawn from the seed. Everything
-is written to a temporary folder, which is removed at the end unless a difference was found.
+Strategies, victims (all ranks, one rank, or the process that started them) and moments are drawn from the seed.
+Everything is written to a temporary folder, which is removed at the end unless a difference was found.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from distributed.training_targets import checkpoint_bytes, curve  # noqa: E402
-
-from shoal.strategy import parse  # noqa: E402
-from shoal.train.launch import RankFailed, run_ranks  # noqa: E402
+from distributed.training_targets import checkpoint_bytes, curve
+from shoal.strategy import parse
+from shoal.train.launch import RankFailed, run_ranks
 
 JOB = str(Path(__file__).parent / "distributed" / "jobs" / "residual.py") + ":job"
 TARGET = "distributed.training_targets:train_and_tell_pid"
-STEPS, KILLS_A_RUN = 120, 8
+STEPS, KILLS_A_RUN, MOST_STEPS = 60, 12, 6
 STRATEGIES = [
     "dp(2)", "dp(2, zero=1)", "dp(2, zero=2)", "dp(2, zero=3)", "dp(3, zero=3) * accumulate(2)", "dp(2, via=shared())",
-    "dp(3, via=shared())", "dp(2, via=shared()) * accumulate(2)", "dp(2) * dp(2, via=shared())", 'pp(2, "1f1b", micro=2)',
+    "dp(3, via=shared())", "dp(2, via=shared()) * accumulate(2)", "dp(2) * dp(2, via=shared())",
+    'pp(2, "1f1b", micro=2)',
     'pp(2, "gpipe", micro=2) * dp(2, zero=1)', 'pp(2, "1f1b", micro=2) * dp(2, via=shared())', "tp(2)",
     "dp(2, zero=1) * tp(2)", "dp(2, compress=topk(0.1))", "dp(2) * recompute(\"full\")",
 ]  # fmt: skip
@@ -52,19 +52,29 @@ def settings(strategy: str, folder: Path) -> dict[str, Any]:
 
 
 class Killer:
-    """Kills one rank or all of them some time after the last of them has reported its process."""
+    """Kills one rank or all of them: a moment after their start, or in or after one of the next steps."""
 
-    def __init__(self, world: int, chance: random.Random, within_s: float) -> None:
+    def __init__(self, world: int, chance: random.Random) -> None:
         self.world, self.pids, self.victims = world, {}, chance.choice(["one rank", "all ranks"])
-        self.which, self.after_s = chance.randrange(world), chance.uniform(0.0, within_s)
+        self.which = chance.randrange(world)
+        self.steps = chance.randint(1, MOST_STEPS) if chance.random() < 0.7 else None
+        """After so many steps; None: while ranks start and restore."""
+        self.after_s = chance.uniform(0.0, 0.03 if self.steps else 0.6)
         self.timer: threading.Timer | None = None
 
     def message(self, rank: int, message: dict[str, Any]) -> None:
         if message["event"] == "process":
             self.pids[rank] = message["pid"]
-            if len(self.pids) == self.world:
-                self.timer = threading.Timer(self.after_s, self.kill)
-                self.timer.start()
+            if len(self.pids) == self.world and self.steps is None:
+                self._start()
+        elif message["event"] == "step" and self.steps is not None and self.timer is None:
+            self.steps -= 1
+            if self.steps <= 0:
+                self._start()
+
+    def _start(self) -> None:
+        self.timer = threading.Timer(self.after_s, self.kill)
+        self.timer.start()
 
     def kill(self) -> None:
         chosen = self.pids.values() if self.victims == "all ranks" else [self.pids[self.which]]
@@ -78,10 +88,10 @@ class Killer:
             self.timer.join()
 
 
-def life(asked: dict[str, Any], chance: random.Random | None, within_s: float = 0.0) -> str:
+def life(asked: dict[str, Any], chance: random.Random | None) -> str:
     """One start of a run: how it ended."""
     world = parse(asked["strategy"]).world
-    killer = Killer(world, chance, within_s) if chance is not None else None
+    killer = Killer(world, chance) if chance is not None else None
     try:
         run_ranks(TARGET, asked, ranks=world, on_message=killer.message if killer else None, hang_after_s=120.0)
         return "finished"
@@ -94,7 +104,7 @@ def life(asked: dict[str, Any], chance: random.Random | None, within_s: float = 
             killer.stop()
 
 
-def life_of_a_parent(asked: dict[str, Any], chance: random.Random, within_s: float) -> str:
+def life_of_a_parent(asked: dict[str, Any], chance: random.Random) -> str:
     """One start in a process of its own, which is killed while its ranks work."""
     child = subprocess.Popen(
         [sys.executable, __file__, "--child", json.dumps(asked)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
@@ -103,7 +113,7 @@ def life_of_a_parent(asked: dict[str, Any], chance: random.Random, within_s: flo
     assert child.stdout is not None
     child.stdout.readline()
     with contextlib.suppress(subprocess.TimeoutExpired):
-        child.wait(chance.uniform(0.0, within_s))
+        child.wait(chance.uniform(0.0, 0.6))
     finished = child.poll() is not None
     child.kill()
     child.wait()
@@ -127,14 +137,12 @@ def child(asked: dict[str, Any]) -> None:
 def soak(minutes: float, seed: int) -> int:
     """Runs until the time is up; 0 if every run ended in the same bits."""
     base, chance, counts = Path(tempfile.mkdtemp(prefix="shoal-soak-")), random.Random(seed), Counter()
-    end_s, expected, within_s, differing = time.monotonic() + 60 * minutes, {}, {}, []
+    end_s, expected, differing = time.monotonic() + 60 * minutes, {}, []
     while time.monotonic() < end_s and not differing:
         strategy = chance.choice(STRATEGIES)
         if strategy not in expected:
             plain = base / f"plain-{len(expected)}"
-            started_s = time.monotonic()
             life(settings(strategy, plain), None)
-            within_s[strategy] = 0.5 * (time.monotonic() - started_s)
             expected[strategy] = (checkpoint_bytes(plain, STEPS), curve(plain))
             assert len(expected[strategy][0]) > 10
         folder, ended = base / "disturbed", ""
@@ -142,11 +150,11 @@ def soak(minutes: float, seed: int) -> int:
             if time.monotonic() > end_s:
                 break
             asked = settings(strategy, folder)
-            start = life_of_a_parent if chance.random() < 0.15 else life
-            ended = start(asked, chance, within_s[strategy])
-            counts[ended] += ended != "finished"
+            start = life_of_a_parent if chance.random() < 0.1 else life
+            ended = start(asked, chance)
             if ended == "finished":
                 break
+            counts[ended] += 1
         if ended != "finished":
             life(settings(strategy, folder), None)
         counts["runs compared"] += 1

@@ -118,8 +118,9 @@ def test_layers_with_a_forward_of_their_own_are_synchronised_and_keep_it(ranks: 
 def test_a_batch_norm_that_cannot_be_synchronised_is_refused_by_name(ranks: Run) -> None:
     for found in ranks(f"{TARGETS}:norm_layers", {"cases": [{"kind": "own statistics", "shares": [2, 2]}]}, ranks=2):
         assert found[0] == (
-            "the model (OwnStatistics) takes the statistics of its batch without torch.nn.functional.batch_norm, so they "
-            'cannot be taken over all replicas; call that function in its forward, or declare batch_norm="local" in the job'
+            "the model (OwnStatistics) takes the statistics of its batch without torch.nn.functional.batch_norm, so "
+            "they cannot be taken over all replicas; call that function in its forward, or declare "
+            'batch_norm="local" in the job'
         )
 
 
@@ -177,8 +178,8 @@ def test_a_parameter_read_outside_its_block_is_named_by_the_training_loop(ranks:
     with pytest.raises(RankFailed) as caught:
         ranks("shoal.train.loop:train_run", asked, ranks=2)
     assert str(caught.value).endswith(
-        "The cause: the model reads the parameter blocks.0.up.weight outside of the forward of the block that it belongs to, "
-        "where zero=3 has not gathered it; read it inside, or train with zero=2"
+        "The cause: the model reads the parameter blocks.0.up.weight outside of the forward of the block that it "
+        "belongs to, where zero=3 has not gathered it; read it inside, or train with zero=2"
     )
 
 

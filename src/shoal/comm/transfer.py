@@ -225,8 +225,8 @@ class Receive:
             theirs = KINDS[kind] if kind < len(KINDS) else f"kind {kind}"
             raise OutOfStep(
                 f"rank {self.link.peer} sent {size} bytes of {theirs}, its collective number {number} in this group, "
-                f"while this rank expects {mine[2]} bytes of {KINDS[mine_kind]}, its number {mine[0]}. Ranks of a group "
-                "have to call the same collectives in the same order, with tensors of the same size.",
+                f"while this rank expects {mine[2]} bytes of {KINDS[mine_kind]}, its number {mine[0]}. Ranks of a "
+                "group have to call the same collectives in the same order, with tensors of the same size.",
                 self.link.peer, tag, mine_tag,
             )  # fmt: skip
 

@@ -4,9 +4,9 @@ Synchronised statistics equal those of one rank at the full batch: each rank giv
 squared deviations, and these are combined without cancellation (Chan, Golub & LeVeque 1979). Backward needs two
 sums per channel from everyone. PyTorch's SyncBatchNorm runs on accelerators only.
 
-Modules keep their own forward. While one of the model's modules computes, `torch.batch_norm`, to which
-`nn.functional.batch_norm` comes down, is the synchronised one: so subclasses of batch norm and hand-written modules that call
-the function are synchronised as PyTorch's own layers are.
+Modules keep their own forward. While one of the model's modules computes, `torch.batch_norm`, which
+`nn.functional.batch_norm` calls, is the synchronised one: so subclasses of batch norm and hand-written modules that
+call the function are synchronised as PyTorch's own layers are.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def couples_samples(model: nn.Module) -> bool:
 
 
 def take_calls_by_others(model: nn.Module) -> dict[tuple[int, int], list[int]]:
-    """What modules that are no batch norms have synchronised since this was last asked: (channels, bytes of a statistic)
-    -> calls in forward, calls in repetitions."""
+    """What modules that are no batch norms have synchronised since this was last asked: (channels, bytes of a
+    statistic) -> calls in forward, calls in repetitions."""
     if model not in _scopes:
         return {}
     taken, _scopes[model].by_others = _scopes[model].by_others, {}
@@ -144,8 +144,8 @@ def _norm(scope: _Scope, name: str, module: _BatchNorm, forward: Any, *args: Any
     if scope.replicas is not None and module.training and scope.asked == asked and changed:
         raise NotSynchronised(
             f"{name or 'the model'} ({type(module).__name__}) takes the statistics of its batch without "
-            "torch.nn.functional.batch_norm, so they cannot be taken over all replicas; call that function in its forward, "
-            'or declare batch_norm="local" in the job'
+            "torch.nn.functional.batch_norm, so they cannot be taken over all replicas; call that function in its "
+            'forward, or declare batch_norm="local" in the job'
         )
     return result
 

@@ -267,8 +267,8 @@ class Engine:
         if self.gathering is None:
             return ""
         return (
-            "; with zero=3 a block's parameters read as NaN outside the block's own forward: use them there only, or train "
-            "with zero=2"
+            "; with zero=3 a block's parameters read as NaN outside the block's own forward: use them there only, or "
+            "train with zero=2"
         )
 
     def _scale(self, gradients: dict[int, torch.Tensor], count: float, over: Members | None = None) -> float:

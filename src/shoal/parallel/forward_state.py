@@ -42,9 +42,10 @@ class ForwardState:
         yield
         for name, version in self._versions().items():
             if version != versions.get(name, version):
+                changed = name.partition(".")[2]
                 raise ChangesParameters(
-                    f"recompute: {self._name or 'the model'} changes its parameter {name.partition('.')[2]} in forward, and computing it "
-                    "again in backward would change it twice; leave recompute out, or keep the value in a buffer"
+                    f"recompute: {self._name or 'the model'} changes its parameter {changed} in forward, and computing "
+                    "it again in backward would change it twice; leave recompute out, or keep the value in a buffer"
                 )
         for place, key, value, copy, version in before:
             # Also what was changed and changed back: a repetition may end halfway, when it has what backward needs.

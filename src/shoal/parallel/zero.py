@@ -193,9 +193,9 @@ class ParameterGathering:
             raise self._different(error.peer, error.theirs, error.mine) from error
 
     def require_same(self, number: int) -> None:
-        """Before a collective among those that shard: all of them must be about to call the same. The shoal backend finds
-        that out by the message itself; on others the ranks exchange the unit's number. Accelerators are not asked, since
-        the answer would have to be waited for. Collective."""
+        """Before a collective among those that shard: all of them must be about to call the same. The shoal backend
+        finds that out by the message itself; on others the ranks exchange the unit's number. Accelerators are not
+        asked, since the host would have to wait for the answer. Collective."""
         group = self.sharding.group
         if group is None or self._tagged is not None or self.units[0].shards[0].shard.device.type != "cpu":
             return

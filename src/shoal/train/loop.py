@@ -281,8 +281,8 @@ class TrainingRun:
         if read_outside:
             more = f" and {len(read_outside) - 1} more" if len(read_outside) > 1 else ""
             advice = (
-                f"The cause: the model reads the parameter {read_outside[0]}{more} outside of the forward of the block that "
-                "it belongs to, where zero=3 has not gathered it; read it inside, or train with zero=2"
+                f"The cause: the model reads the parameter {read_outside[0]}{more} outside of the forward of the block "
+                "that it belongs to, where zero=3 has not gathered it; read it inside, or train with zero=2"
             )
         return TrainingStopped(f"step {step}: {what}; {kept} in {self.folder}. {advice}")
 

@@ -50,6 +50,5 @@ def job(**changes: Any) -> Job:
         x=torch.randn(SAMPLES, 7, generator=draw), y=torch.randint(0, CLASSES, (SAMPLES,), generator=draw)
     )
     settings = {"global_batch": 12, "steps": 400, "clip": 1.0, "validation": data, **changes}
-    return Job(
-        name="residual", model=Residual, train=data, loss=loss, optimizer=partial(torch.optim.AdamW, lr=1e-2), **settings
-    )
+    optimizer = partial(torch.optim.AdamW, lr=1e-2)
+    return Job(name="residual", model=Residual, train=data, loss=loss, optimizer=optimizer, **settings)
