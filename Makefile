@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv demo test test-all fuzz lint bench clean
+.PHONY: venv demo test test-all fuzz soak lint bench clean
 
 venv: $(STAMP)
 
@@ -35,6 +35,12 @@ CASES ?= 2000
 FIRST ?= 0
 fuzz: venv
 	PYTHONPATH=tests $(BIN)/python -m fuzz --cases $(CASES) --first $(FIRST)
+
+# Runs killed at random and resumed, against undisturbed ones.
+MINUTES ?= 5
+SEED ?= 1
+soak: venv
+	$(BIN)/python tests/soak.py --minutes $(MINUTES) --seed $(SEED)
 
 bench: venv
 	@for file in benchmarks/[a-z]*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done

@@ -14,7 +14,7 @@ from torch import nn
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members, Mesh
 from shoal.parallel.apply import parallelize
-from shoal.parallel.batch_norm import synchronise
+from shoal.parallel.batch_norm import release, synchronise
 from shoal.parallel.engine import Engine, NonFinite
 from shoal.strategy import parse
 from shoal.train.launch.join import join, leave
@@ -296,3 +296,140 @@ def one_after_another(arguments: dict[str, Any], channel: Any) -> dict[str, Any]
     torch.distributed.barrier()
     leave()
     return {"before": before, "after": after, "groups": groups, "known": known, "said": said, "rank": me.rank}
+
+
+class ActiveNorm(nn.BatchNorm2d):
+    """As in timm: its own forward, with the activation in it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self._check_input_dim(x)
+        rate = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.track_running_stats:
+            self.num_batches_tracked.add_(1)
+            rate = 1.0 / float(self.num_batches_tracked) if self.momentum is None else rate
+        y = nn.functional.batch_norm(
+            x, self.running_mean if not self.training or self.track_running_stats else None,
+            self.running_var if not self.training or self.track_running_stats else None, self.weight, self.bias,
+            self.training or self.running_mean is None, rate, self.eps,
+        )  # fmt: skip
+        return torch.nn.functional.silu(y)
+
+
+class Doubled(nn.BatchNorm2d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x) + x
+
+
+class SyncDoubled(nn.SyncBatchNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x) + x
+
+
+class ByHand(nn.Module):
+    """No batch norm by its class: it calls the function."""
+
+    def __init__(self, channels: int, **settings: Any) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(channels, dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros(channels, dtype=torch.float64))
+        self.register_buffer("var", torch.ones(channels, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.batch_norm(x, self.mean, self.var, self.scale, None, self.training, 0.2) + x
+
+
+class OwnStatistics(nn.BatchNorm2d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = x.mean((0, 2, 3), keepdim=True)
+        assert self.running_mean is not None
+        self.running_mean.lerp_(mean.detach().flatten(), 0.1)
+        return x - mean
+
+
+NORMS: dict[str, Any] = {
+    "active": ActiveNorm, "doubled": Doubled, "sync": nn.SyncBatchNorm, "sync subclass": SyncDoubled, "by hand": ByHand,
+    "own statistics": OwnStatistics,
+}  # fmt: skip
+
+
+def norm_layers(arguments: dict[str, Any], channel: Any) -> list[Any]:
+    """Layers with a forward of their own under `synchronise`, beside themselves at the full batch in one process; a
+    refusal as text."""
+    me = join()
+    everyone = Mesh([("dp", me.world)], rank=me.rank, backend=me.backend).along("dp")
+    found: list[Any] = []
+    for case in arguments["cases"]:
+        torch.manual_seed(3)
+        settings = case.get("settings", {})
+        ours, theirs = (NORMS[case["kind"]](3, **settings).double() for _ in range(2))
+        if case["kind"].startswith("sync"):
+            # One process cannot run PyTorch's own here: the plain layer is what it stands for.
+            plain = nn.BatchNorm2d(3, **settings).double()
+            theirs = plain if case["kind"] == "sync" else Doubled(3, **settings).double()
+        synchronise(ours, everyone)
+        shares = case["shares"]
+        first = sum(shares[: me.rank])
+        mine = slice(first, first + shares[me.rank])
+        worst = 0.0
+        try:
+            for _ in range(3):
+                x = torch.randn(sum(shares), 3, *case.get("plane", [2, 2]), dtype=torch.float64) + 5.0
+                slope = torch.randn_like(x)
+                full, part = x.clone().requires_grad_(), x[mine].clone().requires_grad_()
+                expected, got = theirs(full), ours(part)
+                (expected * slope).sum().backward()
+                (got * slope[mine]).sum().backward()
+                pairs = [(got, expected[mine]), (part.grad, full.grad[mine])]  # type: ignore[index]
+                pairs += [(a.double(), b.double()) for a, b in zip(ours.buffers(), theirs.buffers(), strict=True)]
+                worst = max([worst, *(float((a - b).detach().abs().max()) for a, b in pairs if b.numel())])
+            release(ours)
+            ours.eval(), theirs.eval()
+            worst = max(worst, float((ours(x) - theirs(x)).detach().abs().max()))
+            found.append(worst)
+        except ValueError as error:
+            found.append(str(error))
+    leave()
+    return found
+
+
+class Choosing(nn.Module):
+    """Calls the blocks that its rank is told to call, in that order."""
+
+    def __init__(self, calls: list[int], widths: list[int]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.calls = calls
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, width), nn.Tanh(), nn.Linear(width, WIDTH)) for width in widths
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in self.calls:
+            x = x + self.blocks[number](x)
+        return x
+
+
+def choosing(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
+    """Ranks that call different blocks: what is said, and whether the parameters are those of before."""
+    me, strategy = join(backend=arguments.get("backend")), parse(arguments["strategy"])
+    mesh = Mesh([(axis.name, axis.size) for axis in strategy.axes], rank=me.rank, backend=me.backend)
+    model = Choosing([0, 1, 2], arguments["widths"])
+    engine = parallelize(model, strategy, mesh, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1))
+    x = torch.ones(2, WIDTH) * (me.rank + 1)
+    losses, said = [], ""
+    for calls in ([0, 1, 2], arguments["calls"][me.rank]):
+        model.calls = calls
+        before = [piece.values.clone() for piece in engine.owned_parameters()]
+        try:
+            engine.backward(loss_of(model, x), 2.0)
+            losses.append(engine.step().loss)
+        except ValueError as error:
+            if arguments.get("raise"):
+                raise
+            said = str(error)
+            break
+    after = list(engine.owned_parameters())
+    kept = all(torch.equal(piece.values, old) for piece, old in zip(after, before, strict=True))
+    if not said:
+        leave()
+    return {"said": said, "kept": kept, "losses": losses}

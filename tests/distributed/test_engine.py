@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from shoal.train.launch import RankFailed
 
 Run = Callable[..., list[Any]]
 TARGETS = "distributed.engine_targets"
@@ -96,3 +99,94 @@ def test_engines_after_one_another_leave_no_descriptors_threads_or_groups(ranks:
         assert seen["known"] <= 1
         if backend == "shoal":
             assert "the group was closed" in seen["said"]
+
+
+def test_layers_with_a_forward_of_their_own_are_synchronised_and_keep_it(ranks: Run) -> None:
+    cases: list[dict[str, Any]] = [
+        {"kind": kind, "shares": shares, "settings": settings}
+        for kind in ("active", "doubled", "sync", "sync subclass", "by hand")
+        for shares in ([3, 2], [4, 0])
+        for settings in ({}, {"momentum": None}, {"affine": False}, {"track_running_stats": False})
+        if not (kind == "by hand" and settings)
+    ]
+    cases.append({"kind": "active", "shares": [1, 1], "plane": [1, 1]})
+    for found in ranks(f"{TARGETS}:norm_layers", {"cases": cases}, ranks=2):
+        for difference, case in zip(found, cases, strict=True):
+            assert difference < 1e-9, case
+
+
+def test_a_batch_norm_that_cannot_be_synchronised_is_refused_by_name(ranks: Run) -> None:
+    for found in ranks(f"{TARGETS}:norm_layers", {"cases": [{"kind": "own statistics", "shares": [2, 2]}]}, ranks=2):
+        assert found[0] == (
+            "the model (OwnStatistics) takes the statistics of its batch without torch.nn.functional.batch_norm, so "
+            "they cannot be taken over all replicas; call that function in its forward, or declare "
+            'batch_norm="local" in the job'
+        )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "calls", "widths"),
+    [
+        ("dp(2, zero=3)", [[0, 1, 2], [0, 2, 1]], [8, 8, 8]),
+        ("dp(2, zero=3)", [[0, 1], [0, 2]], [8, 8, 8]),
+        ("dp(2, zero=3)", [[0, 1, 2], [0, 2]], [8, 8, 8]),
+        ("dp(2, zero=3)", [[0, 1, 2], [0, 1]], [8, 8, 8]),
+        ("dp(2, zero=3)", [[0, 1, 2], []], [8, 12, 16]),
+        ("dp(2, zero=3)", [[0, 1, 2], [2, 1, 0]], [8, 12, 16]),
+        ("dp(3, zero=3)", [[0, 1, 2], [0, 1, 2], [0, 0, 2]], [8, 8, 8]),
+    ],
+)
+def test_ranks_that_call_different_blocks_under_zero_3_are_named_at_once(
+    ranks: Run, strategy: str, calls: list[list[int]], widths: list[int]
+) -> None:
+    asked = {"strategy": strategy, "calls": calls, "widths": widths}
+    seen = ranks(f"{TARGETS}:choosing", asked, ranks=len(calls))
+    said = [rank["said"] for rank in seen if rank["said"]]
+    assert said
+    for text in said:
+        assert text.startswith("zero=3: every rank must call the same blocks in the same order")
+        assert "block 'blocks." in text
+        assert text.endswith("A model that skips or chooses blocks by its data trains with zero=2")
+    assert all(rank["kept"] for rank in seen if rank["said"])
+
+
+def test_a_difference_inside_one_group_ends_the_job_in_the_same_sentence(ranks: Run) -> None:
+    calls = [[0, 1, 2], [0, 1, 2], [0, 1, 2], [1, 2]]
+    asked = {"strategy": "dp(2) * dp(2, zero=3)", "calls": calls, "widths": [8, 8, 8], "raise": True}
+    with pytest.raises(RankFailed, match="every rank must call the same blocks"):
+        ranks(f"{TARGETS}:choosing", asked, ranks=4)
+
+
+def test_ranks_that_call_different_blocks_train_under_zero_2(ranks: Run) -> None:
+    asked = {"strategy": "dp(2, zero=2)", "calls": [[0, 1, 2], [0, 2]], "widths": [8, 8, 8]}
+    seen = ranks(f"{TARGETS}:choosing", asked, ranks=2)
+    assert seen[0]["losses"] == seen[1]["losses"]
+    assert [rank["said"] for rank in seen] == ["", ""]
+
+
+@pytest.mark.parametrize("calls", [[[0, 1, 2], [0, 2, 1]], [[0, 1], [0, 2]]])
+def test_other_backends_find_different_blocks_before_the_update(ranks: Run, calls: list[list[int]]) -> None:
+    asked = {"strategy": "dp(2, zero=3)", "calls": calls, "widths": [64, 64, 64], "backend": "shoal-gloo"}
+    for rank in ranks(f"{TARGETS}:choosing", asked, ranks=2):
+        assert rank["said"].startswith("zero=3: every rank must call the same blocks in the same order")
+        assert rank["kept"]
+
+
+def test_a_parameter_read_outside_its_block_is_named_by_the_training_loop(ranks: Run, tmp_path: Path) -> None:
+    job = str(Path(__file__).parent / "jobs" / "odd.py") + ":reaching"
+    asked = {"job": job, "strategy": "dp(2, zero=3)", "steps": 2, "folder": str(tmp_path)}
+    with pytest.raises(RankFailed) as caught:
+        ranks("shoal.train.loop:train_run", asked, ranks=2)
+    assert str(caught.value).endswith(
+        "The cause: the model reads the parameter blocks.0.up.weight outside of the forward of the block that it "
+        "belongs to, where zero=3 has not gathered it; read it inside, or train with zero=2"
+    )
+
+
+def test_a_loss_that_grows_without_bound_under_zero_3_is_not_blamed_on_reads(ranks: Run, tmp_path: Path) -> None:
+    job = str(Path(__file__).parent / "jobs" / "odd.py") + ":diverging"
+    asked = {"job": job, "strategy": "dp(2, zero=3)", "steps": 60, "folder": str(tmp_path)}
+    with pytest.raises(RankFailed) as caught:
+        ranks("shoal.train.loop:train_run", asked, ranks=2)
+    assert "A lower learning rate" in str(caught.value)
+    assert "zero=3" not in str(caught.value).replace("dp(2, zero=3)", "")

@@ -49,6 +49,7 @@ ODD = [
     "plain", "sgd", "momentum", "decay", "rates", "adagrad", "rmsprop", "dropout", "tied", "unused", "frozen",
     "buffers", "one_linear", "repeated", "structures", "primes", "in_place", "loose", "recurrent", "sparse", "norm",
     "cumulative_norm", "frozen_norm", "short", "short_norm", "uneven", "uneven_norm", "late", "sometimes",
+    "own_norms", "short_own_norms",
 ]  # fmt: skip
 MODIFIERS = ("", " * accumulate(2)", ' * recompute("full")', ' * recompute("selective") * accumulate(3)')
 

@@ -43,7 +43,7 @@ def test_what_is_asked_for_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_not_there_is_refused() -> None:
     with pytest.raises(CannotAgree, match=r"^--backend nccl: expected shoal or gloo \(there is no accelerator here\)$"):
         chosen(ranks(0, 0), "nccl")
-    with pytest.raises(CannotAgree, match="^--backend pigeon: expected shoal, gloo or nccl$"):
+    with pytest.raises(CannotAgree, match=r"^--backend pigeon: expected shoal, gloo or nccl$"):
         chosen(ranks(1), "pigeon")
-    with pytest.raises(CannotAgree, match="^--backend nccl: rank 2 has no cuda device of its own, since its host has 2"):
+    with pytest.raises(CannotAgree, match=r"^--backend nccl: rank 2 has no cuda device of its own, since its host"):
         chosen(ranks(2, 2, 2), "nccl")

@@ -274,10 +274,11 @@ class ShoalGroup(CountedGroup):
             self._enter("all_gather", total_bytes(parts))
             ready.append((outputs, parts, mine))
 
+        tag = self.tag
         all_gather = two_level_all_gather if has_two_levels(self.peers.hosts) else direct_all_gather
 
         def steps() -> Steps:
-            peers = self.peers.begin("all_gather")
+            peers = self.peers.begin("all_gather", tag)
             for outputs, parts, mine in ready:
                 yield from all_gather(peers, mine, parts)
                 for output in outputs:

@@ -28,6 +28,8 @@ class CountedGroup(dist.ProcessGroup):
         self.axis = "world"
         """The axis of the strategy that it serves; the mesh says which."""
         self.label = name
+        self.tag = 0
+        """What the next gathers are of: the shoal backend finds ranks that gather different things."""
 
     # As the base class has them, at a tenth of what it costs to ask there; every call asks several times.
 

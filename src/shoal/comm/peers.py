@@ -11,7 +11,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from shoal.comm.transfer import HAS_LEFT, HEADER, KINDS, LARGE_BYTES, Receive, Send, Transfer, as_lent
+from shoal.comm.transfer import HAS_LEFT, HEADER, LARGE_BYTES, Receive, Send, Transfer, as_lent, kind_of
 from shoal.comm.transport.link import Link
 from shoal.comm.vector import Operation, Vector
 
@@ -61,10 +61,10 @@ class Peers:
         self.sent: Count = inside.sent if inside is not None else Count()
         self._current: Current = inside._current if inside is not None else Current()
 
-    def begin(self, kind: str) -> Peers:
-        """The first step of each collective, on every rank alike."""
+    def begin(self, kind: str, tag: int = 0) -> Peers:
+        """The first step of each collective, on every rank alike; a rank that gives another tag is out of step."""
         self._current.number = (self._current.number + 1) & 0xFFFFFFFF
-        self._current.kind = KINDS.index(kind)
+        self._current.kind = kind_of(kind, tag)
         return self
 
     def among(self, ranks: Sequence[int]) -> Peers:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.mesh import Members
+from shoal.comm.points import reach
 from shoal.comm.transport.connect import host_name
 
 
@@ -54,7 +55,8 @@ class SharedBlock:
                 opened = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
             return mmap.mmap(descriptor if self.members.index == 0 else opened, self.nbytes)
         finally:
-            # Nobody lets go of the file before all have it.
+            reach("start: shared block mapped")
+            # No rank closes the file before all have mapped it.
             dist.barrier(group=group)
             held = max(descriptor, opened)
             if self._keep_open:

@@ -31,8 +31,26 @@ _LENT = 1 << 31
 """Added to the kind of such a message: the place of its payload follows, and not the payload."""
 
 
+_TAG = 8
+"""Bits of the kind below the caller's tag: ranks must give the same tag to the same collective."""
+MOST_TAG = (1 << (31 - _TAG)) - 1
+
+
 class OutOfStep(RuntimeError):
     """Ranks of a group called different collectives."""
+
+    def __init__(self, message: str, peer: int = -1, theirs: int = 0, mine: int = 0) -> None:
+        super().__init__(message, peer, theirs, mine)
+        self.peer, self.theirs, self.mine = peer, theirs, mine
+        """The other rank, and the tags that both gave to their collectives; 0 for none."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def kind_of(kind: str, tag: int) -> int:
+    """A kind of collective and the caller's tag as one number of the header."""
+    return KINDS.index(kind) | (tag % (MOST_TAG + 1)) << _TAG
 
 
 class Send:
@@ -202,12 +220,15 @@ class Receive:
             number, kind, size = HEADER.unpack(got)
             kind &= ~_LENT
             mine = HEADER.unpack(self._header)
+            tag, kind = kind >> _TAG, kind & ((1 << _TAG) - 1)
+            mine_tag, mine_kind = mine[1] >> _TAG, mine[1] & ((1 << _TAG) - 1)
             theirs = KINDS[kind] if kind < len(KINDS) else f"kind {kind}"
             raise OutOfStep(
                 f"rank {self.link.peer} sent {size} bytes of {theirs}, its collective number {number} in this group, "
-                f"while this rank expects {mine[2]} bytes of {KINDS[mine[1]]}, its number {mine[0]}. Ranks of a group "
-                "have to call the same collectives in the same order, with tensors of the same size."
-            )
+                f"while this rank expects {mine[2]} bytes of {KINDS[mine_kind]}, its number {mine[0]}. Ranks of a "
+                "group have to call the same collectives in the same order, with tensors of the same size.",
+                self.link.peer, tag, mine_tag,
+            )  # fmt: skip
 
 
 def as_lent(header: bytes) -> bytes:

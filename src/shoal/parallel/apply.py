@@ -17,6 +17,7 @@ from torch import nn
 from shoal.comm.compress.table import method_of
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members, Mesh
+from shoal.comm.points import reach
 from shoal.comm.shared_block import SharedBlock
 from shoal.parallel.batch_norm import count_once, synchronise
 from shoal.parallel.compression import Compression
@@ -76,6 +77,7 @@ def parallelize(
     names = [name for name, param in model.named_parameters() if param.requires_grad]
     shapes = {name: (tuple(param.shape), param.dtype) for name, param in model.named_parameters()}
     _same_start(model, placement.world)
+    reach("start: same values")
 
     cut = cut_model(model, strategy, layout or Layout(), placement)
     replicas = placement.replicas(PLAIN)
@@ -100,6 +102,7 @@ def parallelize(
         gathering = shards.units_of(model, pipelined=cut.staged is not None)
     reduction = GradientReduction(shards.buckets, every_micro=cut.staged is None)
     if gathering is not None:
+        reduction.before_scatter = gathering.require_same
         reduction.on_done = {id(bucket): gathering.bucket_done(unit) for bucket, unit in shards.done_with}
     alike = placement.first_of_tensor or placement.batch_over_tp
     gathers = cut.sequence is not None and cut.sequence.gathers
@@ -116,6 +119,9 @@ def parallelize(
         assert term is not None
         executor = PipeDream if term.schedule == "pipedream" else Pipeline
         engine.pipeline = executor(engine, cut.staged, placement.pipeline, term)
+    reach("start: parameters laid out")
+    engine.meet()  # Ranks that share memory have each written their part of the start.
+    reach("start: engine ready")
     return engine
 
 

@@ -187,6 +187,8 @@ class GradientReduction:
         self._hooks = []
         self.on_done: dict[int, Any] = {}
         """Called when a bucket's gradients have all arrived, by the bucket's identity (ZeRO-3 frees its parameters)."""
+        self.before_scatter: Any = None
+        """Called with a number of the bucket before it is scattered (ZeRO-3 makes sure that all ranks do so)."""
         for bucket in self.buckets:
             for slot, entry in enumerate(bucket.buffer.slots):
                 self._hooks.append(entry.param.register_post_accumulate_grad_hook(self._hook(bucket, slot, entry.name)))
@@ -240,16 +242,24 @@ class GradientReduction:
             self.flush()
         while self._in_flight:
             self._wait_for_oldest()
-        self._sum_in_one_memory()
-        self._sum_copies()
+        if not self._in_shared_memory:
+            self._sum_copies()
 
-    def _sum_in_one_memory(self) -> None:
-        shared = [bucket for bucket in self.buckets if bucket.memory is not None]
-        if shared:
-            with BOOK.during("gradient"):
-                shared[0].memory.meet()  # type: ignore[union-attr]
-            for bucket in shared:
-                bucket.memory.sum_slice(bucket.buffer.shard)  # type: ignore[union-attr]
+    @property
+    def _in_shared_memory(self) -> list[Bucket]:
+        return [bucket for bucket in self.buckets if bucket.memory is not None]
+
+    def sum_shared(self) -> None:
+        """At the start of the optimiser's step, where replicas share memory: waits for the gradients of all and sums.
+        Not earlier: a rank may read parameters until it calls for the step, and the others update them after this."""
+        shared = self._in_shared_memory
+        if not shared:
+            return
+        with BOOK.during("gradient"):
+            shared[0].memory.meet()  # type: ignore[union-attr]
+        for bucket in shared:
+            bucket.memory.sum_slice(bucket.buffer.shard)  # type: ignore[union-attr]
+        self._sum_copies()
 
     def _done(self, bucket: Bucket) -> None:
         if id(bucket) in self.on_done:
@@ -263,6 +273,8 @@ class GradientReduction:
 
     def _reduce(self, bucket: Bucket) -> None:
         whole = bucket.complete()
+        if self.before_scatter is not None and not bucket.stays_whole:
+            self.before_scatter(-1 - self.buckets.index(bucket))
         if bucket.memory is not None:
             return  # The others will read it where it is.
         work, target = None, None

@@ -12,6 +12,7 @@ counts, exact for any split of any batch; the division is done once, after reduc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
@@ -22,6 +23,7 @@ from torch import nn
 
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
+from shoal.comm.points import reach
 from shoal.parallel.batch_norm import release
 from shoal.parallel.compression import Compression
 from shoal.parallel.cutting import CutModel
@@ -59,6 +61,11 @@ class StepResult:
 class NonFinite(ArithmeticError):
     """The loss or the gradient is no longer a number; the parameters are those of the last good step."""
 
+    def __init__(self, what: str, hint: str = "") -> None:
+        super().__init__(what + hint)
+        self.what = what
+        """The message without the hint."""
+
 
 @dataclass
 class Engine:
@@ -94,6 +101,8 @@ class Engine:
     """The part of its loss that this rank learns from, where several compute the same loss and share its gradient."""
     counts_loss: bool = True
     """Whether what this rank says of the loss counts; ranks that compute the same loss say it once."""
+    norms_by_others: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    """Batch norms that modules of other kinds synchronised in the last step, as `take_calls_by_others` gives them."""
     _sums: torch.Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
     _shared: tuple[torch.Tensor, Any] | None = None
     """What all ranks sum at the end of a step's last backward, and the work in flight."""
@@ -161,7 +170,7 @@ class Engine:
     def run_backward(self, backward: Callable[[], None], *, last: bool, part: int = 0) -> None:
         """One micro-batch's backward through one stage; `last` says that this stage's others are done."""
         self.reduction.start(last_micro=last, part=part)
-        with BOOK.during("backward"):
+        with self._explaining(), BOOK.during("backward"):
             backward()
             self.reduction.flush()
         if self.gathering:
@@ -169,11 +178,15 @@ class Engine:
 
     def close_backward(self) -> None:
         """After the step's last backward."""
-        with BOOK.during("backward"):
+        with self._explaining(), BOOK.during("backward"):
+            reach("step: backward done")
             self._share()
             self.reduction.finish()
         if self.gathering:
             self.gathering.finish(root=True)
+
+    def _explaining(self) -> AbstractContextManager[None]:
+        return self.gathering.explaining() if self.gathering is not None else nullcontext()
 
     def _share(self) -> None:
         """One small sum over all ranks: loss, count, whether to stop, and who has a gradient for each parameter."""
@@ -206,7 +219,9 @@ class Engine:
             closure = self._closure(again, result)
         with BOOK.during("optimizer"), torch.no_grad():
             self.update(gradients, lr_factor, unused, closure)
+            reach("step: updated")
             self._publish()
+        reach("step: published")
         self.reduction.clear()
         return result
 
@@ -235,24 +250,30 @@ class Engine:
             raise RuntimeError("step() was called without backward(); call engine.backward(loss_sum, count) first")
         everything, work = self._shared
         self._shared = None
+        self.reduction.sum_shared()
         if work is not None:
-            work.wait()
+            with self._explaining():
+                work.wait()
+        reach("step: sums received")
         loss_sum, count, stop, *used = everything.tolist()
         loss = loss_sum / count if count else float("nan")
         if not isfinite(loss):
-            self._meet()  # Another replica may still be summing where this one would write next.
+            self.meet()  # Another replica may still be summing where this one would write next.
             self.reduction.clear()
-            raise NonFinite(f"the loss is {loss} (sum {loss_sum} over {count:g} tokens or samples){self._hint()}")
+            raise NonFinite(f"the loss is {loss} (sum {loss_sum} over {count:g} tokens or samples)", self._hint())
         unused = frozenset(name for name, times in zip(self.names, used, strict=True) if not times)
         if self.compression is not None:
             with BOOK.during("gradient"), torch.no_grad():
                 self.compression.reduce(count, unused)
         with BOOK.during("optimizer"), torch.no_grad():
             gradients = {id(bucket): bucket.reduced() for bucket in self.buckets}
+            reach("step: gradients reduced")
             norm = self._scale(gradients, count)
+            reach("step: norm known")
             if not isfinite(norm):
+                self.meet()  # As above: `_scale` has just written into the gradient that others write to next.
                 self.reduction.clear()
-                raise NonFinite(f"the norm of the gradient is {norm} (the loss is {loss}){self._hint()}")
+                raise NonFinite(f"the norm of the gradient is {norm} (the loss is {loss})", self._hint())
         return StepResult(loss, count, norm, stop > 0), gradients, unused
 
     def update(
@@ -287,7 +308,10 @@ class Engine:
     def _hint(self) -> str:
         if self.gathering is None:
             return ""
-        return "; with zero=3 a block's parameters read as NaN outside the block's own forward: use them there only"
+        return (
+            "; with zero=3 a block's parameters read as NaN outside the block's own forward: use them there only, or "
+            "train with zero=2"
+        )
 
     def _scale(self, gradients: dict[int, torch.Tensor], count: float, over: Members | None = None) -> float:
         """Sums become means; means are clipped by the norm over all shards. The norm is taken also where nothing is
@@ -311,7 +335,7 @@ class Engine:
         if self.gathering is not None:
             self.gathering.finish(root=True)
         if self.placement.one_memory:
-            self._meet()
+            self.meet()
         elif self.placement.zero in (1, 2):
             works = []
             for bucket in self.buckets:
@@ -322,8 +346,8 @@ class Engine:
             for work in works:
                 work.wait()
 
-    def _meet(self) -> None:
-        """Replicas in one memory wait for each other."""
+    def meet(self) -> None:
+        """Waits for the other replicas, where they share memory."""
         if self.buckets and self.buckets[0].memory is not None:
             self.buckets[0].memory.meet()
 
@@ -367,13 +391,16 @@ class Engine:
         """This rank's slices from a checkpoint; `read(parameter, start, stop)` gives elements of this rank's part of
         it laid out flat."""
         with torch.no_grad():
+            self.meet()  # Where memory is shared, another rank may still be reading the old values.
             for bucket, master, offset in zip(self.buckets, self.masters, self.offsets, strict=True):
                 for slot in bucket.buffer.slots:
                     start, stop = max(slot.start, offset), min(slot.stop, offset + master.numel())
                     if start < stop:
                         values = read(slot.name, start - slot.start, stop - slot.start)
                         master[start - offset : stop - offset] = values.to(master.dtype)
+            reach("restore: parameters read")
             self._publish()
+            reach("restore: parameters published")
 
     def load_optimizer(self, saved: SavedState) -> None:
         """The optimiser's state from a checkpoint."""
@@ -385,6 +412,7 @@ class Engine:
         """Takes the hooks off and ends the groups of the mesh; every rank is left with the whole parameters. All ranks
         call it alike."""
         self.settle()
+        reach("close: begun")
         self.reduction.remove()
         for bucket in self.buckets:
             if bucket.memory is not None:

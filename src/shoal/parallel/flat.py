@@ -55,8 +55,9 @@ class FlatBuffer:
         memory: Memory | None = None,
         multiple: int = 1,
     ) -> None:
-        """`memory` gives the storage, of so many elements of a type; without it the buffer has its own. The whole can
-        also be cut into `multiple` parts."""
+        """`memory` gives storage that several ranks share, of the given number of elements and type. It is complete
+        once all of them have made their buffer, so they synchronise before the first read. Without it the buffer has
+        its own. The full buffer can also be cut into `multiple` parts."""
         self.slots: list[Slot] = []
         start = 0
         # Parameters with equal options lie side by side, so that the optimiser sees few, long tensors.
@@ -74,8 +75,14 @@ class FlatBuffer:
         else:
             self.values = memory(self.padded, self.dtype)
         self.views = [self.values[s.start : s.stop].view(s.shape) for s in self.slots]
-        for slot, view in zip(self.slots, self.views, strict=True):
-            view.copy_(slot.param.data)
+        # Where ranks share the storage, each writes its own shard only: what a late rank wrote into the others' would
+        # undo what they have done since.
+        mine = slice(0, self.padded) if memory is None else self.shard
+        for slot in self.slots:
+            start, stop = max(slot.start, mine.start), min(slot.stop, mine.stop)
+            if start < stop:
+                values = slot.param.data.reshape(-1)
+                self.values[start:stop] = values[start - slot.start : stop - slot.start]
         self.attach()
 
     @property

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.mesh import Members
+from shoal.comm.points import reach
 from shoal.comm.shared_block import SharedBlock
 
 AT_ONCE = 1 << 16
@@ -48,6 +49,7 @@ class OneMemory:
         self._written_in = block.memory[(1 + self.members.size) * size :][: WORD * words].cast("q")
         """For each piece of each gradient that two replicas share, the step in which it was last written."""
         self._first_piece = pieces * (self.members.index // 2)
+        reach("start: room for parameters")
         return block.tensor(0, count, dtype)
 
     @property
@@ -85,6 +87,7 @@ class OneMemory:
                     self._written_in[number] = self._step
                 elif parts is not None:
                     place.add_(parts[n])
+                reach("step: gradient added")
             finally:
                 self._locks.unlock(lock)
 

@@ -1,7 +1,7 @@
 """Recomputation: a block keeps its input (selectively, also its matrix products) and computes the rest again.
 
 Memory falls, numbers do not change. The block's own hooks stay outside: ZeRO-3 has gathered the block's parameters
-by the time it is computed again. Batch norm asks `recomputing()` so as not to update its running statistics twice.
+by the time it is computed again. What a block's forward changes of its own state is changed once (`forward_state.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shoal.comm.ledger import BOOK
+from shoal.parallel.forward_state import ForwardState
 from shoal.workload.blocks import blocks
 
 _again = 0
@@ -80,12 +81,18 @@ def recompute_blocks(model: nn.Module, mode: str) -> list[str]:
         # Recurrent layers overwrite their own matrix products, so none can be kept for them.
         recurrent = any(isinstance(module, nn.RNNBase) for module in block.modules())
         how = "full" if recurrent else mode
-        block.forward = partial(_call, block, block.forward, how, kept)  # type: ignore[method-assign]
+        block.forward = partial(_call, name, block, block.forward, how, kept)  # type: ignore[method-assign]
         names.append(name)
     return names
 
 
-def _call(block: nn.Module, forward: Any, mode: str, kept: set[Any], *args: Any, **kwargs: Any) -> Any:
+def _call(name: str, block: nn.Module, forward: Any, mode: str, kept: set[Any], *args: Any, **kwargs: Any) -> Any:
     if not (block.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=partial(_contexts, mode, kept), **kwargs)
+    state = ForwardState(name, block)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with state.again() if recomputing() else state.first():
+            return forward(*args, **kwargs)
+
+    return checkpoint(run, *args, use_reentrant=False, context_fn=partial(_contexts, mode, kept), **kwargs)

@@ -9,19 +9,33 @@ that is used several times in a step or whose output hides its tensors, so that 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from shoal.comm.backend import ShoalGroup
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
+from shoal.comm.points import reach
+from shoal.comm.transfer import OutOfStep
 from shoal.parallel.flat import StoredShard
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 """What may stand beside tensors in a block's output and surely holds none."""
+
+
+_ALIKE = "every rank must call the same blocks in the same order, since a block's parameters are gathered from all"
+_WAY_OUT = "no update was made. A model that skips or chooses blocks by its data trains with zero=2"
+
+
+class DifferentBlocks(ValueError):
+    """Ranks that share a model's parameters have called different blocks."""
 
 
 class ShardedUnit:
@@ -37,6 +51,7 @@ class ShardedUnit:
         self.is_last = is_last
         self.part = part
         """The pipeline stage on this rank that it belongs to."""
+        self.number = 0
         self.works: list[Any] | None = None
         self.undone = len(shards)
         """Buckets of this unit whose gradients are still to come."""
@@ -60,7 +75,9 @@ class ParameterGathering:
         """The pipeline stage on this rank that computes; units of its other stages stay as they are."""
         self._order: list[ShardedUnit] = []
         self._hooks: list[Any] = []
-        for unit in units:
+        self._tagged = sharding.group if isinstance(sharding.group, ShoalGroup) else None
+        for number, unit in enumerate(units, start=1):
+            unit.number = number
             self._hooks.append(unit.module.register_forward_pre_hook(self._before_forward(unit), prepend=True))
             self._hooks.append(unit.module.register_forward_hook(self._after_forward(unit), always_call=False))
 
@@ -71,7 +88,10 @@ class ParameterGathering:
 
     def _start(self, unit: ShardedUnit, phase: str) -> None:
         unit.works = []
-        with BOOK.during(BOOK.phase if BOOK.phase in ("evaluate", "checkpoint") else phase):
+        self.require_same(unit.number)
+        if self._tagged is not None:
+            self._tagged.tag = unit.number
+        with self.explaining(), BOOK.during(BOOK.phase if BOOK.phase in ("evaluate", "checkpoint") else phase):
             for shard in unit.shards:
                 if shard.whole:
                     continue
@@ -82,12 +102,16 @@ class ParameterGathering:
                     unit.works.append(
                         dist.all_gather_single(whole, shard.shard, group=self.sharding.group, async_op=True)
                     )
+        if self._tagged is not None:
+            self._tagged.tag = 0
 
     def _finish(self, unit: ShardedUnit) -> None:
         if unit.works is not None:
-            for work in unit.works:
-                work.wait()
+            with self.explaining():
+                for work in unit.works:
+                    work.wait()
             unit.works = None
+            reach("step: parameters gathered")
             for shard in unit.shards:
                 shard.use()
 
@@ -160,6 +184,35 @@ class ParameterGathering:
 
         return done
 
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Around what fails when ranks have gathered different blocks: says so."""
+        try:
+            yield
+        except OutOfStep as error:
+            raise self._different(error.peer, error.theirs, error.mine) from error
+
+    def require_same(self, number: int) -> None:
+        """Before a collective among those that shard: all of them must be about to call the same. The shoal backend
+        finds that out by the message itself; on others the ranks exchange the unit's number. Accelerators are not
+        asked, since the host would have to wait for the answer. Collective."""
+        group = self.sharding.group
+        if group is None or self._tagged is not None or self.units[0].shards[0].shard.device.type != "cpu":
+            return
+        everyone = torch.empty(self.sharding.size, dtype=torch.int64)
+        with BOOK.during("setup"):
+            dist.all_gather_single(everyone, torch.tensor([number]), group=group)
+        for place, theirs in enumerate(everyone.tolist()):
+            if theirs != number:
+                raise self._different(place, max(theirs, 0), max(number, 0))
+
+    def _different(self, place: int, theirs: int, mine: int) -> DifferentBlocks:
+        names = {unit.number: f"gathers the block '{unit.name}'" for unit in self.units}
+        there, here = (names.get(number, "gathers none at this point") for number in (theirs, mine))
+        other = self.sharding.ranks[place] if 0 <= place < self.sharding.size else place
+        me = self.sharding.ranks[self.sharding.index]
+        return DifferentBlocks(f"zero=3: {_ALIKE}, but rank {me} {here} and rank {other} {there}; {_WAY_OUT}")
+
     def _elsewhere(self, unit: ShardedUnit) -> bool:
         return self.part is not None and not unit.is_root and unit.part != self.part
 
@@ -182,3 +235,26 @@ class ParameterGathering:
             hook.remove()
         for unit in self.units:
             self.gather(unit, "setup")
+
+
+class ReadsOutside(TorchFunctionMode):
+    """While active, notes parameters of blocks that are read while the block is not gathered, where they are NaN."""
+
+    def __init__(self, gathering: ParameterGathering) -> None:
+        super().__init__()
+        self._units = {
+            id(slot.param): (slot.name, unit)
+            for unit in gathering.units
+            for shard in unit.shards
+            for slot in shard.buffer.slots
+        }
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
+            for leaf in tree_leaves((args, kwargs)):
+                name, unit = self._units.get(id(leaf), ("", None))
+                if unit is not None and not unit.whole and name not in self.names:
+                    self.names.append(name)
+        return result

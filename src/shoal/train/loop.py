@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +201,8 @@ class TrainingRun:
         try:
             result = self.runner.step(self.step, self.counter)
         except NonFinite as error:
-            raise self._no_number(self.step + 1, str(error)) from error
+            read = self.runner.read_outside(self.counter)
+            raise self._no_number(self.step + 1, error.what, read) from error
         seconds = time.perf_counter() - started
         samples = self.runner.order.next(self.counter) - self.counter
         self.counter += samples
@@ -278,13 +279,18 @@ class TrainingRun:
         if lost:
             raise self._no_number(self.step, f"the parameter {lost[0]} is no longer finite")
 
-    def _no_number(self, step: int, what: str) -> TrainingStopped:
+    def _no_number(self, step: int, what: str, read_outside: Sequence[str] = ()) -> TrainingStopped:
         kept = "no checkpoint was written yet"
         if self.saved_step is not None:
             kept = f"the checkpoint of step {self.saved_step} is kept"
-        return TrainingStopped(
-            f"step {step}: {what}; {kept} in {self.folder}. A lower learning rate, clipping or another seed may help"
-        )
+        advice = "A lower learning rate, clipping or another seed may help"
+        if read_outside:
+            more = f" and {len(read_outside) - 1} more" if len(read_outside) > 1 else ""
+            advice = (
+                f"The cause: the model reads the parameter {read_outside[0]}{more} outside of the forward of the block "
+                "that it belongs to, where zero=3 has not gathered it; read it inside, or train with zero=2"
+            )
+        return TrainingStopped(f"step {step}: {what}; {kept} in {self.folder}. {advice}")
 
     def _warn(self, text: str) -> None:
         if self.rank == 0:

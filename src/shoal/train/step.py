@@ -17,12 +17,14 @@ import torch.distributed as dist
 from torch import nn
 
 from shoal.comm.ledger import BOOK
+from shoal.comm.points import reach
 from shoal.estimate.traffic import Call
 from shoal.job import Batch, Job, share
 from shoal.job.facts import require_initialised
-from shoal.parallel.batch_norm import batch_norms
+from shoal.parallel.batch_norm import batch_norms, couples_samples
 from shoal.parallel.engine import Engine, StepResult
 from shoal.parallel.global_loss import GlobalLoss
+from shoal.parallel.zero import ReadsOutside
 from shoal.strategy import Strategy
 from shoal.train.checkpoint.exchange import exchange
 from shoal.train.traffic import axis_calls, forget_calls, global_loss_calls
@@ -79,12 +81,15 @@ class StepRunner:
         """What the axes other than dp sent in the last step, by their formulas."""
         self.autocast = autocast
         self.dtype = dtype
-        self.couples_samples = bool(batch_norms(engine.model))
         self.device = next(engine.model.parameters()).device
         over_all = job.loss_over == "batch" and engine.placement.samples.size > 1
         self.global_loss = GlobalLoss(engine.placement.samples) if over_all else None
         if self.global_loss is not None:
             engine.counts_loss = engine.counts_loss and self.global_loss.counts
+
+    @property
+    def couples_samples(self) -> bool:
+        return couples_samples(self.engine.model)
 
     def step(self, step: int, counter: int) -> StepResult:
         """Trains on the global batch that starts at `counter`."""
@@ -114,6 +119,20 @@ class StepRunner:
             self.calls += global_loss_calls(self.global_loss)
         return result
 
+    def read_outside(self, counter: int) -> list[str]:
+        """Under zero=3, parameters that a forward of the batch at `counter` reads outside of their block's own forward,
+        where they are NaN. All ranks call it alike."""
+        engine = self.engine
+        if engine.gathering is None or engine.pipeline is not None:
+            return []
+        reads = ReadsOutside(engine.gathering)
+        part = self._part(0, self.order.indices(counter), counter)
+        with torch.no_grad(), reads:
+            self._loss(part, self._forward(part))
+        engine.gathering.finish()
+        BOOK.take()
+        return sorted({name for row in exchange({"names": reads.names}) for name in row["names"]})
+
     def _part(self, micro: int, indices: np.ndarray, counter: int) -> Part:
         """This rank's part of a micro-batch."""
         samples = self.engine.placement.samples
@@ -128,6 +147,7 @@ class StepRunner:
         return Part(batch, seed_at(self.job.seed, counter + first), stand_in, everyone)
 
     def _forward(self, part: Part) -> Any:
+        reach("step: forward")
         draw_from(part.seed, self.device)
         with BOOK.during("forward"), self._precision():
             return self.job.run_model(self.engine.model, part.batch)
@@ -180,7 +200,9 @@ class StepRunner:
                 batch_of_all = np.arange(start, min(start + job.global_batch, len(job.validation)))
                 mine = share(batch_of_all, rank=samples.index, ranks=samples.size)
                 # Every rank runs every batch: with ZeRO-3 a forward is a collective.
-                batch = self._fetch(job.validation, mine if len(mine) else batch_of_all[:1])
+                # Statistics of the batch must not see a placeholder.
+                empty = not len(mine) and not self._batch_statistics
+                batch = self._fetch(job.validation, batch_of_all[:1] if empty else mine)
                 everyone = self._fetch(job.validation, batch_of_all) if self.global_loss is not None else None
                 for name, (total, count) in self._measured(batch, everyone, none=not len(mine)).items():
                     sums = totals.setdefault(name, [0.0, 0.0])
@@ -188,9 +210,15 @@ class StepRunner:
                         sums[0] += float(total)
                         sums[1] += float(count)
                 watch()
+            reach("evaluate: measured")
             totals = self._of_all(totals)
         engine.model.train()
         return job.summarise({name: (row[0], row[1]) for name, row in totals.items()})
+
+    @property
+    def _batch_statistics(self) -> bool:
+        """Whether some batch norm keeps no running statistics, so that it takes the batch's in evaluation too."""
+        return any(norm.running_mean is None for _, norm in batch_norms(self.engine.model))
 
     def _measured(self, batch: Batch, everyone: Batch | None, *, none: bool) -> dict[str, Any]:
         """What the job measures on a batch; nothing where another rank has the end of the model."""

@@ -14,7 +14,7 @@ from shoal.estimate.pipeline_traffic import pipeline_traffic
 from shoal.estimate.tensor_traffic import crossing_calls
 from shoal.estimate.traffic import NUMBER_BYTES, Buffer, Call, Compressed, Group, Norm, ShardTable
 from shoal.job import Job
-from shoal.parallel.batch_norm import batch_norms
+from shoal.parallel.batch_norm import batch_norms, take_calls_by_others
 from shoal.parallel.compression import working_type
 from shoal.parallel.data import Bucket
 from shoal.parallel.engine import Engine
@@ -40,6 +40,10 @@ def shard_table(job: Job, strategy: Strategy, engine: Engine, calls: Sequence[Ca
             inside = any(name == block or name.startswith(block + ".") for block in in_blocks)
             width = torch.promote_types(next(engine.model.parameters()).dtype, torch.float32).itemsize
             norms.append(Norm(channels=module.num_features, itemsize=width, recomputed=inside))
+        for (channels, itemsize), (asked, repeated) in engine.norms_by_others.items():
+            norms += (asked // strategy.micro_batches) * [
+                Norm(channels=channels, itemsize=itemsize, recomputed=repeated > 0)
+            ]
     unflushed = engine.pipeline if isinstance(engine.pipeline, PipeDream) else None
     return ShardTable(
         zero=placement.zero,
@@ -109,6 +113,7 @@ def _compressed(engine: Engine, bucket: Bucket) -> Compressed | None:
 
 def axis_calls(strategy: Strategy, engine: Engine) -> Iterator[Call]:
     """What the axes other than dp sent in the step just made, by their formulas."""
+    engine.norms_by_others = take_calls_by_others(engine.model)
     pipeline, cut, placement = engine.pipeline, engine.cut, engine.placement
     if pipeline is not None:
         yield from pipeline_traffic(
@@ -133,6 +138,7 @@ def global_loss_calls(loss: GlobalLoss) -> Iterator[Call]:
 def forget_calls(engine: Engine) -> None:
     """Before a step: what was sent until now (in an evaluation) is not the step's."""
     engine.cut.crossings.take()
+    take_calls_by_others(engine.model)
     if engine.pipeline is not None:
         engine.pipeline.borders.forget()
     if engine.cut.sequence is not None:

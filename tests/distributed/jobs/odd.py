@@ -269,6 +269,41 @@ class Convolutions(nn.Module):
         return self.head(self.features(x).flatten(1))
 
 
+class ActiveNorm(nn.BatchNorm2d):
+    """As in timm: the activation is in its own forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(super().forward(x)) + 0.1 * x
+
+
+class NormFunction(nn.Module):
+    """Calls batch norm as a function and keeps its statistics by other names."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(channels))
+        self.register_buffer("mean", torch.zeros(channels))
+        self.register_buffer("var", torch.ones(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.batch_norm(x, self.mean, self.var, self.scale, None, self.training, 0.2)
+
+
+class OwnNorms(Convolutions):
+    def __init__(self) -> None:
+        super().__init__()
+        self.features[1], self.features[4] = ActiveNorm(4), NormFunction(3)
+
+
+class Spectral(Chain):
+    """Forward advances the vectors of spectral norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            nn.utils.parametrizations.spectral_norm(block.up)
+
+
 class FrozenNorm(Convolutions):
     """Keeps its first batch norm as it was pretrained, whatever mode the rest is in."""
 
@@ -365,9 +400,13 @@ JOBS: dict[str, Callable[[], Job]] = {
     "sparse": lambda: make(Sparse, train=tokens(), optimizer=partial(torch.optim.SGD, lr=0.1), clip=None),
     "norm": lambda: make(Convolutions, train=images()),
     "cumulative_norm": lambda: make(partial(Convolutions, momentum=None), train=images()),
+    "own_norms": lambda: make(OwnNorms, train=images()),
+    "short_own_norms": lambda: make(OwnNorms, train=images(25), last_batch="short"),
+    "spectral": lambda: make(Spectral),
     "frozen_norm": lambda: make(FrozenNorm, train=images()),
     "local_norm": lambda: make(Convolutions, train=images(), batch_norm="local"),
     "local_image": lambda: image("vgg", "tiny", batch_norm="local"),
+    "diverging": lambda: make(Chain, optimizer=partial(torch.optim.SGD, lr=1e30), clip=None),
     "late": lambda: make(Late),
     "sometimes": lambda: make(Sometimes),
     "reaching": lambda: make(Reaching),

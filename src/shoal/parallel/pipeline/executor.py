@@ -16,6 +16,7 @@ import torch
 
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
+from shoal.comm.points import reach
 from shoal.parallel.engine import Engine, StepResult
 from shoal.parallel.pipeline.borders import Borders, Message
 from shoal.parallel.pipeline.deferred import DeferredWeights
@@ -105,6 +106,7 @@ class Pipeline:
         with BOOK.during("forward"):
             received = self.borders.receive(stage, micro, key)
         self._enter(stage)
+        reach("stage: forward")
         deferring = self.deferred.watching((stage, micro)) if self.deferred is not None else nullcontext()
         with deferring:
             result, outputs = self.staged.run(stage, lambda: forward(micro), received)
@@ -144,6 +146,7 @@ class Pipeline:
                 given = [t.grad if t.grad is not None else torch.zeros_like(t) for t in back]
                 self.borders.send_gradients(stage, micro, given)
 
+        reach("stage: backward")
         whole = action.kind == "BW"
         if self.deferred is not None and not whole:
             self.deferred.collect(run, part=self.parts[stage])

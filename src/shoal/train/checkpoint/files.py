@@ -28,6 +28,8 @@ from typing import Any
 
 import torch
 
+from shoal.comm.points import reach
+
 FORMAT = 2
 """2: also what the optimiser keeps for several parameters together. Format 1 is read."""
 MANIFEST = "checkpoint.json"
@@ -124,6 +126,7 @@ def put_in_place(partial: Path, target: Path) -> None:
     replaced = target.with_name(target.name + REPLACED)
     if target.exists():
         target.rename(replaced)
+        reach("save: old one renamed")
     partial.rename(target)
     sync_folder(target.parent)
     if replaced.exists():

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 
 from shoal.comm.ledger import BOOK
+from shoal.comm.points import reach
 from shoal.parallel.engine import Engine
 from shoal.parallel.kept_errors import load as load_errors
 from shoal.train.checkpoint.buffers import persistent_buffers
+from shoal.train.checkpoint.checksum import compare
 from shoal.train.checkpoint.contents import extra_name
 from shoal.train.checkpoint.exchange import exchange, world_and_rank
 from shoal.train.checkpoint.files import checkpoints, dtype_name, tidy
@@ -59,6 +61,7 @@ def restore(engine: Engine, checkpoint: Checkpoint) -> None:
 
     Refuses before it changes anything when the checkpoint is of another model.
     """
+    reach("restore: begun")
     slots = {slot.name for bucket in engine.buckets for slot in bucket.buffer.slots}
     saved_shapes = {name: (whole.shape, whole.dtype) for name, whole in checkpoint.parameters.items()}
     _require_same("parameters", checkpoint, saved_shapes, engine.shapes)
@@ -73,6 +76,7 @@ def restore(engine: Engine, checkpoint: Checkpoint) -> None:
             if name in buffers and name not in engine.absent:
                 part = engine.part_of(name)
                 buffers[name].copy_(values if part is None else part.of(values))
+        reach("restore: buffers read")
         if engine.gathering is not None:
             # Blocks that a forward without backward left whole would keep the old values.
             engine.gathering.finish()
@@ -80,6 +84,8 @@ def restore(engine: Engine, checkpoint: Checkpoint) -> None:
         engine.load_optimizer(saved)
         if engine.compression is not None:
             load_errors(engine.compression, saved, step=checkpoint.step)
+        reach("restore: optimizer read")
+        compare(engine, checkpoint.sums, checkpoint.shapes_by_sum(), str(checkpoint.path))
 
 
 class _Own:

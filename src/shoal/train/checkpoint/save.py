@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from shoal.comm.ledger import BOOK
+from shoal.comm.points import reach
 from shoal.job.elementwise import Probe
 from shoal.parallel.engine import Engine
 from shoal.train.checkpoint.buffers import average_buffers, averaged_buffers, persistent_buffers
+from shoal.train.checkpoint.checksum import combined, of_contents
 from shoal.train.checkpoint.contents import Contents, contents_of
 from shoal.train.checkpoint.exchange import exchange, world_and_rank
 from shoal.train.checkpoint.files import (
@@ -122,8 +124,10 @@ class _Save:
         tables = reports = exchange(
             _attempt(lambda: self._prepare(contents_of(engine, buffers=buffers, rank=self.rank)))
         )
+        reach("save: contents listed")
         if not _failures(reports):
             reports = exchange(_attempt(self._write))
+        reach("save: written")
         outcome: dict[str, Any] = {}
         if self.rank == 0:
             if not _failures(reports):
@@ -136,6 +140,7 @@ class _Save:
         if failures:
             needed_bytes = sum(table.get("bytes", 0) for table in tables)
             raise self._failed(*failures[0], needed_bytes=needed_bytes, free_bytes=outcome.get("free_bytes"))
+        reach("save: done")
         return self.target
 
     def _prepare(self, contents: Contents) -> dict[str, Any]:
@@ -144,7 +149,7 @@ class _Save:
             self.folder.mkdir(parents=True, exist_ok=True)
             tidy(self.folder)
             self.partial.mkdir()
-        return {"bytes": contents.bytes, **contents.table()}
+        return {"bytes": contents.bytes, "sums": of_contents(contents, self.engine), **contents.table()}
 
     def _write(self) -> dict[str, Any]:
         path = self.partial / file_of(self.rank)
@@ -181,13 +186,16 @@ class _Save:
                 manifest["optimizer"].setdefault(where, entries)
         known = manifest["parameters"]
         manifest["parameters"] = {name: known[name] for name in self.engine.shapes}
+        manifest["sums"] = combined([table["sums"] for table in tables], manifest["buffers"])
         manifest["pieces"] = [piece for table in tables for piece in table["pieces"]]
         text = json.dumps(manifest, allow_nan=False, indent=1)
         digest = write_bytes(self.partial / MANIFEST, text.encode())
         sums = checksums_text(digest, {name: report["sha256"] for name, report in files.items()})
         write_bytes(self.partial / CHECKSUMS, sums.encode())
         sync_folder(self.partial)
+        reach("save: manifest written")
         put_in_place(self.partial, self.target)
+        reach("save: in place")
         self._remove_old()
         return {}
 

@@ -119,6 +119,8 @@ class Checkpoint:
             for where, entries in manifest.get("optimizer", {}).items()
         }
         self._expected = self._tensors_expected()
+        self.sums = {str(name): int(value) for name, value in manifest.get("sums", {}).items()}
+        """Checksums of tensors by `checksum.py`; none in checkpoints of earlier versions."""
         self._open: dict[str, Any] = {}
         self._assembled: tuple[tuple[str, str | None], torch.Tensor] | None = None
         self._require_consistent()
@@ -187,6 +189,13 @@ class Checkpoint:
 
     def buffer_shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {name: (rows[0][0].shape, rows[0][0].dtype) for name, rows in self._buffers.items()}
+
+    def shapes_by_sum(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor that has a checksum, by the checksum's name."""
+        shapes = {
+            f"{key} of {name}" if key else f"parameter {name}": self.parameters[name].shape for name, key in self._parts
+        }
+        return shapes | {f"buffer {name}": rows[0][0].shape for name, rows in self._buffers.items()}
 
     def _read(self, name: str, key: str | None, start: int, stop: int) -> torch.Tensor:
         numel = prod(self.parameters[name].shape)

@@ -1,0 +1,105 @@
+"""Recomputation changes the state of a block once: a model under it ends in the bits of the same model without it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, spectral_norm
+
+from shoal.parallel.forward_state import ChangesParameters
+from shoal.parallel.recompute import recompute_blocks
+
+WIDTH = 6
+
+
+class Stateful(nn.Module):
+    """Keeps a moving average by `.data`, a buffer that it replaces, a tensor and numbers as attributes, and a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("replaced", torch.ones(WIDTH))
+        self.register_buffer("constant", torch.ones(WIDTH))
+        self.power, self.calls, self.seen = torch.ones(WIDTH), 0, []
+        self.by_kind: dict[str, int] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(self.calls)
+        self.by_kind["all"] = self.by_kind.get("all", 0) + 1
+        self.latest = self.calls
+        with torch.no_grad():
+            self.mean.data.mul_(0.9).add_(0.1 * x.mean(0))
+            self.replaced = 0.5 * self.replaced + self.calls
+            self.power = 1.01 * self.power
+        return torch.tanh(self.linear(x) * self.power - self.mean) / self.replaced * (1 + 0.1 * len(self.seen))
+
+
+def block(kind: str) -> nn.Module:
+    if kind == "own state":
+        return Stateful()
+    if kind == "spectral norm":
+        return nn.Sequential(parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh())
+    if kind == "spectral norm by hook":
+        return nn.Sequential(spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh())
+    norm = nn.BatchNorm1d(WIDTH, momentum=None if kind == "cumulative" else 0.1)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, nn.Tanh())
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def end(model: nn.Module, micros: int, pipelined: bool) -> dict[str, Any]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        batches = [torch.randn(5, WIDTH, generator=draw) for _ in range(micros)]
+        if pipelined:
+            for loss in [model(x).square().sum() for x in batches]:
+                loss.backward()
+        else:
+            for x in batches:
+                model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found: dict[str, Any] = {name: value.tolist() for name, value in model.state_dict().items()}
+    for name, module in model.named_modules():
+        if isinstance(module, Stateful):
+            found[name] = (module.calls, module.seen, module.by_kind, module.latest, module.power.tolist())
+    return found
+
+
+@pytest.mark.parametrize("kind", ["own state", "spectral norm", "spectral norm by hook", "batch norm", "cumulative"])
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize(("micros", "pipelined"), [(1, False), (2, False), (3, True)])
+def test_state_is_changed_once_under_recomputation(kind: str, mode: str, micros: int, pipelined: bool) -> None:
+    torch.manual_seed(0)
+    plain = nn.ModuleDict({"layers": nn.Sequential(*(Wrapped(block(kind)) for _ in range(3)))})
+    again = copy.deepcopy(plain)
+    assert recompute_blocks(again, mode)
+    first, second = (end(model["layers"], micros, pipelined) for model in (plain, again))  # type: ignore[arg-type]
+    assert second == first
+
+
+def test_a_parameter_changed_in_forward_is_refused_by_name() -> None:
+    class Clamped(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.weight.mul_(0.99)
+            return super().forward(x)
+
+    model = nn.Sequential(Clamped(WIDTH, WIDTH), Clamped(WIDTH, WIDTH))
+    recompute_blocks(model, "full")
+    with pytest.raises(ChangesParameters, match="recompute: 0 changes its parameter weight in forward"):
+        model(torch.ones(2, WIDTH))
