@@ -23,6 +23,7 @@ from torch import nn
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
 from shoal.parallel.batch_norm import release
+from shoal.parallel.buffers import BufferExchange
 from shoal.parallel.compression import Compression
 from shoal.parallel.cutting import CutModel
 from shoal.parallel.data import PLAIN, Bucket, GradientReduction
@@ -88,6 +89,8 @@ class Engine:
     optimizer: SlicedOptimizer = field(init=False)
     compression: Compression | None = None
     """Where a level of dp compresses."""
+    buffers: BufferExchange | None = None
+    """Where the job declares buffers that replicas update from their own samples."""
     loss_share: float = 1.0
     """The part of its loss that this rank learns from, where several compute the same loss and share its gradient."""
     counts_loss: bool = True
@@ -216,6 +219,8 @@ class Engine:
             self.update(gradients, lr_factor, unused)
             self._publish()
         self.reduction.clear()
+        if self.buffers is not None:
+            self.buffers.finish()
         return StepResult(loss, count, norm, stop > 0)
 
     def update(self, gradients: dict[int, torch.Tensor], lr_factor: float, unused: frozenset[str]) -> None:
