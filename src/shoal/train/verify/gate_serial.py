@@ -1,7 +1,7 @@
 """The serial steps that the gate compares with: plain PyTorch in one process, in float64.
 
 The job's own optimiser steps on unsharded parameters. The batch is taken at once, as one process would; it is taken in
-micro-batches only where the contract says so: batch norm, buffers that the job declares, a loss over micro-batches.
+micro-batches only where the contract says so: batch norm, buffers that a forward changes, a loss over micro-batches.
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ class SerialSteps:
     """Parameter -> mask of elements whose update says nothing."""
 
 
-def serial_steps(job: Job, strategy: Strategy, model: nn.Module) -> SerialSteps:
-    """Steps the job's model, which is in float64, in this process, on the batches of its order."""
+def serial_steps(job: Job, strategy: Strategy, model: nn.Module, *, has_state: bool) -> SerialSteps:
+    """Steps the job's model, which is in float64, in this process, on the batches of its order. `has_state`: whether a
+    forward changes buffers, which each micro-batch then does."""
     model.train()
     optimizer = job.optimizer(param_groups(model, job.options))
     rates = [float(group["lr"]) for group in optimizer.param_groups]
     named = {name: param for name, param in model.named_parameters() if param.requires_grad}
     peaks = {name: torch.zeros(param.shape, dtype=torch.float64) for name, param in named.items()}
-    micros, parts = _cuts(job, strategy, model)
+    micros, parts = _cuts(job, strategy, per_micro=has_state or has_batch_norm(model))
     order, counter = job.order(), 0
     found = SerialSteps(before={name: param.detach().clone() for name, param in named.items()})
     for step in range(STEPS):
@@ -89,11 +90,11 @@ def serial_steps(job: Job, strategy: Strategy, model: nn.Module) -> SerialSteps:
     return found
 
 
-def _cuts(job: Job, strategy: Strategy, model: nn.Module) -> tuple[int, int]:
+def _cuts(job: Job, strategy: Strategy, *, per_micro: bool) -> tuple[int, int]:
     """Into how many micro-batches, and each of them into how many parts, the contract cuts a batch."""
     if job.loss_over == "micro-batch":
         return strategy.micro_batches, strategy.replicas
-    return (strategy.micro_batches if has_batch_norm(model) or job.buffers else 1), 1
+    return (strategy.micro_batches if per_micro else 1), 1
 
 
 def _pieces(samples: int, micros: int, parts: int) -> list[np.ndarray]:

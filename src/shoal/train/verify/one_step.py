@@ -242,9 +242,10 @@ def _serial(job: Job, strategy: Strategy, path: Path) -> dict[str, Any]:
         # Built before float64 is kept, as ranks build theirs.
         model, other = (model_in_float64(build_model(job)) for _ in range(2))
         with KeepFloat64(), Undropped(), running_eagerly():
-            found = serial_steps(job, strategy, model)
-            if not _draws_nothing(job, other):
+            draws, has_state = _examined(job, other)
+            if draws:
                 return {"path": "", "skip": "the model draws random numbers that cannot be turned off"}
+            found = serial_steps(job, strategy, model, has_state=has_state)
     except Exception as error:  # Whatever the user's code raises in float64 says nothing about the layout.
         return {"path": "", "skip": f"its serial step in float64 fails: {type(error).__name__}: {error}"}
     finally:
@@ -257,11 +258,12 @@ def _serial(job: Job, strategy: Strategy, path: Path) -> dict[str, Any]:
     return {"path": str(path), "skip": "", "losses": found.losses, "elements": elements}
 
 
-def _draws_nothing(job: Job, model: nn.Module) -> bool:
-    """Whether the loss is the same for other random numbers. Asked of two samples: draws do not wait for a third."""
+def _examined(job: Job, model: nn.Module) -> tuple[bool, bool]:
+    """Whether the loss differs with the random numbers drawn, and whether a forward changes buffers. Asked of two
+    samples: draws do not wait for a third."""
     model.train()
     indices = job.order().indices(0)[:2]
-    losses = []
+    losses, has_state = [], False
     for seed in (1, 2):
         batch = {name: to_float64(entry) for name, entry in job.train.batch(indices).items()}
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -269,8 +271,9 @@ def _draws_nothing(job: Job, model: nn.Module) -> bool:
         with torch.no_grad():
             losses.append(float(job.loss_of(job.run_model(model, batch), batch)[0]))
             for name, buffer in model.named_buffers():
+                has_state = has_state or not torch.equal(buffer, before[name])
                 buffer.copy_(before[name])
-    return losses[0] == losses[1] or all(math.isnan(loss) for loss in losses)
+    return losses[0] != losses[1] and not all(math.isnan(loss) for loss in losses), has_state
 
 
 def _data_digest(job: Job) -> str:
