@@ -30,7 +30,7 @@ def counting(then: str) -> str:
 @pytest.mark.timeout(60)
 def test_a_model_that_raises_ends_all_ranks_with_one_message(place: Place, tmp_path: Path) -> None:
     job = write_job(tmp_path, forward=f"if {ON_RANK_1}: raise RuntimeError('this layer is ünwell\\nand more')")
-    done = place.shoal("train", job, "--strategy", "dp(3)", "--folder", "run")
+    done = place.shoal("train", job, "--strategy", "dp(3)", "--folder", "run", "--no-gate")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "shoal: rank 1 failed: RuntimeError: this layer is ünwell"
     assert done.stderr.count("Traceback (most recent call last)") == 1
@@ -42,7 +42,7 @@ def test_a_model_that_raises_ends_all_ranks_with_one_message(place: Place, tmp_p
 def test_a_rank_that_is_killed_is_named_and_recorded(shoal: Shoal, tmp_path: Path) -> None:
     killed = counting(f"os.kill(os.getpid(), 9) if {ON_RANK_1} else None")
     job = write_job(tmp_path, before="calls = []", loss=killed)
-    done = shoal("train", job, "-s", "dp(2)", "--folder", "run", "--checkpoint-every", "2")
+    done = shoal("train", job, "-s", "dp(2)", "--folder", "run", "--no-gate", "--checkpoint-every", "2")
     assert done.status == 1
     assert "shoal: rank 1 was killed by SIGKILL" in done.err
     run = read_run(tmp_path / "run")
@@ -57,7 +57,7 @@ def test_a_loss_that_is_no_number_stops_at_its_step_and_keeps_the_last_checkpoin
     value: str, shoal: Shoal, tmp_path: Path
 ) -> None:
     job = write_job(tmp_path, before="calls = []", loss=counting(f"output = output * float('{value}')"))
-    done = shoal("train", job, "-s", "dp(2, zero=1)", "--folder", "run", "--checkpoint-every", "2")
+    done = shoal("train", job, "-s", "dp(2, zero=1)", "--folder", "run", "--no-gate", "--checkpoint-every", "2")
     assert done.status == 1
     assert f"shoal: step 5: the loss is {value}" in done.err
     assert "the checkpoint of step 4 is kept in run. A lower learning rate" in done.err
@@ -74,7 +74,7 @@ def test_a_gradient_that_is_no_number_stops_at_its_step_also_without_clipping(
 ) -> None:
     spoiled = counting("output.register_hook(lambda gradient: gradient * float('nan'))")
     job = write_job(tmp_path, before="calls = []", loss=spoiled, clip=None)
-    done = shoal("train", job, "-s", strategy, "--folder", "run", "--checkpoint-every", "1")
+    done = shoal("train", job, "-s", strategy, "--folder", "run", "--no-gate", "--checkpoint-every", "1")
     assert done.status == 1
     assert "shoal: step 5: the norm of the gradient is nan" in done.err
     assert "the checkpoint of step 4 is kept in run" in done.err
@@ -87,7 +87,7 @@ def test_parameters_that_are_no_numbers_never_replace_a_good_checkpoint(
 ) -> None:
     # Loss and gradient of the fifth step are finite; its learning rate is not.
     job = write_job(tmp_path, schedule="float('inf') if step == 4 else 1.0")
-    done = shoal("train", job, "-s", strategy, "--folder", "run", "--checkpoint-every", "1")
+    done = shoal("train", job, "-s", strategy, "--folder", "run", "--no-gate", "--checkpoint-every", "1")
     assert done.status == 1
     assert "shoal: step 5: the parameter layers." in done.err
     assert "is no longer finite; the checkpoint of step 4 is kept in run" in done.err
@@ -170,6 +170,6 @@ def test_under_torchrun_the_run_is_the_same_and_rank_0_speaks_for_all(
 @pytest.mark.timeout(120)
 def test_under_torchrun_what_stops_all_ranks_is_said_once(place: Place, tmp_path: Path) -> None:
     job = write_job(tmp_path, before="calls = []", loss=counting("output = output * float('nan')"))
-    done = place.run(*TORCHRUN, "train", job, "--strategy", "dp(2)", "--folder", "run")
+    done = place.run(*TORCHRUN, "train", job, "--strategy", "dp(2)", "--folder", "run", "--no-gate")
     assert done.returncode == 1
     assert done.stderr.count("shoal: step 5: the loss is nan") == 1

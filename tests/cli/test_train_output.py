@@ -79,7 +79,8 @@ def test_without_a_terminal_progress_is_plain_lines(shoal: Shoal, tmp_path: Path
     done = shoal("train", write_job(tmp_path), "-s", "dp(2)", "--checkpoint-every", "6")
     assert done.status == 0
     lines = done.err.splitlines()
-    assert lines[0].startswith("step 1/12  loss ")
+    assert lines[0] == "checking the strategy, once: two steps in float64 under dp(2)"
+    assert lines[1].startswith("step 1/12  loss ")
     assert [line.split(":")[0] for line in lines if line.startswith("validation")] == [
         "validation at step 4", "validation at step 8", "validation at step 12"
     ]  # fmt: skip

@@ -149,7 +149,7 @@ def train(
         str | None, typer.Option(help='Behave like a slower cluster: "4x2, 10us, 20GB/s | 100us, 1Gb/s".')
     ] = None,
     no_gate: Annotated[
-        bool, typer.Option("--no-gate", help="Do not check a layout by one step in float64 before its first use.")
+        bool, typer.Option("--no-gate", help="Do not check a strategy by two steps in float64 before its first use.")
     ] = False,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:

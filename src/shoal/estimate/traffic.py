@@ -21,6 +21,7 @@ For k micro-batches and a buffer of n bytes, sharded over S ranks with C copies,
               counts over those who work on the stage; loss: sum, count, stop flag and squared norm over all ranks
     batch norm of c channels, synchronised: all-gather of 2c+1 in forward, all-reduce of 2c in backward, k times each
               (recomputed: the all-gather a second time, in backward)
+    buffers that the job declares: all-reduce of 1 and of each averaged or summed number, broadcast of the others
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shoal.job.buffers import BufferMode, wrong_declaration
 from shoal.job.errors import JobError
 from shoal.job.groups import Options, no_options
 from shoal.job.hints import LayoutHints, WithBlocks
@@ -96,6 +97,10 @@ class Job:
     part that a rank computes at once is meant to be a batch of its own.
     """
     batch_norm: Literal["sync", "local"] = "sync"
+    buffers: BufferMode | Mapping[str, BufferMode] | None = None
+    """What replicas do with buffers that a forward updates from its own samples (running means, codebooks, counts):
+    "average", "sum", "broadcast" or "local" for all of them, or {pattern of names: one of these}.
+    """
     last_batch: LastBatch = "wrap"
     """The batch at an epoch's end: filled from the next epoch, or short."""
     seed: int = 0
@@ -128,6 +133,8 @@ class Job:
             self._refuse(f"clip is {self.clip!r}, but must be greater than 0 (or None for no clipping)")
         if self.batch_norm not in ("sync", "local"):
             self._refuse(f"batch_norm is {self.batch_norm!r}, but must be 'sync' or 'local'")
+        if wrong_buffers := wrong_declaration(self.buffers):
+            self._refuse(wrong_buffers)
         if self.loss_over not in get_args(LossOver):
             self._refuse(f"loss_over is {self.loss_over!r}, but must be 'samples', 'batch' or 'micro-batch'")
         if self.last_batch not in ("wrap", "short"):

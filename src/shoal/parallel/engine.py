@@ -25,6 +25,7 @@ from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
 from shoal.comm.points import reach
 from shoal.parallel.batch_norm import release
+from shoal.parallel.buffers import BufferExchange
 from shoal.parallel.compression import Compression
 from shoal.parallel.cutting import CutModel
 from shoal.parallel.data import PLAIN, Bucket, GradientReduction
@@ -97,6 +98,8 @@ class Engine:
     optimizer: SlicedOptimizer = field(init=False)
     compression: Compression | None = None
     """Where a level of dp compresses."""
+    buffers: BufferExchange | None = None
+    """Where the job declares buffers that replicas update from their own samples."""
     loss_share: float = 1.0
     """The part of its loss that this rank learns from, where several compute the same loss and share its gradient."""
     counts_loss: bool = True
@@ -223,6 +226,8 @@ class Engine:
             self._publish()
         reach("step: published")
         self.reduction.clear()
+        if self.buffers is not None:
+            self.buffers.finish()
         return result
 
     def _closure(self, again: Callable[[], None], result: StepResult) -> Callable[[], torch.Tensor]:

@@ -77,6 +77,7 @@ def recompute_blocks(model: nn.Module, mode: str) -> list[str]:
     """Makes every block of the model recompute; returns their names."""
     kept = _kept_products()
     names = []
+    _without_cache(model)
     for name, block in blocks(model):
         # Recurrent layers overwrite their own matrix products, so none can be kept for them.
         recurrent = any(isinstance(module, nn.RNNBase) for module in block.modules())
@@ -84,6 +85,14 @@ def recompute_blocks(model: nn.Module, mode: str) -> list[str]:
         block.forward = partial(_call, name, block, block.forward, how, kept)  # type: ignore[method-assign]
         names.append(name)
     return names
+
+
+def _without_cache(model: nn.Module) -> None:
+    """Switches the key-value cache of Hugging Face models off: a block that runs twice would extend it twice."""
+    for module in model.modules():
+        for held in (getattr(module, "config", None), getattr(module, "generation_config", None)):
+            if getattr(held, "use_cache", False) is True:
+                held.use_cache = False  # type: ignore[union-attr]
 
 
 def _call(name: str, block: nn.Module, forward: Any, mode: str, kept: set[Any], *args: Any, **kwargs: Any) -> Any:

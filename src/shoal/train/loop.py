@@ -26,15 +26,15 @@ from shoal.train.checkpoint.exchange import exchange
 from shoal.train.checkpoint.restore import find_intact, restore
 from shoal.train.checkpoint.save import CheckpointFailed, require_savable, save
 from shoal.train.checkpoint.saved import Checkpoint, CheckpointBroken, open_checkpoint
-from shoal.train.gate import cutting_axes
 from shoal.train.launch.agree import choose
 from shoal.train.launch.devices import devices_here, peak_memory_bytes
 from shoal.train.launch.join import join, leave
 from shoal.train.launch.watch import beat
+from shoal.train.proven import is_proven
 from shoal.train.record.recorder import Recorder, new_folder, tracing
 from shoal.train.record.run import Status
 from shoal.train.setup import Prepared, job_from, prepare, staleness
-from shoal.train.verify.one_step import gate_here, question
+from shoal.train.verify.one_step import gate_here, question, require_independent
 from shoal.workload.layout import facts_of, layout_of
 
 
@@ -61,7 +61,10 @@ def check_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
         checkpoint = resume_point(Path(resume), warn=lambda text: channel.say(warning(text)))
         require_job_of(checkpoint, job)
         resume = str(checkpoint.path)
-    asked = question(job, strategy, facts) if arguments.get("gate") else None
+    asked = question(job, strategy, facts, backend=arguments.get("backend")) if arguments.get("gate") else None
+    if asked is not None and not asked["skip"] and not is_proven(asked["key"]):
+        for unknown in require_independent(job, strategy):
+            channel.say(warning(unknown))
     return {"job": job.name, "steps": job.steps, "resume": resume, "question": asked}
 
 
@@ -101,9 +104,10 @@ def train_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     asked = arguments.get("backend")
     me = join(backend=None if asked is None else registered(asked), emulate=arguments.get("emulate"))
     job, strategy = job_from(arguments), parse(arguments["strategy"])
-    if arguments.get("gate") and cutting_axes(strategy):
+    if arguments.get("gate") and me.world > 1:
         # No process stands above the ranks that could have done it.
-        gate_here(job, strategy, facts_of(job, layout_of(job, strategy)), me, channel)
+        facts = facts_of(job, layout_of(job, strategy))
+        gate_here(job, strategy, facts, me, channel, backend=arguments.get("backend"))
     if arguments.get("folder") is None:
         # Where nobody could choose one for all ranks before, rank 0 does.
         chosen = {"folder": str(new_folder(Path("runs"), job.name)) if me.rank == 0 else None}

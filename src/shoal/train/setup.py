@@ -11,8 +11,10 @@ from shoal.comm.ledger import Ledger
 from shoal.comm.transport.emulated import host_of
 from shoal.estimate.traffic import ShardTable, predict
 from shoal.job import Job, JobError, load_job
+from shoal.job.buffers import buffer_modes
 from shoal.job.elementwise import Probe, probe
 from shoal.parallel.apply import parallelize
+from shoal.parallel.buffers import buffer_exchange
 from shoal.parallel.by_hosts import asks_for_hosts, by_hosts
 from shoal.parallel.engine import Engine
 from shoal.parallel.placement import mesh_of
@@ -80,6 +82,8 @@ def prepare(job: Job, strategy: Strategy, *, rank: int, backend: str | None, dev
         elementwise=tried.elementwise, coupled=tried.coupled, batch_norm=job.batch_norm,
         layout=layout_of(job, strategy), seed=job.seed,
     )  # fmt: skip
+    modes = buffer_modes(job.buffers, model)
+    engine.buffers = buffer_exchange(model, engine.placement, modes, engine.absent)
     runner = StepRunner(job, engine, strategy, autocast=strategy.modifier(amp) is not None, dtype=dtype)
     return Prepared(job, strategy, engine, runner, tried)
 

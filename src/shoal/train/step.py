@@ -62,6 +62,11 @@ class Part:
     """The micro-batch of all ranks, where the loss is one of the global batch."""
 
     @property
+    def num_samples(self) -> int:
+        """How many samples count."""
+        return 0 if self.stand_in else len(next(iter(self.batch.values())))
+
+    @property
     def shapes(self) -> tuple[Any, ...]:
         return tuple((name, tuple(entry.shape)) for name, entry in self.batch.items())
 
@@ -100,6 +105,8 @@ class StepRunner:
         if self.global_loss is not None:
             self.global_loss.crossings.take()
         parts = [self._part(micro, indices, counter) for micro in range(self.micro_batches)]
+        if engine.buffers is not None:
+            engine.buffers.begin(sum(part.num_samples for part in parts))
         if engine.pipeline is not None:
             result: StepResult = engine.pipeline.step(
                 lambda m: parts[m].shapes, lambda m: self._forward(parts[m]), self._loss_of(parts),

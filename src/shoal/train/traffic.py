@@ -128,6 +128,8 @@ def axis_calls(strategy: Strategy, engine: Engine) -> Iterator[Call]:
         for crossing in gathered:
             yield from crossing_calls(_group(placement.context), {crossing: 1})
     yield from expert_traffic(take_routed(engine.model))
+    if engine.buffers is not None:
+        yield from engine.buffers.calls()
 
 
 def global_loss_calls(loss: GlobalLoss) -> Iterator[Call]:

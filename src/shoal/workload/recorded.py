@@ -134,6 +134,8 @@ class Trace:
     questions: list[Question] = field(default_factory=list)
     sized_calls: list[NotedCall] = field(default_factory=list)
     """Calls of functions that name sizes, in order."""
+    constants: dict[int, str] = field(default_factory=dict)
+    """Value -> digest of a tensor that is neither parameter, buffer, batch nor computed: a constant of the code."""
 
     def users(self) -> dict[int, list[int]]:
         """Value -> the operations that read it."""

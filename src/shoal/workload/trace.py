@@ -8,6 +8,7 @@ at values (a mixture of experts that asks which expert was chosen) cannot run on
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -29,6 +30,8 @@ from shoal.workload.tensor.sized_calls import SizedCalls
 READS_VALUES = (torch.ops.aten._local_scalar_dense, torch.ops.aten.equal, torch.ops.aten.is_nonzero)
 SAMPLES = 2
 """Enough to tell a batch from a single sample."""
+LARGEST_CONSTANT = 1 << 17
+"""Elements of a constant tensor that counts by its values."""
 
 
 class CannotTrace(ValueError):
@@ -45,6 +48,7 @@ class Recorder(TorchDispatchMode):
         self.calls: list[Call] = []
         self.open: list[Call] = []
         self.questions: list[Question] = []
+        self.constants: dict[int, str] = {}
         self._known: dict[int, int] = {}
         self._alive: list[torch.Tensor] = []
 
@@ -65,6 +69,8 @@ class Recorder(TorchDispatchMode):
         strides = tuple(int(step) for step in tensor.stride()) if tensor.layout is torch.strided else ()
         self.values.append(Value(number, shape, tensor.dtype, source, name, producer, learned, strides))
         self._known[id(tensor)] = number
+        if source == "constant":
+            self.constants[number] = _digest(tensor)
         self._alive.append(tensor)  # An identity means something only as long as its tensor lives.
         return number
 
@@ -115,6 +121,17 @@ class Recorder(TorchDispatchMode):
         call = self.open.pop()
         call.stop, call.results = len(self.ops), self.flat(output)
         call.bare = isinstance(output, torch.Tensor)
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    """Of a constant's values, where it has any; fakes of small constants keep them."""
+    real = getattr(tensor, "constant", None) if isinstance(tensor, FakeTensor) else tensor
+    if real is None or real.is_meta or real.layout is not torch.strided or real.numel() > LARGEST_CONSTANT:
+        return ""
+    with torch._C._DisableTorchDispatch():
+        values = real.detach().cpu().contiguous().reshape(-1)
+        data = values.view(torch.uint8).numpy().tobytes() if len(values) else b""
+    return hashlib.sha256(data).hexdigest()
 
 
 class _AttentionCalls(TorchFunctionMode):
@@ -229,7 +246,7 @@ def _record(job: Job, model: nn.Module, batch: dict[str, torch.Tensor], samples:
         model=model, fake=fake, samples=samples, values=recorder.values, ops=recorder.ops, calls=recorder.calls,
         parameters=parameters, buffers=buffers, output=recorder.flat(output),
         loss=recorder.value_of(loss) if isinstance(loss, torch.Tensor) else None, model_stop=model_stop,
-        attention=attention.found, questions=recorder.questions, sized_calls=sized.found,
+        attention=attention.found, questions=recorder.questions, sized_calls=sized.found, constants=recorder.constants,
     )  # fmt: skip
 
 

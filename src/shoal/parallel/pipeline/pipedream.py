@@ -109,6 +109,8 @@ class PipeDream(Pipeline):
         if self._exchange is None:
             self._begin_exchange()
         self.stash.attach()
+        if self.engine.buffers is not None:
+            self.engine.buffers.finish()
         return self._told()
 
     def drain(self) -> None:

@@ -1,39 +1,38 @@
-"""The name of a proof: a digest of all that a layout depends on, so that no proof is repeated and none is borrowed.
+"""The name of a check: a digest of all that its outcome depends on, so that none is repeated and none is borrowed.
 
-Into it go the strategy, the classes of the model's modules with the source of their code and of the functions that it
-calls, their plain attributes, the names and shapes of parameters, the loss, the shape of a sample, what the job
-declares, and the versions of torch and of Shoal, whose own code for cutting models counts by its text.
+First of all what the model and the loss compute: the operations of a traced forward with their shapes and constants,
+the values of small buffers and constant tensors. Then what one forward may not show: the source of the code and of
+what it calls (`sources.py`), the values that modules hold, the optimiser, the strategy, the device and its backend, the
+versions of torch and of Shoal, whose own code counts by its text.
 """
 
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
-import sys
-import types
-from collections.abc import Iterator
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 import shoal
 from shoal.job import Job
-from shoal.job.facts import settings_of
+from shoal.job.elementwise import probe
 from shoal.strategy import Strategy
+from shoal.train.verify.eager import running_eagerly
+from shoal.train.verify.sources import Collected, digest_of_file
+from shoal.workload.recorded import Ref
+from shoal.workload.trace import CannotTrace, trace
 
-OWN_ROOMS = ("workload", "parallel")
-"""The rooms of Shoal that decide how a model is cut and run it."""
-
-FOREIGN = frozenset({"torch", "numpy", "builtins", *sys.stdlib_module_names})
-"""Modules that count by their version, or not at all."""
+OWN_ROOMS = ("workload", "parallel", "train/verify", "train/step.py", "job", "comm/compress")
+"""The parts of Shoal that decide how a model is cut, run it and check it."""
 
 
-def fingerprint(job: Job, model: nn.Module, strategy: Strategy) -> str:
+def fingerprint(job: Job, model: nn.Module, strategy: Strategy, *, backend: str | None = None) -> str:
     """The digest for a job's model, which may be one without memory, under a strategy."""
     digest = hashlib.sha256()
 
@@ -41,93 +40,65 @@ def fingerprint(job: Job, model: nn.Module, strategy: Strategy) -> str:
         digest.update(f"{what}\0{json.dumps(value, sort_keys=True, default=repr)}\0".encode())
 
     add("strategy", str(strategy))
+    add("device", [device_kind(), backend or "default"])
     add("versions", [str(torch.__version__), shoal.__version__, _own_text()])
-    add("parameters", [(name, list(p.shape), p.requires_grad) for name, p in model.named_parameters()])
+    add("parameters", [(name, list(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()])
     add("tied", [name for name, _ in model.named_parameters(remove_duplicate=False)])
-    add("buffers", [(name, list(buffer.shape)) for name, buffer in model.named_buffers()])
-    sources: dict[str, str] = {}
+    if any(buffer.is_meta for buffer in model.buffers()):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(job.seed)
+            model = job.model()
+    add("computes", _operations(job))
+    held = Collected()
     for path, module in model.named_modules():
-        add(path, [f"{type(module).__module__}.{type(module).__qualname__}", _plain(vars(module))])
-        _collect(type(module), sources)
-        _collect(vars(module).get("forward"), sources)
-    _collect(job.loss, sources)
-    add("sources", sources)
-    add("config", _plain(settings_of(model)))
+        held.add_object(f"module {path}", module)
+    held.add("loss", job.loss)
+    held.add("options", job.options)
+    optimizer = job.optimizer([{"params": [nn.Parameter(torch.zeros(2, 2))]}])
+    held.add("optimizer class", type(optimizer))
+    for group in optimizer.param_groups:
+        held.add("optimizer group", {key: value for key, value in group.items() if key != "params"})
+    add("held", held.found)
+    add("optimizer kind", probe(job.optimizer, model, job.options).kind)
     sample = job.train.batch(np.arange(1))
     add("sample", {name: (list(entry.shape[1:]), str(entry.dtype)) for name, entry in sample.items()})
-    add("job", [list(job.inputs.items()) if isinstance(job.inputs, dict) else list(job.inputs), repr(job.layout)])
+    add("inputs", list(job.inputs.items()) if isinstance(job.inputs, dict) else list(job.inputs))
+    add("job", [repr(job.layout), repr(job.buffers), job.loss_over, job.clip, job.batch_norm])
     return digest.hexdigest()
 
 
-def _plain(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Attributes that are values and not objects: sizes, rates, switches."""
-
-    def is_plain(value: Any) -> bool:
-        if isinstance(value, (tuple, list)):
-            return all(is_plain(each) for each in value)
-        return value is None or isinstance(value, (bool, int, float, str))
-
-    return {name: value for name, value in attributes.items() if name != "training" and is_plain(value)}
+def device_kind() -> str:
+    """The kind of device that ranks of this machine compute on."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found.type if found is not None else "cpu"
 
 
-def _collect(thing: Any, found: dict[str, str]) -> None:
-    """Enters the source of a class or function, and of what its code calls by name, as far as it is the user's own."""
-    while isinstance(thing, partial):
-        thing = thing.func
-    if not isinstance(thing, (type, types.FunctionType)):
-        thing = getattr(thing, "__func__", type(thing) if callable(thing) else None)
-    if thing is None or (thing.__module__ or "").partition(".")[0] in FOREIGN:
-        return
-    name = f"{thing.__module__}.{thing.__qualname__}"
-    if name in found:
-        return
-    file = _file_of(thing)
-    if file is not None and "site-packages" in file:
-        found[name] = _digest_of(file)  # A library: its file as a whole.
-        return
+def _operations(job: Job) -> Any:
+    """What a forward of two samples computes, loss included; the model's name for itself where it cannot be traced."""
     try:
-        found[name] = inspect.getsource(thing)
-    except (OSError, TypeError):
-        found[name] = name  # Typed in at a prompt, or made by a program: only its name is known.
-    for function in _functions(thing):
-        for called in _names(function.__code__):
-            if isinstance(other := function.__globals__.get(called), (type, types.FunctionType)):
-                _collect(other, found)
-    for base in getattr(thing, "__bases__", ()):
-        _collect(base, found)
+        with running_eagerly():
+            recorded = trace(job)
+    except CannotTrace as error:
+        return str(error)
+    refs: Any = lambda leaf: f"%{leaf.value}" if isinstance(leaf, Ref) else _written(leaf)  # noqa: E731
+    values = [
+        (v.shape, str(v.dtype), v.source, v.name if v.source in ("parameter", "buffer", "batch") else "")
+        for v in recorded.values
+    ]
+    ops = [(op.name, tree_map(refs, op.args), tree_map(refs, op.kwargs), op.outputs) for op in recorded.ops]
+    return [values, ops, recorded.output, recorded.loss, sorted(recorded.constants.items())]
 
 
-def _functions(thing: Any) -> list[types.FunctionType]:
-    if isinstance(thing, types.FunctionType):
-        return [thing]
-    unwrapped = (getattr(value, "__func__", getattr(value, "fget", value)) for value in vars(thing).values())
-    return [value for value in unwrapped if isinstance(value, types.FunctionType)]
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
-
-
-def _file_of(thing: Any) -> str | None:
-    try:
-        return inspect.getsourcefile(thing)
-    except TypeError:
-        return None
-
-
-@cache
-def _digest_of(file: str) -> str:
-    try:
-        return hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    except OSError:
-        return file
+def _written(leaf: Any) -> Any:
+    return leaf if leaf is None or isinstance(leaf, (bool, int, float, str)) else repr(leaf)
 
 
 @cache
 def _own_text() -> str:
     home = Path(shoal.__file__).parent
-    files = [file for room in OWN_ROOMS for file in sorted((home / room).rglob("*.py"))]
-    return hashlib.sha256("".join(_digest_of(str(file)) for file in files).encode()).hexdigest()
+    files = [
+        file
+        for room in OWN_ROOMS
+        for file in ([home / room] if room.endswith(".py") else sorted((home / room).rglob("*.py")))
+    ]
+    return hashlib.sha256("".join(digest_of_file(str(file)) for file in files).encode()).hexdigest()

@@ -1,71 +1,83 @@
-"""One step in float64, serial and under a strategy, and how far their gradients are apart: the gate on the ranks.
+"""The gate on the ranks: two steps in float64, serial and under a strategy, and how far they are apart.
 
-The step is that of the job but for three things, none of which a layout depends on: the batch is the smallest that
-gives every share two samples (with one, code that mixes samples would go unnoticed), nothing is dropped at random, and
-the optimiser is plain SGD with momentum, whose state after one step is the gradient itself.
+The steps are those of the job, with its own optimiser, but for what a strategy does not depend on: the batch is the
+smallest that gives every share two samples, nothing is dropped at random, and no parameter starts at zero
+(`gate_model.py`). First the gradients, the loss and the buffers are compared, then what the optimiser made of them.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import socket
 import tempfile
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from torch import nn
 
+from shoal.comm.group import BACKENDS
 from shoal.comm.ledger import BOOK
-from shoal.job import Job, constant, no_options
-from shoal.job.facts import build_without_memory, has_batch_norm
+from shoal.job import Job
+from shoal.job.buffers import buffer_modes
+from shoal.job.facts import build_without_memory
+from shoal.parallel.engine import NonFinite
 from shoal.strategy import ModelFacts, Strategy, contract, is_legal, parse
 from shoal.train.checkpoint.exchange import exchange
-from shoal.train.gate import cutting_axes, exact_twin, is_settled, require_right
+from shoal.train.gate import TOLERANCES, cutting_axes, exact_twin, is_settled, require_right
 from shoal.train.launch.join import Rank, join, leave
-from shoal.train.proven import remember
-from shoal.train.setup import Prepared, job_from, prepare
-from shoal.train.step import build_model, cast
-from shoal.train.verify.conditions import Conditions
+from shoal.train.setup import job_from, prepare
+from shoal.train.step import build_model
+from shoal.train.verify.coupling import SamplesCoupled, couples_samples, refusal, splits_batches
+from shoal.train.verify.data_reads import reads_differ, why_data_differ
+from shoal.train.verify.eager import compiled_parts, running_eagerly
 from shoal.train.verify.fingerprint import fingerprint
-from shoal.train.verify.float64 import KeepFloat64
-from shoal.train.verify.reference import train_serially
-from shoal.train.verify.undropped import Undropped, undropped
+from shoal.train.verify.float64 import KeepFloat64, model_in_float64, to_float64
+from shoal.train.verify.gate_compare import Comparison, GradientWatch, Kind, Row, save_serial, worst
+from shoal.train.verify.gate_model import gate_model
+from shoal.train.verify.gate_serial import FACTORS, STEPS, serial_steps
+from shoal.train.verify.undropped import Undropped
 
-GRADIENT = "momentum_buffer"
-"""What SGD calls the gradient after one step."""
-SMALLEST = 1e-4
-"""A gradient is compared by the size of its tensor's largest element, or by this part of the model's largest: where the
-true gradient is zero (the bias of an attention key) there is nothing but rounding."""
 COPIES = 4
-"""Of the parameters, in float64, that a step holds: themselves, gradients, the optimiser's state and the reference."""
+"""Of its parameters, in float64, that a rank holds: themselves, gradients and the optimiser's state; the serial steps
+hold two more, before and after."""
 
 
-def question(job: Job, strategy: Strategy, facts: ModelFacts) -> dict[str, Any] | None:
-    """What there is to check, as JSON, and whether it can be; None if the strategy leaves the model whole."""
-    axes = cutting_axes(strategy)
-    if not axes:
-        return None
+class CannotCheck(ValueError):
+    """What was given cannot be trained as one process would train it."""
+
+
+def question(job: Job, strategy: Strategy, facts: ModelFacts, *, backend: str | None = None) -> dict[str, Any] | None:
+    """What there is to check, as JSON, and whether it can be; None if there is one process only.
+
+    Raises:
+        CannotCheck: The strategy cuts a compiled model, or data differ from one read to the next.
+    """
     twin = exact_twin(strategy)
+    if twin.world == 1:
+        return None
+    axes = cutting_axes(strategy)
     model = build_without_memory(job)
+    buffer_modes(job.buffers, model)
+    compiled = compiled_parts(model)
+    if compiled and axes:
+        names = " and ".join(axes)
+        raise CannotCheck(
+            f"the model is compiled ({compiled}: torch.compile), and {names} must call its modules one by one, which "
+            f"compiled code does not; let Job.model return it uncompiled, or leave {names} out"
+        )
+    differ = reads_differ(job)
+    if differ and axes:
+        raise CannotCheck(f"{differ}. Under {' and '.join(axes)} several ranks read a sample and must see the same")
     return {
-        "key": fingerprint(job, model, twin), "job": job.name, "strategy": str(twin), "axes": list(axes),
-        "world": twin.world, "batch": _batch(twin, facts),
-        "skip": _why_not(twin, replace(facts, batch_norm=facts.batch_norm and "sync"), model),
+        "key": fingerprint(job, model, twin, backend=backend), "job": job.name, "strategy": str(twin),
+        "axes": list(axes), "world": twin.world, "batch": _batch(twin, facts), "optimizer": _optimizer(job),
+        "skip": differ or _why_not(twin, replace(facts, batch_norm=facts.batch_norm and "sync"), model),
     }  # fmt: skip
-
-
-def remember_layout(job: Job, strategy: Strategy, difference: float) -> None:
-    """Enters a layout as proven that was proven by other means."""
-    if cutting_axes(strategy):
-        twin = exact_twin(strategy)
-        key = fingerprint(job, build_without_memory(job), twin)
-        remember(key, job=job.name, strategy=str(twin), difference=difference)
 
 
 def _batch(strategy: Strategy, facts: ModelFacts) -> int:
@@ -75,37 +87,73 @@ def _batch(strategy: Strategy, facts: ModelFacts) -> int:
     return next((b for b in batches if is_legal(strategy, facts=replace(facts, global_batch=b))), most)
 
 
-def _why_not(strategy: Strategy, facts: ModelFacts, model: torch.nn.Module) -> str:
+def _optimizer(job: Job) -> str:
+    return type(job.optimizer([{"params": [nn.Parameter(torch.zeros(2, 2))]}])).__name__
+
+
+def _why_not(strategy: Strategy, facts: ModelFacts, model: nn.Module) -> str:
     promised = contract(strategy, facts)
     if promised.kind != "exact":
         return f"{strategy} does not promise the numbers of a serial run ({promised.reasons[0]})"
-    needed = 8 * sum(param.numel() for param in model.parameters()) * max(COPIES, strategy.world)
+    elements = sum(param.numel() for param in model.parameters())
+    needed = 8 * elements * (COPIES * max(1, strategy.data_parallel) + COPIES + 2)
     free = psutil.virtual_memory().available
     if needed > free / 2:
         return f"in float64 it would need {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
     return ""
 
 
+def require_independent(job: Job, strategy: Strategy) -> list[str]:
+    """Refuses to split batches whose loss, count and gradient are not the sums of those of their parts.
+
+    Returns:
+        Why that was not found out; empty if it was.
+
+    Raises:
+        SamplesCoupled: The loss is a mean, the count is wrong, samples are coupled, or depend on padding.
+    """
+    if not splits_batches(strategy):
+        return []
+    with running_eagerly():
+        found = couples_samples(job)
+    if found.kind in ("unchecked", "random"):
+        return [found.reason]
+    if wrong := refusal(found, strategy):
+        raise SamplesCoupled(wrong)
+    return []
+
+
 def one_step(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     """On every rank of a group that was started for this: what `compared` gives."""
-    me = join()
+    me = join(backend=BACKENDS.get(arguments.get("backend") or ""))
     told = compared(job_from(arguments), arguments["question"], me)
     leave()
     return told
 
 
-def gate_here(job: Job, strategy: Strategy, facts: ModelFacts, me: Rank, channel: Any) -> None:
-    """On every rank of a running job, where no process stands above them: the same check, before training."""
-    asked = question(job, strategy, facts)
-    if asked is None:
+def gate_here(
+    job: Job, strategy: Strategy, facts: ModelFacts, me: Rank, channel: Any, *, backend: str | None = None
+) -> None:
+    """On every rank of a running job, where no process stands above them: the same checks, before training."""
+    asked: dict[str, Any] | None = None
+    wrong = ""
+    settled = True
+    if me.rank == 0:
+        try:
+            asked = question(job, strategy, facts, backend=backend)
+            if asked is not None and not (settled := is_settled(asked, channel.say)):
+                for unknown in require_independent(job, strategy):
+                    channel.say({"event": "warning", "text": unknown})
+        except ValueError as error:
+            wrong = str(error)
+    first = exchange({"asked": asked, "settled": settled, "wrong": wrong})[0]
+    if first["wrong"]:
+        raise CannotCheck(first["wrong"])
+    if first["settled"]:
         return
-    settled = me.rank == 0 and is_settled(asked, channel.say)
-    answers = exchange({"settled": settled, "skip": asked["skip"]})
-    if any(answer["skip"] for answer in answers) or answers[0]["settled"]:
-        return
-    # Only rank 0 says what there is to say, and remembers; all stop alike.
-    told = compared(job, asked, me)
-    require_right(told, asked, channel.say if me.rank == 0 else _in_silence)
+    # Only rank 0 prints and remembers; all stop alike.
+    told = compared(job, first["asked"], me)
+    require_right(told, first["asked"], channel.say if me.rank == 0 else _in_silence)
 
 
 def _in_silence(message: dict[str, Any]) -> None:
@@ -113,13 +161,15 @@ def _in_silence(message: dict[str, Any]) -> None:
 
 
 def compared(job: Job, asked: dict[str, Any], me: Rank) -> dict[str, Any]:
-    """The largest relative difference over all ranks and where it is; or why there is none."""
+    """The difference that decides, of what kind and where, over all ranks; or why there is none."""
     strategy = parse(asked["strategy"])
     job = replace(
-        job, model=undropped(job.model), global_batch=asked["batch"], options=no_options, schedule=constant,
-        batch_norm="sync", optimizer=partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
-    )  # fmt: skip
-    hosts = [row["host"] for row in exchange({"host": socket.gethostname()})]
+        job, model=gate_model(job), global_batch=asked["batch"], schedule=FACTORS.__getitem__, batch_norm="sync"
+    )
+    about = exchange({"host": socket.gethostname(), "data": _data_digest(job)})
+    if differ := why_data_differ([row["data"] for row in about]):
+        return {"skip": differ, "data": True}
+    hosts = [row["host"] for row in about]
     writer = hosts.index(hosts[me.rank])
     with ExitStack() as stack:
         mine: dict[str, Any] = {"path": "", "skip": ""}
@@ -131,87 +181,106 @@ def compared(job: Job, asked: dict[str, Any], me: Rank) -> dict[str, Any]:
         skip = next((row["skip"] for row in reports if row["skip"]), "")
         if skip:
             return {"skip": skip}
+        serial = reports[writer]
+        stack.enter_context(running_eagerly())
         ready = prepare(job, strategy, rank=me.rank, backend=me.backend, device=me.device, dtype=torch.float64)
-        with KeepFloat64(), Undropped():
-            loss = ready.runner.step(0, 0).loss
-        rows, elements = _differences(ready, reports[writer]["path"])
-        serial = reports[writer]["loss"]
-        rows.append((abs(loss - serial) / max(abs(serial), 1e-300), "the loss"))
+        comparison = Comparison(ready.engine, serial["path"], buffer_modes(job.buffers, ready.engine.model))
+        watch = GradientWatch(ready.engine)
+        counter, decided = 0, {"difference": "0.0"}
+        for step in range(STEPS):
+            rows, elements = [], 0
+            try:
+                with KeepFloat64(), Undropped():
+                    loss = ready.runner.step(step, counter).loss
+            except NonFinite:
+                rows, loss = [Row(math.nan, "loss", "the loss or the gradient")], math.nan
+            else:
+                if step == 0:
+                    rows, elements = comparison.gradients(watch)
+                    rows += comparison.buffers()
+                else:
+                    rows = comparison.updates()
+            there = serial["losses"][step]
+            # The loss of a later step follows from the updates: what is wrong is in them.
+            kind: Kind = "loss" if step == 0 or math.isnan(loss) else "update"
+            rows.append(Row(abs(loss - there) / max(abs(there), 1e-300), kind, f"the loss of step {step + 1}"))
+            decided = _decided(rows, elements, serial["elements"] if step == 0 else 0)
+            if not _within(decided):
+                break
+            counter = ready.runner.order.next(counter)
+        watch.stop()
         ready.engine.close()
         BOOK.take()
-        # Infinity and NaN are no JSON numbers; a NaN counts as the largest of all.
-        worst, where = max(rows, key=lambda row: (math.isnan(row[0]), row[0]))
-        every = exchange({"worst": repr(worst), "where": where, "elements": elements})
-    found = [(float(row["worst"]), row["where"]) for row in every]
-    there, expected = sum(row["elements"] for row in every), reports[writer]["elements"]
-    if there != expected:
-        found.append((math.inf, f"the number of gradient elements, {there} where a serial step has {expected},"))
-    difference, where = max(found, key=lambda row: (math.isnan(row[0]), row[0]))
-    return {"skip": "", "difference": repr(difference), "where": where}
+    return {"skip": "", **decided}
+
+
+def _within(decided: dict[str, Any]) -> bool:
+    return float(decided["difference"]) <= TOLERANCES[decided["kind"]]
+
+
+def _decided(rows: list[Row], elements: int, expected: int) -> dict[str, Any]:
+    """The worst of all ranks: of gradients and loss, then of buffers, then of updates. All ranks call it alike."""
+    kinds = {row.kind for row in rows}
+    mine = [worst([row for row in rows if row.kind == kind]) for kind in sorted(kinds)]
+    # Infinity and NaN are no JSON numbers.
+    every = exchange({"rows": [(repr(row.difference), row.kind, row.where) for row in mine], "elements": elements})
+    found = [Row(float(row[0]), row[1], row[2]) for report in every for row in report["rows"]]
+    there = sum(report["elements"] for report in every)
+    if expected and there != expected and not any(math.isnan(row.difference) for row in found):
+        where = f"the number of gradient elements, {there} where a serial step has {expected},"
+        found.append(Row(math.inf, "gradient", where))
+    wrong = [row for row in found if not row.difference <= TOLERANCES[row.kind]]
+    first = [row for row in wrong if row.kind in ("gradient", "loss")]
+    row = worst(first or wrong or found)
+    buffers = [row.where for row in wrong if row.kind == "buffer"]
+    return {"difference": repr(row.difference), "kind": row.kind, "where": row.where, "buffers": sorted(set(buffers))}
 
 
 def _serial(job: Job, strategy: Strategy, path: Path) -> dict[str, Any]:
     before = torch.get_rng_state()
     try:
-        per_micro = strategy.micro_batches if has_batch_norm(job.model()) else 1
-        reference = train_serially(job, steps=1, micro_batches=per_micro, conditions=Conditions())
-        with KeepFloat64(), Undropped():
-            if not _draws_nothing(job):
+        # Built before float64 is kept, as ranks build theirs.
+        model, other = (model_in_float64(build_model(job)) for _ in range(2))
+        with KeepFloat64(), Undropped(), running_eagerly():
+            draws, has_state = _examined(job, other)
+            if draws:
                 return {"path": "", "skip": "the model draws random numbers that cannot be turned off"}
+            found = serial_steps(job, strategy, model, has_state=has_state)
     except Exception as error:  # Whatever the user's code raises in float64 says nothing about the layout.
         return {"path": "", "skip": f"its serial step in float64 fails: {type(error).__name__}: {error}"}
     finally:
         torch.set_rng_state(before)
-    if not math.isfinite(reference.losses[0]):
-        return {"path": "", "skip": f"the loss of its first step is {reference.losses[0]}"}
-    tensors = {f"gradient:{name}": state[GRADIENT] for name, state in reference.state.items() if GRADIENT in state}
-    elements = sum(value.numel() for value in tensors.values())
-    tensors |= {f"buffer:{name}": value for name, value in reference.buffers.items()}
-    save_file({key: value.contiguous().clone() for key, value in tensors.items()}, path)
-    return {"path": str(path), "skip": "", "loss": reference.losses[0], "elements": elements}
+    for step, loss in enumerate(found.losses):
+        if not math.isfinite(loss):
+            return {"path": "", "skip": f"the loss of step {step + 1} is {loss} in a serial run in float64 already"}
+    save_serial(found, path)
+    elements = sum(value.numel() for value in found.gradients.values())
+    return {"path": str(path), "skip": "", "losses": found.losses, "elements": elements}
 
 
-def _draws_nothing(job: Job) -> bool:
-    """Whether the loss is the same for other random numbers. Asked of one sample: draws do not wait for a second."""
-    model = build_model(job, torch.float64).train()
-    batch = cast(job.train.batch(job.order().indices(0)[:2]), torch.float64)
-    losses = []
+def _examined(job: Job, model: nn.Module) -> tuple[bool, bool]:
+    """Whether the loss differs with the random numbers drawn, and whether a forward changes buffers. Asked of two
+    samples: draws do not wait for a third."""
+    model.train()
+    indices = job.order().indices(0)[:2]
+    losses, has_state = [], False
     for seed in (1, 2):
+        batch = {name: to_float64(entry) for name, entry in job.train.batch(indices).items()}
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         torch.manual_seed(seed)
         with torch.no_grad():
-            losses.append(float(job.loss(job.run_model(model, batch), batch)[0]))
-    return losses[0] == losses[1] or all(math.isnan(loss) for loss in losses)
+            losses.append(float(job.loss_of(job.run_model(model, batch), batch)[0]))
+            for name, buffer in model.named_buffers():
+                has_state = has_state or not torch.equal(buffer, before[name])
+                buffer.copy_(before[name])
+    return losses[0] != losses[1] and not all(math.isnan(loss) for loss in losses), has_state
 
 
-def _differences(ready: Prepared, path: str) -> tuple[list[tuple[float, str]], int]:
-    """This rank's slices of gradients and buffers beside the serial ones; and how many elements were compared."""
-    engine = ready.engine
-    rows, elements = [(0.0, "nothing")], 0
-
-    def own(name: str, whole: torch.Tensor) -> torch.Tensor:
-        part = engine.part_of(name)
-        return whole if part is None else part.of(whole)
-
-    with safe_open(path, framework="pt") as reference:
-        known = set(reference.keys())
-        sizes = {key: float(reference.get_tensor(key).abs().max()) for key in known if key.startswith("gradient:")}
-        least = SMALLEST * max(sizes.values(), default=0.0)
-        for key, piece in engine.owned_state():
-            if key != GRADIENT:
-                continue
-            if f"gradient:{piece.name}" not in known:
-                rows.append((math.inf, f"the gradient of {piece.name}, which has none in a serial step,"))
-                continue
-            whole = own(piece.name, reference.get_tensor(f"gradient:{piece.name}")).reshape(-1)
-            there = whole[piece.start : piece.start + piece.values.numel()]
-            elements += piece.values.numel()
-            if there.numel():
-                apart = float((piece.values.cpu().double() - there.double()).abs().max())
-                size = max(sizes[f"gradient:{piece.name}"], least) or 1.0
-                rows.append((apart / size, f"the gradient of {piece.name}"))
-        for name, buffer in engine.model.named_buffers():
-            if f"buffer:{name}" in known and name not in engine.absent and buffer.numel() and not buffer.is_complex():
-                other = own(name, reference.get_tensor(f"buffer:{name}")).double()
-                apart = float((buffer.cpu().double() - other).abs().max())
-                rows.append((apart / max(float(other.abs().max()), 1.0), f"the buffer {name}"))
-    return rows, elements
+def _data_digest(job: Job) -> str:
+    """Of the first batch as this rank reads it."""
+    digest = hashlib.sha256()
+    for name, entry in sorted(job.train.batch(job.order().indices(0)).items()):
+        values = entry.detach().cpu().contiguous()
+        digest.update(f"{name}{tuple(values.shape)}{values.dtype}".encode())
+        digest.update(values.reshape(-1).view(torch.uint8).numpy().tobytes() if values.numel() else b"")
+    return digest.hexdigest()
