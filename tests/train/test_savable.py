@@ -1,0 +1,89 @@
+"""What no checkpoint can hold is reported before the first step, in a sentence."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from distributed.optimizer_zoo import WithoutRate, Written
+from shoal.job import Job, JobError, TensorData
+from shoal.strategy import parse
+from shoal.train.checkpoint.save import CheckpointFailed, require_savable
+from shoal.train.setup import Prepared, prepare
+
+
+class Seen(Written):
+    """Keeps a set."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups)
+        self.seen: set[float] = set()
+
+    def begin(self) -> None:
+        self.seen = self.seen | {float(len(self.seen))}
+
+    def update(self, param: Any, group: dict[str, Any], state: dict[str, Any]) -> None:
+        param.sub_(group["lr"] * param.grad)
+
+
+class Turning(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 4)
+        self.turn = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.inner(x) * self.turn).abs()
+
+
+def ready(optimizer: Any, model: Any = lambda: nn.Linear(3, 4), **options: Any) -> Prepared:
+    job = Job(
+        name="savable", model=model, train=TensorData(x=torch.ones(4, 3)), optimizer=optimizer, global_batch=2, steps=3,
+        loss=lambda out, batch: (out.square().sum(), len(out)), **options,
+    )  # fmt: skip
+    return prepare(job, parse("dp(1)"), rank=0, backend=None)
+
+
+def test_an_object_that_a_checkpoint_cannot_hold_is_named() -> None:
+    run = ready(Seen)
+    with pytest.raises(CheckpointFailed) as refused:
+        require_savable(run.engine, run.optimizer)
+    assert str(refused.value) == (
+        "no checkpoint of this job can be written: Seen keeps a set (attributes: 'seen'), and a checkpoint holds "
+        "numbers, text, lists, dicts and tensors; keep it as one of these, or train without checkpoints "
+        "(--checkpoint-every 0)"
+    )
+
+
+def test_a_parameter_of_a_type_that_a_checkpoint_cannot_hold_is_named() -> None:
+    run = ready(partial(torch.optim.SGD, lr=0.1), Turning)
+    with pytest.raises(CheckpointFailed, match="can be written: turn has dtype complex64, which a checkpoint cannot"):
+        require_savable(run.engine, run.optimizer)
+
+
+def test_what_can_be_saved_passes() -> None:
+    run = ready(torch.optim.Adafactor)
+    require_savable(run.engine, run.optimizer)
+
+
+def test_a_schedule_needs_a_learning_rate() -> None:
+    ready(WithoutRate)
+    with pytest.raises(JobError) as refused:
+        ready(WithoutRate, schedule=lambda step: 1.0 / (1 + step))
+    assert str(refused.value) == (
+        "job 'savable': WithoutRate has no learning rate ('lr') in its groups, so the schedule cannot change it; leave "
+        "Job.schedule out, or name the optimiser's learning rate 'lr'"
+    )
+
+
+def test_the_users_own_tensor_learning_rate_is_left_alone() -> None:
+    rate = torch.tensor(0.5)
+    run = ready(lambda groups: torch.optim.SGD(groups, lr=rate), schedule=lambda step: 0.5 ** (step + 1))
+    for step in range(3):
+        run.runner.step(step, step * 2)
+    assert float(rate) == 0.5
+    assert float(run.engine.optimizer.optimizer.param_groups[0]["lr"]) == 0.5 * 0.125
