@@ -21,7 +21,11 @@ from shoal.train.local import CannotTrain, train_job
 from shoal.train.proven import is_proven, proven_file, remember, secret_file
 from shoal.train.record.run import Run
 from shoal.train.verify.fingerprint import fingerprint
+from shoal.train.verify.float64 import model_in_float64
 from shoal.train.verify.gate_model import gate_model
+from shoal.train.verify.gate_serial import serial_steps
+from shoal.train.verify.one_step import question
+from shoal.workload.layout import facts_of, layout_of
 
 HEAD = """
 import types
@@ -169,6 +173,33 @@ def test_an_optimiser_that_the_probe_takes_for_element_wise_is_stopped_by_name(
     )
     told = stopped(job, "dp(2, zero=1)", tmp_path, (LayoutWrong, CannotTrain))  # type: ignore[arg-type]
     assert "OverAll" in told or "element" in told
+
+
+DRAWS = """
+class Langevin(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(torch.randn_like(p), alpha=0.01)
+"""
+
+
+@pytest.mark.parametrize("optimizer", ["Langevin(groups, lr=0.01)", "torch.optim.LBFGS(groups, lr=0.1, max_iter=2)"])
+def test_optimisers_whose_updates_cannot_be_compared_are_checked_by_their_gradients(
+    optimizer: str, write: Callable[..., str]
+) -> None:
+    job = load_file(write(helpers=DRAWS, optimizer=optimizer))
+    strategy = parse("dp(2)")
+    asked = question(job, strategy, facts_of(job, layout_of(job, strategy)))
+    assert asked is not None
+    assert asked["updates"] is False
+    model = model_in_float64(job.model())
+    assert (
+        serial_steps(job, strategy, model, has_state=False, steps=1).gradients.keys()
+        == dict(model.named_parameters()).keys()
+    )
 
 
 DECLARES_ELEMENTWISE = "from shoal.strategy import ModelFacts; FACTS = ModelFacts(elementwise_optimizer=True)"

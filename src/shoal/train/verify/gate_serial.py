@@ -42,18 +42,18 @@ class SerialSteps:
     """Parameter -> mask of elements whose update says nothing."""
 
 
-def serial_steps(job: Job, strategy: Strategy, model: nn.Module, *, has_state: bool) -> SerialSteps:
+def serial_steps(job: Job, strategy: Strategy, model: nn.Module, *, has_state: bool, steps: int = STEPS) -> SerialSteps:
     """Steps the job's model, which is in float64, in this process, on the batches of its order. `has_state`: whether a
     forward changes buffers, which each micro-batch then does."""
     model.train()
     optimizer = job.optimizer(param_groups(model, job.options))
-    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
     named = {name: param for name, param in model.named_parameters() if param.requires_grad}
     peaks = {name: torch.zeros(param.shape, dtype=torch.float64) for name, param in named.items()}
     micros, parts = _cuts(job, strategy, per_micro=has_state or has_batch_norm(model))
     order, counter = job.order(), 0
     found = SerialSteps(before={name: param.detach().clone() for name, param in named.items()})
-    for step in range(STEPS):
+    for step in range(steps):
         indices = order.indices(counter)
         optimizer.zero_grad(set_to_none=True)
         total, count = 0.0, 0.0
@@ -77,10 +77,12 @@ def serial_steps(job: Job, strategy: Strategy, model: nn.Module, *, has_state: b
                     found.gradients[name] = param.grad.clone()
         if step == 0:
             found.buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+        if steps < STEPS:
+            break  # What the optimiser does is not compared.
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            if isinstance(group["lr"], torch.Tensor):
+            if isinstance(group.get("lr"), torch.Tensor):
                 group["lr"] = torch.full_like(group["lr"], rate * FACTORS[step])
-            else:
+            elif "lr" in group:
                 group["lr"] = rate * FACTORS[step]
         optimizer.step()
         counter = order.next(counter)

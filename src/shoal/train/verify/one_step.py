@@ -76,6 +76,7 @@ def question(job: Job, strategy: Strategy, facts: ModelFacts, *, backend: str | 
     return {
         "key": fingerprint(job, model, twin, backend=backend), "job": job.name, "strategy": str(twin),
         "axes": list(axes), "world": twin.world, "batch": _batch(twin, facts), "optimizer": _optimizer(job),
+        "updates": _updates_compare(job),
         "skip": differ or _why_not(twin, replace(facts, batch_norm=facts.batch_norm and "sync"), model),
     }  # fmt: skip
 
@@ -89,6 +90,25 @@ def _batch(strategy: Strategy, facts: ModelFacts) -> int:
 
 def _optimizer(job: Job) -> str:
     return type(job.optimizer([{"params": [nn.Parameter(torch.zeros(2, 2))]}])).__name__
+
+
+def _updates_compare(job: Job) -> bool:
+    """Whether two runs of the optimiser on the same gradients agree: not if it draws random numbers, or computes the
+    loss again by itself (LBFGS). Tried on a small parameter."""
+    ends = []
+    with torch.random.fork_rng(devices=[]):
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            param = nn.Parameter(torch.ones(4, 3, dtype=torch.float64))
+            try:
+                optimizer = job.optimizer([{"params": [param]}])
+                for _ in range(STEPS):
+                    param.grad = torch.linspace(-1.0, 1.0, 12, dtype=torch.float64).view(4, 3)
+                    optimizer.step()
+            except Exception:  # It asks for more than a parameter and its gradient.
+                return False
+            ends.append(param.detach())
+    return torch.equal(*ends)
 
 
 def _why_not(strategy: Strategy, facts: ModelFacts, model: nn.Module) -> str:
@@ -163,6 +183,7 @@ def _in_silence(message: dict[str, Any]) -> None:
 def compared(job: Job, asked: dict[str, Any], me: Rank) -> dict[str, Any]:
     """The difference that decides, of what kind and where, over all ranks; or why there is none."""
     strategy = parse(asked["strategy"])
+    steps = STEPS if asked["updates"] else 1
     job = replace(
         job, model=gate_model(job), global_batch=asked["batch"], schedule=FACTORS.__getitem__, batch_norm="sync"
     )
@@ -176,7 +197,7 @@ def compared(job: Job, asked: dict[str, Any], me: Rank) -> dict[str, Any]:
         if me.rank == writer:
             # One rank of each host: the reference is a file.
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-gate-"))
-            mine = _serial(job, strategy, Path(folder) / "reference.safetensors")
+            mine = _serial(job, strategy, Path(folder) / "reference.safetensors", steps)
         reports = exchange(mine)
         skip = next((row["skip"] for row in reports if row["skip"]), "")
         if skip:
@@ -187,7 +208,7 @@ def compared(job: Job, asked: dict[str, Any], me: Rank) -> dict[str, Any]:
         comparison = Comparison(ready.engine, serial["path"], buffer_modes(job.buffers, ready.engine.model))
         watch = GradientWatch(ready.engine)
         counter, decided = 0, {"difference": "0.0"}
-        for step in range(STEPS):
+        for step in range(steps):
             rows, elements = [], 0
             try:
                 with KeepFloat64(), Undropped():
@@ -236,7 +257,7 @@ def _decided(rows: list[Row], elements: int, expected: int) -> dict[str, Any]:
     return {"difference": repr(row.difference), "kind": row.kind, "where": row.where, "buffers": sorted(set(buffers))}
 
 
-def _serial(job: Job, strategy: Strategy, path: Path) -> dict[str, Any]:
+def _serial(job: Job, strategy: Strategy, path: Path, steps: int) -> dict[str, Any]:
     before = torch.get_rng_state()
     try:
         # Built before float64 is kept, as ranks build theirs.
@@ -245,7 +266,7 @@ def _serial(job: Job, strategy: Strategy, path: Path) -> dict[str, Any]:
             draws, has_state = _examined(job, other)
             if draws:
                 return {"path": "", "skip": "the model draws random numbers that cannot be turned off"}
-            found = serial_steps(job, strategy, model, has_state=has_state)
+            found = serial_steps(job, strategy, model, has_state=has_state, steps=steps)
     except Exception as error:  # Whatever the user's code raises in float64 says nothing about the layout.
         return {"path": "", "skip": f"its serial step in float64 fails: {type(error).__name__}: {error}"}
     finally:
