@@ -59,3 +59,16 @@ def test_every_spelling_and_mask_is_exact_on_three_ranks(ranks: Callable[..., An
 @pytest.mark.parametrize("strategy", ["cp(2) * dp(2)", "cp(2) * dp(2, zero=3)", "cp(2) * tp(2, sequence=True)"])
 def test_products_of_attention_written_by_hand(ranks: Callable[..., Any], strategy: str) -> None:
     prove(ranks, ("by_hand", "own_mask", "layer"), (strategy,), world=4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_families_that_write_attention_out_are_exact(ranks: Callable[..., Any]) -> None:
+    pytest.importorskip("transformers")
+    jobs = [f"{JOBS.with_name('eager.py')}:{name}" for name in ("gemma2", "bloom", "bert", "mpt", "gpt2")]
+    arguments = {"cases": [(job, "cp(2)") for job in jobs], "steps": 2}
+    for rank in ranks("distributed.proofs:prove_many", arguments, ranks=2, timeout_s=300, hang_after_s=120):
+        for row in rank:
+            assert "refused" not in row, row
+            assert row["difference"] < TOLERANCE, row
+            assert not row["ledger"], row
