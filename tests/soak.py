@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from distributed.training_targets import checkpoint_bytes, curve
 from shoal.strategy import parse
+from shoal.train.checkpoint.files import checkpoints
 from shoal.train.launch import RankFailed, run_ranks
 
 JOB = str(Path(__file__).parent / "distributed" / "jobs" / "residual.py") + ":job"
@@ -44,7 +45,7 @@ STRATEGIES = [
 
 def settings(strategy: str, folder: Path) -> dict[str, Any]:
     common = {"job": JOB, "steps": STEPS, "evaluate_every": 20, "checkpoint_every": 3}
-    if any((folder / "checkpoints").glob("step-*")):
+    if checkpoints(folder / "checkpoints"):
         common["resume"] = str(folder)
     else:
         shutil.rmtree(folder, ignore_errors=True)

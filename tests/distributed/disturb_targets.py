@@ -142,7 +142,7 @@ def spoilt_restore(arguments: dict[str, Any], channel: Any) -> str:
     on_reach(spoil)
     try:
         restore(ready.engine, open_checkpoint(path))
-    except RuntimeError as error:
+    except ValueError as error:
         return str(error)
     finally:
         on_reach(None)

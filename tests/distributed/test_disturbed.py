@@ -49,16 +49,14 @@ HELD = {
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    "strategy", ["dp(2, via=shared())", "dp(3, via=shared())", "dp(2, via=shared()) * accumulate(2)"]
-)
+@pytest.mark.parametrize("strategy", ["dp(2, via=shared())"])
 def test_a_late_rank_in_shared_memory_changes_nothing(strategy: str, ranks: Ranks, tmp_path: Path) -> None:
     world = parse(strategy).world
     cases = [[point, rank] for point in RISKY for rank in range(world)]
     asked = {"job": JOB, "strategy": strategy, "folder": str(tmp_path), "cases": cases}
     seen = ranks(f"{TARGETS}:delayed_runs", asked, ranks=world, timeout_s=100)[0]
     assert (seen["differing"], seen["stopped"]) == ([], None)
-    assert set(seen["reached"]) >= set(RISKY) - ({"step: gradient added"} if "accumulate" in strategy else set())
+    assert set(seen["reached"]) >= set(RISKY)
 
 
 @pytest.mark.slow

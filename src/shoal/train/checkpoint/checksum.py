@@ -27,7 +27,7 @@ _SPREAD, _MIX = -7046029254386353131, -4658895280553007687
 """Odd constants of the splitmix64 generator (Steele, Lea & Flood 2014), as signed numbers."""
 
 
-class RestoredWrongly(RuntimeError):
+class RestoredWrongly(ValueError):
     """After a restore a rank holds something else than the checkpoint."""
 
 

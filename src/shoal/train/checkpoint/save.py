@@ -124,6 +124,7 @@ class _Save:
         tables = reports = exchange(
             _attempt(lambda: self._prepare(contents_of(engine, buffers=buffers, rank=self.rank)))
         )
+        self._leave_out_repeated(tables)
         reach("save: contents listed")
         if not _failures(reports):
             reports = exchange(_attempt(self._write))
@@ -150,6 +151,12 @@ class _Save:
             tidy(self.folder)
             self.partial.mkdir()
         return {"bytes": contents.bytes, "sums": of_contents(contents, self.engine), **contents.table()}
+
+    def _leave_out_repeated(self, tables: list[dict[str, Any]]) -> None:
+        """Pipeline stages may hold the same buffer; the first rank that offers it writes it."""
+        offered = {key for table in tables[: self.rank] for key in table.get("buffers", {})}
+        repeated = {entry["tensor"] for key, entry in self.contents.buffers.items() if key in offered}
+        self.contents.tensors = [row for row in self.contents.tensors if row[0] not in repeated]
 
     def _write(self) -> dict[str, Any]:
         path = self.partial / file_of(self.rank)
@@ -179,7 +186,7 @@ class _Save:
             "files": files,
         }
         for what in ("parameters", "buffers", "numbers", "extras"):
-            manifest[what] = {name: entry for table in tables for name, entry in table[what].items()}
+            manifest[what] = {name: entry for table in reversed(tables) for name, entry in table[what].items()}
         manifest["optimizer"] = {}
         for table in tables:  # Stages of a pipeline report their own groups, and the rest alike.
             for where, entries in table["optimizer"].items():

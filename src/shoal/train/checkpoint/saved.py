@@ -119,8 +119,10 @@ class Checkpoint:
             for where, entries in manifest.get("optimizer", {}).items()
         }
         self._expected = self._tensors_expected()
-        self.sums = {str(name): int(value) for name, value in manifest.get("sums", {}).items()}
+        self.sums: dict[str, int] = dict(manifest.get("sums", {}))
         """Checksums of tensors by `checksum.py`; none in checkpoints of earlier versions."""
+        if not all(isinstance(value, int) and abs(value) <= 1 << 63 for value in self.sums.values()):
+            raise ValueError("a checksum that is not an integer of 64 bits")
         self._open: dict[str, Any] = {}
         self._assembled: tuple[tuple[str, str | None], torch.Tensor] | None = None
         self._require_consistent()
