@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from shoal.train.checkpoint.checksum import RestoredWrongly
 from shoal.train.checkpoint.restore import CheckpointMismatch
 from shoal.train.checkpoint.save import restore, save
 from shoal.train.checkpoint.saved import CheckpointBroken, open_checkpoint
@@ -66,12 +67,12 @@ def require(found: dict[str, Any], count: int) -> None:
 
 
 def test_three_hundred_mutations_are_refused_or_harmless(originals: list[Path], tmp_path: Path) -> None:
-    refused = (CheckpointBroken, CheckpointMismatch)
+    refused = (CheckpointBroken, CheckpointMismatch, RestoredWrongly)
     require(try_many(originals, tmp_path, everything, refused, seed=1, count=300), 300)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_ten_thousand_mutations_are_refused_or_harmless(originals: list[Path], tmp_path: Path) -> None:
-    refused = (CheckpointBroken, CheckpointMismatch)
+    refused = (CheckpointBroken, CheckpointMismatch, RestoredWrongly)
     require(try_many(originals, tmp_path, everything, refused, seed=2, count=10_000), 10_000)
