@@ -49,12 +49,14 @@ def test_a_model_that_couples_samples_is_named_also_behind_a_zero_gate(name: str
     assert "the model couples samples (output" in row.reason
 
 
-def test_batch_statistics_by_function_are_coupled_and_by_module_are_not() -> None:
+def test_batch_norm_that_engines_synchronise_is_left_out() -> None:
     class ByFunction(coupled.Plain):
         def mix(self, x: torch.Tensor) -> torch.Tensor:
             return nn.functional.batch_norm(x, None, None, training=True)
 
-    assert couples_samples(coupled.make(ByFunction)).kind == "coupled"
+    by_function = couples_samples(coupled.make(ByFunction))
+    assert by_function.kind == "none", by_function.reason
+    assert by_function.state == ("statistics of batch_norm()",)
     norms = [nn.BatchNorm1d(6), nn.BatchNorm1d(6, track_running_stats=False, affine=False)]
     model = partial(nn.Sequential, nn.Linear(6, 6), *norms, nn.Linear(6, 6))
     assert couples_samples(coupled.make(model)).kind == "none"

@@ -159,12 +159,17 @@ def verify(
         passed=largest <= tolerance and not unlike and provable,
         max_rel_diff=largest, tolerance=tolerance, worst=where,
         ledger_matches=not unlike, steps=steps, seed=job.seed, ledger_differences=unlike[:20],
-        compared=serial["elements"] | {LOSS: steps} if exact else {LOSS: steps},
+        compared=serial["elements"] | _buffers(serial) | {LOSS: steps} if exact else {LOSS: steps},
         serial=_described(promised.micro_batches, promised.parts, exact=exact), conditioning=conditioning,
         zero_gradient=sorted({name for rank in ranks for name in rank["zero_gradient"]}),
         widened=serial["widened"], losses=losses, serial_losses=serial["losses"], notes=notes,
         float32_drift=max((rank["float32_drift"] or 0.0) for rank in ranks) if exact else None,
     )  # fmt: skip
+
+
+def _buffers(serial: dict[str, Any]) -> dict[str, int]:
+    """Elements of buffers, which are replicated: each name is compared on every rank that holds it."""
+    return {"buffer": sum(serial["buffers"].values())} if serial["buffers"] else {}
 
 
 def _described(micro_batches: int, parts: int, *, exact: bool) -> str:
@@ -178,8 +183,6 @@ def _found(ranks: list[dict[str, Any]], serial: dict[str, Any], curve: list[floa
     found = [(row[0], row[1]) for rank in ranks for row in rank["worst"]]
     found += [(d, f"loss of step {step + 1}") for step, d in enumerate(curve)]
     for kind, elements in serial["elements"].items():
-        if kind == "buffer":
-            continue  # Replicated, so counted by name.
         compared = sum(rank["compared"].get(kind, 0) for rank in ranks)
         if compared != elements:
             found.append((math.inf, f"{kind}: {compared} of {elements} elements are there to compare"))
@@ -230,8 +233,6 @@ def serial_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     for state in reference.state.values():
         for key, value in state.items():
             elements[key] = elements.get(key, 0) + value.numel()
-    if reference.buffers:
-        elements["buffer"] = sum(value.numel() for value in reference.buffers.values())
     conditioning: dict[str, float] = {}
     for seed in range(arguments.get("disturbances", 0)):
         other = run(Disturbed(seed + 1, reverse=arguments["reverse"]))
@@ -239,7 +240,7 @@ def serial_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
             conditioning[kind] = max(conditioning.get(kind, 0.0), moved)
     return {
         "losses": reference.losses, "widened": widened, "elements": elements, "conditioning": conditioning,
-        "buffers": [name for name, value in reference.buffers.items() if value.numel()],
+        "buffers": {name: value.numel() for name, value in reference.buffers.items() if value.numel()},
     }  # fmt: skip
 
 

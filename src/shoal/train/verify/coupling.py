@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from shoal.job import Batch, Job
@@ -232,7 +233,7 @@ class _Trial:
         """On a copy of the model, so that no pass sees what another left behind; text says what is wrong."""
         model = copy.deepcopy(self.start)
         torch.manual_seed(seed)
-        with KeepFloat64(), Undropped():
+        with KeepFloat64(), Undropped(), _FixedStatistics():
             output = self.job.run_model(model, batch)
             loss, count = self.job.loss_of(output, batch)
             if isinstance(count, torch.Tensor) and count.requires_grad:
@@ -246,12 +247,33 @@ class _Trial:
         """What one forward changes in the model, batch norm's statistics aside."""
         model = copy.deepcopy(self.start)
         before = _held(model)
-        with KeepFloat64(), Undropped(), torch.no_grad():
+        with KeepFloat64(), Undropped(), _FixedStatistics() as norms, torch.no_grad():
             self.job.run_model(model, self._read(self.indices))
         after = _held(model)
+        if norms.asked:
+            after["statistics of batch_norm()"] = True
         return tuple(
             sorted(name for name in before.keys() | after.keys() if not _same(before.get(name), after.get(name)))
         )
+
+
+class _FixedStatistics(TorchFunctionMode):
+    """Batch norm that modules call as a function: engines synchronise it too, so it is left out like the modules."""
+
+    asked = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not nn.functional.batch_norm:
+            return func(*args, **(kwargs or {}))
+        names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+        given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+        if given.get("training"):
+            self.asked = True
+            channels = given["input"].size(1)
+            given["running_mean"] = given["input"].new_zeros(channels)
+            given["running_var"] = given["input"].new_ones(channels)
+            given["training"] = False
+        return func(**given)
 
 
 def _prepared(model: nn.Module) -> nn.Module:
