@@ -204,8 +204,8 @@ def refusals(arguments: dict[str, Any], channel: Any) -> dict[str, str]:
     members = members_of_all()
     q = torch.zeros(1, 4, 6, 8)
     wrong: dict[str, tuple[str, tuple[torch.Tensor, ...], dict[str, Any]]] = {
-        "dropout": ("ring", (q, q, q), {"dropout_p": 0.1}),
-        "dropout of ulysses": ("ulysses", (q, q, q), {"dropout_p": 0.1}),
+        "dropout": ("ring", (q, q, q), {"dropout_p": 1.5}),
+        "dropout of ulysses": ("ulysses", (q, q, q), {"dropout_p": -0.1}),
         "cross": ("ring", (q, q[:, :, :4], q[:, :, :4]), {}),
         "three dimensions": ("ring", (q[0], q[0], q[0]), {}),
         "grouped without saying so": ("ring", (q, q[:, :2], q[:, :2]), {}),

@@ -157,8 +157,8 @@ def test_a_ring_that_sees_the_future_in_one_chunk_is_far_off(ranks: Ranks, fault
 
 def test_impossible_calls_are_refused_in_a_sentence_before_anything_is_sent(ranks: Ranks) -> None:
     words = {
-        "dropout": "dropout_p=0.1 was given; set the model's attention dropout to 0",
-        "dropout of ulysses": "dropout_p=0.1",
+        "dropout": "dropout_p is a probability from 0 to 1, not 1.5",
+        "dropout of ulysses": "not -0.1",
         "cross": "Cross attention and cached keys",
         "three dimensions": "[batch, heads, positions, head_dim]",
         "grouped without saying so": "4 heads of queries do not go with 2 of keys and values; pass enable_gqa=True",

@@ -153,8 +153,10 @@ def test_a_store_that_is_poisoned_all_the_time_ends_a_job_in_a_sentence(ranks: R
         found = by_variables(ranks, port, {"RANK": 0}, {"RANK": 1}, meet_s=[3] * 2)
     assert poisoned
     for each in found:
-        assert each.get("sum") == 3.0 or "is not signed with this job's token" in each["error"] or (
-            "lost the meeting place" in each["error"] or "did not come" in each["error"]
+        assert (
+            each.get("sum") == 3.0
+            or "is not signed with this job's token" in each["error"]
+            or ("lost the meeting place" in each["error"] or "did not come" in each["error"])
         )
 
 

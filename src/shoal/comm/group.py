@@ -324,6 +324,4 @@ def register_backends() -> None:
     found = accelerator_backend()
     if found is not None and registered(found[0]).upper() not in dist.Backend._plugins:
         name, kind = found
-        dist.Backend.register_backend(
-            registered(name), _create_on_accelerator, extended_api=True, devices=[kind.type]
-        )
+        dist.Backend.register_backend(registered(name), _create_on_accelerator, extended_api=True, devices=[kind.type])

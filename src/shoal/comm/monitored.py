@@ -21,9 +21,7 @@ class NotAllArrived(RuntimeError):
     """Ranks that did not reach a monitored barrier in time."""
 
 
-def monitored_barrier(
-    mail: Mail, rank: int, size: int, *, number: int, timeout_s: float, wait_all_ranks: bool
-) -> None:
+def monitored_barrier(mail: Mail, rank: int, size: int, *, number: int, timeout_s: float, wait_all_ranks: bool) -> None:
     """`number` counts the monitored barriers of this group. Raises NotAllArrived.
 
     Without `wait_all_ranks` rank 0 gives up on the first rank that is missing, with it it names them all.

@@ -21,6 +21,7 @@ from shoal.job.elementwise import probe
 from shoal.job.errors import JobError
 from shoal.job.job import Job
 from shoal.job.losses import IGNORED
+from shoal.job.random_optimizer import without_draws
 from shoal.strategy.facts import ModelFacts
 
 # The names by which models call the same thing: Hugging Face's (GPT-2's and everyone else's), torch's, ours.
@@ -41,7 +42,7 @@ def infer_facts(job: Job, *, model: nn.Module | None = None) -> ModelFacts:
     """
     model = model if model is not None else build_without_memory(job)
     require_initialised(model, job.name)
-    tried = probe(job.optimizer, model, job.options)
+    tried = probe(without_draws(job.optimizer), model, job.options)
     inferred = {
         **_of_model(model),
         **_of_data(job),

@@ -19,6 +19,8 @@ from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members, Mesh
 from shoal.comm.points import reach
 from shoal.comm.shared_block import SharedBlock
+from shoal.job.random_optimizer import UpdateDraws
+from shoal.job.randomness import Randomness
 from shoal.parallel.batch_norm import count_once, synchronise
 from shoal.parallel.compression import Compression
 from shoal.parallel.cutting import CutModel, cut_model
@@ -55,9 +57,12 @@ def parallelize(
     bucket_bytes: int = BUCKET_BYTES,
     layout: Layout | None = None,
     seed: int = 0,
+    randomness: Randomness | None = None,
+    update_draws: UpdateDraws | None = None,
 ) -> Engine:
     """Makes the model train by the strategy. All ranks call it alike; rank 0's values are everyone's start. The mesh is
-    the engine's from then on, and is closed with it. `seed` is that of what compression draws."""
+    the engine's from then on, and is closed with it. `seed` is that of what compression draws; `randomness` has the
+    rule for what the model draws, `update_draws` that for what the optimiser draws."""
     require_runnable(strategy, elementwise=elementwise, coupled=coupled)
     cutting = next((axis for axis in strategy.axes if not axis.name.startswith("dp")), None)
     if layout is None and cutting is not None:
@@ -85,6 +90,8 @@ def parallelize(
         synchronise(model, placement.samples)
     else:
         count_once(model)
+    if randomness is not None:
+        randomness.install(model)
     again = strategy.modifier(recompute)
     if again is not None:
         recompute_blocks(model, again.kind)
@@ -112,7 +119,7 @@ def parallelize(
         names=names, labels=labels, shapes=shapes, cut=cut,
         compression=_compression(strategy, placement, shards.buckets, clip, seed),
         counts_loss=alike and (placement.context.index == 0 or not gathers),
-        loss_share=1 / placement.context.size if gathers else 1.0,
+        loss_share=1 / placement.context.size if gathers else 1.0, update_draws=update_draws,
     )  # fmt: skip
     if cut.staged is not None:
         term = strategy.term(pp)

@@ -24,6 +24,7 @@ from torch import nn
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
 from shoal.comm.points import reach
+from shoal.job.random_optimizer import Stretch, UpdateDraws
 from shoal.parallel.batch_norm import release
 from shoal.parallel.buffers import BufferExchange
 from shoal.parallel.compression import Compression
@@ -100,6 +101,8 @@ class Engine:
     """Where a level of dp compresses."""
     buffers: BufferExchange | None = None
     """Where the job declares buffers that replicas update from their own samples."""
+    update_draws: UpdateDraws | None = None
+    """Where the optimiser draws random numbers."""
     loss_share: float = 1.0
     """The part of its loss that this rank learns from, where several compute the same loss and share its gradient."""
     counts_loss: bool = True
@@ -291,7 +294,22 @@ class Engine:
         """The optimiser's step on this rank's slices; parameters without a gradient are skipped."""
         if self.elementwise and not unused <= self.optimizer.apart:
             self.optimizer.regroup(self.optimizer.apart | unused)
-        self.optimizer.step(gradients=gradients, lr_factor=lr_factor, without=unused, closure=closure)
+        self.optimizer.step(
+            gradients=gradients, lr_factor=lr_factor, without=unused, closure=closure, around=self._placed
+        )
+
+    def _placed(self) -> Any:
+        """Around the optimiser's own step: what it draws has a place."""
+        return nullcontext() if self.update_draws is None else self.update_draws.update(self._drawn_for())
+
+    def _drawn_for(self) -> Iterator[tuple[torch.Tensor, list[Stretch]]]:
+        for param, pieces in self.optimizer.contents():
+            stretches = []
+            for at, piece in pieces:
+                part = self.part_of(piece.name)
+                whole, held = self.shapes[piece.name][0], None if part is None else part.of
+                stretches.append(Stretch(piece.name, whole, held, piece.start, piece.values.numel(), at))
+            yield param, stretches
 
     def settle(self) -> None:
         """Sees out what is under way between steps, before the parameters are read. All ranks call it alike."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -204,14 +205,17 @@ class SlicedOptimizer:
         lr_factor: float,
         without: frozenset[str] = frozenset(),
         closure: Callable[[], torch.Tensor] | None = None,
+        around: Callable[[], Any] = nullcontext,
     ) -> None:
-        """One step with these gradients (see `give`). `closure` computes the loss and the gradients again."""
+        """One step with these gradients (see `give`). `closure` computes the loss and the gradients again; `around()`
+        is entered for the optimiser's own step."""
         self.give(gradients, without)
         self._apply(lr_factor)
         for each in self._sgd:
             _start_momentum(each)
         if closure is None:
-            self.optimizer.step()
+            with around():
+                self.optimizer.step()
         else:
             self.optimizer.step(closure)  # type: ignore[arg-type]
         for stretch in self.stretches:
@@ -345,6 +349,15 @@ class SlicedOptimizer:
     def _is_fused(self, stretch: Stretch) -> bool:
         groups = self.optimizer.param_groups
         return any(group.get("fused") and any(p is stretch.param for p in group["params"]) for group in groups)
+
+    def contents(self) -> Iterator[tuple[nn.Parameter, list[tuple[int, Piece]]]]:
+        """Each tensor of the optimiser, with the pieces of named parameters in it and where they begin."""
+        for stretch in self.stretches:
+            pieces = self._pieces(stretch, stretch.param.detach().reshape(-1))
+            yield (
+                stretch.param,
+                [(self._slot_start(stretch, piece.name) + piece.start - stretch.start, piece) for piece in pieces],
+            )
 
     def held(self) -> SavedState:
         """The state as it is now, for another SlicedOptimizer over the same slices to load."""

@@ -91,8 +91,7 @@ def _assumptions(plan: Plan) -> list[str]:
         *(f"{name}: {origin}" for name, origin in target.origins.items()),
         f"steps under compression, relative to dense: {slower}"
         + (f" (lower bounds for {', '.join(bounds)})" if bounds else ""),
-        f"framework: profile {question.profile.name!r}; precision {question.precision}; "
-        f"{_memory_of_state(plan)}",
+        f"framework: profile {question.profile.name!r}; precision {question.precision}; {_memory_of_state(plan)}",
         "MFU: 6 operations a parameter and token, and attention's products, over the device's peak in this precision",
     ]
     if question.device_watts is not None:

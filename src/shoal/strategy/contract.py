@@ -124,7 +124,7 @@ def _notes(strategy: Strategy, facts: ModelFacts) -> tuple[str, ...]:
             f"{strategy.micro_batches} micro-batches"
         )
     if facts.dropout and strategy.terms:
-        notes.append("dropout: compare with a serial run that drops nothing, or the same elements")
+        notes.append("dropout stays on: samples draw by their place in the model, so masks are those of the serial run")
         if strategy.term(recompute) is not None:
             notes.append("recomputation draws the same dropout masks again")
     if facts.tied and _parts(strategy, pp) > 1:

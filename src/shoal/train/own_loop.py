@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 
 from shoal.job.elementwise import probe
 from shoal.job.facts import require_initialised
+from shoal.job.random_optimizer import UpdateDraws, draws_numbers, without_draws
 from shoal.parallel.apply import Options, parallelize
 from shoal.parallel.engine import Engine, StepResult
 from shoal.parallel.optimizer import Factory
@@ -55,10 +56,8 @@ def engine(
     wanted = parse(strategy) if isinstance(strategy, str) else strategy
     me = join()
     require_initialised(model, type(model).__name__)
-    tried = probe(optimizer, model, options)
-    facts = ModelFacts(
-        elementwise_optimizer=tried.elementwise, coupled_optimizer=tried.coupled, optimizer=tried.name
-    )
+    tried = probe(without_draws(optimizer), model, options)
+    facts = ModelFacts(elementwise_optimizer=tried.elementwise, coupled_optimizer=tried.coupled, optimizer=tried.name)
     require_legal(wanted, world=me.world, facts=facts)
     mesh = mesh_of(wanted, rank=me.rank, backend=me.backend)
     if me.device.type != "cpu":
@@ -67,6 +66,7 @@ def engine(
     running = parallelize(
         model, wanted, mesh, optimizer=optimizer, options=options, clip=clip, elementwise=tried.elementwise,
         coupled=tried.coupled, batch_norm="sync" if sync_batch_norm else "local",
+        update_draws=UpdateDraws(0) if draws_numbers(optimizer) else None,
     )  # fmt: skip
     return OwnLoop(running, wanted)
 

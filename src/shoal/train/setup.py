@@ -13,6 +13,8 @@ from shoal.estimate.traffic import ShardTable, predict
 from shoal.job import Job, JobError, load_job
 from shoal.job.buffers import buffer_modes
 from shoal.job.elementwise import Probe, probe
+from shoal.job.random_optimizer import UpdateDraws, draws_numbers, without_draws
+from shoal.job.randomness import Randomness
 from shoal.parallel.apply import parallelize
 from shoal.parallel.buffers import buffer_exchange
 from shoal.parallel.by_hosts import asks_for_hosts, by_hosts
@@ -20,6 +22,7 @@ from shoal.parallel.engine import Engine
 from shoal.parallel.placement import mesh_of
 from shoal.strategy import Strategy, amp
 from shoal.train.checkpoint.exchange import exchange
+from shoal.train.draws import cuts_of, places_of
 from shoal.train.step import StepRunner, build_model
 from shoal.train.traffic import shard_table
 from shoal.workload.layout import layout_of
@@ -75,16 +78,19 @@ def prepare(job: Job, strategy: Strategy, *, rank: int, backend: str | None, dev
         strategy = by_hosts(strategy, [row["host"] for row in exchange({"host": host_of(rank)})])
     mesh = mesh_of(strategy, rank=rank, backend=backend)
     model = build_model(job, dtype).to(device)
-    tried = probe(job.optimizer, model, job.options)
+    tried = probe(without_draws(job.optimizer), model, job.options)
     _require_schedule(job, tried)
+    randomness = Randomness(job.seed, places_of(job, model, dtype), exact=dtype is not None)
     engine = parallelize(
         model, strategy, mesh, optimizer=job.optimizer, options=job.options, clip=job.clip,
         elementwise=tried.elementwise, coupled=tried.coupled, batch_norm=job.batch_norm,
-        layout=layout_of(job, strategy), seed=job.seed,
+        layout=layout_of(job, strategy), seed=job.seed, randomness=randomness,
+        update_draws=UpdateDraws(job.seed) if draws_numbers(job.optimizer) else None,
     )  # fmt: skip
     modes = buffer_modes(job.buffers, model)
     engine.buffers = buffer_exchange(model, engine.placement, modes, engine.absent)
-    runner = StepRunner(job, engine, strategy, autocast=strategy.modifier(amp) is not None, dtype=dtype)
+    randomness.cuts = cuts_of(engine)
+    runner = StepRunner(job, engine, strategy, randomness, autocast=strategy.modifier(amp) is not None, dtype=dtype)
     return Prepared(job, strategy, engine, runner, tried)
 
 

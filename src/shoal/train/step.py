@@ -1,7 +1,7 @@
 """One step of a job under an engine: fetch this rank's share, forward, backward, update. Also one evaluation.
 
 What a rank computes in a step is a function of (seed, sample counter): the samples, and the random numbers that
-dropout draws, which are seeded by the counter of a micro-batch's first sample. So a resumed run goes on to the bit.
+dropout draws, each sample its own (`job/randomness.py`). So a resumed run goes on to the bit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from shoal.comm.ledger import BOOK
 from shoal.comm.points import reach
 from shoal.estimate.traffic import Call
 from shoal.job import Batch, Job, share
+from shoal.job.draw_rules import key_of
 from shoal.job.facts import require_initialised
+from shoal.job.randomness import Randomness
 from shoal.parallel.batch_norm import batch_norms, couples_samples
 from shoal.parallel.engine import Engine, StepResult
 from shoal.parallel.global_loss import GlobalLoss
@@ -55,7 +57,13 @@ class Part:
 
     batch: Batch
     seed: int
-    """Of what is drawn at random in its forward."""
+    """Of what is drawn at random in its forward without a place of its own."""
+    samples: range
+    """Counters of its samples."""
+    over_tensor: tuple[int, ...]
+    """The same where regions of tp gather the samples of several ranks."""
+    step: int
+    """Counter of the step's first sample."""
     stand_in: bool
     """Whether it counts for nothing."""
     everyone: Batch | None = None
@@ -68,17 +76,23 @@ class Part:
 
     @property
     def shapes(self) -> tuple[Any, ...]:
-        return tuple((name, tuple(entry.shape)) for name, entry in self.batch.items())
+        return shapes_of(self.batch)
+
+
+def shapes_of(batch: Batch) -> tuple[Any, ...]:
+    return tuple((name, tuple(entry.shape)) for name, entry in batch.items())
 
 
 class StepRunner:
     """Runs a job's steps through an engine."""
 
     def __init__(
-        self, job: Job, engine: Engine, strategy: Strategy, *, autocast: bool = False, dtype: torch.dtype | None = None
-    ) -> None:
+        self, job: Job, engine: Engine, strategy: Strategy, randomness: Randomness, *, autocast: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         self.job = job
         self.engine = engine
+        self.randomness = randomness
         self.order = job.order()
         self.strategy = strategy
         self.micro_batches = strategy.micro_batches
@@ -102,6 +116,8 @@ class StepRunner:
         indices = self.order.indices(counter)
         engine.model.train()
         forget_calls(engine)
+        if engine.update_draws is not None:
+            engine.update_draws.begin(counter)
         if self.global_loss is not None:
             self.global_loss.crossings.take()
         parts = [self._part(micro, indices, counter) for micro in range(self.micro_batches)]
@@ -151,16 +167,30 @@ class StepRunner:
         stand_in = not len(mine) and not self.couples_samples
         batch = self._fetch(self.job.train, indices[:1] if stand_in else indices[mine])
         everyone = self._fetch(self.job.train, indices) if self.global_loss is not None else None
-        return Part(batch, seed_at(self.job.seed, counter + first), stand_in, everyone)
+        start, num = counter + first, 1 if stand_in else len(mine)
+        seed, over_tensor = seed_at(self.job.seed, start), self._over_tensor(micro, positions, counter)
+        return Part(batch, seed, range(start, start + num), over_tensor, counter, stand_in, everyone)
+
+    def _over_tensor(self, micro: int, positions: np.ndarray, counter: int) -> tuple[int, ...]:
+        place = self.engine.placement
+        if not place.batch_over_tp:
+            return ()
+        shares = [
+            share(positions, rank=place.samples.ranks.index(rank), ranks=place.samples.size, micro=micro,
+                  micros=self.micro_batches)
+            for rank in place.tensor.ranks
+        ]  # fmt: skip
+        return tuple(counter + int(position) for mine in shares for position in mine)
 
     def _forward(self, part: Part) -> Any:
         reach("step: forward")
-        draw_from(part.seed, self.device)
-        with BOOK.during("forward"), self._precision():
+        draw_from(key_of(part.seed, *self.randomness.cuts.salt) >> 1, self.device)
+        placed = self.randomness.forward(part.samples, part.step, part.over_tensor)
+        with BOOK.during("forward"), self._precision(), placed:
             return self.job.run_model(self.engine.model, part.batch)
 
     def _loss(self, part: Part, output: Any) -> tuple[torch.Tensor, Any]:
-        with BOOK.during("forward"), self._precision():
+        with BOOK.during("forward"), self._precision(), self.randomness.resumed():
             if self.global_loss is not None:
                 return self.job.loss_of(*self._gathered(output, part.batch, part.everyone, none=part.stand_in))
             loss, count = self.job.loss_of(output, self._as_the_loss_reads(part.batch))
@@ -202,7 +232,7 @@ class StepRunner:
         totals: dict[str, list[float]] = {}
         engine.settle()
         engine.model.eval()
-        with BOOK.during("evaluate"), torch.no_grad(), self._precision():
+        with BOOK.during("evaluate"), torch.no_grad(), self._precision(), self.randomness.off():
             for start in range(0, len(job.validation), job.global_batch):
                 batch_of_all = np.arange(start, min(start + job.global_batch, len(job.validation)))
                 mine = share(batch_of_all, rank=samples.index, ranks=samples.size)
@@ -233,7 +263,7 @@ class StepRunner:
         if pipeline is None:
             output = job.run_model(self.engine.model, batch)
         else:
-            shapes = Part(batch, 0, False).shapes
+            shapes = shapes_of(batch)
             output = pipeline.evaluate(shapes, lambda: job.run_model(self.engine.model, batch))
             if not pipeline.holds_loss:
                 return {}

@@ -134,3 +134,13 @@ def resnet() -> Job:
 def convnext() -> Job:
     config = hf.ConvNextConfig(num_channels=1, hidden_sizes=[8, 16], depths=[2, 2], num_stages=2, patch_size=2)
     return _job("convnext", config)
+
+
+def gpt2_dropping() -> Job:
+    """With dropout where the library puts it: embeddings, attention weights, the residual stream."""
+    config = hf.GPT2Config(n_embd=32, n_layer=4, n_head=4, vocab_size=256, n_positions=64)
+    return _job("gpt2", config, sequence=16, dropout=0.2)
+
+
+def bert_dropping() -> Job:
+    return _job("bert", hf.BertConfig(**TEXT), sequence=16, dropout=0.2)

@@ -20,11 +20,8 @@ def check(
 ) -> None:
     """Refuses what neither way can do; afterwards q is [B, H, L/n, D], k and v [B, H_kv, L/n, D]."""
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
-    if dropout_p > 0:
-        raise AttentionError(
-            f"Attention over a sequence cut among {members.size} ranks has no dropout of attention weights, but "
-            f"dropout_p={dropout_p:g} was given; set the model's attention dropout to 0."
-        )
+    if not 0.0 <= dropout_p <= 1.0:
+        raise AttentionError(f"dropout_p is a probability from 0 to 1, not {dropout_p:g}.")
     if not q.dim() == k.dim() == v.dim() == 4:
         raise AttentionError(f"Attention over a cut sequence takes [batch, heads, positions, head_dim], not {shapes}.")
     if not (q.dtype == k.dtype == v.dtype and q.is_floating_point()):

@@ -44,11 +44,13 @@ def seen(mask: torch.Tensor) -> torch.Tensor:
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output [B, H, R, D] and log-sum-exp [B, H, R]; a row that sees nothing has output 0 and log-sum-exp -inf."""
-    if not _fused_serves(q, v):
-        return _plain(q, k, v, mask=mask, causal=causal, scale=scale)
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None, causal: bool, scale: float,
+    kept: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Output [B, H, R, D] and log-sum-exp [B, H, R]; a row that sees nothing has output 0 and log-sum-exp -inf.
+    `kept` [B, H, R, C] are the factors that dropout gives the weights."""
+    if kept is not None or not _fused_serves(q, v):
+        return _plain(q, k, v, mask=mask, causal=causal, scale=scale, kept=kept)
     additive = _additive(mask, q)
     out, lse = _flash(_dense(q), _dense(k), _dense(v), 0.0, causal, attn_mask=additive, scale=scale)
     if mask is not None:
@@ -69,13 +71,14 @@ def attend_backward(
     causal: bool,
     scale: float,
     mask_gradient: bool,
+    kept: torch.Tensor | None = None,
 ) -> Gradients:
     """This chunk's share of the gradients of q, k, v and (on demand, [B, H, R, C]) of an additive mask.
 
     `out` and `lse` are those of the rows over all keys, `lse` finite also for rows that see nothing.
     """
-    if mask_gradient or not _fused_serves(q, v):
-        return _plain_backward(grad_out, q, k, v, out, lse, mask=mask, causal=causal, scale=scale)
+    if mask_gradient or kept is not None or not _fused_serves(q, v):
+        return _plain_backward(grad_out, q, k, v, out, lse, mask=mask, causal=causal, scale=scale, kept=kept)
     tensors = [_dense(tensor) for tensor in (grad_out, q, k, v, out)]
     return (*_flash_backward(*tensors, lse, 0.0, causal, attn_mask=_additive(mask, q), scale=scale), None)
 
@@ -101,12 +104,14 @@ def _scores(q: torch.Tensor, k: torch.Tensor, *, mask: torch.Tensor | None, caus
 
 
 def _plain(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None, causal: bool, scale: float,
+    kept: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     scores = _scores(q, k, mask=mask, causal=causal, scale=scale)
     lse = torch.logsumexp(scores, -1)
     # Not from the log-sum-exp: where all scores are about the lowest number there is, it cannot tell how many they are.
     weights = torch.softmax(scores, -1).masked_fill(lse[..., None] == MINUS_INFINITY, 0.0)
+    weights = weights if kept is None else weights * kept
     out = _rows_by_key_head(weights, v.shape[1]) @ v.to(weights.dtype)
     return out.reshape(*q.shape[:3], v.shape[3]), lse
 
@@ -122,15 +127,19 @@ def _plain_backward(
     mask: torch.Tensor | None,
     causal: bool,
     scale: float,
+    kept: torch.Tensor | None,
 ) -> Gradients:
     kv_heads, wide = k.shape[1], wide_type(q.dtype)
     weights = torch.exp(_scores(q, k, mask=mask, causal=causal, scale=scale) - lse[..., None])
     grad = _rows_by_key_head(grad_out, kv_heads)
     grad_weights = (grad @ v.to(wide).transpose(-1, -2)).reshape(weights.shape)
+    if kept is not None:
+        grad_weights = grad_weights * kept
     # Softmax: ds = p * (dp - sum over all columns of p dp), and that sum is grad_out . out.
     offset = (grad_out.to(wide) * out.to(wide)).sum(-1, keepdim=True)
     grad_scores = weights * (grad_weights - offset)
     by_key_head = _rows_by_key_head(grad_scores, kv_heads)
+    weights = weights if kept is None else weights * kept
     grad_v = _rows_by_key_head(weights, kv_heads).transpose(-1, -2) @ grad
     grad_k = by_key_head.transpose(-1, -2) @ _rows_by_key_head(q, kv_heads) * scale
     grad_q = (by_key_head @ k.to(wide) * scale).reshape(q.shape)

@@ -56,7 +56,14 @@ def ring_attention(
         attn_mask = mask_in_four(
             attn_mask, q, rows=length, columns=length * members.size, whose="the rows that this rank holds"
         )
-    return _Ring.apply(q, k, v, attn_mask, members, plan, q.shape[3] ** -0.5 if scale is None else scale)
+    kept = _kept(q, length * members.size, dropout_p) if dropout_p else None
+    return _Ring.apply(q, k, v, attn_mask, members, plan, q.shape[3] ** -0.5 if scale is None else scale, kept)
+
+
+def _kept(q: torch.Tensor, columns: int, dropout_p: float) -> torch.Tensor:
+    """What each attention weight is multiplied by: [B, H, rows of this rank, columns in the sequence's own order]."""
+    kept = torch.empty(*q.shape[:3], columns, dtype=wide_type(q.dtype), device=q.device).bernoulli_(1.0 - dropout_p)
+    return kept.div_(1.0 - dropout_p) if dropout_p < 1.0 else kept
 
 
 class _Ring(torch.autograd.Function):
@@ -70,6 +77,7 @@ class _Ring(torch.autograd.Function):
         members: Members,
         plan: Plan,
         scale: float,
+        kept: torch.Tensor | None,
     ) -> torch.Tensor:
         merged = _Merged(q, v.shape[3])
         effective = plan.effective(mask)
@@ -80,27 +88,30 @@ class _Ring(torch.autograd.Function):
                     continue
                 part = work.part
                 keys, values = (tensor[:, :, part.columns] for tensor in unpacked(parcel, k, v))
-                out, lse = attend(q[:, :, part.rows], keys, values, mask=work.mask, causal=part.causal, scale=scale)
+                out, lse = attend(
+                    q[:, :, part.rows], keys, values, mask=work.mask, causal=part.causal, scale=scale,
+                    kept=plan.kept(kept, source, part),
+                )  # fmt: skip
                 merged.add(part.rows, out, lse)
             out, lse = merged.result(q.dtype)
         # The mask as it was given: layers usually share one.
-        ctx.save_for_backward(q, k, v, mask, out, lse)
+        ctx.save_for_backward(q, k, v, mask, out, lse, kept)
         ctx.members, ctx.plan, ctx.scale = members, plan, scale
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
-        q, k, v, mask, out, lse = ctx.saved_tensors
+        q, k, v, mask, out, lse, kept = ctx.saved_tensors
         saved = _Saved(
             grad_out=grad_out, q=q, k=k, v=v, mask=ctx.plan.effective(mask), out=out, lse=lse,
-            plan=ctx.plan, scale=ctx.scale,
+            plan=ctx.plan, scale=ctx.scale, kept=kept,
             grad_q=torch.zeros_like(q, dtype=wide_type(q.dtype)),
             grad_mask=torch.zeros_like(mask) if ctx.needs_input_grad[3] else None,
         )  # fmt: skip
         with torch.autocast(q.device.type, enabled=False):
             grad_k, grad_v = _backward(saved, ctx.members)
-        return saved.grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), saved.grad_mask, None, None, None
+        return saved.grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), saved.grad_mask, None, None, None, None
 
 
 class _Merged:
@@ -142,6 +153,7 @@ class _Saved:
     lse: torch.Tensor
     plan: Plan
     scale: float
+    kept: torch.Tensor | None
     grad_q: torch.Tensor
     grad_mask: torch.Tensor | None
 
@@ -178,6 +190,7 @@ def _share(saved: _Saved, source: int, keys: torch.Tensor, values: torch.Tensor)
         saved.grad_out[:, :, rows], saved.q[:, :, rows], keys[:, :, columns], values[:, :, columns],
         saved.out[:, :, rows], saved.lse[:, :, rows],
         mask=work.mask, causal=work.part.causal, scale=saved.scale, mask_gradient=saved.grad_mask is not None,
+        kept=saved.plan.kept(saved.kept, source, work.part),
     )  # fmt: skip
     saved.grad_q[:, :, rows] += grad_q
     if saved.grad_mask is not None and grad_scores is not None:

@@ -71,6 +71,12 @@ class Plan:
         over = over[:, :, part.rows] if over.shape[2] > 1 else over
         return _narrowed(part, over)
 
+    def kept(self, kept: torch.Tensor | None, source: int, part: Part) -> torch.Tensor | None:
+        """Of the factors that dropout gives attention weights, [B, H, length, ranks * length], those of one part."""
+        if kept is None:
+            return None
+        return self._columns(kept, source)[..., part.columns][:, :, part.rows]
+
     def effective(self, mask: torch.Tensor | None) -> torch.Tensor | None:
         """The mask together with the causal one where both hold, and -inf wherever it comes to the same.
 

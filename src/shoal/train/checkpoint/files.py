@@ -185,9 +185,7 @@ def write_bytes(path: Path, data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def write_tensors(
-    path: Path, tensors: Sequence[tuple[str, torch.Tensor]], about: dict[str, str]
-) -> tuple[int, str]:
+def write_tensors(path: Path, tensors: Sequence[tuple[str, torch.Tensor]], about: dict[str, str]) -> tuple[int, str]:
     """Writes a safetensors file through to the disk, with what it is part of; gives its size and SHA-256."""
     # The widest elements first, so that every tensor starts at a multiple of its element size.
     ordered = sorted(tensors, key=lambda entry: -entry[1].element_size())

@@ -134,8 +134,6 @@ def verify(
         progress(f"{steps} steps on {strategy.world} ranks under {strategy}")
         ranks = run_ranks(target, arguments, ranks=strategy.world)
     notes = [*promised.reasons, *examined["notes"]]
-    if facts.dropout:
-        notes.append("dropout is off in this proof, on both sides")
     losses = ranks[0]["losses"]
     curve = [abs(a - b) / max(abs(b), 1e-300) for a, b in zip(losses, serial["losses"], strict=True)]
     conditioning = serial["conditioning"]

@@ -1,8 +1,8 @@
-"""Under which conditions both runs of a proof compute: in float64 all the way, and with nothing drawn at random.
+"""Under which conditions both runs of a proof compute: in float64 all the way. What is drawn at random
+is drawn by one rule (`train/draws.py`), dropout included.
 
 The conditions hold around forward, loss, backward and the optimiser's step, in the serial run and on the ranks alike.
-Jobs are loaded, models built and samples read outside them, as in any training. This is the one place that decides
-what a proof does about random numbers.
+Jobs are loaded, models built and samples read outside them, as in any training.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import numpy as np
 
 from shoal.job import Batch, Data, Job
 from shoal.train.verify.float64 import KeepFloat64
-from shoal.train.verify.undropped import Undropped, undropped
 
 
 class Conditions:
@@ -30,13 +29,13 @@ class Conditions:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        with self._kept, Undropped():
+        with self._kept:
             yield
 
 
 def for_proof(job: Job) -> Job:
-    """The job with every dropout rate at 0, and with data that are read outside the conditions."""
-    return replace(job, model=undropped(job.model), train=_ReadOutside(job.train))
+    """The job with data that are read outside the conditions."""
+    return replace(job, train=_ReadOutside(job.train))
 
 
 class _ReadOutside:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map
 import shoal
 from shoal.job import Job
 from shoal.job.elementwise import probe
+from shoal.job.random_optimizer import without_draws
 from shoal.strategy import Strategy
 from shoal.train.verify.eager import running_eagerly
 from shoal.train.verify.sources import Collected, digest_of_file
@@ -59,7 +60,7 @@ def fingerprint(job: Job, model: nn.Module, strategy: Strategy, *, backend: str 
     for group in optimizer.param_groups:
         held.add("optimizer group", {key: value for key, value in group.items() if key != "params"})
     add("held", held.found)
-    add("optimizer kind", probe(job.optimizer, model, job.options).kind)
+    add("optimizer kind", probe(without_draws(job.optimizer), model, job.options).kind)
     sample = job.train.batch(np.arange(1))
     add("sample", {name: (list(entry.shape[1:]), str(entry.dtype)) for name, entry in sample.items()})
     add("inputs", list(job.inputs.items()) if isinstance(job.inputs, dict) else list(job.inputs))

@@ -1,6 +1,7 @@
 """The serial run that proofs compare with: the model that one process would have trained, in plain PyTorch.
 
-Nothing here is shared with what is judged, but the job: the model is built and seeded, batches are taken in the
+Nothing here is shared with what is judged, but the job and the rule for random numbers (`train/draws.py`): the model
+is built and seeded, batches are taken in the
 documented order, and the optimiser steps on full parameters, each in a few lines of their own. A global batch is one
 forward and one backward. It is cut only where the contract says "per micro-batch", in the pieces that the caller names.
 
@@ -22,6 +23,8 @@ from torch import nn
 
 from shoal.job import Job, JobError
 from shoal.job.elementwise import needs_closure
+from shoal.job.random_optimizer import UpdateDraws, draws_numbers
+from shoal.train.draws import serial_randomness, serial_update
 
 ROUNDING = 1e-12
 """A gradient that never exceeds this fraction of the largest gradient in the model is taken for rounding of a zero."""
@@ -73,6 +76,8 @@ def train_serially(
     if dtype is not None:
         model._apply(_double)
     model.train()
+    randomness = serial_randomness(job, model, dtype)
+    drawn = UpdateDraws(job.seed) if draws_numbers(job.optimizer) else None
     optimizer = job.optimizer(_groups(job, model))
     if needs_closure(optimizer):
         raise JobError(
@@ -100,17 +105,19 @@ def train_serially(
         total, count = 0.0, 0.0
         optimizer.zero_grad(set_to_none=True)
         for positions in (piece for piece in pieces if len(piece)):
-            torch.manual_seed(_seed(job, counter + int(positions[0])))
-            chosen = indices[positions[::-1] if disturbed is not None and disturbed.reverse else positions]
-            batch = job.train.batch(chosen)
+            ordered = positions[::-1] if disturbed is not None and disturbed.reverse else positions
+            batch = job.train.batch(indices[ordered])
             if dtype is not None:
                 batch = {name: _double(entry) for name, entry in batch.items()}
+            placed = randomness.forward([counter + int(position) for position in ordered], counter)
             with conditions():
-                loss, counted = job.loss_of(job.run_model(model, batch), batch)
+                with placed:
+                    loss, counted = job.loss_of(job.run_model(model, batch), batch)
                 if loss.requires_grad:
                     loss.backward()
             total, count = total + float(loss.detach()), count + float(counted)
         sums.append((total, count))
+        started = counter
         if micro == per_step - 1:
             counter += len(indices)
         if updates is not None and not count:
@@ -126,7 +133,7 @@ def train_serially(
             if job.schedule(step) != factor:
                 group["lr"] = lr * job.schedule(step)
         factor = job.schedule(step)
-        with conditions():
+        with conditions(), serial_update(drawn, named, started):
             optimizer.step()
     top = max((float(peak.max()) for peak in largest.values() if peak.numel()), default=0.0)
     keys = {key for param in named.values() for key in _elementwise_state(optimizer, param)}
@@ -174,11 +181,6 @@ def _batch_at(job: Job, counter: int) -> np.ndarray:
     ]
     first = epochs[0] * num
     return np.concatenate(orders)[counter - first : stop - first]
-
-
-def _seed(job: Job, sample: int) -> int:
-    """Of the random numbers of a piece whose first sample has this counter, by the documented rule."""
-    return int(np.random.SeedSequence([job.seed, sample]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def _move(params: Any, noise: torch.Generator) -> None:

@@ -1,0 +1,151 @@
+"""Optimisers that draw random numbers (SGLD, stochastic rounding): each element of a parameter draws by its own place.
+
+The rule of `randomness.py` for updates: a number is a function of (seed, sample counter of the step, parameter's name,
+number of the draw, element). Replicas then draw alike, ranks that hold other slices or parts draw the numbers of their
+elements, and a serial run draws the same. Which parameter a draw is for shows in what the optimiser read last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shoal.job.draw_places import is_random
+from shoal.job.draw_rules import RULES, Numbers, key_of
+from shoal.job.elementwise import OptimizerFactory
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Elements of a named parameter inside a tensor that the optimiser updates."""
+
+    name: str
+    whole: tuple[int, ...]
+    """The parameter's shape, uncut."""
+    part: Callable[[Tensor], Tensor] | None
+    """From the uncut parameter to what this rank holds of it; None for all."""
+    start: int
+    """The first element, in what this rank holds laid out flat."""
+    num: int
+    at: int
+    """Where it lies in the optimiser's tensor."""
+
+
+class UpdateDraws:
+    """The random numbers of an optimiser's updates."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self._step, self._update = 0, 0
+        self._numbers = Numbers()
+
+    def begin(self, counter: int) -> None:
+        """A step whose first sample has this counter."""
+        self._step, self._update = counter, 0
+
+    @contextmanager
+    def update(self, params: Iterable[tuple[Tensor, Sequence[Stretch]]]) -> Iterator[None]:
+        """Around one call of the optimiser's step."""
+        key = key_of(self.seed, self._step, self._update, -2)
+        self._update += 1
+        torch.default_generator.manual_seed(key >> 1)  # What has no rule is at least drawn alike by all ranks.
+        with _Placed(params, self._numbers, key):
+            yield
+
+
+class _Placed(TorchDispatchMode):
+    def __init__(self, params: Iterable[tuple[Tensor, Sequence[Stretch]]], numbers: Numbers, key: int) -> None:
+        super().__init__()
+        self.numbers, self.key = numbers, key
+        self.params = list(params)
+        self.at: dict[int, int] = {}
+        for number, (param, _) in enumerate(self.params):
+            for tensor in (param, param.grad):
+                if tensor is not None and tensor.numel():
+                    self.at[tensor.data_ptr()] = number
+        self.now: int | None = None
+        self.draws: dict[tuple[int, ...], int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = dict(kwargs or {})
+        for leaf in tree_leaves((args, named)):
+            if isinstance(leaf, Tensor) and leaf.numel():
+                self.now = self.at.get(leaf.data_ptr(), self.now)
+        rule = RULES.get(func)
+        return func(*args, **named) if rule is None else rule(self._drawn, func, args, named)
+
+    def _drawn(self, shape: Sequence[int], device: torch.device, kind: str) -> Tensor:
+        size = int(np.prod([int(length) for length in shape], dtype=np.int64))
+        if self.now is None or self.params[self.now][0].numel() != size:
+            memo = (-1, *(int(length) for length in shape))
+            number = self.draws[memo] = self.draws.get(memo, -1) + 1
+            return torch.from_numpy(self.numbers.fill(kind, tuple(shape), number, self.key))
+        number = self.draws[(self.now,)] = self.draws.get((self.now,), -1) + 1
+        flat = torch.zeros(size, dtype=torch.float64 if kind == "normal" else torch.float32)
+        for stretch in self.params[self.now][1]:
+            place = int.from_bytes(hashlib.blake2b(stretch.name.encode(), digest_size=8).digest(), "big")
+            drawn = torch.from_numpy(self.numbers.fill(kind, stretch.whole, key_of(place, number), self.key))
+            held = drawn if stretch.part is None else stretch.part(drawn)
+            flat[stretch.at : stretch.at + stretch.num] = held.reshape(-1)[stretch.start : stretch.start + stretch.num]
+        return flat.reshape(tuple(shape))
+
+
+class _Constant(TorchDispatchMode):
+    """Every draw gives the same number; notes whether there was one."""
+
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = dict(kwargs or {})
+        self.found = self.found or is_random(func, args, named)
+        rule = RULES.get(func)
+        return func(*args, **named) if rule is None else rule(_half, func, args, named)
+
+
+def _half(shape: Sequence[int], device: torch.device, kind: str) -> Tensor:
+    return torch.full(tuple(shape), 0.5)
+
+
+def draws_numbers(optimizer: OptimizerFactory) -> bool:
+    """Whether an update draws random numbers; tried on one small matrix."""
+    param = torch.nn.Parameter(torch.linspace(-1.0, 1.0, 12).reshape(3, 4))
+    with torch.random.fork_rng(devices=[]), _Constant() as watch:
+        running = optimizer([{"params": [param]}])
+        for _ in range(2):
+            param.grad = torch.ones_like(param)
+            try:
+                running.step()
+            except Exception:  # An optimiser that needs more than gradients is refused elsewhere, by name.
+                break
+    return watch.found
+
+
+def without_draws(optimizer: OptimizerFactory) -> OptimizerFactory:
+    """The same optimiser with constants for what it draws: so that it can be compared with itself."""
+    if not draws_numbers(optimizer):
+        return optimizer
+
+    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        built = optimizer(groups)
+        cls: Any = type(built)
+
+        @wraps(cls.step)
+        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with _Constant():
+                return cls.step(self, *args, **kwargs)
+
+        # A class of the same name: nothing is added to what the optimiser itself keeps.
+        built.__class__ = type(cls.__name__, (cls,), {"step": step})
+        return built
+
+    return make

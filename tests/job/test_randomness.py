@@ -1,0 +1,178 @@
+"""The rule of random numbers, without ranks: a draw depends on its sample and its place, and is repeated exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shoal.job.draw_places import Places, draw_places
+from shoal.job.random_optimizer import draws_numbers
+from shoal.job.randomness import CannotPlace, Cuts, Randomness
+
+WIDTH = 6
+
+
+class Own(nn.Module):
+    """A module whose forward is given."""
+
+    def __init__(self, forward: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.make = forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.make(x)
+
+
+def ready(model: nn.Module, *, exact: bool = True, cuts: Cuts | None = None) -> Randomness:
+    places = draw_places(model, lambda n: model(torch.ones(n, WIDTH)))
+    randomness = Randomness(5, places, cuts, exact=exact)
+    randomness.install(model)
+    return randomness
+
+
+def run(randomness: Randomness, model: nn.Module, samples: Sequence[int], step: int = 0) -> Tensor:
+    with randomness.forward(samples, step):
+        return model(torch.ones(len(samples), WIDTH))
+
+
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "without a gradient": torch.no_grad()(lambda x: x * torch.rand(len(x), 1)),
+    "in place": lambda x: F.dropout(x.clone(), 0.5, inplace=True),
+    "alpha": lambda x: F.alpha_dropout(x, 0.5, True),
+    "features": lambda x: F.dropout1d(x[:, :, None].expand(-1, -1, 3), 0.5).flatten(1),
+    "rand": lambda x: torch.rand(x.shape),
+    "rand_like": torch.rand_like,
+    "randn": lambda x: torch.randn(len(x), 4),
+    "normal": lambda x: torch.normal(x, 2.0),
+    "normal_": lambda x: torch.empty_like(x).normal_(1.0, 2.0),
+    "uniform_": lambda x: torch.empty_like(x).uniform_(-1, 1),
+    "bernoulli of a tensor": lambda x: torch.bernoulli(x * 0.5),
+    "exponential": lambda x: torch.empty_like(x).exponential_(),
+    "gumbel": lambda x: F.gumbel_softmax(x),
+    "randint": lambda x: torch.randint(0, 1000, (len(x), 5)),
+    "randint_like": lambda x: torch.randint_like(x, 3, 1000),
+    "flattened": lambda x: F.dropout(x.repeat(1, 2).view(-1, WIDTH // 2), 0.5).view(len(x), -1),
+    "samples second": lambda x: F.dropout(x.t(), 0.5).t(),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_sample_draws_the_same_in_any_batch_and_others_do_not(name: str) -> None:
+    model = Own(DRAWS[name])
+    randomness = ready(model)
+    together = run(randomness, model, [0, 1, 2, 3, 4, 5])
+    parts = torch.cat([run(randomness, model, [0, 1]), run(randomness, model, [2]), run(randomness, model, [3, 4, 5])])
+    assert torch.equal(together, parts)
+    assert not torch.equal(together[0], together[1])
+    assert not torch.equal(together, run(randomness, model, [6, 7, 8, 9, 10, 11], step=6))
+
+
+def test_what_has_no_sample_dimension_is_drawn_once_a_step() -> None:
+    model = Own(lambda x: x * torch.rand([]) + torch.rand(WIDTH))
+    randomness = ready(model)
+    together = run(randomness, model, range(5))
+    assert torch.equal(together[:2], run(randomness, model, [3, 4]))
+    assert not torch.equal(together, run(randomness, model, range(5, 10), step=5))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_models_own_checkpoint_draws_the_same_again(reentrant: bool) -> None:
+    class Twice(nn.Module):
+        def __init__(self, again: bool) -> None:
+            super().__init__()
+            self.again = again
+            self.layer, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
+            nn.init.eye_(self.layer.weight)
+            nn.init.zeros_(self.layer.bias)
+
+        def part(self, x: Tensor) -> Tensor:
+            return F.dropout(self.drop(self.layer(x)), 0.3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(3):
+                x = checkpoint(self.part, x, use_reentrant=reentrant) if self.again else self.part(x)
+            return x
+
+    model = Twice(True)
+    randomness = ready(model, exact=False)
+    inputs, sums = [], []
+    for samples in ([0, 1, 2], [3, 4]):
+        x = torch.ones(len(samples), WIDTH, requires_grad=True)
+        with randomness.forward(samples, 0):
+            y = model(x)
+        inputs.append(x)
+        sums.append(y.sum())
+        slopes = y.detach()
+        # The layer's bias is 0 and its weight the identity: y is x times all masks, and so is the gradient of y's sum.
+        assert not torch.equal(slopes, x)
+        x.expected = slopes  # type: ignore[attr-defined]
+    # Two forwards under way at once, as in a pipeline.
+    for total in sums:
+        total.backward()
+    for x in inputs:
+        assert torch.equal(x.grad, x.expected)  # type: ignore[attr-defined]
+    model = Twice(True)
+    with pytest.raises(CannotPlace, match=r"\(root\) draws random numbers inside a checkpoint of its own"):
+        run(ready(model), model, [0, 1, 2])
+
+
+def test_ranks_of_tp_and_cp_take_their_parts_of_one_tensor() -> None:
+    model = Own(lambda x: F.dropout(torch.ones(len(x), 8, 6), 0.5))
+    places = draw_places(model, lambda n: model(torch.ones(n, WIDTH)))
+    whole = Randomness(5, places, exact=True)
+    whole.install(model)
+    expected = run(whole, model, [3, 4])
+    for cp in range(2):
+        for tp in range(3):
+            part = Own(lambda x: F.dropout(torch.ones(len(x), 4, 2), 0.5))
+            held = np.array([[0, 1, 6, 7], [2, 3, 4, 5]][cp])
+            cuts = Cuts(
+                tensor=3, tensor_index=tp, context=2, context_index=cp, length=8, positions=lambda size, at=held: at
+            )
+            mine = Randomness(5, places, cuts, exact=True)
+            mine.install(part)
+            assert torch.equal(run(mine, part, [3, 4]), expected[:, held][:, :, 2 * tp : 2 * tp + 2])
+
+
+def test_what_has_no_place_is_refused_in_a_proof_and_drawn_by_rank_in_training() -> None:
+    def routed(x: Tensor) -> Tensor:
+        return F.dropout(torch.ones(2 * len(x) + 1, 4), 0.5)
+
+    model = Own(routed)
+    with pytest.raises(CannotPlace, match=r"\(root\) draws random numbers of shape \[7, 4\], and how many depends on"):
+        run(ready(model), model, [0, 1, 2])
+    model = Own(routed)
+    training = ready(model, exact=False)
+    assert torch.equal(run(training, model, [0, 1]), run(training, model, [0, 1]))
+    assert not torch.equal(run(training, model, [0, 1]), run(training, model, [2, 3]))
+    model = Own(lambda x: x[torch.randperm(len(x))])
+    with pytest.raises(CannotPlace, match=r"draws random numbers by aten\.randperm"):
+        run(ready(model), model, [0, 1, 2])
+
+
+def test_models_that_draw_nothing_are_left_as_they_are() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0))
+    assert draw_places(model, lambda n: model(torch.ones(n, WIDTH))) == Places({}, frozenset(), False)
+    ready(model)
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_optimisers_that_draw_are_told_from_those_that_do_not() -> None:
+    class Noisy(torch.optim.SGD):
+        def step(self, closure: object = None) -> None:
+            super().step()
+            with torch.no_grad():
+                for group in self.param_groups:
+                    for param in group["params"]:
+                        param += torch.randn(param.shape, generator=torch.Generator().manual_seed(1))
+
+    assert draws_numbers(lambda groups: Noisy(groups, lr=0.1))
+    for plain in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop):
+        assert not draws_numbers(lambda groups, plain=plain: plain(groups, lr=0.1))
