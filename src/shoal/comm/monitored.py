@@ -17,6 +17,10 @@ from shoal.comm.transport.link import PeerLost
 from shoal.comm.vector import Vector
 
 
+ANSWER_S = 1.0
+"""Seconds that rank 0's answer may take."""
+
+
 class NotAllArrived(RuntimeError):
     """Ranks that did not reach a monitored barrier in time."""
 
@@ -33,7 +37,8 @@ def monitored_barrier(mail: Mail, rank: int, size: int, *, number: int, timeout_
     if rank:
         mail.send(0, arrive, nothing, background=True)
         try:
-            mail.wait(mail.receive(0, answer, missing, background=False), timeout_s)
+            # Rank 0 may come as late as it waits for others, and answers only after that.
+            mail.wait(mail.receive(0, answer, missing, background=False), 2 * timeout_s + ANSWER_S)
         except (TimedOut, PeerLost) as error:
             raise NotAllArrived(
                 f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv "
