@@ -16,7 +16,6 @@ from shoal.comm.progress import TimedOut
 from shoal.comm.transport.link import PeerLost
 from shoal.comm.vector import Vector
 
-
 ANSWER_S = 1.0
 """Seconds that rank 0's answer may take."""
 

@@ -40,6 +40,7 @@ from shoal.train.verify.float64 import KeepFloat64, model_in_float64, to_float64
 from shoal.train.verify.gate_compare import Comparison, GradientWatch, Kind, Row, save_serial, worst
 from shoal.train.verify.gate_model import gate_model
 from shoal.train.verify.gate_serial import FACTORS, STEPS, serial_steps
+from shoal.train.verify.model_fails import naming_what_cut_it
 from shoal.train.verify.undropped import Undropped
 
 COPIES = 4
@@ -211,7 +212,7 @@ def compared(job: Job, asked: dict[str, Any], me: Rank) -> dict[str, Any]:
         for step in range(steps):
             rows, elements = [], 0
             try:
-                with KeepFloat64(), Undropped():
+                with KeepFloat64(), Undropped(), naming_what_cut_it(strategy, cutting_axes(strategy)):
                     loss = ready.runner.step(step, counter).loss
             except NonFinite:
                 rows, loss = [Row(math.nan, "loss", "the loss or the gradient")], math.nan
