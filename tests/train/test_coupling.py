@@ -73,7 +73,6 @@ def test_batch_norm_that_engines_synchronise_is_left_out() -> None:
         ),
         ("weighted", "count-gradient", "the count requires a gradient: the gradient of sum / count then has a part"),
         ("padded", "padding", "what a sample computes depends on which samples are read with it (padding to the"),
-        ("noisy", "random", "the model or the loss draws random numbers other than dropout"),
     ],
 )
 def test_what_is_wrong_with_a_loss_is_said(name: str, kind: str, sentence: str) -> None:
@@ -182,3 +181,8 @@ def test_losses_and_metrics_that_are_no_pairs_get_a_sentence() -> None:
 def test_an_unknown_loss_over_is_refused() -> None:
     with pytest.raises(JobError, match="loss_over is 'batches', but must be 'samples', 'batch' or 'micro-batch'"):
         coupled.make(coupled.Plain, loss_over="batches")
+
+
+def test_noise_is_drawn_by_each_sample_for_itself() -> None:
+    row = found("noisy")
+    assert (row.kind, row.reason) == ("none", "")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,8 +23,10 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.job import Batch, Job
 from shoal.job.errors import JobError
+from shoal.job.randomness import CannotPlace
 from shoal.parallel.engine import COUNT_WITH_GRADIENT
 from shoal.strategy import Strategy
+from shoal.train.draws import serial_randomness
 from shoal.train.verify.float64 import KeepFloat64, model_in_float64, to_float64
 from shoal.train.verify.undropped import Undropped, without_dropout
 
@@ -124,6 +127,7 @@ class _Trial:
 
     def __init__(self, job: Job, model: nn.Module | None, indices: np.ndarray) -> None:
         self.job, self.indices = job, indices
+        self.places_draws = False
         if model is None:
             torch.manual_seed(job.seed)
             model = job.model()
@@ -149,11 +153,23 @@ class _Trial:
             )
         apart = _difference(whole, repeated)
         if apart > TOLERANCE:
+            # It draws numbers: then each sample draws its own, as in training.
+            self.places_draws = True
+            try:
+                whole, repeated = self._pass(batch), self._pass(batch, seed=2)
+            except CannotPlace as error:
+                return self._found("random", apart, f"no two passes over a batch are alike: {error}")
+            assert isinstance(whole, _Pass)
+            assert isinstance(repeated, _Pass)
+            apart = _difference(whole, repeated)
+        if apart > TOLERANCE:
             return self._found(
                 "random", apart, "the model or the loss draws random numbers other than dropout, so that no two passes "
                 "over a batch are alike; only a strategy that leaves the batch in one piece can be compared",
             )  # fmt: skip
-        parts = [self._pass(self._read(part)) for part in np.split(self.indices, [first])]
+        starts = (0, first)
+        pieces = zip(np.split(self.indices, [first]), starts, strict=True)
+        parts = [self._pass(self._read(part), at=at) for part, at in pieces]
         assert all(isinstance(part, _Pass) for part in parts)
         one, two = parts
         if job.loss_over == "batch":
@@ -188,7 +204,8 @@ class _Trial:
                 "losses and the number of samples or tokens that it is summed over",
             )  # fmt: skip
         if all(len(entry) == first + second for entry in batch.values()):
-            cut = [self._pass({k: v[s] for k, v in batch.items()}) for s in (slice(first), slice(first, None))]
+            cuts = (slice(first), slice(first, None))
+            cut = [self._pass({k: v[s] for k, v in batch.items()}, at=s.start or 0) for s in cuts]
             if all(isinstance(part, _Pass) for part in cut) and _difference(whole, _sum(*cut)) <= TOLERANCE:  # type: ignore[arg-type]
                 return self._found(
                     "padding", apart, "what a sample computes depends on which samples are read with it (padding to "
@@ -229,11 +246,16 @@ class _Trial:
     def _read(self, indices: np.ndarray) -> Batch:
         return {name: to_float64(entry) for name, entry in self.job.train.batch(indices).items()}
 
-    def _pass(self, batch: Batch, *, seed: int = 1) -> _Pass | str:
-        """On a copy of the model, so that no pass sees what another left behind; text says what is wrong."""
+    def _pass(self, batch: Batch, *, seed: int = 1, at: int = 0) -> _Pass | str:
+        """On a copy of the model, so that no pass sees what another left behind; text says what is wrong. `at`: the
+        place of its first sample among all."""
         model = copy.deepcopy(self.start)
+        drawn: Any = nullcontext()
+        if self.places_draws:
+            samples = range(at, at + len(next(iter(batch.values()))))
+            drawn = serial_randomness(self.job, model, torch.float64).forward(samples, 0)
         torch.manual_seed(seed)
-        with KeepFloat64(), Undropped(), _FixedStatistics():
+        with KeepFloat64(), Undropped(), _FixedStatistics(), drawn:
             output = self.job.run_model(model, batch)
             loss, count = self.job.loss_of(output, batch)
             if isinstance(count, torch.Tensor) and count.requires_grad:
