@@ -185,6 +185,19 @@ SAMPLES: dict[str, list[Sample]] = {
         Sample("dp(2, zero=1)", "dp(2)", ModelFacts(elementwise_optimizer=False), ModelFacts(elementwise_optimizer=False)),
         Sample("dp(2, zero=1)", "dp(2, zero=1)", ModelFacts(elementwise_optimizer=False), ModelFacts(elementwise_optimizer=True)),
     ],
+    "batch-loss-accumulates-nothing": [
+        Sample("dp(2) * accumulate(2)", "dp(2)", ModelFacts(loss_over="batch"), ModelFacts(loss_over="batch")),
+    ],
+    "batch-loss-in-one-micro-batch": [
+        Sample("pp(2, micro=4)", "pp(2, micro=1)", ModelFacts(loss_over="batch"), ModelFacts(loss_over="batch")),
+    ],
+    "batch-loss-has-full-sequences": [
+        Sample("cp(2)", "dp(2)", ModelFacts(loss_over="batch"), ModelFacts(loss_over="batch")),
+    ],
+    "micro-batch-loss-keeps-parts-separate": [
+        Sample("dp(2)", "dp(2)", ModelFacts(loss_over="micro-batch", batch_norm="sync"),
+               ModelFacts(loss_over="micro-batch", batch_norm="local")),
+    ],
     "ranks-match-the-world": [
         Sample("dp(8)", "dp(4)", world=4),
         Sample("dp(4, via=ps(1))", "dp(3, via=ps(1))", world=4),

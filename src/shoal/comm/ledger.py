@@ -15,7 +15,7 @@ from typing import Any
 
 from shoal.comm.wire import Algorithm, sent
 
-PHASES = ("setup", "shapes", "forward", "backward", "gradient", "optimizer", "loss", "evaluate", "checkpoint")
+PHASES = ("setup", "shapes", "agreement", "forward", "backward", "gradient", "optimizer", "loss", "evaluate", "checkpoint")
 
 
 @dataclass(frozen=True, slots=True, order=True)

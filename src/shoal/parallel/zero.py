@@ -200,7 +200,7 @@ class ParameterGathering:
         if group is None or self._tagged is not None or self.units[0].shards[0].shard.device.type != "cpu":
             return
         everyone = torch.empty(self.sharding.size, dtype=torch.int64)
-        with BOOK.during("setup"):
+        with BOOK.during("agreement"):
             dist.all_gather_single(everyone, torch.tensor([number]), group=group)
         for place, theirs in enumerate(everyone.tolist()):
             if theirs != number:

@@ -217,7 +217,7 @@ class TrainingRun:
         self.last_loss = result.loss
         counted = BOOK.take()
         # The first step also settles who has gradients at all.
-        self.ledger = counted.without("setup", "shapes")
+        self.ledger = counted.without("setup", "shapes", "agreement")
         memory = peak_memory_bytes(self.engine.device)
         row = {
             "step": self.step, "samples": self.counter, "loss": result.loss, "count": result.count,

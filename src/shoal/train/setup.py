@@ -58,7 +58,7 @@ class Prepared:
         undecided = compression.undecided if compression is not None else frozenset()
         known = {
             key: entry
-            for key, entry in counted.without("setup").entries.items()
+            for key, entry in counted.without("agreement").entries.items()
             if key.phase != "gradient" or (key.axis, key.kind) not in undecided
         }
         return Ledger(known).differences(self.predicted)
