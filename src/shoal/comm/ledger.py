@@ -15,7 +15,8 @@ from typing import Any
 
 from shoal.comm.wire import Algorithm, sent
 
-PHASES = ("setup", "shapes", "agreement", "forward", "backward", "gradient", "optimizer", "loss", "evaluate", "checkpoint")
+PHASES = ("setup", "shapes", "agreement", "forward", "backward", "gradient", "optimizer", "loss", "evaluate",
+          "checkpoint")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, order=True)
