@@ -32,6 +32,7 @@ def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "int8()" in second
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_crossing_is_predicted_and_measured_on_emulated_links() -> None:
     found = answer("crossover.py", "--job", "language:tiny", "--only", "int8()", "--rounds", "1", "--seconds", "2")
