@@ -99,18 +99,22 @@ def test_ctrl_c_before_the_first_step_ends_everything(after_s: float, place: Pla
 
 
 @pytest.mark.timeout(60)
-def test_a_second_ctrl_c_ends_at_once(place: Place, tmp_path: Path) -> None:
-    job = write_job(tmp_path, before="import time", loss="time.sleep(20)")
+@pytest.mark.parametrize("during", ["the checks", "training"])
+def test_a_second_ctrl_c_ends_at_once(during: str, place: Place, tmp_path: Path) -> None:
+    sleeps = "if {} os.path.exists('run/run.json'): open('asleep', 'w').close(); time.sleep(20)"
+    job = write_job(tmp_path, before="import time", loss=sleeps.format("not" if during == "the checks" else ""))
     process = place.start("train", job, "--strategy", "dp(2)", "--folder", "run")
-    end_s = time.monotonic() + 30
-    while not (tmp_path / "run" / "run.json").exists() and time.monotonic() < end_s:
+    end_s = time.monotonic() + 40
+    while not (tmp_path / "asleep").exists() and time.monotonic() < end_s:
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)
-    time.sleep(0.3)
-    assert process.poll() is None
-    assert end_by(signal.SIGINT, place, process, to_group=True) < 5
-    assert process.returncode == 130
+    time.sleep(0.3 if during == "training" else 0.02)
+    if during == "training":
+        assert process.poll() is None
+    if process.poll() is None:
+        assert end_by(signal.SIGINT, place, process, to_group=True) < 5
     process.communicate()
+    assert process.returncode == 130
 
 
 @pytest.mark.timeout(60)

@@ -16,10 +16,11 @@ from distributed.beside import apart, everyone, gradients_apart, laid_over, pair
 from distributed.tensor_libraries import FAMILIES
 from shoal.comm.ledger import BOOK
 from shoal.parallel.recompute import recompute_blocks
-from shoal.parallel.tensor.cut import cut_tensors, split_stream, stream_blocks
+from shoal.parallel.tensor.cut import cut_tensors, split_stream
 from shoal.parallel.tensor.logits import CutLogits
 from shoal.train.launch.join import leave
 from shoal.train.verify.float64 import KeepFloat64
+from shoal.workload.tensor.tokens import stream_blocks
 
 
 def case(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:

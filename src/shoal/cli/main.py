@@ -6,6 +6,7 @@ Nothing heavy is imported until a verb needs it, so help answers at once.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from typing import Annotated
 
@@ -340,6 +341,7 @@ def run() -> None:
     except Exception as error:
         sys.exit(_tell(error))
     if status == 130:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Everything is ending; another Ctrl-C must not change the status.
         print("stopped", file=sys.stderr)
     sys.exit(status or 0)
 

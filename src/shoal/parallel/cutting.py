@@ -16,7 +16,7 @@ from shoal.parallel.data import SHARED
 from shoal.parallel.expert.deal_out import deal_out
 from shoal.parallel.pipeline.stages import StagedModel
 from shoal.parallel.placement import Family, Placement
-from shoal.parallel.tensor.cut import cut_tensors, split_stream, stream_blocks
+from shoal.parallel.tensor.cut import cut_tensors, split_stream
 from shoal.parallel.tensor.regions import Between
 from shoal.parallel.tensor.vocabulary import cut_vocabulary
 from shoal.strategy import Strategy, cp, ep, pp, tp
@@ -25,6 +25,7 @@ from shoal.workload.crossings import Tally
 from shoal.workload.cuts import Cut
 from shoal.workload.layout import Layout
 from shoal.workload.tensor.plan import TensorPlan
+from shoal.workload.tensor.tokens import stream_blocks
 
 
 @dataclass

@@ -41,6 +41,8 @@ def _axes(rows: Candidates, facts: ModelFacts) -> Column:
     cut = tensor & (rows.sequence > 0)
     if facts.sequence_why:
         passed &= ~cut
+    if facts.sequence_under_cp_why:
+        passed &= ~cut | (rows.cp == 1)
     if facts.sequence is not None:
         passed &= ~cut | (facts.sequence % (rows.tp * rows.cp) == 0)
         passed &= (rows.cp == 1) | (facts.sequence % (2 * rows.cp) == 0)

@@ -26,6 +26,8 @@ class ModelFacts:
     """Why nothing more can be cut by tensor parallelism."""
     sequence_why: str = ""
     """Why the stream between cut layers cannot be cut along the sequence; empty if it can, or is not known."""
+    sequence_under_cp_why: str = ""
+    """Why it cannot be cut so on ranks that cp has given a part of the sequence."""
     context_why: str = ""
     """Why the sequence cannot be cut for context parallelism; empty if it can, or is not known."""
     experts_why: str = ""

@@ -70,6 +70,16 @@ def tp_sequence_needs_tokens(case: Case, index: int, cut: tp) -> Breach | None:
     )
 
 
+@rule(tp, why="sequence=True cuts the parts of the sequence that cp has made, so cp must cut where tp does.")
+def tp_sequence_lies_within_context(case: Case, index: int, cut: tp) -> Breach | None:
+    context = case.strategy.term(cp)
+    why = case.facts.sequence_under_cp_why
+    if not (cut.sequence and cut.n > 1 and context is not None and context.n > 1 and why):
+        return None
+    return Breach(cut, f"the tokens cannot be cut between layers beside cp: {why}",
+                  lambda: [case.changed(index, sequence=False)])  # fmt: skip
+
+
 @rule(tp, why="Between cut layers activations can be cut along the sequence or along the batch, not both.")
 def tp_cuts_one_dimension(case: Case, index: int, cut: tp) -> Breach | None:
     if not (cut.sequence and cut.batch):

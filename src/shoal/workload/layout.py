@@ -20,6 +20,7 @@ from shoal.workload.experts.signs import may_hold_experts
 from shoal.workload.recorded import Trace
 from shoal.workload.tensor.plan import TensorPlan
 from shoal.workload.tensor.roles import tensor_plan
+from shoal.workload.tensor.tokens import stream_blocks
 from shoal.workload.trace import SAMPLES, trace
 
 
@@ -133,6 +134,16 @@ def _why_no_tensor(job: Job, plan: TensorPlan) -> str:
     return f"{named(model, path)}: {plan.whole[path]}"
 
 
+def _why_not_within(context: ContextPlan, stream: tuple[str, ...]) -> str:
+    """tp cuts the stream after cp has, and makes it whole before cp does."""
+    if not stream or stream[0] not in context.blocks:
+        first = stream[0] if stream else "the model"
+        return f"tp begins at {first} and cp at {context.blocks[0]}, the first block that attends"
+    if context.batch is None and stream[-1] not in context.blocks:
+        return f"tp ends at {stream[-1]} and cp at {context.blocks[-1]}, the last block that attends"
+    return ""
+
+
 def facts_of(job: Job, layout: Layout) -> ModelFacts:
     """What legality needs to know: the facts of the model, and what its layout adds to them."""
     facts = infer_facts(job)
@@ -156,6 +167,9 @@ def facts_of(job: Job, layout: Layout) -> ModelFacts:
         facts = replace(facts, context_why=layout.why_no_context)
     if layout.context is not None:
         facts = replace(facts, sequence=layout.context.length)
+        if layout.tensor is not None and layout.tensor.sequence_dim is not None:
+            why = _why_not_within(layout.context, stream_blocks(build_without_memory(job), layout.tensor))
+            facts = replace(facts, sequence_under_cp_why=why)
     if layout.experts is not None:
         counts = [layer.count for layer in layout.experts.layers]
         passed = next((row.reason for row in layout.experts.passed_over), "")

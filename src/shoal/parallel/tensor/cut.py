@@ -28,11 +28,11 @@ from shoal.parallel.collectives import gather_whole, require_even, split
 from shoal.parallel.tensor import multihead
 from shoal.parallel.tensor.parameters import PlanDoesNotFit, cut_parameters, is_transposed
 from shoal.parallel.tensor.regions import Between, RunningRegion, note, with_first_tensor, working_precision
-from shoal.workload.blocks import blocks
 from shoal.workload.crossings import Tally
 from shoal.workload.cuts import Cut
 from shoal.workload.tensor.plan import Region, TensorPlan, sizes_known_inside
 from shoal.workload.tensor.resized import divide_views
+from shoal.workload.tensor.tokens import stream_blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,21 +98,6 @@ def cut_tensors(
     return applied
 
 
-def stream_blocks(model: nn.Module, plan: TensorPlan) -> tuple[str, ...]:
-    """The blocks along which the residual stream runs: of all rows of like blocks, the one with most regions."""
-    chains: dict[str, list[str]] = {}
-    for path, _ in blocks(model):
-        chains.setdefault(path.rpartition(".")[0], []).append(path)
-
-    def held(chain: list[str]) -> int:
-        return sum(any(r.columns[0].startswith(path + ".") for path in chain) for r in plan.regions)
-
-    most: list[str] = max(chains.values(), key=held) if chains else []
-    # An embedding may stand in one list with the blocks: the stream begins and ends where regions do.
-    holding = [n for n, path in enumerate(most) if any(r.columns[0].startswith(path + ".") for r in plan.regions)]
-    return tuple(most[holding[0] : holding[-1] + 1]) if holding else ()
-
-
 def split_stream(
     model: nn.Module,
     first_block: str | None,
@@ -153,7 +138,8 @@ def split_stream(
     if first_block is not None:
         hooks.append(model.get_submodule(first_block).register_forward_pre_hook(before, with_kwargs=True))
     if last_block is not None:
-        hooks.append(model.get_submodule(last_block).register_forward_hook(after))
+        # First made whole what was cut last: cp has cut the stream before.
+        hooks.append(model.get_submodule(last_block).register_forward_hook(after, prepend=True))
     return hooks
 
 

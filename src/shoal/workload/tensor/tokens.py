@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from torch import nn
+
 from shoal.workload.blocks import blocks
 from shoal.workload.cuts import Cut
+from shoal.workload.tensor.plan import TensorPlan
 from shoal.workload.tensor.projections import Projection, same_tensor
 from shoal.workload.tensor.segments import NeedsSegments, Refuted
 from shoal.workload.tensor.spread import Graph
@@ -95,3 +98,18 @@ def _gathered_at_the_end(graph: Graph, cut: set[int], results: set[int], within:
         if made_within and (after or value in graph.outputs):
             where = graph.ops[producer].module
             raise Refuted(f"what {where or 'the model'} gives is read again after the last block")
+
+
+def stream_blocks(model: nn.Module, plan: TensorPlan) -> tuple[str, ...]:
+    """The blocks along which the residual stream runs: of all rows of like blocks, the one with most regions."""
+    chains: dict[str, list[str]] = {}
+    for path, _ in blocks(model):
+        chains.setdefault(path.rpartition(".")[0], []).append(path)
+
+    def held(chain: list[str]) -> int:
+        return sum(any(r.columns[0].startswith(path + ".") for path in chain) for r in plan.regions)
+
+    most: list[str] = max(chains.values(), key=held) if chains else []
+    # An embedding may stand in one list with the blocks: the stream begins and ends where regions do.
+    holding = [n for n, path in enumerate(most) if any(r.columns[0].startswith(path + ".") for r in plan.regions)]
+    return tuple(most[holding[0] : holding[-1] + 1]) if holding else ()
