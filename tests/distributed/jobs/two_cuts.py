@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shoal.job import Job, TensorData
 
-WIDTH = 16
+WIDTH, LENGTH = 16, 8
 
 
 class Mlp(nn.Module):
@@ -35,6 +35,7 @@ class Net(nn.Module):
     def __init__(self, blocks: str, pooled: bool) -> None:
         super().__init__()
         self.stem, self.head, self.pooled = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 3), pooled
+        self.pool = nn.Linear(LENGTH, 1) if pooled else nn.Identity()  # The order of positions matters.
         self.blocks = nn.ModuleList(Attends() if kind == "a" else Mlp() for kind in blocks)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -42,7 +43,7 @@ class Net(nn.Module):
         for block in self.blocks:
             x = block(x)
         x = self.head(x)
-        return x.mean(1) if self.pooled else x
+        return self.pool(x.transpose(1, 2)).squeeze(-1) if self.pooled else x
 
 
 def squared(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
@@ -52,7 +53,7 @@ def squared(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
 
 def made(blocks: str, *, pooled: bool) -> Job:
     source = torch.Generator().manual_seed(3)
-    data = TensorData(x=torch.randn(32, 8, 4, generator=source), y=torch.randn(32, 8, 3, generator=source))
+    data = TensorData(x=torch.randn(32, LENGTH, 4, generator=source), y=torch.randn(32, LENGTH, 3, generator=source))
     return Job(
         name="two-cuts", model=lambda: Net(blocks, pooled), train=data, validation=data, loss=squared,
         optimizer=lambda groups: torch.optim.SGD(groups, lr=0.05), global_batch=8, steps=4, clip=None,
