@@ -20,7 +20,7 @@ from shoal.train.launch import run_ranks
 from shoal.train.verify.certify import EXACT
 
 HERE = Path(__file__).parent
-STEPS = 20
+QUICK_STEPS, STEPS = 6, 20
 ALWAYS = parse("pp(2) * dp(2, zero=3) * tp(2)")
 DRAWS = {"language": 12, "llama_tied": 10, "mixtral": 12}
 """How many products are drawn for each job, besides the one that is always there."""
@@ -51,7 +51,8 @@ def rows(job: str, world: int, quick: bool, folder: str) -> dict[Strategy, Any] 
     """Strategy -> each rank's row; or why there are none, which is kept as well."""
     first = 1 + QUICK.get(job, 0)
     some = [strategy for strategy in (chosen(job)[:first] if quick else chosen(job)) if strategy.world == world]
-    asked = {"cases": [(spec_of(job), str(strategy)) for strategy in some], "steps": STEPS, "references": folder}
+    asked = {"cases": [(spec_of(job), str(strategy)) for strategy in some], "references": folder}
+    asked["steps"] = QUICK_STEPS if quick else STEPS
     try:
         found = run_ranks("distributed.proofs:prove_many", asked, ranks=world, hang_after_s=120)
     except Exception as error:
@@ -72,7 +73,7 @@ def prove(job: str, number: int, *, quick: bool, folder: str) -> None:
         assert "refused" not in rank, rank
         assert rank["difference"] <= EXACT == 1e-10, (rank["case"], rank["where"], rank["difference"])
         assert rank["ledger"] == [], rank["case"]
-        assert len(rank["losses"]) == STEPS
+        assert len(rank["losses"]) == (QUICK_STEPS if quick else STEPS)
     for kind, elements in row[0]["elements"].items():
         assert sum(rank["compared"].get(kind, 0) for rank in row) == elements, f"{row[0]['case']}: {kind}"
 
