@@ -67,10 +67,11 @@ def judge_under(case: Case, chain: tuple[str, ...]) -> Verdict:
     if case.dropout:
         return _by_proof(case, chain)
     micros = {strategy.micro_batches for strategy in strategies}
-    if case.batch_norm and len(micros) > 1:
-        # Batch norm makes the micro-batch part of the model: both runs must have the same.
+    per_micro = case.batch_norm or "ema" in case.blocks
+    if per_micro and len(micros) > 1:
+        # Batch norm and buffers make the micro-batch part of the model: both runs must have the same.
         chain, strategies = chain[:1], strategies[:1]
-    micro = strategies[0].micro_batches if case.batch_norm else 1
+    micro = strategies[0].micro_batches if per_micro else 1
     expected = oracle.train(case, micro_batches=micro)
     shaken = oracle.train(case, micro_batches=micro, jitter=JITTER)
     conditioning, _ = oracle.distance(shaken.tensors, expected.tensors)

@@ -18,6 +18,8 @@ from shoal.strategy.terms import cp, dp, ep, local, pp, recompute, spatial, ssp,
 KINDS: tuple[Kind, ...] = ("exact", "bounded", "statistical")
 """From the strongest promise to the weakest."""
 
+PER_MICRO_BATCH = "per micro-batch"
+"""How reasons begin that make the micro-batch part of the model."""
 EXACT_BAND = (
     "every parameter of the serial run, relative difference at most 1e-10 in float64 (more only where the serial run "
     "itself moves by more under another order of sums, which is measured)"
@@ -104,7 +106,7 @@ def _notes(strategy: Strategy, facts: ModelFacts) -> tuple[str, ...]:
     if facts.batch_norm is not None and strategy.micro_batches > 1:
         micro = strategy.micro_batches
         notes.append(
-            "per micro-batch: batch norm sees one micro-batch at a time; compare with a serial run that accumulates "
+            f"{PER_MICRO_BATCH}: batch norm sees one micro-batch at a time; compare with a serial run that accumulates "
             f"the same {micro}"
         )
     if facts.batch_norm == "sync" and strategy.replicas > 1:
@@ -112,7 +114,7 @@ def _notes(strategy: Strategy, facts: ModelFacts) -> tuple[str, ...]:
     if facts.loss_over == "micro-batch" and split:
         micro, parts = strategy.micro_batches, strategy.replicas
         notes.append(
-            "per micro-batch: the job declares its loss so; compare with a serial run that accumulates the same "
+            f"{PER_MICRO_BATCH}: the job declares its loss so; compare with a serial run that accumulates the same "
             f"{micro * parts} parts of a batch ({micro} micro-batches of {parts})"
         )
     if facts.loss_over == "batch" and strategy.replicas > 1:
@@ -120,7 +122,7 @@ def _notes(strategy: Strategy, facts: ModelFacts) -> tuple[str, ...]:
     if facts.forward_state and strategy.micro_batches > 1:
         names = ", ".join(facts.forward_state[:3])
         notes.append(
-            f"per micro-batch: every forward changes {names}; compare with a serial run that accumulates the same "
+            f"{PER_MICRO_BATCH}: every forward changes {names}; compare with a serial run that accumulates the same "
             f"{strategy.micro_batches} micro-batches"
         )
     if facts.dropout and strategy.terms:

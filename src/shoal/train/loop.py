@@ -63,8 +63,8 @@ def check_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
         resume = str(checkpoint.path)
     asked = question(job, strategy, facts, backend=arguments.get("backend")) if arguments.get("gate") else None
     if asked is not None and not asked["skip"] and not is_proven(asked["key"]):
-        for unknown in require_independent(job, strategy):
-            channel.say(warning(unknown))
+        for message in require_independent(job, strategy, facts):
+            channel.say(message)
     return {"job": job.name, "steps": job.steps, "resume": resume, "question": asked}
 
 
@@ -104,7 +104,7 @@ def train_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     asked = arguments.get("backend")
     me = join(backend=None if asked is None else registered(asked), emulate=arguments.get("emulate"))
     job, strategy = job_from(arguments), parse(arguments["strategy"])
-    if arguments.get("gate") and me.world > 1:
+    if arguments.get("gate"):
         # No process stands above the ranks that could have done it.
         facts = facts_of(job, layout_of(job, strategy))
         gate_here(job, strategy, facts, me, channel, backend=arguments.get("backend"))

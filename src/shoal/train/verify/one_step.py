@@ -27,6 +27,7 @@ from shoal.job.buffers import buffer_modes
 from shoal.job.facts import build_without_memory
 from shoal.parallel.engine import NonFinite
 from shoal.strategy import ModelFacts, Strategy, contract, is_legal, parse
+from shoal.strategy.contract import PER_MICRO_BATCH
 from shoal.train.checkpoint.exchange import exchange
 from shoal.train.gate import TOLERANCES, cutting_axes, exact_twin, is_settled, require_right
 from shoal.train.launch.join import Rank, join, leave
@@ -53,13 +54,13 @@ class CannotCheck(ValueError):
 
 
 def question(job: Job, strategy: Strategy, facts: ModelFacts, *, backend: str | None = None) -> dict[str, Any] | None:
-    """What there is to check, as JSON, and whether it can be; None if there is one process only.
+    """What there is to check, as JSON, and whether it can be; None if one process computes each batch at once.
 
     Raises:
         CannotCheck: The strategy cuts a compiled model, or data differ from one read to the next.
     """
     twin = exact_twin(strategy)
-    if twin.world == 1:
+    if twin.world == 1 and not splits_batches(twin):
         return None
     axes = cutting_axes(strategy)
     model = build_without_memory(job)
@@ -124,11 +125,11 @@ def _why_not(strategy: Strategy, facts: ModelFacts, model: nn.Module) -> str:
     return ""
 
 
-def require_independent(job: Job, strategy: Strategy) -> list[str]:
+def require_independent(job: Job, strategy: Strategy, facts: ModelFacts) -> list[dict[str, Any]]:
     """Refuses to split batches whose loss, count and gradient are not the sums of those of their parts.
 
     Returns:
-        Why that was not found out; empty if it was.
+        Messages for the user: why that was not found out, and what is computed per micro-batch.
 
     Raises:
         SamplesCoupled: The loss is a mean, the count is wrong, samples are coupled, or depend on padding.
@@ -138,10 +139,11 @@ def require_independent(job: Job, strategy: Strategy) -> list[str]:
     with running_eagerly():
         found = couples_samples(job)
     if found.kind in ("unchecked", "random"):
-        return [found.reason]
+        return [{"event": "warning", "text": found.reason}]
     if wrong := refusal(found, strategy):
         raise SamplesCoupled(wrong)
-    return []
+    reasons = contract(strategy, replace(facts, forward_state=found.state)).reasons
+    return [{"event": "note", "text": reason} for reason in reasons if reason.startswith(PER_MICRO_BATCH)]
 
 
 def one_step(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
@@ -163,8 +165,8 @@ def gate_here(
         try:
             asked = question(job, strategy, facts, backend=backend)
             if asked is not None and not (settled := is_settled(asked, channel.say)):
-                for unknown in require_independent(job, strategy):
-                    channel.say({"event": "warning", "text": unknown})
+                for message in require_independent(job, strategy, facts):
+                    channel.say(message)
         except ValueError as error:
             wrong = str(error)
     first = exchange({"asked": asked, "settled": settled, "wrong": wrong})[0]
