@@ -56,6 +56,12 @@ class Case:
         return self.centred or self.loss == "contrastive"
 
     @property
+    def averages_buffers(self) -> bool:
+        """Whether the job declares what replicas do with the buffer that a forward updates; half of those that have
+        one do."""
+        return "ema" in self.blocks and self.seed % 2 == 1
+
+    @property
     def batch_norm(self) -> bool:
         return self.kind == "images" and self.norm in ("batch", "fused-batch")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -36,8 +35,10 @@ def decay(case: Case, name: str, param: Tensor) -> dict[str, Any]:
 def job_of(number: int) -> Job:
     case = case_of(number)
     declared: dict[str, Any] = {}
-    if case.loss == "contrastive" and any(field.name == "loss_over" for field in fields(Job)):
+    if case.loss == "contrastive":
         declared["loss_over"] = "batch"
+    if case.averages_buffers:
+        declared["buffers"] = "average"
     return Job(
         name=f"fuzz-{number}", model=partial(build, case), train=TensorData(**data_of(case)),
         loss=partial(sum_and_count, case), optimizer=partial(optimizer_of, case.optimizer),
