@@ -31,6 +31,7 @@ FACTS = st.builds(
     elementwise_optimizer=st.sampled_from([None, True, False]),
     coupled_optimizer=st.sampled_from([None, True, False]),
     sequence_why=st.sampled_from(["", "", "a mean over tokens"]),
+    sequence_under_cp_why=st.sampled_from(["", "", "tp begins before cp"]),
     context_why=st.sampled_from(["", "", "a convolution over tokens"]),
     tensor_parts=st.sampled_from([None, None, (), (("a", "heads", 6), ("b", "features", 12)), (("c", "words", 0),)]),
 )

@@ -135,6 +135,12 @@ SAMPLES: dict[str, list[Sample]] = {
             ModelFacts(sequence_why="it sums over tokens"),
         ),
     ],
+    "tp-sequence-lies-within-context": [
+        Sample(
+            "cp(2) * tp(2, sequence=True)", "cp(2) * tp(2)", ModelFacts(sequence_under_cp_why="tp begins before cp"),
+            ModelFacts(sequence_under_cp_why="tp begins before cp"),
+        ),
+    ],
     "tp-cuts-one-dimension": [Sample("tp(2, sequence=True, batch=True)", "tp(2, batch=True)")],
     "tp-batch-needs-features": [
         Sample("tp(2, batch=True)", "tp(2)", ModelFacts(tensor_parts=FOUR_HEADS), ModelFacts(tensor_parts=FOUR_HEADS)),
