@@ -143,6 +143,9 @@ def _by_proof(case: Case, chain: tuple[str, ...]) -> Verdict:
         # Replicas update it from their own samples, and the job does not say what becomes of it, or it is read again
         # within the step: the certificate is denied.
         return Verdict(case.seed, chain[:1], "refused", f"proof: {proof.worst} differs", proof.max_rel_diff)
+    unprovable = next((note for note in proof.notes if note.startswith("this job cannot be proven")), "")
+    if not proof.passed and unprovable:
+        return Verdict(case.seed, chain[:1], "ill-conditioned", unprovable)
     if not proof.passed:
         detail = f"proof: {proof.worst} differs by {proof.max_rel_diff:.1e}; ledger {proof.ledger_differences[:2]}"
         return Verdict(case.seed, chain[:1], "failed", detail, proof.max_rel_diff)
