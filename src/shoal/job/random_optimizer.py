@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.job.draw_places import is_random
 from shoal.job.draw_rules import RULES, Numbers, key_of
-from shoal.job.elementwise import OptimizerFactory
+from shoal.job.pointwise import OptimizerFactory
 
 
 @dataclass(frozen=True)

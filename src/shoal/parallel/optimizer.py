@@ -17,8 +17,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from shoal.job.elementwise import attributes_of, needs_closure
 from shoal.job.kept import Common, common, exact, holders, holds_parameters, layers, put_state, state_of
+from shoal.job.probe_layouts import attributes_of
+from shoal.job.probe_run import needs_closure
 from shoal.parallel.data import Bucket
 
 Factory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
