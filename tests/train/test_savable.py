@@ -30,6 +30,31 @@ class Seen(Written):
         param.sub_(group["lr"] * param.grad)
 
 
+class Hooked(torch.optim.SGD):
+    """Counts in a hook's closure, where no checkpoint finds it."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, lr=0.1)
+        calls = [0]
+
+        def hook(*_: Any) -> None:
+            calls[0] += 1
+            for group in self.param_groups:
+                group["weight_decay"] = 0.1 / calls[0]
+
+        self.register_step_pre_hook(hook)
+
+
+class Aliased(Written):
+    """Keeps one tensor under two names."""
+
+    def update(self, param: Any, group: dict[str, Any], state: dict[str, Any]) -> None:
+        mean = state.setdefault("mean", torch.zeros_like(param))
+        same = state.setdefault("same", mean)
+        mean.lerp_(param.grad, 0.1)
+        param.sub_(group["lr"] * same)
+
+
 class Turning(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -56,6 +81,19 @@ def test_an_object_that_a_checkpoint_cannot_hold_is_named() -> None:
         "no checkpoint of this job can be written: Seen keeps a set (attributes: 'seen'), and a checkpoint holds "
         "numbers, text, lists, dicts and tensors; keep it as one of these, or train without checkpoints "
         "(--checkpoint-every 0)"
+    )
+
+
+@pytest.mark.parametrize("optimizer", [Hooked, Aliased])
+def test_what_would_be_lost_in_a_resume_is_found_by_a_resume_in_memory(optimizer: Any) -> None:
+    run = ready(optimizer)
+    with pytest.raises(CheckpointFailed) as refused:
+        require_savable(run.engine, run.optimizer)
+    assert str(refused.value) == (
+        f"no checkpoint of this job can be written: {optimizer.__name__} was rebuilt in the middle of a trial from all "
+        "that a checkpoint holds of it, and its next steps were others. It keeps something outside of its state, its "
+        "groups and its attributes (in a hook, a closure or a global), or one tensor in two places; keep it there, "
+        "once, or train without checkpoints (--checkpoint-every 0)"
     )
 
 

@@ -22,7 +22,7 @@ from shoal.job.groups import Options, no_options
 from shoal.job.kept import exact, holds_parameters, is_plain
 from shoal.job.pointwise import OptimizerFactory, Watch, looks_at_shapes
 from shoal.job.probe_layouts import CUTS, Copy, Layout, Row, alone, copies_of, full, gradients, shrunk, sliced
-from shoal.job.probe_run import Run, tensors_in
+from shoal.job.probe_run import MIDDLE, Run, tensors_in
 
 Kind = Literal["elementwise", "parameter", "coupled"]
 
@@ -49,6 +49,9 @@ class Probe:
     opaque: dict[str, str] = field(default_factory=dict)
     """Objects with changing contents that no checkpoint can hold: where, and of what type."""
 
+    forgets: bool = False
+    """Whether a new optimiser that is given all this goes on otherwise: something is kept where it was not found."""
+
     @property
     def elementwise(self) -> bool:
         return self.kind == "elementwise"
@@ -70,9 +73,13 @@ def probe(optimizer: OptimizerFactory, model: nn.Module, options: Options = no_o
         small = [shrunk(copy, SMALL) for copy in copies]
         reference, rows, wanted, watch = _reference(optimizer, small)
         found = reference.described()
+        found["forgets"] = not found["opaque"] and _forgets(optimizer, reference, rows, wanted)
         if reference.needs_closure:
             return Probe(kind="coupled", why="its step computes the loss again", **found)
-        why = reference.unsliceable() or _differs(optimizer, small, sliced(small, rows), rows, wanted, reference)
+        lost = "rebuilt with all that was found of what it keeps, it goes on otherwise" if found["forgets"] else ""
+        why = (
+            reference.unsliceable() or lost or _differs(optimizer, small, sliced(small, rows), rows, wanted, reference)
+        )
         if not why and watch.odd:
             why = f"an element is computed from others ({watch.odd})"
         if not why:
@@ -102,6 +109,15 @@ def _reference(factory: OptimizerFactory, copies: list[Copy]) -> tuple[Run, list
             trouble, run = trouble or error, built(factory, copies)
     assert trouble is not None
     raise _refusal(factory, copies, run.name, trouble) from trouble
+
+
+def _forgets(factory: OptimizerFactory, reference: Run, rows: list[Row], wanted: list[list[Tensor]]) -> bool:
+    """Whether a run that is resumed in the middle departs from the unbroken one, by a bit or by an error."""
+    try:
+        after = reference.resumed(factory).train(rows[MIDDLE:STEPS])
+    except Exception:
+        return True
+    return any(exact(one) != exact(other) for one, other in zip(after, wanted[MIDDLE:STEPS], strict=True))
 
 
 def _jumps(steps: int) -> dict[int, int]:

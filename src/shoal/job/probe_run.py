@@ -13,13 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from shoal.job.errors import JobError
-from shoal.job.kept import common, exact, holders, holds_parameters, is_plain, layers, state_of
+from shoal.job.kept import common, copied, exact, holders, holds_parameters, is_plain, layers, put_state, state_of
 from shoal.job.pointwise import OptimizerFactory, Watch
 from shoal.job.probe_layouts import Copy, Layout, Piece, Row, start_of
 
 TOLERANCE = 1e-12
 LOW_PRECISION = 1e-5
 """Where state is kept in less than float64: the last bit depends on where a vector loop ends."""
+MIDDLE = 8
+"""After this number of steps a run can be resumed."""
 
 
 class Run:
@@ -47,6 +49,7 @@ class Run:
         self.needs_closure = needs_closure(self.optimizers[0])
         self.counters: set[str] = set()
         """Where numbers are kept that grew by one in each of the first steps."""
+        self.snapshot: tuple[Any, ...] = ()
         self._before = {where: exact(value) for where, value in self.common(0).items()}
 
     def train(self, rows: Sequence[Row], **how: Any) -> list[list[Tensor]]:
@@ -70,7 +73,7 @@ class Run:
                     gradient = _joined(row, tensor)
                     param.grad = gradient if gradient is None or not sparse else gradient.to_sparse()
                 for which, param in empty:
-                    has = any(g is not None for g, copy in zip(row, self.copies, strict=True) if copy.which == which)
+                    has = any(g is not None for g, each in zip(row, self.copies, strict=True) if each.which == which)
                     param.grad = torch.zeros_like(param) if has else None
                 if watch is not None:
                     watch.follow(params)
@@ -84,7 +87,39 @@ class Run:
                 seen.append({key: number for key, number, _ in self._numbers()})
                 self.counters = {key for key in seen[-1] if all(key in each for each in seen)}
                 self.counters = {key for key in self.counters if all(b[key] - a[key] == 1 for a, b in pairwise(seen))}
+            if number + 1 == MIDDLE:
+                self.snapshot = self._kept()
             yield self.values()
+
+    def _kept(self) -> tuple[Any, ...]:
+        """What a checkpoint would hold now, of one optimiser over full parameters."""
+        (optimizer,), (params,) = self.optimizers[:1], self.params[:1]
+        ids = {id(param) for param in params}
+        shared = {
+            where: {
+                key: value
+                for key, value in entries.items()
+                if is_plain(value) and not holds_parameters(value, ids)
+                and self._before.get(f"{where}: {key!r}") != exact(value)
+            }
+            for where, entries in common(optimizer).items()
+        }  # fmt: skip
+        return copied(([param.detach() for param in params], [state_of(optimizer, p) for p in params], shared))
+
+    def resumed(self, factory: OptimizerFactory) -> Run:
+        """A new optimiser that is given what the checkpoint of the middle would hold."""
+        fresh = Run(factory, self.copies, self.layout)
+        values, states, shared = copied(self.snapshot)
+        optimizer = fresh.optimizers[0]
+        for param, value, state in zip(fresh.params[0], values, states, strict=True):
+            param.data.copy_(value)
+            if state:
+                put_state(optimizer, param, state)
+        holding = holders(optimizer)
+        for where, entries in shared.items():
+            if where in holding:
+                holding[where].update(entries)
+        return fresh
 
     def _numbers(self) -> Iterator[tuple[str, float, Callable[[float], Any]]]:
         """Numbers that the optimisers keep: where (the same for every group and parameter), the value, a way to set
@@ -111,12 +146,12 @@ class Run:
                 put(following - 1)
 
     def values(self) -> list[Tensor]:
-        found = [torch.empty(copy.numel, dtype=copy.dtype) for copy in self.copies]
+        found = [torch.empty(each.numel, dtype=each.dtype) for each in self.copies]
         for rank, params in zip(self.layout, self.params, strict=True):
             for tensor, param in zip(rank, params, strict=True):
                 flat, at = param.detach().reshape(-1), 0
-                for copy, start, stop in tensor.sources:
-                    found[copy][start:stop] = flat[at : at + stop - start]
+                for place, start, stop in tensor.sources:
+                    found[place][start:stop] = flat[at : at + stop - start]
                     at += stop - start
         return found
 
@@ -202,7 +237,7 @@ def _groups(
 ) -> tuple[list[dict[str, Any]], list[tuple[int, nn.Parameter]]]:
     """The groups of one rank. Where slices are given, a rank that lacks parameters of a group has a parameter without
     elements there, as in the engine."""
-    options: dict[int, dict[str, Any]] = {copy.which: copy.options for copy in copies}
+    options: dict[int, dict[str, Any]] = {each.which: each.options for each in copies}
     sliced = any(tensor.shape != copies[tensor.sources[0][0]].shape or len(tensor.sources) > 1 for tensor in rank)
     groups, empty = [], []
     for which in sorted(options):

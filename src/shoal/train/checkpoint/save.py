@@ -105,6 +105,15 @@ def require_savable(engine: Engine, optimizer: Probe) -> None:
             errno=None,
             last_good=None,
         )
+    if optimizer.forgets:
+        raise CheckpointFailed(
+            f"no checkpoint of this job can be written: {optimizer.name} was rebuilt in the middle of a trial from all "
+            "that a checkpoint holds of it, and its next steps were others. It keeps something outside of its state, "
+            "its groups and its attributes (in a hook, a closure or a global), or one tensor in two places; keep it "
+            "there, once, or train without checkpoints (--checkpoint-every 0)",
+            errno=None,
+            last_good=None,
+        )
     contents_of(engine, buffers=buffers, rank=world_and_rank()[1])
 
 
