@@ -37,7 +37,7 @@ def test_optimizers_that_look_at_a_full_parameter_are_recognised(name: str) -> N
 def test_optimizers_that_couple_parameters_are_recognised(name: str) -> None:
     found = probe(COUPLED[name], Net())
     assert found.kind == "coupled"
-    assert found.needs_closure == (name == "LBFGS")
+    assert found.needs_closure == (name in ("LBFGS", "Sharpness"))
 
 
 def test_muon_is_not_elementwise() -> None:
