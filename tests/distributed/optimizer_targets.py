@@ -10,8 +10,8 @@ from torch import nn
 
 from distributed.optimizer_zoo import EVERY, ONE_GROUP, Net
 from shoal.job import Job, TensorData
-from shoal.job.elementwise import needs_closure
 from shoal.job.facts import infer_facts
+from shoal.job.probe_run import needs_closure
 from shoal.strategy import parse, require_legal
 from shoal.train.checkpoint.save import open_checkpoint, require_savable, restore, save
 from shoal.train.launch.join import join, leave

@@ -261,6 +261,137 @@ class WithoutRate(O.Optimizer):
                     param.sub_(group["speed"] * param.grad)
 
 
+class Averaging(O.AdamW):
+    """Keeps a moving average of the weights in the state of its parent."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, lr=0.02)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param].setdefault("average", param.clone()).lerp_(param, 0.1)
+                param.lerp_(self.state[param]["average"], 0.05)
+
+
+class Lazy(Written):
+    """Starts its state in its second step, and changes its ways in every other one."""
+
+    def update(self, param: Any, group: dict[str, Any], state: dict[str, Any]) -> None:
+        state["t"] = state.get("t", 0) + 1
+        if state["t"] >= 2:
+            mean = state.setdefault("m", torch.zeros(param.shape, dtype=param.dtype)).lerp_(param.grad, 0.3)
+            param.sub_(group["lr"] * (mean if state["t"] % 2 else param.grad))
+        else:
+            param.sub_(0.5 * group["lr"] * param.grad)
+
+
+class Nested(Written):
+    """Numbers in nested dicts and lists, in the state, in groups and in an attribute; a tensor on the optimiser."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, inner={"rows": [1.0], "n": 0})
+        self.scale = torch.ones(3, dtype=torch.float64)
+        self.table: dict[str, Any] = {"a": {"b": [0]}}
+
+    def begin(self) -> None:
+        self.scale.mul_(0.9)
+        self.table["a"]["b"][0] += 1
+        for group in self.param_groups:
+            n = group["inner"]["n"] + 1
+            group["inner"] = {"rows": [*group["inner"]["rows"], 1.0 / n], "n": n}
+
+    def update(self, param: Any, group: dict[str, Any], state: dict[str, Any]) -> None:
+        kept = state.setdefault("kept", {"n": 0, "rows": []})
+        kept["n"] += 1
+        kept["rows"].append(1.0 / kept["n"])
+        factor = sum(kept["rows"]) * float(self.scale.sum()) * group["inner"]["rows"][-1] / self.table["a"]["b"][0]
+        param.sub_(group["lr"] * factor * param.grad)
+
+
+class NestedTensors(Written):
+    """Tensors of the parameter's shape inside a list of its state."""
+
+    def update(self, param: Any, group: dict[str, Any], state: dict[str, Any]) -> None:
+        means = state.setdefault("means", [torch.zeros_like(param), {"second": torch.zeros_like(param)}])
+        means[0].lerp_(param.grad, 0.2)
+        means[1]["second"].lerp_(param.grad.square(), 0.2)
+        param.sub_(group["lr"] * means[0] / (means[1]["second"].sqrt() + 1e-3))
+
+
+class Shampoo(Written):
+    """Statistics for each dimension, and roots of them in every second step."""
+
+    def update(self, param: Any, group: dict[str, Any], state: dict[str, Any]) -> None:
+        state["t"] = state.get("t", 0) + 1
+        gradient = param.grad
+        if param.dim() == 0:
+            param.sub_(group["lr"] * gradient)
+            return
+        for dim, size in enumerate(param.shape):
+            rows = gradient.movedim(dim, 0).reshape(size, -1)
+            start = 0.1 * torch.eye(size, dtype=param.dtype)
+            statistics = state.setdefault(f"s{dim}", start.clone()).add_(rows @ rows.T)
+            if state["t"] % 2:
+                values, vectors = torch.linalg.eigh(statistics)
+                state[f"p{dim}"] = vectors @ (values ** (-0.5 / param.dim())).diag() @ vectors.T
+            gradient = torch.tensordot(state[f"p{dim}"], gradient.movedim(dim, 0), 1).movedim(0, dim)
+        param.sub_(group["lr"] * gradient)
+
+
+class Hybrid(O.Optimizer):
+    """Two optimisers in one: factored for matrices, AdamW for the rest."""
+
+    def __init__(self, groups: Any) -> None:
+        groups = [dict(group) for group in groups]
+        super().__init__(groups, {"lr": 0.02})
+        every = [(param, group["lr"]) for group in self.param_groups for param in group["params"]]
+        self.matrices = O.Muon([{"params": [p], "lr": lr} for p, lr in every if p.dim() == 2])
+        self.rest = O.AdamW([{"params": [p], "lr": lr} for p, lr in every if p.dim() != 2])
+        self.n = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.n += 1
+        for inner in (self.matrices, self.rest):
+            for group in inner.param_groups:
+                group["lr"] = 0.02 / self.n
+            inner.step()
+
+
+class Sharpness(Written):
+    """SAM: climbs, computes the gradient there, and steps from where it was."""
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        closure = torch.enable_grad()(closure)
+        closure()
+        params = [(param, group) for group in self.param_groups for param in group["params"]]
+        used = [(param, group) for param, group in params if param.grad is not None]
+        norm = float(sum(float(param.grad.square().sum()) for param, _ in used) ** 0.5)
+        before = [param.clone() for param, _ in used]
+        for param, _ in used:
+            param.add_(param.grad, alpha=0.05 / (norm + 1e-12))
+        closure()
+        for (param, group), value in zip(used, before, strict=True):
+            param.copy_(value)
+            if param.grad is not None:
+                momentum = self.state[param].setdefault("m", torch.zeros_like(param)).mul_(0.9).add_(param.grad)
+                param.sub_(group["lr"] * momentum)
+
+
+class Ascending(Written):
+    """By the place in its group: the later, the slower."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for place, param in enumerate(group["params"]):
+                if param.grad is not None:
+                    param.sub_(group["lr"] / (1 + place) * param.grad)
+
+
 Factory = Callable[[list[dict[str, Any]]], O.Optimizer]
 
 ELEMENTWISE: dict[str, Factory] = {
@@ -287,6 +418,15 @@ ELEMENTWISE: dict[str, Factory] = {
     "Lookahead": Lookahead,
     "SelfPaced": SelfPaced,
     "WithoutRate": WithoutRate,
+    "Averaging": Averaging,
+    "Lazy": Lazy,
+    "Nested": Nested,
+    "Adagrad-start": partial(O.Adagrad, lr=0.1, initial_accumulator_value=0.3, lr_decay=0.1, maximize=True),
+    "AdamW-fused": partial(O.AdamW, lr=0.02, fused=True, amsgrad=True),
+    "SGD-maximize": partial(O.SGD, lr=0.01, momentum=0.5, maximize=True, foreach=True),
+    "Rprop-foreach": partial(O.Rprop, lr=0.01, etas=(0.4, 1.3), foreach=True),
+    "NAdam-decoupled": partial(O.NAdam, lr=0.02, weight_decay=0.1, decoupled_weight_decay=True),
+    "AdamW-betas": lambda groups: O.AdamW(groups, lr=0.02, betas=(torch.tensor(0.8), torch.tensor(0.95))),
 }  # fmt: skip
 
 PARAMETERWISE: dict[str, Factory] = {
@@ -296,6 +436,8 @@ PARAMETERWISE: dict[str, Factory] = {
     "Centralised": Centralised,
     "ByDimensions": ByDimensions,
     "BySize": BySize,
+    "NestedTensors": NestedTensors,
+    "Shampoo": Shampoo,
 }
 
 COUPLED: dict[str, Factory] = {
@@ -304,6 +446,9 @@ COUPLED: dict[str, Factory] = {
     "GlobalNorm": GlobalNorm,
     "FirstFrozen": FirstFrozen,
     "Listed": Listed,
+    "Sharpness": Sharpness,
+    "Ascending": Ascending,
+    "Hybrid": Hybrid,
 }
 
 EVERY = {**ELEMENTWISE, **PARAMETERWISE, **COUPLED}

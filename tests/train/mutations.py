@@ -1,7 +1,8 @@
 """Checkpoints altered at random: damage with the old checksums, and forgeries whose checksums were computed anew.
 
-A forgery changes the structure (shapes, types, ranges, names, files, steps), not values: checksums without a key cannot
-tell another value from the right one.
+A forgery changes the structure (shapes, types, ranges, names, files, steps) or exchanges tensors, and signs files and
+manifest anew; the checksums of tensors and numbers inside the manifest stay. Somebody who computes these too can write
+any values: checksums without a key cannot tell.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ ODD: list[Any] = [
     -1, 0, 1, 2, 3, 7, 10**9, 2**63, 10**40, -(10**9), 0.5, 1e999, float("nan"), True, None, "", "1", "float16",
     "complex64", "../x", "rank-00000.safetensors", "rank-00001.safetensors", [], [1], [0], [[1]], {}, {"float": "inf"},
 ]  # fmt: skip
-VALUES = ("progress", "numbers")
-"""Parts of the manifest that hold values."""
 
 
 def mutate(path: Path, chance: random.Random) -> str:
     """Alters a checkpoint in place; says how."""
-    how = chance.choice([_flip, _cut_off, _lose, _manifest, _manifest, _manifest, _header, _header, _swap, _special])
+    how = chance.choice(
+        [_flip, _cut_off, _lose, _manifest, _manifest, _manifest, _header, _header, _exchange, _swap, _special]
+    )
     return f"{how.__name__}: {how(path, chance)}"
 
 
@@ -80,7 +81,7 @@ def _manifest(path: Path, chance: random.Random) -> str:
     manifest = json.loads((path / "checkpoint.json").read_text())
     told = []
     for _ in range(chance.choice([1, 1, 1, 2, 3])):
-        place = [key for key in manifest if key not in VALUES]
+        place = list(manifest)
         if not place:
             break
         told.append(_somewhere(manifest, chance.choice(place), chance, depth=chance.randrange(6)))
@@ -119,14 +120,40 @@ def _header(path: Path, chance: random.Random) -> str:
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
     name = chance.choice(sorted(header))
-    # Below the names: two names exchanged would be two tensors with other values.
-    told = _somewhere(header, name, chance, depth=chance.randrange(1, 4))
+    told = _somewhere(header, name, chance, depth=chance.randrange(4))
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     length = len(text) if chance.random() < 0.9 else chance.choice([0, 2**40, 2**63, len(text) - 8, len(text) + 8])
     file.write_bytes(length.to_bytes(8, "little") + text + data[8 + size :])
     sign(path)
     return f"{file.name} {told} (header of {length})"
+
+
+def _exchange(path: Path, chance: random.Random) -> str:
+    """Two tensors of one file change places, by their names in its header, in the manifest, or in both."""
+    file = chance.choice(_tensor_files(path))
+    data = file.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    alike: dict[str, list[str]] = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            alike.setdefault(str((entry["dtype"], entry["shape"])), []).append(name)
+    one, other = chance.sample(chance.choice([names for names in alike.values() if len(names) > 1]), 2)
+    where = chance.choice(["header", "manifest", "both"])
+    if where != "manifest":
+        header[one], header[other] = header[other], header[one]
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+    manifest = json.loads((path / "checkpoint.json").read_text())
+    if where != "header":
+        rows = [*manifest["pieces"], *manifest["buffers"].values(), *manifest["extras"].values()]
+        for row in rows:
+            if row["file"] == file.name and row["tensor"] in (one, other):
+                row["tensor"] = other if row["tensor"] == one else one
+    sign(path, manifest)
+    return f"{one} and {other} of {file.name} in {where}"
 
 
 def _swap(path: Path, chance: random.Random) -> str:

@@ -110,6 +110,15 @@ def is_plain(value: Any) -> bool:
     return False
 
 
+def copied(value: Any) -> Any:
+    """A copy of a plain value as a checkpoint makes it: a tensor that is in two places becomes two."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(copied, value))
+    return {key: copied(entry) for key, entry in value.items()} if isinstance(value, dict) else value
+
+
 def exact(value: Any, depth: int = 4) -> Any:
     """A value to compare by: equal for equal contents, also inside objects, which are looked into."""
     if isinstance(value, torch.Tensor):

@@ -8,6 +8,7 @@ elements, and a serial run draws the same. Which parameter a draw is for shows i
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.job.draw_places import is_random
 from shoal.job.draw_rules import RULES, Numbers, key_of
-from shoal.job.elementwise import OptimizerFactory
+from shoal.job.pointwise import OptimizerFactory
 
 
 @dataclass(frozen=True)
@@ -117,17 +118,22 @@ def _half(shape: Sequence[int], device: torch.device, kind: str) -> Tensor:
 
 
 def draws_numbers(optimizer: OptimizerFactory) -> bool:
-    """Whether an update draws random numbers; tried on one small matrix."""
-    param = torch.nn.Parameter(torch.linspace(-1.0, 1.0, 12).reshape(3, 4))
-    with torch.random.fork_rng(devices=[]), _Constant() as watch:
-        running = optimizer([{"params": [param]}])
-        for _ in range(2):
-            param.grad = torch.ones_like(param)
+    """Whether an update draws random numbers; tried on a small matrix and a vector, or on one of them where the
+    optimiser takes no others."""
+    for shapes in (((3, 4), (5,)), ((3, 4),), ((5,),)):
+        params = [torch.nn.Parameter(torch.linspace(-1.0, 1.0, math.prod(shape)).reshape(shape)) for shape in shapes]
+        with torch.random.fork_rng(devices=[]), _Constant() as watch:
             try:
-                running.step()
+                running = optimizer([{"params": params}])
+                for _ in range(2):
+                    for param in params:
+                        param.grad = torch.ones_like(param)
+                    running.step()
             except Exception:  # An optimiser that needs more than gradients is refused elsewhere, by name.
-                break
-    return watch.found
+                if not watch.found:
+                    continue
+        return watch.found
+    return False
 
 
 def without_draws(optimizer: OptimizerFactory) -> OptimizerFactory:

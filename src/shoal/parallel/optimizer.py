@@ -17,8 +17,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from shoal.job.elementwise import attributes_of, needs_closure
 from shoal.job.kept import Common, common, exact, holders, holds_parameters, layers, put_state, state_of
+from shoal.job.probe_layouts import attributes_of
+from shoal.job.probe_run import needs_closure
 from shoal.parallel.data import Bucket
 
 Factory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -293,10 +294,12 @@ class SlicedOptimizer:
         return (base * self._factor).to(base.dtype) if isinstance(base, torch.Tensor) else base * self._factor
 
     def _by_options(self, where: str, *, back: bool = False) -> str:
-        """A group's place in the optimiser, as that of its options; or the other way."""
+        """A group's place in the optimiser, as that of its options; or the other way. A wrapped optimiser with groups
+        of its own (one for each matrix) keeps their places."""
         prefix, found, place = where.rpartition("group ")
         mine = [which for which in self.used if self.elementwise or self._holds(which)]
-        if not found or len(mine) != len(self.optimizer.param_groups):
+        groups = {each_prefix: len(each.param_groups) for each_prefix, each in layers(self.optimizer)}
+        if not found or len(mine) != groups.get(prefix):
             return where
         if back:
             return f"{prefix}group {mine.index(int(place))}" if int(place) in mine else ""
@@ -392,7 +395,9 @@ def _prefer_fused(optimizer: torch.optim.Optimizer) -> None:
     AdamW takes 1.2 ms in place of 4.3. The same arithmetic, in another order of rounding."""
     for group in optimizer.param_groups:
         asked = any(group.get(other) for other in ("foreach", "capturable", "differentiable", "dampening"))
-        plain = not isinstance(group.get("lr"), torch.Tensor) and all(p.is_floating_point() for p in group["params"])
+        numbers = [*group.get("betas", ()), group.get("lr")]
+        plain = not any(isinstance(number, torch.Tensor) for number in numbers)
+        plain = plain and all(p.is_floating_point() for p in group["params"])
         if "fused" in group and group["fused"] is None and not asked and plain:
             group["fused"] = True
             for param in group["params"]:

@@ -7,7 +7,7 @@ all-reduce after a restore compares every copy that every rank holds with the ch
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import prod
 from typing import Any
 
@@ -38,14 +38,17 @@ def checksum(values: torch.Tensor, start: int = 0, part: Part | None = None, sha
     """
     flat = values.detach().reshape(-1)
     if flat.is_complex() and flat.element_size() > 8:
-        flat, start = torch.view_as_real(flat).reshape(-1), 2 * start
+        flat = torch.view_as_real(flat.resolve_conj())
     bits = flat.view(_BITS[flat.element_size()])
+    columns = bits.shape[1] if bits.dim() > 1 else 1
     total = 0
-    for low in range(0, bits.numel(), AT_ONCE):
+    for low in range(0, bits.shape[0], AT_ONCE):
         some = bits[low : low + AT_ONCE].to(torch.int64)
-        place = torch.arange(start + low, start + low + some.numel(), device=some.device)
+        place = torch.arange(start + low, start + low + some.shape[0], device=some.device)
         if part is not None:
             place = _in_full(place, part, shape)
+        if columns > 1:
+            place = place[:, None] * columns + torch.arange(columns, device=place.device)
         mixed = (some ^ (place * _SPREAD)) * _MIX
         mixed = (mixed ^ (mixed >> 29)) * _SPREAD
         total += int((mixed ^ (mixed >> 32)).sum())
@@ -66,21 +69,23 @@ def _signed(total: int) -> int:
 
 
 def of_contents(contents: Contents, engine: Engine) -> dict[str, int]:
-    """Of parameters and state that a rank is about to write, by the names under which a manifest keeps checksums; those
-    of buffers go into their rows."""
+    """Of everything that a rank is about to write: into the rows of the manifest, and of parameters and state, by the
+    names under which a manifest keeps checksums of full tensors."""
     tensors = dict(contents.tensors)
     local = {slot.name: tuple(slot.shape) for bucket in engine.buckets for slot in bucket.buffer.slots}
     local |= {name: tuple(param.shape) for name, param in engine.model.named_parameters() if name not in local}
     found: dict[str, int] = {}
     for row in contents.pieces:
-        if row["state"] is not None and row["state"].startswith(ERRORS):
-            continue  # What compression kept is redistributed when the number of replicas changes.
         part = engine.part_of(row["parameter"])
-        value = checksum(tensors[row["tensor"]], row["start"], part, local[row["parameter"]])
-        _add(found, _name(row["parameter"], row["state"]), value)
+        row["sum"] = checksum(tensors[row["tensor"]], row["start"], part, local[row["parameter"]])
+        # What compression kept is redistributed when the number of replicas changes: it has the sums of its pieces.
+        if row["state"] is None or not row["state"].startswith(ERRORS):
+            _add(found, name_of(row["parameter"], row["state"]), row["sum"])
     for key, entry in contents.buffers.items():
         name, values = entry.get("buffer", key), tensors[entry["tensor"]]
         entry["sum"] = checksum(values, 0, engine.part_of(name), tuple(values.shape))
+    for entry in contents.extras.values():
+        entry["sum"] = checksum(tensors[entry["tensor"]])
     return found
 
 
@@ -91,15 +96,21 @@ def combined(tables: list[dict[str, int]], buffers: dict[str, Any]) -> dict[str,
         for name, value in table.items():
             _add(total, name, value)
     for key, entry in buffers.items():
-        _add(total, f"buffer {entry.get('buffer', key)}", entry.pop("sum"))
+        _add(total, f"buffer {entry.get('buffer', key)}", entry["sum"])
     return total
+
+
+def added(sums: Iterable[int | None]) -> int | None:
+    """The checksum of a tensor from those of its pieces; None if one of them is not known."""
+    known = list(sums)
+    return None if None in known else _signed(sum(each for each in known if each is not None))
 
 
 def _add(total: dict[str, int], name: str, value: int) -> None:
     total[name] = _signed(total.get(name, 0) + value)
 
 
-def _name(parameter: str, state: str | None) -> str:
+def name_of(parameter: str, state: str | None) -> str:
     return f"parameter {parameter}" if state is None else f"{state} of {parameter}"
 
 
@@ -115,15 +126,15 @@ def _held(engine: Engine) -> Iterator[tuple[str, torch.Tensor, int, Part | None,
             if low < high:
                 held = values[low - offset : high - offset]
                 part = engine.part_of(slot.name)
-                yield _name(slot.name, None), held, low - slot.start, part, tuple(slot.shape)
+                yield name_of(slot.name, None), held, low - slot.start, part, tuple(slot.shape)
     for name, param in engine.model.named_parameters():
         if name not in sharded and name not in engine.absent:
-            yield _name(name, None), param, 0, engine.part_of(name), tuple(param.shape)
+            yield name_of(name, None), param, 0, engine.part_of(name), tuple(param.shape)
     for name, buffer in persistent_buffers(engine.model).items():
         if name not in engine.absent:
             yield f"buffer {name}", buffer, 0, engine.part_of(name), tuple(buffer.shape)
     for key, piece in engine.optimizer.state(lambda bucket: (0, bucket.buffer.padded)):
-        yield _name(piece.name, key), piece.values, piece.start, engine.part_of(piece.name), piece.shape
+        yield name_of(piece.name, key), piece.values, piece.start, engine.part_of(piece.name), piece.shape
 
 
 def compare(engine: Engine, saved: dict[str, Any], shapes: dict[str, tuple[int, ...]], where: str) -> None:

@@ -59,7 +59,7 @@ class Contents:
 
     def add_extra(self, name: str, key: str, values: torch.Tensor, part: Part | None = None) -> None:
         full = extra_name(name, key, part)
-        self.extras[full] = {"file": self.file, "tensor": full}
+        self.extras[full] = {"file": self.file, "tensor": full} | ({"complex": True} if values.is_complex() else {})
         self.tensors.append((full, values))
 
     def encoded(self, owner: str, key: str, value: Any) -> list[Any]:
@@ -109,6 +109,8 @@ class Contents:
             "start": start,
             "stop": stop,
         }
+        if state is not None and piece.values.is_complex():
+            row["complex"] = True
         if part is not None:
             row["part"] = part.to_json()
         self.pieces.append(row)

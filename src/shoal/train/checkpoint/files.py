@@ -46,6 +46,9 @@ DTYPES = {
 }  # fmt: skip
 """The dtypes a checkpoint holds, by the names that safetensors has for them."""
 
+COMPLEX = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+"""Complex tensors are stored as real ones, with a last dimension of real and imaginary parts."""
+
 _STEP = re.compile(r"step-(\d{8,})")
 
 
@@ -71,6 +74,12 @@ def from_json(value: Any) -> Any:
             return float(value["float"])
         return {key: from_json(entry) for key, entry in value.items()}
     return [from_json(entry) for entry in value] if isinstance(value, list) else value
+
+
+def digest_of_values(manifest: dict[str, Any]) -> str:
+    """Of what a manifest holds as numbers: they have no checksum in a tensor file."""
+    values = [manifest.get(key) for key in ("progress", "numbers", "optimizer")]
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def about_file(step: int, name: str) -> dict[str, str]:
@@ -188,7 +197,8 @@ def write_bytes(path: Path, data: bytes) -> str:
 def write_tensors(path: Path, tensors: Sequence[tuple[str, torch.Tensor]], about: dict[str, str]) -> tuple[int, str]:
     """Writes a safetensors file through to the disk, with what it is part of; gives its size and SHA-256."""
     # The widest elements first, so that every tensor starts at a multiple of its element size.
-    ordered = sorted(tensors, key=lambda entry: -entry[1].element_size())
+    real = [(key, torch.view_as_real(t.resolve_conj()) if t.dtype in COMPLEX else t) for key, t in tensors]
+    ordered = sorted(real, key=lambda entry: -entry[1].element_size())
     header: dict[str, Any] = {"__metadata__": about}
     position = 0
     for key, tensor in ordered:

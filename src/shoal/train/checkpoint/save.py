@@ -25,6 +25,7 @@ from shoal.train.checkpoint.contents import Contents, contents_of
 from shoal.train.checkpoint.exchange import exchange, world_and_rank
 from shoal.train.checkpoint.files import (
     CHECKSUMS,
+    COMPLEX,
     DTYPES,
     FORMAT,
     MANIFEST,
@@ -32,6 +33,7 @@ from shoal.train.checkpoint.files import (
     about_file,
     checkpoints,
     checksums_text,
+    digest_of_values,
     dtype_name,
     file_of,
     folder_of,
@@ -87,7 +89,7 @@ def require_savable(engine: Engine, optimizer: Probe) -> None:
     keep. Raises CheckpointFailed before anything is trained that could not be saved."""
     buffers = persistent_buffers(engine.model)
     for name, tensor in (*engine.model.named_parameters(), *buffers.items()):
-        if tensor.dtype not in DTYPES:
+        if tensor.dtype not in DTYPES and tensor.dtype not in COMPLEX:
             raise CheckpointFailed(
                 f"no checkpoint of this job can be written: {name} has dtype "
                 f"{dtype_name(tensor.dtype)}, which a checkpoint cannot hold; use one of "
@@ -102,6 +104,15 @@ def require_savable(engine: Engine, optimizer: Probe) -> None:
             f"no checkpoint of this job can be written: {optimizer.name} keeps {why} ({where}), and a checkpoint holds "
             "numbers, text, lists, dicts and tensors; keep it as one of these, or train without checkpoints "
             "(--checkpoint-every 0)",
+            errno=None,
+            last_good=None,
+        )
+    if optimizer.forgets:
+        raise CheckpointFailed(
+            f"no checkpoint of this job can be written: {optimizer.name} was rebuilt in the middle of a trial from all "
+            "that a checkpoint holds of it, and its next steps were others. It keeps something outside of its state, "
+            "its groups and its attributes (in a hook, a closure or a global), or one tensor in two places; keep it "
+            "there, once, or train without checkpoints (--checkpoint-every 0)",
             errno=None,
             last_good=None,
         )
@@ -195,6 +206,7 @@ class _Save:
         manifest["parameters"] = {name: known[name] for name in self.engine.shapes}
         manifest["sums"] = combined([table["sums"] for table in tables], manifest["buffers"])
         manifest["pieces"] = [piece for table in tables for piece in table["pieces"]]
+        manifest["values"] = digest_of_values(manifest)
         text = json.dumps(manifest, allow_nan=False, indent=1)
         digest = write_bytes(self.partial / MANIFEST, text.encode())
         sums = checksums_text(digest, {name: report["sha256"] for name, report in files.items()})

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shoal.train.checkpoint.files import DTYPES, dtype_name, from_json, to_json
+from shoal.train.checkpoint.files import COMPLEX, DTYPES, dtype_name, from_json, to_json
 
 _DTYPES = {dtype_name(dtype): dtype for dtype in DTYPES}
 _PLAIN = {"none": type(None), "bool": bool, "str": str}
@@ -20,7 +20,8 @@ _PLAIN = {"none": type(None), "bool": bool, "str": str}
 def cannot_hold(value: Any) -> str | None:
     """Why a checkpoint cannot hold a value; None if it can."""
     if isinstance(value, torch.Tensor):
-        return None if value.dtype in DTYPES else f"a tensor of dtype {dtype_name(value.dtype)}"
+        known = value.dtype in DTYPES or value.dtype in COMPLEX
+        return None if known else f"a tensor of dtype {dtype_name(value.dtype)}"
     if value is None or type(value) in (bool, int, float, str):
         return None
     if type(value) in (list, tuple):
@@ -36,7 +37,7 @@ def encode(value: Any, put: Callable[[torch.Tensor], str]) -> list[Any]:
     if why is not None:
         raise ValueError(f"it is {why}, and a checkpoint holds numbers, text, lists, dicts and tensors")
     if isinstance(value, torch.Tensor):
-        if value.dim():
+        if value.dim() or value.is_complex():
             return [put(value), "tensor"]
         number = float(value) if value.is_floating_point() else value.item()
         return [to_json(number), dtype_name(value.dtype)]

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from shoal.job import Job, JobError
-from shoal.job.elementwise import needs_closure
+from shoal.job.probe_run import needs_closure
 from shoal.job.random_optimizer import UpdateDraws, draws_numbers
 from shoal.train.draws import serial_randomness, serial_update
 

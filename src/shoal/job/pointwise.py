@@ -1,0 +1,138 @@
+"""What an optimiser's step does, operation by operation: whether each element is computed from itself alone.
+
+Results cannot show everything. A norm may be taken and not used until it is large, and a branch on sizes may need
+sizes for which there is no memory. So the operations are watched: one that is not pointwise and reads a parameter, its
+gradient or anything computed from them is named. And the steps are recorded for the parameters' true shapes and for
+slices, on tensors without memory: where the records differ, the optimiser looks at shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+KEEPS_ORDER = frozenset({
+    "view", "_unsafe_view", "_reshape_alias", "reshape", "unsqueeze", "squeeze", "alias", "detach", "view_as_real",
+    "view_as_complex", "_conj", "resolve_conj", "resolve_neg", "lift_fresh",
+})  # fmt: skip
+"""Views that leave every element where it was, in the tensor laid out flat."""
+BY_ELEMENT = frozenset({
+    "fill", "zero", "copy", "clone", "_to_copy", "masked_fill", "empty_like", "zeros_like", "ones_like", "full_like",
+    "new_empty", "new_zeros", "new_ones", "new_full", "_local_scalar_dense", "set", "lift_fresh_copy", "item",
+})  # fmt: skip
+"""Operations by element that PyTorch does not mark so, and those that read no values."""
+LENGTHS = (1, 7, 1000)
+"""Lengths of slices whose steps are recorded, besides the longest that the engine gives."""
+STEPS = 3
+
+
+class Watch(TorchDispatchMode):
+    """Names the first operation that computes an element from others; records all of them where asked to."""
+
+    def __init__(self, *, recording: bool = False) -> None:
+        super().__init__()
+        self._from = WeakIdKeyDictionary()
+        self.odd = ""
+        self.record: list[Any] = []
+        self.recording = recording
+
+    def follow(self, tensors: Iterable[Tensor | None]) -> None:
+        """Counts these among what is computed from parameters."""
+        for tensor in tensors:
+            if tensor is not None:
+                self._from[tensor] = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = dict(kwargs or {})
+        leaves = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)]
+        mine = [leaf for leaf in leaves if leaf in self._from]
+        if mine and not self.odd and any(leaf.numel() > 1 for leaf in mine) and not by_element(func, args):
+            self.odd = str(func.overloadpacket).removeprefix("aten.")
+        name = str(func)
+        if self.recording and not _keeps_order(func):
+            self.record.append((name, *_numbers(args), *_numbers(named.values())))
+        if any(isinstance(leaf, FakeTensor) for leaf in leaves):
+            if name.startswith("aten._fused_"):
+                return None  # In place, and without an implementation for tensors without memory.
+            if func is torch.ops.aten._local_scalar_dense.default and args[0].constant is None:
+                return 1.0 if args[0].is_floating_point() else 1
+        out = func(*args, **named)
+        if mine:
+            self.follow(leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
+            written = args if name.startswith("aten._fused_") else args[:1]
+            if name.startswith("aten._fused_") or func.overloadpacket.__name__.endswith("_"):
+                self.follow(leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor))
+        return out
+
+
+def by_element(func: Any, args: Any) -> bool:
+    """Whether an operation computes each element from those at its own place."""
+    name = func.overloadpacket.__name__
+    if name in ("index_put", "index_put_"):  # x[mask] = number
+        masks = [index for index in args[1] if index is not None]
+        return args[2].numel() == 1 and all(mask.dtype == torch.bool and mask.shape == args[0].shape for mask in masks)
+    if name.startswith(("_foreach_", "_fused_")):
+        return name not in ("_foreach_norm", "_foreach_max")
+    known = torch.Tag.pointwise in func.tags or torch.Tag.nondeterministic_seeded in func.tags
+    return known or _keeps_order(func) or name.removesuffix("_") in BY_ELEMENT
+
+
+def _keeps_order(func: Any) -> bool:
+    return func.overloadpacket.__name__.removesuffix("_") in KEEPS_ORDER
+
+
+def _numbers(values: Iterable[Any]) -> list[Any]:
+    """The numbers among arguments, scalar tensors included; shapes are left out."""
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, (bool, int, float, complex)):
+            found.append(value)
+        elif isinstance(value, Tensor) and not value.dim() and not isinstance(value, FakeTensor):
+            found.append(value.item())
+        elif isinstance(value, FakeTensor) and value.constant is not None and not value.dim():
+            found.append(value.constant.item())
+        elif isinstance(value, (list, tuple)) and any(isinstance(entry, float) for entry in value):
+            found.extend(value)
+    return found
+
+
+def looks_at_shapes(
+    optimizer: OptimizerFactory, shapes: Iterable[tuple[str, tuple[int, ...], dict[str, Any], Any]], longest: int
+) -> str:
+    """How the steps on a parameter of its true shape differ from those on slices; empty if they do not.
+
+    `shapes`: for each parameter its name, shape, options and dtype; `longest`: the engine's longest slice.
+    """
+    known: list[tuple[dict[str, Any], Any, list[Any]]] = []
+    for name, shape, options, dtype in shapes:
+        try:
+            own = _recorded(optimizer, shape, options, dtype)
+            slices = next((row for wanted, kind, row in known if wanted == options and kind == dtype), None)
+            if slices is None:
+                slices = [_recorded(optimizer, (length,), options, dtype) for length in (*LENGTHS, longest)]
+                known.append((options, dtype, slices))
+        except Exception as error:
+            return f"it cannot be tried on {name} without memory ({type(error).__name__}: {error})"
+        if any(each != own for each in slices):
+            return f"its steps on {name} of shape {list(shape)} are others than on slices of it"
+    return ""
+
+
+def _recorded(optimizer: OptimizerFactory, shape: tuple[int, ...], options: dict[str, Any], dtype: Any) -> list[Any]:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        param = nn.Parameter(torch.empty(shape, dtype=dtype))
+        running = optimizer([{"params": [param], **options}])
+        with Watch(recording=True) as watch:
+            for _ in range(STEPS):
+                param.grad = torch.empty(shape, dtype=dtype)
+                running.step()
+    return watch.record
