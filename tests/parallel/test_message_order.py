@@ -1,5 +1,5 @@
-"""Messages of a pipeline under NCCL's rules: tags are ignored, and the messages of two ranks in one group are matched in
-the order of their calls and carried one after the other. Every schedule must then neither swap nor deadlock.
+"""Messages of a pipeline under NCCL's rules: tags are ignored, and the messages of two ranks in one group are matched
+in the order of their calls and carried one after the other. Every schedule must then neither swap nor deadlock.
 
 The pipeline and its messages are the engine's own; each rank is a thread, and the group is a queue in memory. Stages
 multiply by different primes, so a message that arrives in the place of another shows in the numbers.
@@ -97,7 +97,7 @@ class Stages:
             numbers = torch.full((3,), micro)
         else:
             x, numbers = received
-            assert numbers.tolist() == [micro] * 3, f"stage {stage} has micro-batch {numbers[0]} in the place of {micro}"
+            assert numbers.tolist() == [micro] * 3, f"stage {stage}: {numbers[0]} in the place of micro-batch {micro}"
             assert x[0].item() == value * prod(PRIMES[:stage]), f"stage {stage}, micro-batch {micro}"
         y = x * PRIMES[stage]
         return (y, [y, numbers])
@@ -151,6 +151,7 @@ def train(term: pp, *, eager: bool, shapes: int, monkeypatch: pytest.MonkeyPatch
         ME.rank = rank
         try:
             pipeline = pipeline_of(term, rank, shapes)
+
             def loss(micro: int, output: torch.Tensor) -> tuple[torch.Tensor, int]:
                 return output.sum() * (micro + 1), 1
 

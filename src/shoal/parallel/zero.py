@@ -245,8 +245,8 @@ class ParameterGathering:
 
 
 class Neighbours:
-    """Each rank sends a number to the next rank of a ring and receives one from the rank before it: if two ranks differ,
-    so do two neighbours. Two messages a rank, however many there are."""
+    """Each rank sends a number to the next rank of a ring and receives one from the rank before it: if two ranks
+    differ, so do two neighbours. Two messages a rank, however many there are."""
 
     def __init__(self, members: Members) -> None:
         self.members = members

@@ -204,10 +204,11 @@ class Borders:
     def _ahead_of(self, message: Message) -> Iterator[tuple[int, int]]:
         """(border, micro-batch) of what the sender of a message sends before it and is not received yet."""
         kind, border, _ = message
-        due = self._due.get((kind, self._ranks[border - 1 if kind == "forward" else border]), ())
-        if message in due:
+        due = self._due.get((kind, self._ranks[border - 1 if kind == "forward" else border]))
+        if due is not None and message in due:
             while due[0] != message:
-                yield due[0][1:]
+                _, number, micro = due[0]
+                yield number, micro
 
     def _post_receive(self, message: Message, key: Any) -> bool:
         kind, border, micro = message
