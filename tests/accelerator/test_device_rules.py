@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from accelerator.test_axes_on_device import JOBS, LANGUAGE, MOE
+from accelerator.test_axes_on_device import DROPPING, JOBS, LANGUAGE, MOE
+from shoal.strategy.compress import CompressTerm
 from shoal.train.launch.failure import RankFailed
 
 On = Callable[..., Any]
@@ -71,17 +72,61 @@ def test_barriers_know_their_device(on_device: On) -> None:
 
 
 STEADY = [
-    "dp(2)", "dp(2) * accumulate(2)", "dp(2, zero=1)", "dp(2, zero=3)", "tp(2)", "tp(2, sequence=True)", "cp(2)",
-    'cp(2, "ulysses")', "pp(2, micro=4)", 'pp(2, "interleaved", micro=4, chunks=2)', 'dp(2) * amp("bf16")',
+    "dp(2)", "dp(2) * accumulate(2)", "dp(2, zero=1)", "dp(2, zero=2)", "dp(2, zero=3)", "tp(2)",
+    "tp(2, sequence=True)", "cp(2)", 'cp(2, "ulysses")', "pp(2, micro=4)", 'pp(2, "interleaved", micro=4, chunks=2)',
+    'pp(2, "zero-bubble", micro=4)', 'dp(2) * amp("bf16")',
+]  # fmt: skip
+SLOWER = [
+    (LANGUAGE, 'pp(2, "gpipe", micro=4)'), (LANGUAGE, 'pp(2, "zero-bubble", micro=4, chunks=2)'),
+    (LANGUAGE, "tp(2, batch=True)"), (LANGUAGE, "dp(2, compress=topk(0.1))"),
+    *((DROPPING, text) for text in ("tp(2)", "cp(2)", "pp(2, micro=2)", 'dp(2, zero=3) * recompute("full")')),
+    *((f"{JOBS / 'odd.py'}:{job}", 'dp(2) * recompute("full")') for job in ("norm", "spectral", "buffers")),
 ]  # fmt: skip
 
 
-def test_the_host_does_not_wait_before_the_end_of_backward(on_device: On) -> None:
-    asked = {"cases": [(LANGUAGE, text) for text in STEADY]}
-    for rank in on_device("accelerator.targets:waits_of_steps", asked, ranks=2):
-        assert {row["case"]: row["before"] for row in rank} == dict.fromkeys(STEADY, 0)
+def require_no_waits(on_device: On, cases: list[tuple[str, str]]) -> None:
+    for rank in on_device("accelerator.targets:waits_of_steps", {"cases": cases}, ranks=2):
+        assert [(row["case"], row["before"]) for row in rank] == [(text, 0) for _, text in cases]
         assert all(row["after"] <= 4 for row in rank), rank
         assert all(row["peak"] == row["exact_peak"] > 0 for row in rank)
+
+
+def test_the_host_does_not_wait_before_the_end_of_backward(on_device: On) -> None:
+    require_no_waits(on_device, [*((LANGUAGE, text) for text in STEADY), (DROPPING, "dp(2)")])
+
+
+@pytest.mark.slow
+def test_nor_does_it_with_dropout_norms_or_recomputation(on_device: On) -> None:
+    require_no_waits(on_device, SLOWER)
+
+
+@pytest.mark.parametrize("strategy", ["dp(2)", pytest.param("dp(2, zero=3)", marks=pytest.mark.slow),
+                                      pytest.param("pp(2, micro=2)", marks=pytest.mark.slow)])  # fmt: skip
+def test_a_wait_that_is_added_before_backward_is_counted(on_device: On, strategy: str) -> None:
+    asked = {"cases": [(LANGUAGE, strategy)], "reads_the_loss": True}
+    rows = on_device("accelerator.targets:waits_of_steps", asked, ranks=2)
+    assert max(rank[0]["before"] for rank in rows) > 0
+
+
+@pytest.mark.parametrize(
+    ("calls", "widths"),
+    [
+        ([[0, 1], [0, 2]], [8, 8, 8]),
+        pytest.param([[0, 1, 2], [0, 2]], [8, 8, 8], marks=pytest.mark.slow),
+        pytest.param([[0, 1, 2], []], [8, 12, 16], marks=pytest.mark.slow),
+        pytest.param([[0, 1, 2], [2, 1, 0]], [8, 12, 16], marks=pytest.mark.slow),
+        pytest.param([[0, 1, 2], [0, 1, 2], [0, 0, 2]], [8, 8, 8], marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_call_different_blocks_under_zero_3_are_named_on_a_device(
+    on_device: On, calls: list[list[int]], widths: list[int]
+) -> None:
+    asked = {"strategy": f"dp({len(calls)}, zero=3)", "calls": calls, "widths": widths, "raise": True}
+    with pytest.raises(RankFailed) as ended:
+        on_device("distributed.engine_targets:choosing", asked, ranks=len(calls))
+    assert str(ended.value).startswith("zero=3: every rank must call the same blocks in the same order")
+    assert "gathers the block 'blocks." in str(ended.value)
+    assert str(ended.value).endswith("A model that skips or chooses blocks by its data trains with zero=2")
 
 
 def test_experts_wait_for_the_sizes_of_their_messages_only(on_device: On) -> None:
@@ -114,17 +159,39 @@ def test_both_directions_on_one_group_deadlock(on_device: On) -> None:
         on_device("accelerator.targets:without_lanes", asked, ranks=2, environment={"REEF_P2P_LIMIT_S": "4"})
 
 
-CODECS = ["fp16()", "int8()", "onebit()", "topk(0.05)", "randomk(0.1)", "powersgd(2)", "dgc(0.05)"]
+CODECS = [
+    "fp16()", "int8()", "onebit()", "sign()", "topk(0.05)", "mstopk(0.05)", "hitopk(0.05)", "gtopk(0.05)",
+    "threshold(0.001)", "dgc(0.05)", "randomk(0.1)", "sketch(5, 200)", "powersgd(2)",
+]  # fmt: skip
+DRAWING = ["qsgd(4)", "ternary()"]
+"""What they round up or down is drawn on each rank by its device's own generator."""
 
 
-def test_every_family_of_compression_trains_on_a_device(on_device: On) -> None:
-    asked = {"job": f"{JOBS / 'uneven.py'}:language", "terms": CODECS, "steps": 3}
-    first, second = on_device("accelerator.targets:trained_codecs", asked, ranks=2)
-    for one, other in zip(first, second, strict=True):
-        assert one["sums"] == other["sums"], one["term"]
+def trained(on_device: On, ranks: int, steps: int, terms: list[str], **options: Any) -> dict[str, list[float]]:
+    """The losses of each term, after everything else was checked."""
+    asked = {"job": LANGUAGE, "terms": terms, "steps": steps}
+    everyone = on_device("accelerator.targets:trained_codecs", asked, ranks=ranks, **options)
+    for rows in zip(*everyone, strict=True):
+        one = rows[0]
+        assert all(row["sums"] == one["sums"] and row["losses"] == one["losses"] for row in rows), one["term"]
         assert one["ledger"] == [], (one["term"], one["ledger"])
-        assert one["losses"] == other["losses"]
         assert one["losses"][-1] < one["losses"][0], (one["term"], one["losses"])
+    return {row["term"]: row["losses"] for row in everyone[0]}
+
+
+def test_all_compression_trains_on_a_device(on_device: On) -> None:
+    names = {text.partition("(")[0] for text in [*CODECS, *DRAWING]}
+    assert names == {cls.__name__ for cls in CompressTerm.__subclasses__()} - {"none"}
+    trained(on_device, 2, 2, [*CODECS, *DRAWING])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_compression_on_a_device_trains_as_in_host_memory(on_device: On, ranks: int) -> None:
+    there = trained(on_device, ranks, 3, CODECS)
+    here = trained(on_device, ranks, 3, CODECS, environment={"SHOAL_BACKEND": "shoal"})
+    for term, losses in there.items():
+        assert losses == pytest.approx(here[term], rel=1e-5), term
 
 
 def test_without_a_compiler_the_device_is_skipped_with_a_reason(

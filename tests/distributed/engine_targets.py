@@ -413,9 +413,9 @@ def choosing(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     """Ranks that call different blocks: what is said, and whether the parameters are those of before."""
     me, strategy = join(backend=arguments.get("backend")), parse(arguments["strategy"])
     mesh = Mesh([(axis.name, axis.size) for axis in strategy.axes], rank=me.rank, backend=me.backend)
-    model = Choosing([0, 1, 2], arguments["widths"])
+    model = Choosing([0, 1, 2], arguments["widths"]).to(me.device)
     engine = parallelize(model, strategy, mesh, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1))
-    x = torch.ones(2, WIDTH) * (me.rank + 1)
+    x = torch.ones(2, WIDTH, device=me.device) * (me.rank + 1)
     losses, said = [], ""
     for calls in ([0, 1, 2], arguments["calls"][me.rank]):
         model.calls = calls

@@ -20,6 +20,8 @@ from shoal.train.launch.join import join, leave
 
 HELLO_BYTES = 28 + 32
 """What a caller says before its link is made."""
+ANSWER_BYTES = 16 + 32
+"""What a listener says before that."""
 
 
 class Behind(socket.socket):
@@ -32,10 +34,11 @@ class Behind(socket.socket):
 
 
 class Relay:
-    """Passes bytes on between callers and a listener; what callers say after their greeting is tampered with."""
+    """Passes bytes on between callers and a listener; what callers (or, `back`, the listener) say after their greeting
+    is tampered with."""
 
-    def __init__(self, how: str) -> None:
-        self.how = how
+    def __init__(self, how: str, back: bool = False) -> None:
+        self.how, self.back = how, back
         self.entrance = socket.create_server(("127.0.0.1", 0))
         self.altered = 0
 
@@ -53,20 +56,21 @@ class Relay:
                 inner = socket.create_connection(target)
             except OSError:
                 return caller.close()  # The listener is closed: its group is complete.
-            threading.Thread(target=self._pass_on, args=(caller, inner, self.how), daemon=True).start()
-            threading.Thread(target=self._pass_on, args=(inner, caller, "nothing"), daemon=True).start()
+            there, back = ("nothing", self.how) if self.back else (self.how, "nothing")
+            threading.Thread(target=self._pass_on, args=(caller, inner, there, HELLO_BYTES), daemon=True).start()
+            threading.Thread(target=self._pass_on, args=(inner, caller, back, ANSWER_BYTES), daemon=True).start()
 
-    def _pass_on(self, source: socket.socket, to: socket.socket, how: str) -> None:
+    def _pass_on(self, source: socket.socket, to: socket.socket, how: str, greeting: int) -> None:
         with contextlib.suppress(OSError):
-            self._pass_all(source, to, how)
+            self._pass_all(source, to, how, greeting)
         for end in (source, to):
             end.close()
 
-    def _pass_all(self, source: socket.socket, to: socket.socket, how: str) -> None:
+    def _pass_all(self, source: socket.socket, to: socket.socket, how: str, greeting: int) -> None:
         seen, held = 0, b""
         while data := source.recv(1 << 16):
             start, seen = seen, seen + len(data)
-            if start < HELLO_BYTES or how == "nothing":
+            if start < greeting or how == "nothing":
                 to.sendall(data)
                 continue
             self.altered += 1
@@ -81,6 +85,9 @@ class Relay:
                 held, data = (b"", data + held) if held else (data, b"")
             elif how == "cut":
                 return
+            elif how == "truncate" and len(data) > 1000:
+                to.sendall(data[: len(data) // 2])
+                return
             elif how == "insert":
                 data = os.urandom(64) + data
             to.sendall(data)
@@ -89,7 +96,7 @@ class Relay:
 def through_a_relay(arguments: dict[str, Any], channel: Channel) -> dict[str, Any]:
     """Rank 1's bytes to rank 0 pass through a relay; what each rank receives of some sums, or what it is told."""
     os.environ["SHOAL_CARRIER"] = "tcp"
-    relay = Relay("nothing")
+    relay = Relay("nothing", arguments.get("back", False))
     if channel.rank == 0:
         listen = connect_module._listen_far
         connect_module._listen_far = lambda: relay.in_front_of(listen())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import selectors
 import socket
 import stat
@@ -18,9 +19,9 @@ import pytest
 import torch.distributed as dist
 
 from distributed.test_join import by_variables, port  # noqa: F401  (a fixture)
-from shoal.comm.transport.handshake import Stranger, answer
+from shoal.comm.transport.handshake import Stranger, answer, call
 from shoal.comm.transport.signed_store import SignedStore, StoreNotSigned, StoreTimeout
-from shoal.comm.transport.token import TokenMissing, job_token, token_file
+from shoal.comm.transport.token import TokenMissing, derive, job_token, token_file
 
 Ranks = Callable[..., list[Any]]
 TARGETS = "distributed.stranger_targets"
@@ -108,9 +109,55 @@ def test_a_value_counts_under_its_own_key_session_and_token_only() -> None:
     assert not SignedStore(store, b"token", "job").claim("d", "second")
 
 
+class Deleting:
+    """A store in which a stranger deletes every key as soon as it was asked for, or written."""
+
+    def __init__(self, *, at_once: bool = False) -> None:
+        self.inner, self.at_once = dist.HashStore(), at_once
+        self.inner.set_timeout(timedelta(seconds=2))
+
+    def set(self, key: str, value: Any) -> None:
+        if not self.at_once:
+            self.inner.set(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        found = bool(self.inner.check(keys))
+        self.inner.delete_key(keys[0])
+        return found
+
+    def get(self, key: str) -> Any:
+        return self.inner.get(key)
+
+    def compare_set(self, key: str, expected: str, value: str) -> Any:
+        return self.inner.compare_set(key, expected, value)
+
+
+def test_a_key_that_is_deleted_between_a_look_and_a_read_holds_nobody_up() -> None:
+    mine = SignedStore(Deleting(), b"token", "job")
+    mine.set("a", "right")
+    assert mine.get("a", 1) == "right"
+
+
+def test_a_rank_whose_values_are_deleted_again_and_again_ends_long_before_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shoal.comm.transport.signed_store.DISTURBED_S", 0.1)
+    mine = SignedStore(Deleting(at_once=True), b"token", "job")
+    mine.set("a", "right")
+    with pytest.raises(StoreNotSigned) as told:
+        mine.get("b", 60)
+    assert re.fullmatch(
+        r"values of this rank in the store were deleted or replaced \d+ times while it waited for 'b': another process "
+        r"writes into the store at MASTER_ADDR\. Start the job again on a port and a network that strangers cannot "
+        r"reach\.",
+        str(told.value),
+    )
+
+
 @contextlib.contextmanager
-def poisoning(port: int, *, again: bool) -> Iterator[list[str]]:  # noqa: F811
-    """Overwrites every key of a store as it appears, once or all the time, and talks nonsense to its port."""
+def poisoning(port: int, *, again: bool, delete: bool = False) -> Iterator[list[str]]:  # noqa: F811
+    """Overwrites (or deletes) every key of a store as it appears, once or all the time, and talks nonsense to its
+    port."""
     done, poisoned, chance = threading.Event(), [], random.Random(0)
 
     def work() -> None:
@@ -124,7 +171,10 @@ def poisoning(port: int, *, again: bool) -> Iterator[list[str]]:  # noqa: F811
                                       wait_for_workers=False)  # fmt: skip
                 while not done.wait(0.001):
                     for key in store.list_keys():
-                        if again or key not in poisoned:
+                        if delete:
+                            store.delete_key(key)
+                            poisoned.append(key)
+                        elif again or key not in poisoned:
                             store.set(key, chance.choice(["poison", "{}", "", "1", '{"refused": "go away"}']))
                             poisoned.append(key)
             except (RuntimeError, OSError):
@@ -148,14 +198,18 @@ def test_a_store_in_which_every_key_is_overwritten_once_does_not_stop_a_job(rank
     assert len(poisoned) > 5
 
 
-def test_a_store_that_is_poisoned_all_the_time_ends_a_job_in_a_sentence(ranks: Ranks, port: int) -> None:  # noqa: F811
-    with poisoning(port, again=True) as poisoned:
+@pytest.mark.parametrize("delete", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_store_that_is_poisoned_all_the_time_ends_a_job_in_a_sentence(ranks: Ranks, port: int, delete: bool) -> None:  # noqa: F811
+    with poisoning(port, again=True, delete=delete) as poisoned:
         found = by_variables(ranks, port, {"RANK": 0}, {"RANK": 1}, meet_s=[3] * 2)
     assert poisoned
     for each in found:
         assert (
             each.get("sum") == 3.0
             or "is not signed with this job's token" in each["error"]
+            or "were deleted or replaced" in each["error"]
+            or "after all ranks had joined" in each["error"]
+            or "did not say in time" in each["error"]
             or ("lost the meeting place" in each["error"] or "did not come" in each["error"])
         )
 
@@ -163,16 +217,22 @@ def test_a_store_that_is_poisoned_all_the_time_ends_a_job_in_a_sentence(ranks: R
 # Links
 
 
-@pytest.mark.parametrize("how", ["flip", "repeat", "drop", "reorder", "cut", "insert"])
-def test_a_relay_between_two_ranks_alters_nothing(ranks: Ranks, how: str) -> None:
-    first, second = ranks(f"{TARGETS}:through_a_relay", {"how": how}, ranks=2)
+HOW = ["flip", "repeat", "drop", "reorder", "cut", "truncate", "insert"]
+BACK = [pytest.param(how, True, marks=[] if how == "flip" else pytest.mark.slow) for how in HOW]
+
+
+@pytest.mark.parametrize(("how", "back"), [*((how, False) for how in HOW), *BACK])
+def test_a_relay_between_two_ranks_alters_nothing(ranks: Ranks, how: str, back: bool) -> None:
+    """`back`: what the called rank sends is altered, and the calling one must find it."""
+    first, second = ranks(f"{TARGETS}:through_a_relay", {"how": how, "back": back}, ranks=2)
     assert first["altered"] > 0
     assert {tuple(each) for each in first["sums"] + second["sums"]} <= {(2.0, 2.0)}
     assert first["told"] or second["told"]
+    reader, other = (second, 0) if back else (first, 1)
     if how in ("flip", "repeat", "reorder", "insert"):
-        assert first["told"].startswith("LinkAltered: the connection to rank 1 was altered on its way: block ")
+        assert reader["told"].startswith(f"LinkAltered: the connection to rank {other} was altered on its way: block ")
     else:
-        assert first["told"].startswith(("PeerLost", "TimedOut", "CannotConnect"))
+        assert reader["told"].startswith(("PeerLost", "TimedOut", "CannotConnect"))
 
 
 def test_a_relay_that_only_listens_disturbs_nothing(ranks: Ranks) -> None:
@@ -213,6 +273,49 @@ def test_a_process_of_another_user_is_a_stranger_on_the_same_host() -> None:
         next(answer(connection, b"secret", rank=0))
     connection.close()
     os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [("replay", "does not hold this job's token"), ("other job", "does not hold this job's token"),
+     ("byte by byte", None)],
+)  # fmt: skip
+def test_a_handshake_counts_for_one_connection_of_one_session_only(what: str, reason: str | None) -> None:
+    secret, other = derive(b"token", "links", "g", "session 1"), derive(b"token", "links", "g", "session 2")
+
+    def greet(said: bytes | None, key: bytes) -> tuple[bytes, Any]:
+        """What a caller says to a listener (or what was said before, once more), and what the listener makes of it."""
+        listener, caller = socket.socketpair()
+        listener.setblocking(False)
+        caller.setblocking(False)
+        answering, calling = answer(listener, secret, rank=0), call(caller, key, rank=1, other=0, channel=0)
+        next(answering)
+        next(calling) if said is None else caller.recv(16)
+        if said is None:
+            said = listener.recv(64, socket.MSG_PEEK)
+        elif what == "byte by byte":
+            raise AssertionError
+        else:
+            caller.sendall(said)
+        try:
+            next(answering)
+        except StopIteration as done:
+            return said, done.value
+        raise AssertionError("the listener waits")
+
+    said, known = greet(None, secret)
+    assert (known.rank, len(said)) == (1, 60)
+    if what == "byte by byte":
+        listener, caller = socket.socketpair()
+        listener.setblocking(False)
+        answering = answer(listener, secret, rank=0)
+        assert [next(answering) for _ in range(3)] == [selectors.EVENT_READ] * 3
+        for byte in said[:59]:
+            caller.sendall(bytes([byte]))
+            assert next(answering) == selectors.EVENT_READ
+        return
+    with pytest.raises(Stranger, match=reason):
+        greet(said if what == "replay" else None, other if what == "other job" else secret)
 
 
 def test_a_caller_who_says_nothing_is_waited_for_by_nobody_else() -> None:

@@ -73,10 +73,10 @@ class Mesh:
             self._known[key] = self._make(key, label or "+".join(key) or "none")
         return self._known[key]
 
-    def another_along(self, name: str) -> Members:
-        """One more group of the members along an axis, for messages that must not wait for those of the first.
-        Collective."""
-        return self._make((name,), name)
+    def another_along(self, name: str, *, backend: str | None = None) -> Members:
+        """One more group of the members along an axis, for messages that must not wait for those of the first; of
+        another backend, if one is named. Collective."""
+        return self._make((name,), name, backend)
 
     def among(self, names: Sequence[str], axis: str, places: Sequence[int]) -> Members:
         """Members along the named axes and at some places of one more axis. Collective, also for those elsewhere
@@ -110,11 +110,11 @@ class Mesh:
                 BOOK.forget(group.label)
             dist.destroy_process_group(group)
 
-    def _group(self, ranks: Sequence[int], label: str) -> dist.ProcessGroup | None:
+    def _group(self, ranks: Sequence[int], label: str, backend: str | None = None) -> dist.ProcessGroup | None:
         """A group of these ranks; none for one rank alone. Collective, also for those who are not in it."""
         if len(ranks) == 1:
             return None
-        group = dist.new_group(list(ranks), backend=self._backend, group_desc=label)
+        group = dist.new_group(list(ranks), backend=backend or self._backend, group_desc=label)
         if self.rank in ranks:
             self._groups.append(group)
         return group
@@ -124,7 +124,7 @@ class Mesh:
             group.axis = label
             group.prefer(next((self._algorithms[name] for name in key if name in self._algorithms), "auto"))
 
-    def _make(self, key: tuple[str, ...], label: str) -> Members:
+    def _make(self, key: tuple[str, ...], label: str, backend: str | None = None) -> Members:
         sizes = {name: size for name, size in self.axes}
         fixed = [name for name, _ in self.axes if name not in key]
         mine = self.coordinates(self.rank)
@@ -135,7 +135,7 @@ class Mesh:
             for inside in product(*(range(sizes[name]) for name in key)):
                 place = {**dict(zip(fixed, rest, strict=True)), **dict(zip(key, inside, strict=True))}
                 ranks.append(rank_at[tuple((name, place[name]) for name, _ in reversed(self.axes))])
-            group = self._group(ranks, label)
+            group = self._group(ranks, label, backend)
             if all(mine[name] == value for name, value in zip(fixed, rest, strict=True)):
                 self._settle(group, label, key)
                 found = Members(label, tuple(ranks), ranks.index(self.rank), group)

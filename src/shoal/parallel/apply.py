@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shoal.comm.compress.table import method_of
+from shoal.comm.group import BACKENDS
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members, Mesh
 from shoal.comm.points import reach
@@ -188,7 +189,11 @@ class _Shards:
             )  # fmt: skip
             sharded_units.append(sharded)
             self.done_with += [(bucket, sharded) for bucket in own]
-        return ParameterGathering(sharded_units, self.placement.replicas(PLAIN).sharding)
+        sharding = self.placement.replicas(PLAIN).sharding
+        by_host = None
+        if next(model.parameters()).device.type != "cpu" and sharding.group is not None:
+            by_host = self.placement.mesh.another_along(str(self.placement.sharded), backend=BACKENDS["shoal"])
+        return ParameterGathering(sharded_units, sharding, by_host)
 
     def _bucket(self, group: list[Entry]) -> Bucket:
         name = group[0][0]

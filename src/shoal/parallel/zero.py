@@ -68,7 +68,8 @@ class ShardedUnit:
 class ParameterGathering:
     """Puts the hooks on all units, and takes them off again."""
 
-    def __init__(self, units: list[ShardedUnit], sharding: Members) -> None:
+    def __init__(self, units: list[ShardedUnit], sharding: Members, by_host: Members | None = None) -> None:
+        """`by_host`: on accelerators, a group of the same ranks for messages between their hosts."""
         self.units = units
         self.sharding = sharding
         self.part: int | None = None
@@ -76,6 +77,7 @@ class ParameterGathering:
         self._order: list[ShardedUnit] = []
         self._hooks: list[Any] = []
         self._tagged = sharding.group if isinstance(sharding.group, ShoalGroup) else None
+        self._neighbours = Neighbours(by_host) if by_host is not None and by_host.group is not None else None
         for number, unit in enumerate(units, start=1):
             unit.number = number
             self._hooks.append(unit.module.register_forward_pre_hook(self._before_forward(unit), prepend=True))
@@ -194,10 +196,15 @@ class ParameterGathering:
 
     def require_same(self, number: int) -> None:
         """Before a collective among those that shard: all of them must be about to call the same. The shoal backend
-        finds that out by the message itself; on others the ranks exchange the unit's number. Accelerators are not
-        asked, since the host would have to wait for the answer. Collective."""
+        finds that out by the message itself; on others the ranks exchange the unit's number: on accelerators between
+        hosts, so that no host waits for its device. Collective."""
         group = self.sharding.group
-        if group is None or self._tagged is not None or self.units[0].shards[0].shard.device.type != "cpu":
+        if self._neighbours is not None:
+            place, theirs = self._neighbours.exchange(number)
+            if theirs != number:
+                raise self._different(place, max(theirs, 0), max(number, 0))
+            return
+        if group is None or self._tagged is not None:
             return
         everyone = torch.empty(self.sharding.size, dtype=torch.int64)
         with BOOK.during("agreement"):
@@ -235,6 +242,28 @@ class ParameterGathering:
             hook.remove()
         for unit in self.units:
             self.gather(unit, "setup")
+
+
+class Neighbours:
+    """Each rank sends a number to the next rank of a ring and receives one from the rank before it: if two ranks
+    differ, so do two neighbours. Two messages a rank, however many there are."""
+
+    def __init__(self, members: Members) -> None:
+        self.members = members
+        self._sent: tuple[Any, torch.Tensor] | None = None
+
+    def exchange(self, number: int) -> tuple[int, int]:
+        """(Place of the rank before this one, its number)."""
+        ranks, index = self.members.ranks, self.members.index
+        before = (index - 1) % len(ranks)
+        received = torch.empty(1, dtype=torch.int64)
+        with BOOK.during("agreement"):
+            if self._sent is not None:
+                self._sent[0].wait()
+            mine = torch.tensor([number])
+            self._sent = dist.isend(mine, dst=ranks[(index + 1) % len(ranks)], group=self.members.group), mine
+            dist.recv(received, src=ranks[before], group=self.members.group)
+        return before, int(received)
 
 
 class ReadsOutside(TorchFunctionMode):

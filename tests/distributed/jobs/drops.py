@@ -117,11 +117,11 @@ class Noisy(nn.Module):
         for layer in self.layers:
             if float(torch.rand([])) < 0.2:
                 continue
-            path = torch.bernoulli(torch.full((len(x), 1, 1), 0.8, dtype=x.dtype)) / 0.8
+            path = torch.bernoulli(torch.full((len(x), 1, 1), 0.8, dtype=x.dtype, device=x.device)) / 0.8
             weight = layer.weight * (1.0 + 0.1 * torch.randn_like(layer.weight))
             x = x + path * F.linear(x, weight, layer.bias).tanh()
         x = self.shared(self.shared(x))
-        x = self.planes(self.alpha(x)) + 0.1 * torch.randn(x.shape, dtype=x.dtype)
+        x = self.planes(self.alpha(x)) + 0.1 * torch.randn(x.shape, dtype=x.dtype, device=x.device)
         flat = F.dropout(x.flatten(0, 1), RATE)
         gates = F.gumbel_softmax(flat, tau=1.0)
         return self.head((flat * gates).view(x.shape) + torch.rand_like(x))

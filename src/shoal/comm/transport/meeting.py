@@ -65,9 +65,9 @@ class Meeting:
             listener.setblocking(False)
         self._again: list[tuple[float, Peer]] = []
         self._cut_off_since: dict[Peer, float] = {}
-        self._meanwhile: Callable[[], None] = lambda: None
+        self._meanwhile: Callable[[], object] = lambda: None
 
-    def while_waiting(self, call: Callable[[], None]) -> None:
+    def while_waiting(self, call: Callable[[], object]) -> None:
         """Called a few times a second until all are there."""
         self._meanwhile = call
 

@@ -4,13 +4,15 @@ Sends do not wait; what they carry is kept until it has arrived. The shapes that
 the first tensor of such a shape. A border is named by the stage behind it.
 
 Nothing depends on tags alone: NCCL ignores them, matches the messages of two ranks in the order of their calls, and
-carries one after the other. So receives are posted in the order in which the messages are sent, and on accelerators
-each kind of message has a group of its own for each direction (a lane): there a send never waits for a receive.
+carries one after the other. So receives are posted in the order in which the other rank sends, whatever the order in
+which this one needs them, and on accelerators each kind of message has a group of its own for each direction (a lane):
+there a send never waits for a receive.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
 from typing import Any
@@ -45,6 +47,8 @@ class Spec:
 
 Message = tuple[str, int, int]
 """(kind, border, micro-batch)"""
+Way = tuple[str, int]
+"""(kind, place of the rank that sends)"""
 Lane = tuple[bool, bool]
 """(with the forward pass or against it, from a lower to a higher rank or back)"""
 WITH_FORWARD = ("specs", "forward")
@@ -80,6 +84,14 @@ class Borders:
         self._sends: dict[Message, list[tuple[Any, torch.Tensor]]] = {}
         self._expected: dict[Message, list[tuple[Any, torch.Tensor]]] = {}
         self._local: dict[tuple[str, int, int], Any] = {}
+        self._due: dict[Way, deque[Message]] = {}
+        """What is still to be received in this step, in the order in which each rank sends it."""
+        self._key: Callable[[int], Any] = lambda micro: None
+
+    def begin(self, due: Mapping[Way, Sequence[Message]], key: Callable[[int], Any]) -> None:
+        """Before a step: what each rank sends to this one, in its order. `key(m)` as in `send`."""
+        self._due = {way: deque(messages) for way, messages in due.items()}
+        self._key = key
 
     def forget(self) -> None:
         """Before a step: counts crossings anew."""
@@ -126,16 +138,23 @@ class Borders:
         source = self._ranks[stage - 1]
         if source == self._me:
             return list(self._local.pop(("forward", stage, micro)))
-        known = (stage, key, torch.is_grad_enabled())
-        if known not in self.specs:
-            header = torch.zeros(_HEADER, dtype=torch.int64, device=self.device)
-            with BOOK.during("shapes"):
-                self._fetch("specs", stage, micro, [header], source)
-            self.specs[known] = _read(header)
-        specs = self.specs[known]
+        for number, at in self._ahead_of(("forward", stage, micro)):
+            self._learn(number, at, self._key(at), source)
+            self.expect(("forward", number, at), self._key(at))
+        specs = self._learn(stage, micro, key, source)
         self.crossed.setdefault(stage, []).append(specs)
         tensors = self._fetch("forward", stage, micro, self._room(specs), source)
         return [tensor.requires_grad_(spec.learns) for tensor, spec in zip(tensors, specs, strict=True)]
+
+    def _learn(self, border: int, micro: int, key: Any, source: int) -> list[Spec]:
+        """What crosses a border; the first time it is received."""
+        known = (border, key, torch.is_grad_enabled())
+        if known not in self.specs:
+            header = torch.zeros(_HEADER, dtype=torch.int64, device=self.device)
+            with BOOK.during("shapes"):
+                self._fetch("specs", border, micro, [header], source)
+            self.specs[known] = _read(header)
+        return self.specs[known]
 
     def send_gradients(self, stage: int, micro: int, gradients: Sequence[torch.Tensor]) -> None:
         """Gradients to the stage before."""
@@ -146,6 +165,8 @@ class Borders:
         border = stage + 1
         if self._ranks[border] == self._me:
             return list(self._local.pop(("backward", border, micro)))
+        posted = self.expect(("backward", border, micro), key)
+        assert posted, "what was sent forward is known, and a gradient comes back for nothing else"
         learning = [spec for spec in self.specs[border, key, True] if spec.learns]
         return self._receive_back("backward", border, micro, self._room(learning))
 
@@ -170,12 +191,28 @@ class Borders:
                     work.wait()
 
     def expect(self, message: Message, key: Any) -> bool:
-        """Posts the receive of a message before it is needed, so that it travels meanwhile. False if its shape is not
-        known yet: then no receive of a later message may be posted either."""
+        """Posts the receive of a message before it is needed, so that it travels meanwhile, and before it of all that
+        the same rank sends earlier. False if a shape is not known yet: then no later one may be posted either."""
+        kind, border, _ = message
+        if self._ranks[border - 1 if kind == "forward" else border] == self._me or message in self._expected:
+            return True
+        for number, micro in self._ahead_of(message):
+            if not self._post_receive((kind, number, micro), self._key(micro)):
+                return False
+        return self._post_receive(message, key)
+
+    def _ahead_of(self, message: Message) -> Iterator[tuple[int, int]]:
+        """(border, micro-batch) of what the sender of a message sends before it and is not received yet."""
+        kind, border, _ = message
+        due = self._due.get((kind, self._ranks[border - 1 if kind == "forward" else border]))
+        if due is not None and message in due:
+            while due[0] != message:
+                _, number, micro = due[0]
+                yield number, micro
+
+    def _post_receive(self, message: Message, key: Any) -> bool:
         kind, border, micro = message
         source = self._ranks[border - 1 if kind == "forward" else border]
-        if source == self._me or message in self._expected:
-            return True
         specs = self.specs.get((border, key, True))
         if specs is None:
             return False
@@ -185,7 +222,14 @@ class Borders:
                 (dist.irecv(t, src=source, group=self._lane(kind, source, self._me), tag=tag), t)
                 for t, tag in zip(room, self._tags(kind, border, micro), strict=False)
             ]
+        self._received(message, source)
         return True
+
+    def _received(self, message: Message, source: int) -> None:
+        """A receive was posted: the next of what the same rank sends may be."""
+        due = self._due.get((message[0], source))
+        if due and due[0] == message:
+            due.popleft()
 
     def _send_back(self, kind: str, border: int, micro: int, tensors: Sequence[torch.Tensor]) -> None:
         to = self._ranks[border - 1]
@@ -229,6 +273,7 @@ class Borders:
         group = self._lane(kind, source, self._me)
         for tensor, tag in zip(room, self._tags(kind, border, micro), strict=False):
             dist.recv(tensor, src=source, group=group, tag=tag)
+        self._received((kind, border, micro), source)
         return room
 
 

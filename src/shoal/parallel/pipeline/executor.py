@@ -58,6 +58,7 @@ class Pipeline:
         self.deferred = DeferredWeights(engine.reduction) if term.schedule == "zero-bubble" else None
         self.most_in_flight = 0
         self._received = _received_by_then(term, members.index)
+        self._due = {(kind, members.ranks[at]): sent for (kind, at), sent in _sent_to(term, members.index).items()}
 
     @property
     def holds_loss(self) -> bool:
@@ -69,6 +70,7 @@ class Pipeline:
         """All micro-batches of a step. `key(m)` tells micro-batches of different shapes apart, `forward(m)` calls the
         model, `loss(m, output)` is (sum, count)."""
         flying: dict[tuple[int, int], InFlight] = {}
+        self.borders.begin(self._due, key)
         for number, action in enumerate(self.actions):
             place = (action.stage, action.micro)
             self._look_ahead(number, key)
@@ -86,8 +88,7 @@ class Pipeline:
         return self.engine.step(lr_factor)
 
     def _look_ahead(self, number: int, key: Callable[[int], Any]) -> None:
-        """Posts the receives of what this action needs and of what the next does, which arrives during this one. In
-        this order: ranks send in the order in which the schedule receives."""
+        """Posts the receives of what this action needs and of what the next does, which arrives during this one."""
         for action in self.actions[number : number + 2]:
             message = _needs(action, self.num_stages)
             if message is not None and not self.borders.expect(message, key(action.micro)):
@@ -187,6 +188,27 @@ def _needs(action: Action, num_stages: int) -> Message | None:
     if action.kind in ("B", "BW"):
         return ("backward", action.stage + 1, action.micro) if action.stage < num_stages - 1 else None
     return None
+
+
+def _makes(action: Action, num_stages: int) -> Message | None:
+    """The message that an action sends."""
+    if action.kind == "F":
+        return ("forward", action.stage + 1, action.micro) if action.stage < num_stages - 1 else None
+    return ("backward", action.stage, action.micro) if action.kind in ("B", "BW") and action.stage else None
+
+
+def _sent_to(term: pp, rank: int) -> dict[tuple[str, int], list[Message]]:
+    """What each other rank along pp sends to this one in a step, by kind, in the order in which it does."""
+    num_stages = term.n * term.chunks
+    found: dict[tuple[str, int], list[Message]] = {}
+    for source, order in enumerate(actions(term)):
+        for message in (_makes(action, num_stages) for action in order):
+            if message is not None and source != rank:
+                kind, border, _ = message
+                to = border if kind == "forward" else border - 1
+                if stage_rank(to, term.n, term.chunks, term.schedule) == rank:
+                    found.setdefault((kind, source), []).append(message)
+    return found
 
 
 def _received_by_then(term: pp, rank: int) -> dict[Action, list[Message]]:

@@ -27,7 +27,7 @@ from shoal.comm.mesh import Members
 from shoal.comm.network import agree_on
 from shoal.comm.shared_block import SharedBlock
 from shoal.comm.transport import emulated
-from shoal.comm.transport.signed_store import SignedStore, StoreTimeout
+from shoal.comm.transport.signed_store import SignedStore, StoreNotSigned, StoreTimeout
 from shoal.comm.transport.token import derive, is_loopback, job_token
 from shoal.train.launch.agree import agree
 from shoal.train.launch.devices import devices_here
@@ -94,9 +94,15 @@ def join(
     _times_joined += 1
     if world > 1:
         store = _meet(store, rank, world, meet_s)
-    agreed = agree(
-        store, rank, world, devices_here(local_rank), asked=backend, emulates=bool(described), seconds=meet_s
-    )
+    try:
+        agreed = agree(
+            store, rank, world, devices_here(local_rank), asked=backend, emulates=bool(described), seconds=meet_s
+        )
+    except StoreTimeout as error:
+        raise JoinError(
+            f"rank {rank} waited {meet_s:g} s for {', '.join(error.keys)} in the store after all ranks had joined: "
+            "another rank has ended, or another process deletes keys of the store at MASTER_ADDR."
+        ) from error
     agree_on(agreed.network)
     if agreed.note is not None and rank == 0:
         warnings.warn(agreed.note, stacklevel=2)
@@ -150,7 +156,7 @@ def leave() -> None:
     if joined.world > 1:
         # A rank that closes its connections while a peer still reads from them would fail the peer.
         joined.store.set(f"left/{joined.rank}", "left")
-        with contextlib.suppress(StoreTimeout, dist.DistError):
+        with contextlib.suppress(StoreTimeout, StoreNotSigned, dist.DistError):
             joined.store.get_all([f"left/{rank}" for rank in range(joined.world)], LEAVE_S)
     emulated.emulate(None)
     dist.destroy_process_group()
