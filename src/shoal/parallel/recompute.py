@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from shoal.comm.ledger import BOOK
 from shoal.parallel.forward_state import ForwardState
+from shoal.parallel.held_state import GENERATORS, Held
 from shoal.workload.blocks import blocks
 
 _again = 0
@@ -82,7 +83,7 @@ def recompute_blocks(model: nn.Module, mode: str) -> list[str]:
         # Recurrent layers overwrite their own matrix products, so none can be kept for them.
         recurrent = any(isinstance(module, nn.RNNBase) for module in block.modules())
         how = "full" if recurrent else mode
-        block.forward = partial(_call, name, block, block.forward, how, kept)  # type: ignore[method-assign]
+        block.forward = partial(_call, name, block, block.forward, how, kept, list(GENERATORS))  # type: ignore[method-assign]
         names.append(name)
     return names
 
@@ -95,10 +96,13 @@ def _without_cache(model: nn.Module) -> None:
                 held.use_cache = False  # type: ignore[union-attr]
 
 
-def _call(name: str, block: nn.Module, forward: Any, mode: str, kept: set[Any], *args: Any, **kwargs: Any) -> Any:
+def _call(
+    name: str, block: nn.Module, forward: Any, mode: str, kept: set[Any], generators: list[Held], *args: Any,
+    **kwargs: Any,
+) -> Any:  # fmt: skip
     if not (block.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
-    state = ForwardState(name, block)
+    state = ForwardState(name, block, generators)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with state.again() if recomputing() else state.first():

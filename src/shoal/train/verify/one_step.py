@@ -26,7 +26,7 @@ from shoal.job import Job
 from shoal.job.buffers import buffer_modes
 from shoal.job.facts import build_without_memory
 from shoal.parallel.engine import NonFinite
-from shoal.strategy import ModelFacts, Strategy, contract, is_legal, parse
+from shoal.strategy import ModelFacts, Strategy, contract, is_legal, parse, recompute
 from shoal.strategy.contract import PER_MICRO_BATCH
 from shoal.train.checkpoint.exchange import exchange
 from shoal.train.gate import TOLERANCES, cutting_axes, exact_twin, is_settled, require_right
@@ -54,13 +54,14 @@ class CannotCheck(ValueError):
 
 
 def question(job: Job, strategy: Strategy, facts: ModelFacts, *, backend: str | None = None) -> dict[str, Any] | None:
-    """What there is to check, as JSON, and whether it can be; None if one process computes each batch at once.
+    """What there is to check, as JSON, and whether it can be; None if one process computes each batch at once and
+    nothing twice: that is what would be compared with.
 
     Raises:
         CannotCheck: The strategy cuts a compiled model, or data differ from one read to the next.
     """
     twin = exact_twin(strategy)
-    if twin.world == 1 and not splits_batches(twin):
+    if twin.world == 1 and not splits_batches(twin) and twin.modifier(recompute) is None:
         return None
     axes = cutting_axes(strategy)
     model = build_without_memory(job)
