@@ -2,19 +2,18 @@
 
 Spectral norm iterates its vectors in forward, batch norm and moving averages update buffers, modules count their
 calls. A repetition in backward must start from the state that the first forward saw, and must leave the state as the
-forwards alone have made it. `held_state.py` finds what there is to change.
+forwards alone have made it. `workload/held_state.py` finds what there is to change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from operator import is_
 from typing import Any
 
 from torch import nn
 
-from shoal.parallel.held_state import Held, copy_of, found_in, is_changed, values_in
+from shoal.workload.held_state import Held, HeldNow, copy_of, with_copies
 
 
 class ChangesParameters(ValueError):
@@ -30,19 +29,13 @@ class ForwardState:
         self._name, self._modules, self._generators = name, list(block.modules()), generators
         self._before: list[tuple[Held, Any]] = []
         """What the first forward changed, and its content before."""
-        self._copies: dict[int, tuple[Any, Any]] = {}
-        """By identity, tensors and the like that it changed in place: themselves, and as they were."""
+        self._copies: dict[int, Any] = {}
+        """By identity, arrays that it wrote to, as they were."""
 
     @contextmanager
     def first(self) -> Iterator[None]:
         """Around the first forward: notes what it changes."""
-        versions = self._versions()
-        before = [(held, held.content()) for held in (*found_in(self._modules), *self._generators)]
-        copies: dict[int, Any] = {}
-        for _, content in before:
-            for value in values_in(content):
-                if id(value) not in copies:
-                    copies[id(value)] = (value, copy_of(value))
+        versions, held = self._versions(), HeldNow(self._modules, self._generators)
         yield
         for name, version in self._versions().items():
             if version != versions.get(name, version):
@@ -52,20 +45,17 @@ class ForwardState:
                     "it again in backward would change it twice; leave recompute out, or keep the value in a buffer"
                 )
         # Also what was changed and changed back: a repetition may end halfway, when it has what backward needs.
-        self._copies = {key: (value, copy[0]) for key, (value, copy) in copies.items() if is_changed(value, copy)}
-        for held, content in before:
-            if not held.has(content) or any(id(value) in self._copies for value in values_in(content)):
-                self._before.append((held, content))
-        changed_ones = [held for held, _ in self._before]
-        self._generators[:] = [held for held in self._generators if held in changed_ones]
+        self._before, self._copies = held.changed()
+        drawn_from = [each for each, _ in self._before]
+        self._generators[:] = [each for each in self._generators if each in drawn_from]
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Around a repetition: the state is that of the first forward, and afterwards what it is now."""
         after = [(held, held.content()) for held, _ in self._before]
-        fresh = {key: copy_of(copy)[0] for key, (_, copy) in self._copies.items()}
+        fresh = {key: copy_of(copy)[0] for key, copy in self._copies.items()}
         for held, content in self._before:
-            held.put(_with(content, fresh))
+            held.put(with_copies(content, fresh))
         try:
             yield
         finally:
@@ -79,19 +69,3 @@ class ForwardState:
             for name, param in module._parameters.items()
             if param is not None
         }
-
-
-def _with(content: Any, fresh: dict[int, Any]) -> Any:
-    """A content with copies in the place of what was changed in place."""
-    if isinstance(content, dict):
-        return {key: _fresh(value, fresh) for key, value in content.items()}
-    return [_fresh(value, fresh) for value in content] if isinstance(content, list) else content
-
-
-def _fresh(value: Any, fresh: dict[int, Any]) -> Any:
-    if not isinstance(value, tuple):
-        return fresh.get(id(value), value)
-    parts = [_fresh(part, fresh) for part in value]
-    if all(map(is_, parts, value)):
-        return value
-    return value._make(parts) if hasattr(value, "_make") else tuple(parts)

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from shoal.comm.ledger import BOOK
 from shoal.parallel.forward_state import ForwardState
-from shoal.parallel.held_state import GENERATORS, Held
 from shoal.workload.blocks import blocks
+from shoal.workload.held_state import GENERATORS, Held
 
 _again = 0
 

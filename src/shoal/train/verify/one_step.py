@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import math
+import random
 import socket
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from torch import nn
@@ -43,10 +46,18 @@ from shoal.train.verify.gate_model import gate_model
 from shoal.train.verify.gate_serial import FACTORS, STEPS, serial_steps
 from shoal.train.verify.model_fails import naming_what_cut_it
 from shoal.train.verify.undropped import Undropped
+from shoal.workload.experts.rehearsal import rehearsing
+from shoal.workload.held_state import HeldNow
 
 COPIES = 4
 """Of its parameters, in float64, that a rank holds: themselves, gradients and the optimiser's state; the serial steps
 hold two more, before and after."""
+
+
+UNSTEADY = (
+    "two calls of the model on the same samples differ, although random numbers are drawn alike: it keeps state "
+    "outside its modules, such as a counter in a global"
+)
 
 
 class CannotCheck(ValueError):
@@ -267,9 +278,9 @@ def _serial(job: Job, strategy: Strategy, path: Path, steps: int) -> dict[str, A
         # Built before float64 is kept, as ranks build theirs.
         model, other = (model_in_float64(build_model(job)) for _ in range(2))
         with KeepFloat64(), Undropped(), running_eagerly():
-            draws, has_state = _examined(job, other)
-            if draws:
-                return {"path": "", "skip": "the model draws random numbers that cannot be turned off"}
+            differs, has_state = _examined(job, other)
+            if differs:
+                return {"path": "", "skip": UNSTEADY}
             found = serial_steps(job, strategy, model, has_state=has_state, steps=steps)
     except Exception as error:  # Whatever the user's code raises in float64 says nothing about the layout.
         return {"path": "", "skip": f"its serial step in float64 fails: {type(error).__name__}: {error}"}
@@ -284,21 +295,32 @@ def _serial(job: Job, strategy: Strategy, path: Path, steps: int) -> dict[str, A
 
 
 def _examined(job: Job, model: nn.Module) -> tuple[bool, bool]:
-    """Whether the loss differs with the random numbers drawn, and whether a forward changes buffers. Asked of two
-    samples: draws do not wait for a third."""
+    """Whether two calls of the model on the same samples differ, and whether a call changes what modules hold. The
+    model is as it was afterwards."""
     model.train()
-    indices = job.order().indices(0)[:2]
+    batch = {name: to_float64(entry) for name, entry in job.train.batch(job.order().indices(0)[:2]).items()}
     losses, has_state = [], False
-    for seed in (1, 2):
-        batch = {name: to_float64(entry) for name, entry in job.train.batch(indices).items()}
-        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        torch.manual_seed(seed)
-        with torch.no_grad():
+    for _ in range(2):
+        with torch.no_grad(), rehearsing(model), drawing_alike():
+            before = HeldNow(model.modules())
             losses.append(float(job.loss_of(job.run_model(model, batch), batch)[0]))
-            for name, buffer in model.named_buffers():
-                has_state = has_state or not torch.equal(buffer, before[name])
-                buffer.copy_(before[name])
+            has_state = has_state or before.is_changed()
     return losses[0] != losses[1] and not all(math.isnan(loss) for loss in losses), has_state
+
+
+@contextmanager
+def drawing_alike() -> Iterator[None]:
+    """Inside, whatever draws random numbers draws the same each time."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
 
 
 def _data_digest(job: Job) -> str:

@@ -89,6 +89,31 @@ class Held:
                 setattr(what, name, value)
 
 
+class HeldNow:
+    """What modules hold at one moment, to be compared with later."""
+
+    def __init__(self, modules: Iterable[nn.Module], more: Iterable[Held] = ()) -> None:
+        self.before = [(held, held.content()) for held in (*found_in(modules), *more)]
+        self._copies: dict[int, tuple[Any, tuple[Any, int]]] = {}
+        for _, content in self.before:
+            for value in values_in(content):
+                if id(value) not in self._copies:
+                    self._copies[id(value)] = (value, copy_of(value))
+
+    def changed(self) -> tuple[list[tuple[Held, Any]], dict[int, Any]]:
+        """What holds something else since then, with its content before; and by identity, arrays that were written to,
+        as they were."""
+        old = {key: copied[0] for key, (value, copied) in self._copies.items() if is_changed(value, copied)}
+        rows = [
+            (held, content) for held, content in self.before
+            if not held.has(content) or any(id(value) in old for value in values_in(content))
+        ]  # fmt: skip
+        return rows, old
+
+    def is_changed(self) -> bool:
+        return bool(self.changed()[0])
+
+
 def found_in(modules: Iterable[nn.Module]) -> list[Held]:
     """All that these modules hold, each once."""
     found: list[Held] = []
@@ -157,6 +182,22 @@ def is_changed(value: Any, copied: tuple[Any, int]) -> bool:
         return True
     # A comparison would wait for an accelerator, so there every buffer counts as changed.
     return value is not copy and (value.device.type != "cpu" or value.shape != copy.shape or not _same(value, copy))
+
+
+def with_copies(content: Any, fresh: dict[int, Any]) -> Any:
+    """A content with other arrays in the place of some of its own, which `fresh` has by identity."""
+    if isinstance(content, dict):
+        return {key: _fresh(value, fresh) for key, value in content.items()}
+    return [_fresh(value, fresh) for value in content] if isinstance(content, list) else content
+
+
+def _fresh(value: Any, fresh: dict[int, Any]) -> Any:
+    if not isinstance(value, tuple):
+        return fresh.get(id(value), value)
+    parts = [_fresh(part, fresh) for part in value]
+    if all(map(is_, parts, value)):
+        return value
+    return value._make(parts) if hasattr(value, "_make") else tuple(parts)
 
 
 def _same(value: Any, copy: Any) -> bool:
