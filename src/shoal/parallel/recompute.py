@@ -6,8 +6,8 @@ by the time it is computed again. What a block's forward changes of its own stat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -34,21 +34,29 @@ def forward_phase() -> str:
     return BOOK.phase if BOOK.phase == "evaluate" else "backward" if recomputing() else "forward"
 
 
-@contextmanager
-def _repeating(inner: Any, modes: Sequence[Any]) -> Iterator[None]:
-    global _again
-    _again += 1
-    try:
+class _Repeating:
+    """Around a repetition inside backward. It may be entered again: backward through backward repeats a block twice."""
+
+    def __init__(self, inner: Any, modes: Sequence[Any]) -> None:
+        self._inner, self._modes = inner, modes
+        self._stacks: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        global _again
         with ExitStack() as stack:
             # backward() is itself a call that function modes see, and while they see it they are off: what they
             # changed in the first forward they must change in the repetition too.
-            for mode in modes:
+            for mode in self._modes:
                 if mode not in _get_current_function_mode_stack():
                     stack.enter_context(mode)
-            stack.enter_context(inner)
-            yield
-    finally:
+            stack.enter_context(self._inner)
+            self._stacks.append(stack.pop_all())
+        _again += 1
+
+    def __exit__(self, *error: Any) -> None:
+        global _again
         _again -= 1
+        self._stacks.pop().__exit__(*error)
 
 
 def _kept_products() -> set[Any]:
@@ -69,9 +77,9 @@ def _policy(kept: set[Any], context: Any, op: Any, *args: Any, **kwargs: Any) ->
 def _contexts(mode: str, kept: set[Any]) -> tuple[Any, Any]:
     modes = list(_get_current_function_mode_stack())
     if mode == "full":
-        return nullcontext(), _repeating(nullcontext(), modes)
+        return nullcontext(), _Repeating(nullcontext(), modes)
     forward, again = create_selective_checkpoint_contexts(partial(_policy, kept))
-    return forward, _repeating(again, modes)
+    return forward, _Repeating(again, modes)
 
 
 def recompute_blocks(model: nn.Module, mode: str) -> list[str]:

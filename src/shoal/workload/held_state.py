@@ -110,8 +110,20 @@ class HeldNow:
         ]  # fmt: skip
         return rows, old
 
-    def is_changed(self) -> bool:
-        return bool(self.changed()[0])
+    def changed_names(self, model: nn.Module) -> list[str]:
+        """The buffers and attributes of a model's modules that have changed since then, themselves or below."""
+        rows, old = self.changed()
+        changed = {id(held.what): content for held, content in rows}
+        names = []
+        for path, module in model.named_modules():
+            for own, skip in ((module._buffers, frozenset()), (vars(module), OWN)):
+                for key in own.keys() - skip:
+                    below: list[Held] = []
+                    _below([own[key]], below, set())
+                    before = changed[id(own)].get(key, self) if id(own) in changed else own[key]
+                    if before is not own[key] or id(before) in old or any(id(b.what) in changed for b in below):
+                        names.append(f"{path}.{key}" if path else key)
+        return sorted(names)
 
 
 def found_in(modules: Iterable[nn.Module]) -> list[Held]:
@@ -163,6 +175,12 @@ def values_in(content: Any) -> Iterator[Any]:
             yield value
         elif isinstance(value, tuple):
             yield from values_in(list(value))
+
+
+def results_held(model: nn.Module) -> list[torch.Tensor]:
+    """Results of an earlier forward that modules keep (torch.nn.utils.weight_norm). PyTorch does not copy them."""
+    held = [value for each in found_in(model.modules()) for value in values_in(each.content())]
+    return [value for value in held if isinstance(value, torch.Tensor) and value.grad_fn is not None]
 
 
 def copy_of(value: Any) -> tuple[Any, int]:

@@ -32,7 +32,7 @@ from shoal.parallel.engine import NonFinite
 from shoal.strategy import ModelFacts, Strategy, contract, is_legal, parse, recompute
 from shoal.strategy.contract import PER_MICRO_BATCH
 from shoal.train.checkpoint.exchange import exchange
-from shoal.train.gate import TOLERANCES, cutting_axes, exact_twin, is_settled, require_right
+from shoal.train.gate import NUMBER, TOLERANCES, cutting_axes, exact_twin, is_settled, require_right
 from shoal.train.launch.join import Rank, join, leave
 from shoal.train.setup import job_from, prepare
 from shoal.train.step import build_model
@@ -222,14 +222,16 @@ def compared(job: Job, asked: dict[str, Any], me: Rank) -> dict[str, Any]:
         ready = prepare(job, strategy, rank=me.rank, backend=me.backend, device=me.device, dtype=torch.float64)
         comparison = Comparison(ready.engine, serial["path"], buffer_modes(job.buffers, ready.engine.model))
         watch = GradientWatch(ready.engine)
-        counter, decided = 0, {"difference": "0.0"}
+        counter, decided, outside = 0, {"difference": "0.0"}, []
         for step in range(steps):
             rows, elements = [], 0
             try:
-                with KeepFloat64(), Undropped(), naming_what_cut_it(strategy, cutting_axes(strategy)):
+                with KeepFloat64(), Undropped(), naming_what_cut_it(strategy):
                     loss = ready.runner.step(step, counter).loss
             except NonFinite:
                 rows, loss = [Row(math.nan, "loss", "the loss or the gradient")], math.nan
+                with KeepFloat64(), Undropped():
+                    outside = ready.runner.read_outside(counter)
             else:
                 if step == 0:
                     rows, elements = comparison.gradients(watch)
@@ -247,7 +249,7 @@ def compared(job: Job, asked: dict[str, Any], me: Rank) -> dict[str, Any]:
         watch.stop()
         ready.engine.close()
         BOOK.take()
-    return {"skip": "", **decided}
+    return {"skip": "", "outside": outside, "attributes": serial["attributes"], **decided}
 
 
 def _within(decided: dict[str, Any]) -> bool:
@@ -263,8 +265,7 @@ def _decided(rows: list[Row], elements: int, expected: int) -> dict[str, Any]:
     found = [Row(float(row[0]), row[1], row[2]) for report in every for row in report["rows"]]
     there = sum(report["elements"] for report in every)
     if expected and there != expected and not any(math.isnan(row.difference) for row in found):
-        where = f"the number of gradient elements, {there} where a serial step has {expected},"
-        found.append(Row(math.inf, "gradient", where))
+        found.append(Row(math.inf, "gradient", f"{NUMBER}: {there} where a serial step has {expected}"))
     wrong = [row for row in found if not row.difference <= TOLERANCES[row.kind]]
     first = [row for row in wrong if row.kind in ("gradient", "loss")]
     row = worst(first or wrong or found)
@@ -278,10 +279,10 @@ def _serial(job: Job, strategy: Strategy, path: Path, steps: int) -> dict[str, A
         # Built before float64 is kept, as ranks build theirs.
         model, other = (model_in_float64(build_model(job)) for _ in range(2))
         with KeepFloat64(), Undropped(), running_eagerly():
-            differs, has_state = _examined(job, other)
+            differs, changed = _examined(job, other)
             if differs:
                 return {"path": "", "skip": UNSTEADY}
-            found = serial_steps(job, strategy, model, has_state=has_state, steps=steps)
+            found = serial_steps(job, strategy, model, has_state=bool(changed), steps=steps)
     except Exception as error:  # Whatever the user's code raises in float64 says nothing about the layout.
         return {"path": "", "skip": f"its serial step in float64 fails: {type(error).__name__}: {error}"}
     finally:
@@ -291,21 +292,23 @@ def _serial(job: Job, strategy: Strategy, path: Path, steps: int) -> dict[str, A
             return {"path": "", "skip": f"the loss of step {step + 1} is {loss} in a serial run in float64 already"}
     save_serial(found, path)
     elements = sum(value.numel() for value in found.gradients.values())
-    return {"path": str(path), "skip": "", "losses": found.losses, "elements": elements}
+    buffers = {name for name, _ in model.named_buffers()}
+    attributes = [name for name in changed if name not in buffers]
+    return {"path": str(path), "skip": "", "losses": found.losses, "elements": elements, "attributes": attributes}
 
 
-def _examined(job: Job, model: nn.Module) -> tuple[bool, bool]:
-    """Whether two calls of the model on the same samples differ, and whether a call changes what modules hold. The
-    model is as it was afterwards."""
+def _examined(job: Job, model: nn.Module) -> tuple[bool, list[str]]:
+    """Whether two calls of the model on the same samples differ, and what a call changes of what modules hold, by name.
+    The model is as it was afterwards."""
     model.train()
     batch = {name: to_float64(entry) for name, entry in job.train.batch(job.order().indices(0)[:2]).items()}
-    losses, has_state = [], False
+    losses, changed = [], []
     for _ in range(2):
-        with torch.no_grad(), rehearsing(model), drawing_alike():
+        with rehearsing(model), drawing_alike():
             before = HeldNow(model.modules())
-            losses.append(float(job.loss_of(job.run_model(model, batch), batch)[0]))
-            has_state = has_state or before.is_changed()
-    return losses[0] != losses[1] and not all(math.isnan(loss) for loss in losses), has_state
+            losses.append(float(job.loss_of(job.run_model(model, batch), batch)[0].detach()))
+            changed = before.changed_names(model)
+    return losses[0] != losses[1] and not all(math.isnan(loss) for loss in losses), changed
 
 
 @contextmanager
