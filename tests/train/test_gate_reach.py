@@ -303,7 +303,14 @@ class Reaching(nn.Module):
 """,
     "model": "lambda: Reaching()",
 }
-IN_PLACE = {"inside": "x.add_(1.0)", "model": "lambda: nn.Sequential(nn.Linear(8, 8), Block(), Block())"}
+IN_PLACE = {
+    "helpers": """
+class Writes(nn.Linear):
+    def forward(self, x):
+        return x.add_(torch.tanh(super().forward(x.clone())))
+""",
+    "model": "lambda: nn.Sequential(nn.Linear(8, 8), Writes(8, 8), Writes(8, 8))",
+}
 
 
 @pytest.mark.parametrize(
