@@ -49,7 +49,7 @@ ODD = [
     "plain", "sgd", "momentum", "decay", "rates", "adagrad", "rmsprop", "dropout", "tied", "unused", "frozen",
     "buffers", "one_linear", "repeated", "structures", "primes", "in_place", "loose", "recurrent", "sparse", "norm",
     "cumulative_norm", "frozen_norm", "short", "short_norm", "uneven", "uneven_norm", "late", "sometimes",
-    "own_norms", "short_own_norms",
+    "own_norms", "short_own_norms", "spectral", "replaced", "counting",
 ]  # fmt: skip
 MODIFIERS = ("", " * accumulate(2)", ' * recompute("full")', ' * recompute("selective") * accumulate(3)')
 
@@ -119,6 +119,15 @@ def test_odd_models_train_exactly_as_the_serial_run(job: str, ranks: int) -> Non
         for kind, elements in row[0]["elements"].items():
             compared = sum(rank["compared"].get(kind, 0) for rank in row)
             assert compared == elements, f"{row[0]['case']}: {kind}"
+
+
+def test_state_that_forwards_change_is_changed_once_in_a_pipeline() -> None:
+    strategies = ("pp(2, '1f1b', micro=4)", "pp(2, 'gpipe', micro=2) * recompute('full')")
+    asked = {"cases": [(job, text) for job in ("spectral", "counting") for text in strategies], "steps": STEPS}
+    for rank in run_ranks("distributed.proofs:prove_many", asked, ranks=2, hang_after_s=60):
+        for row in rank:
+            assert row["difference"] <= EXACT, (row["case"], row["where"])
+            assert row["ledger"] == [], row["case"]
 
 
 @pytest.mark.parametrize("strategy", ["dp(2, zero=3)", "dp(3, zero=1) * accumulate(2)"])

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import copy
+import random
+from collections import Counter
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,8 +21,19 @@ from shoal.parallel.recompute import recompute_blocks
 WIDTH = 6
 
 
+@dataclass(slots=True)
+class Total:
+    total: float = 0.0
+
+
+class Notes:
+    def __init__(self) -> None:
+        self.calls, self.inner = 0, SimpleNamespace(slotted=Total())
+
+
 class Stateful(nn.Module):
-    """Keeps a moving average by `.data`, a buffer that it replaces, a tensor and numbers as attributes, and a list."""
+    """Keeps a moving average by `.data`, a buffer that it replaces, a tensor and numbers as attributes, a list, and
+    state in objects and generators below its attributes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,6 +43,22 @@ class Stateful(nn.Module):
         self.register_buffer("constant", torch.ones(WIDTH))
         self.power, self.calls, self.seen = torch.ones(WIDTH), 0, []
         self.by_kind: dict[str, int] = {}
+        self.notes: dict[str, Any] = {"rows": [0], "sums": torch.zeros(WIDTH), "pair": (torch.zeros(WIDTH), "a")}
+        self.held, self.counted, self.noise = Notes(), Counter(), torch.Generator().manual_seed(3)
+        self.array = np.zeros(WIDTH)
+
+    def below(self) -> Tensor:
+        """A factor from state that lies deeper than a module's attributes."""
+        self.notes["rows"][0] += 1
+        self.notes["sums"].add_(0.1)
+        self.notes["pair"][0].add_(0.01)
+        self.held.calls += 1
+        self.held.inner.slotted.total += 0.5
+        self.counted["calls"] += 1
+        self.array += 0.01
+        drawn = float(torch.rand(1, generator=self.noise)) + random.random() + np.random.rand()
+        deep = self.notes["rows"][0] + self.held.calls + self.held.inner.slotted.total + self.counted["calls"] + drawn
+        return 1 + 0.01 * (deep + self.notes["sums"] + self.notes["pair"][0] + torch.from_numpy(self.array).float())
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -37,6 +69,7 @@ class Stateful(nn.Module):
             self.mean.data.mul_(0.9).add_(0.1 * x.mean(0))
             self.replaced = 0.5 * self.replaced + self.calls
             self.power = 1.01 * self.power
+        x = x * self.below()
         return torch.tanh(self.linear(x) * self.power - self.mean) / self.replaced * (1 + 0.1 * len(self.seen))
 
 
@@ -63,6 +96,8 @@ class Wrapped(nn.Module):
 def end(model: nn.Module, micros: int, pipelined: bool) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     draw = torch.Generator().manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
     for _ in range(3):
         batches = [torch.randn(5, WIDTH, generator=draw) for _ in range(micros)]
         if pipelined:
@@ -76,7 +111,11 @@ def end(model: nn.Module, micros: int, pipelined: bool) -> dict[str, Any]:
     found: dict[str, Any] = {name: value.tolist() for name, value in model.state_dict().items()}
     for name, module in model.named_modules():
         if isinstance(module, Stateful):
-            found[name] = (module.calls, module.seen, module.by_kind, module.latest, module.power.tolist())
+            found[name] = (
+                module.calls, module.seen, module.by_kind, module.latest, module.power.tolist(), module.held.calls,
+                module.held.inner.slotted.total, module.counted, module.array.tolist(), module.notes["rows"],
+                module.notes["sums"].tolist(), module.notes["pair"][0].tolist(), module.noise.get_state().tolist(),
+            )  # fmt: skip
     return found
 
 

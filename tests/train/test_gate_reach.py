@@ -284,6 +284,60 @@ def test_a_serial_loss_that_is_no_number_is_said_to_be_so(write: Callable[..., s
     assert said[-1] == ("the strategy was not checked: the loss of step 1 is nan in a serial run in float64 already")
 
 
+# State in an attribute is no random number: it must be checked, and named.
+HIDDEN_STATE = {"init": "self.seen = torch.zeros(8)", "inside": """h = h + self.seen.mean().to(h.dtype)
+        if self.training:
+            self.seen = 0.9 * self.seen + x.detach().mean(0)"""}
+NOISE = {"inside": "h = h + torch.randn_like(h)"}
+OUTSIDE = {
+    "helpers": """
+class Reaching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x + self.blocks[0].down.bias
+""",
+    "model": "lambda: Reaching()",
+}
+IN_PLACE = {
+    "helpers": """
+class Writes(nn.Linear):
+    def forward(self, x):
+        return x.add_(torch.tanh(super().forward(x.clone())))
+""",
+    "model": "lambda: nn.Sequential(nn.Linear(8, 8), Writes(8, 8), Writes(8, 8))",
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "strategy", "sentence"),
+    [
+        (HIDDEN_STATE, "dp(2)", "A forward changes 0.seen, which is no buffer, so each replica keeps its own"),
+        (OUTSIDE, "dp(2, zero=3)", "dp(2, zero=3): the model reads the parameter blocks.0.down.bias outside of the "
+         "forward of the block that it belongs to, where zero=3 has not gathered it"),
+    ],
+)  # fmt: skip
+def test_what_replicas_do_not_share_is_named(
+    changes: dict[str, str], strategy: str, sentence: str, write: Callable[..., str], tmp_path: Path
+) -> None:
+    assert sentence in stopped(write(**changes), strategy, tmp_path)
+
+
+def test_blocks_that_cannot_be_repeated_are_refused_on_one_rank(write: Callable[..., str], tmp_path: Path) -> None:
+    told = stopped(write(**IN_PLACE), 'recompute("full")', tmp_path, CannotTrain)
+    assert "the model runs in one process but fails under recompute(\"full\")" in told
+    assert "Leave recompute out, or let blocks make new tensors" in told
+
+
+def test_noise_in_forward_is_checked(write: Callable[..., str], tmp_path: Path) -> None:
+    _, said = train(write(**NOISE), "dp(2)", tmp_path)
+    assert len(json.loads(proven_file().read_text())["proven"]) == 1, said
+
+
 def test_recomputation_switches_a_key_value_cache_off() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     model.config = SimpleNamespace(use_cache=True)  # type: ignore[assignment]
@@ -336,6 +390,26 @@ def test_a_declaration_that_fits_no_buffer_is_refused(write: Callable[..., str],
 # What a pass is remembered by
 
 
+OWN_GRADIENT = """
+class Times:
+    def __init__(self, by):
+        self.by = by
+
+    def __call__(self, g):
+        return g * self.by
+
+class Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+def later(ctx, g):
+    return {later}
+
+Own.backward = staticmethod(later)
+"""
+
+
 def key_of(job_file: str, strategy: str = "dp(2)", **changes: Any) -> str:
     job = replace(load_file(job_file), **changes)
     return fingerprint(job, build_without_memory(job), parse(strategy))
@@ -365,6 +439,13 @@ def test_a_pass_is_lost_with_any_change_of_what_is_computed(write: Callable[...,
     keys.append(key_of(write(optimizer="torch.optim.AdamW(groups, lr=0.02)")))
     keys.append(key_of(write(optimizer="torch.optim.Adam(groups, lr=0.01)")))
     keys.append(key_of(write(more="buffers='average',")))
+    # A gradient of one's own shows in no traced forward: functions put into a class later, callables that it holds.
+    for later in ("2 * g", "3 * g"):
+        keys.append(key_of(write(helpers=OWN_GRADIENT.format(later=later), inside="h = Own.apply(h)")))
+    for factor in ("2.0", "3.0"):
+        helpers = OWN_GRADIENT.format(later="Own.times(g)") + f"Own.times = Times({factor})\n"
+        keys.append(key_of(write(helpers=helpers, inside="h = Own.apply(h)")))
+    keys.append(key_of(write(data="data = data.abs()")))
     keys += [with_ops("def f(h):\n    return h * 2\n"), with_ops("def f(h):\n    return h * 3\n")]
     assert len(set(keys)) == len(keys)
     assert key_of(write()) == keys[0]

@@ -28,32 +28,43 @@ NUMBER_BYTES = 8
 class BufferExchange:
     """This rank's part: `begin` before the first forward of a step, `finish` after its update."""
 
+    model: nn.Module
     members: Members
     """Ranks that hold the same part of the model and see different samples or positions."""
-    summed: dict[str, tuple[torch.Tensor, bool]]
-    """Buffer, and whether its changes are averaged."""
-    copied: dict[str, torch.Tensor]
+    averaged: dict[str, bool]
+    """Buffer that is summed -> whether its changes are averaged."""
+    copies: tuple[str, ...]
+    """Buffers that are broadcast."""
     weight: float = 1.0
     _before: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def summed(self) -> list[tuple[torch.Tensor, bool]]:
+        """The buffers as they are now: a forward may have put another tensor in a buffer's place."""
+        return [(self.model.get_buffer(name), averaged) for name, averaged in self.averaged.items()]
+
+    @property
+    def copied(self) -> list[torch.Tensor]:
+        return [self.model.get_buffer(name) for name in self.copies]
 
     def begin(self, samples: float) -> None:
         """Notes what the buffers hold, and how many samples this rank will see in the step."""
         self.weight = samples
-        self._before = [buffer.detach().clone() for buffer, _ in self.summed.values()]
+        self._before = [buffer.detach().clone() for buffer, _ in self.summed]
 
     def finish(self) -> None:
         """Brings the buffers together. Collective."""
-        if self.members.group is None or (not self._before and self.summed):
+        if self.members.group is None or (not self._before and self.averaged):
             return
         with BOOK.during("optimizer"), torch.no_grad():
-            if self.summed:
+            if self.averaged:
                 self._sum()
-            if self.copied:
+            if self.copies:
                 self._copy()
 
     def _sum(self) -> None:
-        rows = []
-        for (buffer, averaged), before in zip(self.summed.values(), self._before, strict=True):
+        rows, summed = [], self.summed
+        for (buffer, averaged), before in zip(summed, self._before, strict=True):
             new, old = _numbers(buffer), _numbers(before)
             change = torch.where(new == old, 0.0, new - old)  # Infinities of a mask have no difference.
             rows.append(change * (self.weight if averaged else float(self.weight > 0)))
@@ -61,17 +72,18 @@ class BufferExchange:
         dist.all_reduce(flat, group=self.members.group)
         total = flat[-1].clamp(min=1e-300)
         at = 0
-        for (buffer, averaged), before, row in zip(self.summed.values(), self._before, rows, strict=True):
+        for (buffer, averaged), before, row in zip(summed, self._before, rows, strict=True):
             change = flat[at : at + len(row)]
             at += len(row)
             _set(buffer, _numbers(before) + (change / total if averaged else change))
         self._before = []
 
     def _copy(self) -> None:
-        flat = torch.cat([_numbers(buffer) for buffer in self.copied.values()])
+        copied = self.copied
+        flat = torch.cat([_numbers(buffer) for buffer in copied])
         dist.broadcast(flat, src=self.members.ranks[0], group=self.members.group)
         at = 0
-        for buffer in self.copied.values():
+        for buffer in copied:
             size = len(_numbers(buffer))
             _set(buffer, flat[at : at + size])
             at += size
@@ -79,11 +91,11 @@ class BufferExchange:
     def calls(self) -> Iterator[tuple[str, str, str, int, int]]:
         """What a step sends: (axis, phase, kind, payload bytes, ranks)."""
         axis, ranks = self.members.axis, self.members.size
-        if self.summed:
-            numbers = 1 + sum(_num(buffer) for buffer, _ in self.summed.values())
+        if self.averaged:
+            numbers = 1 + sum(_num(buffer) for buffer, _ in self.summed)
             yield axis, "optimizer", "all_reduce", numbers * NUMBER_BYTES, ranks
-        if self.copied:
-            numbers = sum(_num(buffer) for buffer in self.copied.values())
+        if self.copies:
+            numbers = sum(_num(buffer) for buffer in self.copied)
             yield axis, "optimizer", "broadcast", numbers * NUMBER_BYTES, ranks
 
 
@@ -96,13 +108,10 @@ def buffer_exchange(
     names = {axis for axis, _ in placement.mesh.axes if axis in placement.samples.axis.split("+")}
     names |= {*placement.levels, placement.context.axis} - {"none"}
     members = placement.samples if placement.context.size == 1 else placement.mesh.along(*names)
-    held = {
-        name: buffer for name, buffer in model.named_buffers()
-        if name in modes and name not in absent and buffer.numel()
-    }  # fmt: skip
-    summed = {name: (b, modes[name] == "average") for name, b in held.items() if modes[name] in ("average", "sum")}
-    copied = {name: b for name, b in held.items() if modes[name] == "broadcast"}
-    return BufferExchange(members, summed, copied) if summed or copied else None
+    held = [name for name, b in model.named_buffers() if name in modes and name not in absent and b.numel()]
+    averaged = {name: modes[name] == "average" for name in held if modes[name] in ("average", "sum")}
+    copies = tuple(name for name in held if modes[name] == "broadcast")
+    return BufferExchange(model, members, averaged, copies) if averaged or copies else None
 
 
 def _numbers(values: torch.Tensor) -> torch.Tensor:

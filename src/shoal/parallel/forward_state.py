@@ -2,22 +2,18 @@
 
 Spectral norm iterates its vectors in forward, batch norm and moving averages update buffers, modules count their
 calls. A repetition in backward must start from the state that the first forward saw, and must leave the state as the
-forwards alone have made it.
+forwards alone have made it. `workload/held_state.py` finds what there is to change.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
-_MUTABLE = (list, dict, set, deque, Counter, OrderedDict)
-_OWN = frozenset(vars(nn.Module()))
-"""What every module has; of these only buffers are a forward's to change."""
+from shoal.workload.held_state import Held, HeldNow, copy_of, with_copies
 
 
 class ChangesParameters(ValueError):
@@ -27,18 +23,19 @@ class ChangesParameters(ValueError):
 class ForwardState:
     """One call of a block: the state before it, as far as the call changed it."""
 
-    def __init__(self, name: str, block: nn.Module) -> None:
-        self._name, self._modules = name, list(block.modules())
-        self._absent = object()
-        self._before: list[tuple[dict[str, Any], str, Any]] = []
-        """(where, key, value) of what the first forward changed; tensors and containers as copies."""
+    def __init__(self, name: str, block: nn.Module, generators: list[Held]) -> None:
+        """`generators`: those of Python and NumPy from which the block may draw. Those from which it has not drawn are
+        taken off the list, since it costs time to ask for their state."""
+        self._name, self._modules, self._generators = name, list(block.modules()), generators
+        self._before: list[tuple[Held, Any]] = []
+        """What the first forward changed, and its content before."""
+        self._copies: dict[int, Any] = {}
+        """By identity, arrays that it wrote to, as they were."""
 
     @contextmanager
     def first(self) -> Iterator[None]:
         """Around the first forward: notes what it changes."""
-        versions = self._versions()
-        before = [(place, key, value, _copy(value), _version(value)) for place, key, value in self._state()]
-        known = {(id(place), key) for place, key, *_ in before}
+        versions, held = self._versions(), HeldNow(self._modules, self._generators)
         yield
         for name, version in self._versions().items():
             if version != versions.get(name, version):
@@ -47,42 +44,23 @@ class ForwardState:
                     f"recompute: {self._name or 'the model'} changes its parameter {changed} in forward, and computing "
                     "it again in backward would change it twice; leave recompute out, or keep the value in a buffer"
                 )
-        for place, key, value, copy, version in before:
-            # Also what was changed and changed back: a repetition may end halfway, when it has what backward needs.
-            if place.get(key) is not value or _version(value) != version or _changed(value, copy):
-                self._before.append((place, key, copy))
-        for place, key, _ in self._state():
-            if (id(place), key) not in known:
-                self._before.append((place, key, self._absent))
+        # Also what was changed and changed back: a repetition may end halfway, when it has what backward needs.
+        self._before, self._copies = held.changed()
+        drawn_from = [each for each, _ in self._before]
+        self._generators[:] = [each for each in self._generators if each in drawn_from]
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Around a repetition: the state is that of the first forward, and afterwards what it is now."""
-        after = [(place, key, place.get(key, self._absent)) for place, key, _ in self._before]
-        alike: dict[int, Any] = {}
-        for place, key, value in self._before:
-            self._put(place, key, alike.setdefault(id(value), _copy(value)))
+        after = [(held, held.content()) for held, _ in self._before]
+        fresh = {key: copy_of(copy)[0] for key, copy in self._copies.items()}
+        for held, content in self._before:
+            held.put(with_copies(content, fresh))
         try:
             yield
         finally:
-            for place, key, value in after:
-                self._put(place, key, value)
-
-    def _put(self, place: dict[str, Any], key: str, value: Any) -> None:
-        if value is self._absent:
-            place.pop(key, None)
-        else:
-            place[key] = value
-
-    def _state(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
-        for module in self._modules:
-            for key, value in module._buffers.items():
-                if value is not None:
-                    yield module._buffers, key, value
-            own = vars(module)
-            for key, value in own.items():
-                if key not in _OWN and key != "forward":
-                    yield own, key, value
+            for held, content in after:
+                held.put(content)
 
     def _versions(self) -> dict[str, int]:
         return {
@@ -91,33 +69,3 @@ class ForwardState:
             for name, param in module._parameters.items()
             if param is not None
         }
-
-
-def _copy(value: Any) -> Any:
-    """A value that stays as it is when the original is changed in place."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone() if value.grad_fn is None else value
-    return value.copy() if type(value) in _MUTABLE else value
-
-
-def _version(value: Any) -> int:
-    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
-
-
-def _changed(value: Any, copy: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        # A comparison would wait for an accelerator, so there every buffer counts as changed.
-        return value is not copy and (value.device.type != "cpu" or not _same_bits(value, copy))
-    return type(value) in _MUTABLE and not _same_items(value, copy)
-
-
-def _same_bits(value: torch.Tensor, copy: torch.Tensor) -> bool:
-    return value.shape == copy.shape and (torch.equal(value, copy) or bool(((value == copy) | (value != value)).all()))
-
-
-def _same_items(value: Any, copy: Any) -> bool:
-    if len(value) != len(copy):
-        return False
-    if isinstance(value, dict):
-        return all(key in copy and copy[key] is entry for key, entry in value.items())
-    return all(a is b for a, b in zip(value, copy, strict=True)) if not isinstance(value, set) else value == copy

@@ -6,8 +6,8 @@ by the time it is computed again. What a block's forward changes of its own stat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from shoal.comm.ledger import BOOK
 from shoal.parallel.forward_state import ForwardState
 from shoal.workload.blocks import blocks
+from shoal.workload.held_state import GENERATORS, Held
 
 _again = 0
 
@@ -33,21 +34,29 @@ def forward_phase() -> str:
     return BOOK.phase if BOOK.phase == "evaluate" else "backward" if recomputing() else "forward"
 
 
-@contextmanager
-def _repeating(inner: Any, modes: Sequence[Any]) -> Iterator[None]:
-    global _again
-    _again += 1
-    try:
+class _Repeating:
+    """Around a repetition inside backward. It may be entered again: backward through backward repeats a block twice."""
+
+    def __init__(self, inner: Any, modes: Sequence[Any]) -> None:
+        self._inner, self._modes = inner, modes
+        self._stacks: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        global _again
         with ExitStack() as stack:
             # backward() is itself a call that function modes see, and while they see it they are off: what they
             # changed in the first forward they must change in the repetition too.
-            for mode in modes:
+            for mode in self._modes:
                 if mode not in _get_current_function_mode_stack():
                     stack.enter_context(mode)
-            stack.enter_context(inner)
-            yield
-    finally:
+            stack.enter_context(self._inner)
+            self._stacks.append(stack.pop_all())
+        _again += 1
+
+    def __exit__(self, *error: Any) -> None:
+        global _again
         _again -= 1
+        self._stacks.pop().__exit__(*error)
 
 
 def _kept_products() -> set[Any]:
@@ -68,9 +77,9 @@ def _policy(kept: set[Any], context: Any, op: Any, *args: Any, **kwargs: Any) ->
 def _contexts(mode: str, kept: set[Any]) -> tuple[Any, Any]:
     modes = list(_get_current_function_mode_stack())
     if mode == "full":
-        return nullcontext(), _repeating(nullcontext(), modes)
+        return nullcontext(), _Repeating(nullcontext(), modes)
     forward, again = create_selective_checkpoint_contexts(partial(_policy, kept))
-    return forward, _repeating(again, modes)
+    return forward, _Repeating(again, modes)
 
 
 def recompute_blocks(model: nn.Module, mode: str) -> list[str]:
@@ -82,7 +91,7 @@ def recompute_blocks(model: nn.Module, mode: str) -> list[str]:
         # Recurrent layers overwrite their own matrix products, so none can be kept for them.
         recurrent = any(isinstance(module, nn.RNNBase) for module in block.modules())
         how = "full" if recurrent else mode
-        block.forward = partial(_call, name, block, block.forward, how, kept)  # type: ignore[method-assign]
+        block.forward = partial(_call, name, block, block.forward, how, kept, list(GENERATORS))  # type: ignore[method-assign]
         names.append(name)
     return names
 
@@ -95,10 +104,13 @@ def _without_cache(model: nn.Module) -> None:
                 held.use_cache = False  # type: ignore[union-attr]
 
 
-def _call(name: str, block: nn.Module, forward: Any, mode: str, kept: set[Any], *args: Any, **kwargs: Any) -> Any:
+def _call(
+    name: str, block: nn.Module, forward: Any, mode: str, kept: set[Any], generators: list[Held], *args: Any,
+    **kwargs: Any,
+) -> Any:  # fmt: skip
     if not (block.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
-    state = ForwardState(name, block)
+    state = ForwardState(name, block, generators)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with state.again() if recomputing() else state.first():

@@ -40,7 +40,6 @@ def places_of(job: Job, model: nn.Module, dtype: torch.dtype | None = None) -> P
         before = random_state(device)
         try:
             with ExitStack() as stack:
-                stack.enter_context(torch.no_grad())
                 stack.enter_context(rehearsing(model))
                 if dtype == torch.float64:
                     stack.enter_context(KeepFloat64())

@@ -30,6 +30,9 @@ REMEDIES = {
     "ep": "keep experts together (LayoutHints(experts=False))",
 }
 
+NUMBER = "the number of gradient elements"
+"""What is wrong where parameters have a gradient in one run and none in the other."""
+
 Say = Callable[[dict[str, Any]], None]
 
 
@@ -109,7 +112,9 @@ def _what_is_wrong(told: dict[str, Any], question: dict[str, Any], difference: f
     strategy, axes, where = question["strategy"], question["axes"], told["where"]
     tolerance = f"(float64, tolerance {TOLERANCES[told['kind']]:.0e})"
     apart = f"differs by {difference:.1e} of its size from that of a serial step {tolerance}"
-    if not math.isfinite(difference):
+    if where.startswith(NUMBER):
+        apart = "differs"
+    elif not math.isfinite(difference):
         apart = "is NaN or infinite, where that of a serial step is finite"
     buffers = [name.removeprefix("the buffer ") for name in told["buffers"]]
     declare = ""
@@ -119,6 +124,25 @@ def _what_is_wrong(told: dict[str, Any], question: dict[str, Any], difference: f
             "'broadcast' (the first replica's), 'local' (each its own)"
         )
     all_the_same = "--no-gate trains all the same"
+    attributes = told.get("attributes", [])
+    if names := told.get("outside", []):
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        return (
+            f"{strategy}: the model reads the parameter {names[0]}{more} outside of the forward of the block that it "
+            "belongs to, where zero=3 has not gathered it; read it inside, call the block and not its parts, or train "
+            "with zero=2"
+        )
+    held = ""
+    if attributes:
+        held = (
+            f" A forward changes {attributes[0]}, which is no buffer, so each replica keeps its own; register it as a "
+            "buffer (register_buffer) and declare Job(buffers=...), or leave it out of what the model computes."
+        )
+    if held and told["kind"] == "update":
+        return (
+            f"{strategy} trains another model than one process does: the second step differs by {difference:.1e} "
+            f"{tolerance}.{held} {all_the_same}"
+        )
     if told["kind"] == "buffer":
         return (
             f"under {strategy}, the buffer {buffers[0]} {apart}: its updates depend "
@@ -136,7 +160,7 @@ def _what_is_wrong(told: dict[str, Any], question: dict[str, Any], difference: f
         return (
             f"{strategy} trains another model than one process does: {where} {apart}. "
             f"Some module computes differently on a share of the batch, or is replaced under this "
-            f"strategy.{also} {all_the_same}"
+            f"strategy.{also}{held} {all_the_same}"
         )
     remedies = [REMEDIES[axis] for axis in axes if REMEDIES[axis]]
     hints = f"; in Job.layout, {', or '.join(remedies)}" if remedies else ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -304,6 +305,38 @@ class Spectral(Chain):
             nn.utils.parametrizations.spectral_norm(block.up)
 
 
+class Replaced(Chain):
+    """Keeps a running mean in a buffer that each forward replaces by another tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen = 0.9 * self.seen + 0.1 * x.detach().mean(0)
+        return super().forward(x)
+
+
+class Counted(nn.Module):
+    """A block that counts its calls below its attributes, and computes with the count."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.notes = inner, SimpleNamespace(calls=[0], sums={"all": torch.zeros(())})
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.notes.calls[0] += 1
+        self.notes.sums["all"].add_(1.0)
+        return self.inner(x) * (1 + 0.1 * self.notes.calls[0]) - 0.01 * float(self.notes.sums["all"])
+
+
+class Counting(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Counted(block) for block in self.blocks])
+
+
 class FrozenNorm(Convolutions):
     """Keeps its first batch norm as it was pretrained, whatever mode the rest is in."""
 
@@ -403,6 +436,8 @@ JOBS: dict[str, Callable[[], Job]] = {
     "own_norms": lambda: make(OwnNorms, train=images()),
     "short_own_norms": lambda: make(OwnNorms, train=images(25), last_batch="short"),
     "spectral": lambda: make(Spectral),
+    "replaced": lambda: make(Replaced, buffers="average"),
+    "counting": lambda: make(Counting),
     "frozen_norm": lambda: make(FrozenNorm, train=images()),
     "local_norm": lambda: make(Convolutions, train=images(), batch_norm="local"),
     "local_image": lambda: image("vgg", "tiny", batch_norm="local"),

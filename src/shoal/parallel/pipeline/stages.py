@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from shoal.workload.chain import Chain
 from shoal.workload.experts.rehearsal import random_state, set_random_state
+from shoal.workload.held_state import results_held
 
 Range = tuple[int, int]
 
@@ -249,6 +250,8 @@ def _skeleton(model: nn.Module) -> nn.Module:
         for tensor in [*model.parameters(), *model.buffers()]:
             like = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
             known[id(tensor)] = nn.Parameter(like, requires_grad=False) if isinstance(tensor, nn.Parameter) else like
+        for tensor in results_held(model):
+            known[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     # Copied around its tensors: each is known already, as its fake.
     return copy.deepcopy(model, known)
 
@@ -279,4 +282,5 @@ def _of_zeros(piece: nn.Module) -> nn.Module:
     for tensor in [*piece.parameters(), *piece.buffers()]:
         zeros = torch.zeros(tuple(tensor.shape), dtype=tensor.dtype, device=tensor.device)
         known[id(tensor)] = nn.Parameter(zeros, requires_grad=False) if isinstance(tensor, nn.Parameter) else zeros
+    known |= {id(tensor): tensor.detach() for tensor in results_held(piece)}
     return copy.deepcopy(piece, known)

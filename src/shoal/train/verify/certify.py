@@ -24,7 +24,6 @@ from shoal.comm.ledger import BOOK
 from shoal.parallel.optimizer import Piece
 from shoal.parallel.pipeline.pipedream import micros_told
 from shoal.strategy import Strategy, contract, parse, pp, require_legal
-from shoal.train.gate import cutting_axes
 from shoal.train.setup import Prepared, job_from, prepare
 from shoal.train.verify.conditions import Conditions, for_proof
 from shoal.train.verify.coupling import SamplesCoupled, couples_samples, refusal
@@ -308,7 +307,7 @@ def _train(ready: Prepared, steps: int) -> dict[str, Any]:
     order = ready.runner.order
     for step in range(steps):
         BOOK.take()
-        with conditions(), naming_what_cut_it(ready.strategy, cutting_axes(ready.strategy)):
+        with conditions(), naming_what_cut_it(ready.strategy):
             losses.append(ready.runner.step(step, counter).loss)
         # What a pipeline tells about shapes that it has not seen before is no part of a step.
         counted = BOOK.take().without("shapes")

@@ -29,6 +29,7 @@ from shoal.strategy import Strategy
 from shoal.train.draws import serial_randomness
 from shoal.train.verify.float64 import KeepFloat64, model_in_float64, to_float64
 from shoal.train.verify.undropped import Undropped, without_dropout
+from shoal.workload.held_state import results_held
 
 Kind = Literal["none", "mean", "count", "count-gradient", "coupled", "padding", "data", "random", "unchecked"]
 """none: samples are independent. mean, count: the loss is no sum, or the count is not what it is a sum over.
@@ -131,7 +132,8 @@ class _Trial:
         if model is None:
             torch.manual_seed(job.seed)
             model = job.model()
-        self.start = _prepared(copy.deepcopy(model))
+        known: dict[int, Any] = {id(result): result.detach().clone() for result in results_held(model)}
+        self.start = _prepared(copy.deepcopy(model, known))
         self.sizes = (2, len(indices) - 2) if len(indices) > 3 else (1, len(indices) - 1)
 
     def found(self) -> Coupling:
@@ -269,7 +271,7 @@ class _Trial:
         """What one forward changes in the model, batch norm's statistics aside."""
         model = copy.deepcopy(self.start)
         before = _held(model)
-        with KeepFloat64(), Undropped(), _FixedStatistics() as norms, torch.no_grad():
+        with KeepFloat64(), Undropped(), _FixedStatistics() as norms:
             self.job.run_model(model, self._read(self.indices))
         after = _held(model)
         if norms.asked:

@@ -1,9 +1,9 @@
 """The name of a check: a digest of all that its outcome depends on, so that none is repeated and none is borrowed.
 
 First of all what the model and the loss compute: the operations of a traced forward with their shapes and constants,
-the values of small buffers and constant tensors. Then what one forward may not show: the source of the code and of
-what it calls (`sources.py`), the values that modules hold, the optimiser, the strategy, the device and its backend, the
-versions of torch and of Shoal, whose own code counts by its text.
+the values of small buffers and constant tensors, and of the first samples. Then what one forward may not show: the
+source of the code and of what it calls (`sources.py`), the values that modules hold, the optimiser, the strategy, the
+device and its backend, the versions of torch and of Shoal, whose own code counts by its text.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from shoal.job.elementwise import probe
 from shoal.job.random_optimizer import without_draws
 from shoal.strategy import Strategy
 from shoal.train.verify.eager import running_eagerly
-from shoal.train.verify.sources import Collected, digest_of_file
+from shoal.train.verify.sources import Collected, digest_of_file, digest_of_tensor
 from shoal.workload.recorded import Ref
 from shoal.workload.trace import CannotTrace, trace
 
+SAMPLES = 8
+"""First samples of the data, whose values count: masks and branches follow them."""
 OWN_ROOMS = ("workload", "parallel", "train/verify", "train/step.py", "job", "comm/compress")
 """The parts of Shoal that decide how a model is cut, run it and check it."""
 
@@ -61,8 +63,8 @@ def fingerprint(job: Job, model: nn.Module, strategy: Strategy, *, backend: str 
         held.add("optimizer group", {key: value for key, value in group.items() if key != "params"})
     add("held", held.found)
     add("optimizer kind", probe(without_draws(job.optimizer), model, job.options).kind)
-    sample = job.train.batch(np.arange(1))
-    add("sample", {name: (list(entry.shape[1:]), str(entry.dtype)) for name, entry in sample.items()})
+    samples = job.train.batch(np.arange(min(SAMPLES, len(job.train))))
+    add("samples", {name: digest_of_tensor(entry) for name, entry in samples.items()})
     add("inputs", list(job.inputs.items()) if isinstance(job.inputs, dict) else list(job.inputs))
     add("job", [repr(job.layout), repr(job.buffers), job.loss_over, job.clip, job.batch_norm])
     return digest.hexdigest()

@@ -1,7 +1,8 @@
 """The serial steps that the gate compares with: plain PyTorch in one process, in float64.
 
 The job's own optimiser steps on unsharded parameters. The batch is taken at once, as one process would; it is taken in
-micro-batches only where the contract says so: batch norm, buffers that a forward changes, a loss over micro-batches.
+micro-batches only where the contract says so: batch norm, state that a forward changes, a loss over micro-batches.
+What the model draws at random other than dropout is drawn as on the ranks, by sample and place (`train/draws.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import nn
 from shoal.job import Job, param_groups, share
 from shoal.job.facts import has_batch_norm
 from shoal.strategy import Strategy
+from shoal.train.draws import serial_randomness
 from shoal.train.verify.float64 import to_float64
 
 STEPS = 2
@@ -44,13 +46,14 @@ class SerialSteps:
 
 def serial_steps(job: Job, strategy: Strategy, model: nn.Module, *, has_state: bool, steps: int = STEPS) -> SerialSteps:
     """Steps the job's model, which is in float64, in this process, on the batches of its order. `has_state`: whether a
-    forward changes buffers, which each micro-batch then does."""
+    forward changes what modules hold, which each micro-batch then does."""
     model.train()
     optimizer = job.optimizer(param_groups(model, job.options))
     rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
     named = {name: param for name, param in model.named_parameters() if param.requires_grad}
     peaks = {name: torch.zeros(param.shape, dtype=torch.float64) for name, param in named.items()}
     micros, parts = _cuts(job, strategy, per_micro=has_state or has_batch_norm(model))
+    randomness = serial_randomness(job, model, torch.float64)
     order, counter = job.order(), 0
     found = SerialSteps(before={name: param.detach().clone() for name, param in named.items()})
     for step in range(steps):
@@ -59,7 +62,8 @@ def serial_steps(job: Job, strategy: Strategy, model: nn.Module, *, has_state: b
         total, count = 0.0, 0.0
         for positions in _pieces(len(indices), micros, parts):
             batch = {name: to_float64(entry) for name, entry in job.train.batch(indices[positions]).items()}
-            loss, counted = job.loss_of(job.run_model(model, batch), batch)
+            with randomness.forward([counter + int(position) for position in positions], counter):
+                loss, counted = job.loss_of(job.run_model(model, batch), batch)
             if loss.requires_grad:
                 loss.backward()
             total, count = total + float(loss.detach()), count + float(counted)

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import math
+import random
 import socket
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from torch import nn
@@ -26,10 +29,10 @@ from shoal.job import Job
 from shoal.job.buffers import buffer_modes
 from shoal.job.facts import build_without_memory
 from shoal.parallel.engine import NonFinite
-from shoal.strategy import ModelFacts, Strategy, contract, is_legal, parse
+from shoal.strategy import ModelFacts, Strategy, contract, is_legal, parse, recompute
 from shoal.strategy.contract import PER_MICRO_BATCH
 from shoal.train.checkpoint.exchange import exchange
-from shoal.train.gate import TOLERANCES, cutting_axes, exact_twin, is_settled, require_right
+from shoal.train.gate import NUMBER, TOLERANCES, cutting_axes, exact_twin, is_settled, require_right
 from shoal.train.launch.join import Rank, join, leave
 from shoal.train.setup import job_from, prepare
 from shoal.train.step import build_model
@@ -43,10 +46,18 @@ from shoal.train.verify.gate_model import gate_model
 from shoal.train.verify.gate_serial import FACTORS, STEPS, serial_steps
 from shoal.train.verify.model_fails import naming_what_cut_it
 from shoal.train.verify.undropped import Undropped
+from shoal.workload.experts.rehearsal import rehearsing
+from shoal.workload.held_state import HeldNow
 
 COPIES = 4
 """Of its parameters, in float64, that a rank holds: themselves, gradients and the optimiser's state; the serial steps
 hold two more, before and after."""
+
+
+UNSTEADY = (
+    "two calls of the model on the same samples differ, although random numbers are drawn alike: it keeps state "
+    "outside its modules, such as a counter in a global"
+)
 
 
 class CannotCheck(ValueError):
@@ -54,13 +65,14 @@ class CannotCheck(ValueError):
 
 
 def question(job: Job, strategy: Strategy, facts: ModelFacts, *, backend: str | None = None) -> dict[str, Any] | None:
-    """What there is to check, as JSON, and whether it can be; None if one process computes each batch at once.
+    """What there is to check, as JSON, and whether it can be; None if one process computes each batch at once and
+    nothing twice: that is what would be compared with.
 
     Raises:
         CannotCheck: The strategy cuts a compiled model, or data differ from one read to the next.
     """
     twin = exact_twin(strategy)
-    if twin.world == 1 and not splits_batches(twin):
+    if twin.world == 1 and not splits_batches(twin) and twin.modifier(recompute) is None:
         return None
     axes = cutting_axes(strategy)
     model = build_without_memory(job)
@@ -210,14 +222,16 @@ def compared(job: Job, asked: dict[str, Any], me: Rank) -> dict[str, Any]:
         ready = prepare(job, strategy, rank=me.rank, backend=me.backend, device=me.device, dtype=torch.float64)
         comparison = Comparison(ready.engine, serial["path"], buffer_modes(job.buffers, ready.engine.model))
         watch = GradientWatch(ready.engine)
-        counter, decided = 0, {"difference": "0.0"}
+        counter, decided, outside = 0, {"difference": "0.0"}, []
         for step in range(steps):
             rows, elements = [], 0
             try:
-                with KeepFloat64(), Undropped(), naming_what_cut_it(strategy, cutting_axes(strategy)):
+                with KeepFloat64(), Undropped(), naming_what_cut_it(strategy):
                     loss = ready.runner.step(step, counter).loss
             except NonFinite:
                 rows, loss = [Row(math.nan, "loss", "the loss or the gradient")], math.nan
+                with KeepFloat64(), Undropped():
+                    outside = ready.runner.read_outside(counter)
             else:
                 if step == 0:
                     rows, elements = comparison.gradients(watch)
@@ -235,7 +249,7 @@ def compared(job: Job, asked: dict[str, Any], me: Rank) -> dict[str, Any]:
         watch.stop()
         ready.engine.close()
         BOOK.take()
-    return {"skip": "", **decided}
+    return {"skip": "", "outside": outside, "attributes": serial["attributes"], **decided}
 
 
 def _within(decided: dict[str, Any]) -> bool:
@@ -251,8 +265,7 @@ def _decided(rows: list[Row], elements: int, expected: int) -> dict[str, Any]:
     found = [Row(float(row[0]), row[1], row[2]) for report in every for row in report["rows"]]
     there = sum(report["elements"] for report in every)
     if expected and there != expected and not any(math.isnan(row.difference) for row in found):
-        where = f"the number of gradient elements, {there} where a serial step has {expected},"
-        found.append(Row(math.inf, "gradient", where))
+        found.append(Row(math.inf, "gradient", f"{NUMBER}: {there} where a serial step has {expected}"))
     wrong = [row for row in found if not row.difference <= TOLERANCES[row.kind]]
     first = [row for row in wrong if row.kind in ("gradient", "loss")]
     row = worst(first or wrong or found)
@@ -266,10 +279,10 @@ def _serial(job: Job, strategy: Strategy, path: Path, steps: int) -> dict[str, A
         # Built before float64 is kept, as ranks build theirs.
         model, other = (model_in_float64(build_model(job)) for _ in range(2))
         with KeepFloat64(), Undropped(), running_eagerly():
-            draws, has_state = _examined(job, other)
-            if draws:
-                return {"path": "", "skip": "the model draws random numbers that cannot be turned off"}
-            found = serial_steps(job, strategy, model, has_state=has_state, steps=steps)
+            differs, changed = _examined(job, other)
+            if differs:
+                return {"path": "", "skip": UNSTEADY}
+            found = serial_steps(job, strategy, model, has_state=bool(changed), steps=steps)
     except Exception as error:  # Whatever the user's code raises in float64 says nothing about the layout.
         return {"path": "", "skip": f"its serial step in float64 fails: {type(error).__name__}: {error}"}
     finally:
@@ -279,25 +292,38 @@ def _serial(job: Job, strategy: Strategy, path: Path, steps: int) -> dict[str, A
             return {"path": "", "skip": f"the loss of step {step + 1} is {loss} in a serial run in float64 already"}
     save_serial(found, path)
     elements = sum(value.numel() for value in found.gradients.values())
-    return {"path": str(path), "skip": "", "losses": found.losses, "elements": elements}
+    buffers = {name for name, _ in model.named_buffers()}
+    attributes = [name for name in changed if name not in buffers]
+    return {"path": str(path), "skip": "", "losses": found.losses, "elements": elements, "attributes": attributes}
 
 
-def _examined(job: Job, model: nn.Module) -> tuple[bool, bool]:
-    """Whether the loss differs with the random numbers drawn, and whether a forward changes buffers. Asked of two
-    samples: draws do not wait for a third."""
+def _examined(job: Job, model: nn.Module) -> tuple[bool, list[str]]:
+    """Whether two calls of the model on the same samples differ, and what a call changes of what modules hold, by name.
+    The model is as it was afterwards."""
     model.train()
-    indices = job.order().indices(0)[:2]
-    losses, has_state = [], False
-    for seed in (1, 2):
-        batch = {name: to_float64(entry) for name, entry in job.train.batch(indices).items()}
-        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        torch.manual_seed(seed)
-        with torch.no_grad():
-            losses.append(float(job.loss_of(job.run_model(model, batch), batch)[0]))
-            for name, buffer in model.named_buffers():
-                has_state = has_state or not torch.equal(buffer, before[name])
-                buffer.copy_(before[name])
-    return losses[0] != losses[1] and not all(math.isnan(loss) for loss in losses), has_state
+    batch = {name: to_float64(entry) for name, entry in job.train.batch(job.order().indices(0)[:2]).items()}
+    losses, changed = [], []
+    for _ in range(2):
+        with rehearsing(model), drawing_alike():
+            before = HeldNow(model.modules())
+            losses.append(float(job.loss_of(job.run_model(model, batch), batch)[0].detach()))
+            changed = before.changed_names(model)
+    return losses[0] != losses[1] and not all(math.isnan(loss) for loss in losses), changed
+
+
+@contextmanager
+def drawing_alike() -> Iterator[None]:
+    """Inside, whatever draws random numbers draws the same each time."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
 
 
 def _data_digest(job: Job) -> str:

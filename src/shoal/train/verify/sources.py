@@ -25,6 +25,8 @@ FOREIGN = frozenset({"torch", "numpy", "builtins", *sys.stdlib_module_names})
 MOST_BYTES = 1 << 20
 """Tensors up to this size count by their values, larger ones by their shape."""
 DEEPEST = 12
+WRAPPED = ("__func__", "fget", "func")
+"""Where descriptors keep the function that they wrap."""
 CHANGING = frozenset({"training"})
 """Attributes that say how a module is used, not what it is."""
 
@@ -94,16 +96,18 @@ class Collected:
         try:
             self.found[f"source of {name}"] = inspect.getsource(thing)
         except (OSError, TypeError):
-            codes = [function.__code__ for function in _functions(thing)]
-            self.found[f"source of {name}"] = [(code.co_code.hex(), repr(code.co_consts)) for code in codes]
+            self.found[f"source of {name}"] = [list(_code_of(function.__code__)) for function in _functions(thing)]
         for function in _functions(thing):
+            if isinstance(thing, type):
+                # A class's source is not the code of a function that was put into it later.
+                self.found[f"code of {name}.{function.__qualname__}"] = list(_code_of(function.__code__))
             for named, value in _named(function):
                 self.add(f"{function.__module__}.{named}", value, depth)
         for base in getattr(thing, "__bases__", ()):
             self.add(f"base {base.__qualname__}", base, depth)
         if isinstance(thing, type):
             for named, value in vars(thing).items():
-                if not named.startswith("__") and not callable(value) and not hasattr(value, "__get__"):
+                if not named.startswith("__") and not hasattr(value, "__get__"):
                     self.add(f"{name}.{named}", value, depth)
 
 
@@ -151,8 +155,24 @@ def _named(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 def _functions(thing: Any) -> list[types.FunctionType]:
     if isinstance(thing, types.FunctionType):
         return [thing]
-    unwrapped: Iterable[Any] = (getattr(v, "__func__", getattr(v, "fget", v)) for v in vars(thing).values())
+    unwrapped: Iterable[Any] = (_unwrapped(value) for value in vars(thing).values())
     return [value for value in unwrapped if isinstance(value, types.FunctionType)]
+
+
+def _unwrapped(value: Any) -> Any:
+    """The function in a method, property, cached property or partial method."""
+    return next((held for held in (getattr(value, name, None) for name in WRAPPED) if held is not None), value)
+
+
+def _code_of(code: types.CodeType) -> Iterator[str]:
+    """What a function does, as text: its instructions, names and constants, also of functions within it."""
+    yield code.co_code.hex()
+    yield repr((code.co_names, code.co_freevars))
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _code_of(constant)
+        else:
+            yield repr(sorted(constant, key=repr) if isinstance(constant, frozenset) else constant)
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

@@ -1,13 +1,12 @@
 """A forward that leaves no trace: what it does to buffers, attributes and random numbers is thrown away.
 
 Some questions about a module are answered only by running it (who calls whom, which tokens go where), and the run that
-counts comes later. For a rehearsal the module gets copies of its buffers and of its plain tensors, lists, dicts and
-sets; the originals come back untouched afterwards, so that they change once, in the run that counts.
+counts comes later. For a rehearsal the module gets copies of its buffers and of other tensors that it holds
+(`held_state.py`); everything is as it was afterwards, so that state changes once, in the run that counts.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,8 +15,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-"""Attributes that belong to the machinery of modules; all others are the module's own."""
+from shoal.workload.held_state import copy_of, found_in, values_in, with_copies
 
 
 def random_state(device: torch.device) -> list[torch.Tensor]:
@@ -38,32 +36,22 @@ def set_random_state(states: list[torch.Tensor], device: torch.device) -> None:
 def rehearsing(module: nn.Module, *, but: Collection[nn.Module] = ()) -> Iterator[None]:
     """Inside, `module` works on copies of its state. Modules in `but`, and what lies in them, are left alone."""
     left_alone = {id(part) for each in but for part in each.modules()}
-    kept = [_lay_aside(part) for part in module.modules() if id(part) not in left_alone]
+    held = found_in(part for part in module.modules() if id(part) not in left_alone)
+    before = [(each, each.content()) for each in held]
+    copies: dict[int, Any] = {}
+    # Unseen by modes that count operations: a repetition under selective recomputation must be made of the same ones.
+    with torch.no_grad(), _disable_current_modes():
+        for _, content in before:
+            for value in values_in(content):
+                # One that carries a gradient is the result of an earlier forward, and is replaced, not changed.
+                if id(value) not in copies and not (isinstance(value, torch.Tensor) and value.requires_grad):
+                    copies[id(value)] = copy_of(value)[0]
+    for each, content in before:
+        if any(id(value) in copies for value in values_in(content)):
+            each.put(with_copies(content, copies))
     try:
         yield
     finally:
-        for part, buffers, attributes in kept:
-            part._buffers.clear()
-            part._buffers.update(buffers)
-            own = vars(part)
-            for name in [name for name in own if name not in OF_EVERY_MODULE and name not in attributes]:
-                del own[name]
-            own.update(attributes)
-
-
-def _lay_aside(part: nn.Module) -> tuple[nn.Module, dict[str, Any], dict[str, Any]]:
-    buffers = dict(part._buffers)
-    attributes = {name: value for name, value in vars(part).items() if name not in OF_EVERY_MODULE}
-    # Unseen by modes that count operations: a repetition under selective recomputation must be made of the same ones.
-    with torch.no_grad(), _disable_current_modes():
-        for name, buffer in buffers.items():
-            if buffer is not None:
-                part._buffers[name] = buffer.clone()
-        for name, value in attributes.items():
-            if isinstance(value, torch.Tensor):
-                # One that carries a gradient is the result of an earlier forward, and is replaced, not changed.
-                if not value.requires_grad:
-                    vars(part)[name] = value.clone()
-            elif isinstance(value, (list, dict, set)):
-                vars(part)[name] = copy.copy(value)
-    return part, buffers, attributes
+        for each, content in before:
+            if not each.has(content):
+                each.put(content)

@@ -1,0 +1,255 @@
+"""The state that modules hold, as far as Python code can change it: buffers, attributes, and what lies below them in
+lists, dictionaries, sets, objects of the model's own classes and random generators.
+
+Other modules are not followed, nor are objects of libraries that hold handles and locks. Long containers count as they
+are, without what lies below them.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
+from operator import is_
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+OWN = frozenset(vars(nn.Module())) | {"forward"}
+"""What every module has; of these only buffers are a forward's to change."""
+LONGEST = 1000
+"""Entries of a container that are followed."""
+OPAQUE = frozenset({"torch", "numpy", "shoal", *sys.stdlib_module_names})
+"""Packages whose objects are not looked into."""
+ATOMS = (type(None), bool, int, float, complex, str, bytes, type, FunctionType, MethodType, ModuleType, nn.Module)
+
+
+class Held:
+    """Something that holds values under names or places."""
+
+    def __init__(self, what: Any, *, skip: frozenset[str] = frozenset()) -> None:
+        self.what, self.skip = what, skip
+
+    def content(self) -> Any:
+        """What it holds now: a dictionary, a list or a set of its own, or a generator's state."""
+        what = self.what
+        if isinstance(what, dict):
+            return {key: what[key] for key in what.keys() - self.skip} if self.skip else dict(what)
+        if isinstance(what, set):
+            return set(what)
+        if isinstance(what, (list, deque)):
+            return list(what)
+        if isinstance(what, torch.Generator):
+            return what.get_state().numpy().tobytes()
+        if isinstance(what, random.Random):
+            return what.getstate()
+        if isinstance(what, (np.random.Generator, np.random.RandomState)):
+            return _numbers(_state_of(what))
+        return {name: getattr(what, name) for name in _slots(what) if hasattr(what, name)}
+
+    def has(self, content: Any) -> bool:
+        """Whether it holds this still: the same objects at the same places."""
+        now = self.content()
+        if isinstance(now, dict):
+            return now.keys() == content.keys() and all(map(is_, now.values(), map(content.__getitem__, now)))
+        if isinstance(now, list):
+            return len(now) == len(content) and all(map(is_, now, content))
+        return bool(now == content)
+
+    def put(self, content: Any) -> None:
+        """Makes it hold this."""
+        what = self.what
+        if isinstance(what, dict):
+            for key in what.keys() - self.skip:
+                del what[key]
+            for key, value in content.items():  # A Counter's update would add.
+                what[key] = value
+        elif isinstance(what, list):
+            what[:] = content
+        elif isinstance(what, set):
+            what.clear()
+            what.update(content)
+        elif isinstance(what, deque):
+            what.clear()
+            what.extend(content)
+        elif isinstance(what, torch.Generator):
+            what.set_state(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        elif isinstance(what, random.Random):
+            what.setstate(content)
+        elif isinstance(what, np.random.Generator):
+            what.bit_generator.state = _arrays(content)
+        elif isinstance(what, np.random.RandomState):
+            what.set_state(_arrays(content))
+        else:
+            for name, value in content.items():
+                setattr(what, name, value)
+
+
+class HeldNow:
+    """What modules hold at one moment, to be compared with later."""
+
+    def __init__(self, modules: Iterable[nn.Module], more: Iterable[Held] = ()) -> None:
+        self.before = [(held, held.content()) for held in (*found_in(modules), *more)]
+        self._copies: dict[int, tuple[Any, tuple[Any, int]]] = {}
+        for _, content in self.before:
+            for value in values_in(content):
+                if id(value) not in self._copies:
+                    self._copies[id(value)] = (value, copy_of(value))
+
+    def changed(self) -> tuple[list[tuple[Held, Any]], dict[int, Any]]:
+        """What holds something else since then, with its content before; and by identity, arrays that were written to,
+        as they were."""
+        old = {key: copied[0] for key, (value, copied) in self._copies.items() if is_changed(value, copied)}
+        rows = [
+            (held, content) for held, content in self.before
+            if not held.has(content) or any(id(value) in old for value in values_in(content))
+        ]  # fmt: skip
+        return rows, old
+
+    def changed_names(self, model: nn.Module) -> list[str]:
+        """The buffers and attributes of a model's modules that have changed since then, themselves or below."""
+        rows, old = self.changed()
+        changed = {id(held.what): content for held, content in rows}
+        names = []
+        for path, module in model.named_modules():
+            for own, skip in ((module._buffers, frozenset()), (vars(module), OWN)):
+                for key in own.keys() - skip:
+                    below: list[Held] = []
+                    _below([own[key]], below, set())
+                    before = changed[id(own)].get(key, self) if id(own) in changed else own[key]
+                    if before is not own[key] or id(before) in old or any(id(b.what) in changed for b in below):
+                        names.append(f"{path}.{key}" if path else key)
+        return sorted(names)
+
+
+def found_in(modules: Iterable[nn.Module]) -> list[Held]:
+    """All that these modules hold, each once."""
+    found: list[Held] = []
+    seen: set[int] = set()
+    for module in modules:
+        if module._buffers:
+            found.append(Held(module._buffers))
+        own = vars(module)
+        if own.keys() - OWN:
+            found.append(Held(own, skip=OWN))
+            _below([own[key] for key in own.keys() - OWN], found, seen)
+    return found
+
+
+def _below(values: Iterable[Any], found: list[Held], seen: set[int]) -> None:
+    for value in values:
+        if isinstance(value, (*ATOMS, torch.Tensor, np.ndarray)) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, tuple):
+            _below(value, found, seen)
+        elif isinstance(value, dict):
+            found.append(Held(value))
+            if len(value) <= LONGEST:
+                _below(value.values(), found, seen)
+        elif isinstance(value, (list, deque, set)):
+            found.append(Held(value))
+            if len(value) <= LONGEST:
+                _below(value, found, seen)
+        elif isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
+            found.append(Held(value))
+        elif type(value) is SimpleNamespace or type(value).__module__.partition(".")[0] not in OPAQUE:
+            if hasattr(value, "__dict__"):
+                found.append(Held(vars(value)))
+                _below(vars(value).values(), found, seen)
+            if _slots(value):
+                found.append(Held(value))
+                _below(found[-1].content().values(), found, seen)
+
+
+def values_in(content: Any) -> Iterator[Any]:
+    """The arrays in a content."""
+    if not isinstance(content, (dict, list)) or len(content) > LONGEST:
+        return
+    for value in content.values() if isinstance(content, dict) else content:
+        if isinstance(value, (torch.Tensor, np.ndarray)) and not isinstance(value, nn.Parameter):
+            yield value
+        elif isinstance(value, tuple):
+            yield from values_in(list(value))
+
+
+def results_held(model: nn.Module) -> list[torch.Tensor]:
+    """Results of an earlier forward that modules keep (torch.nn.utils.weight_norm). PyTorch does not copy them."""
+    held = [value for each in found_in(model.modules()) for value in values_in(each.content())]
+    return [value for value in held if isinstance(value, torch.Tensor) and value.grad_fn is not None]
+
+
+def copy_of(value: Any) -> tuple[Any, int]:
+    """A copy that stays as it is when the original is changed in place, and the original's version."""
+    if isinstance(value, np.ndarray):
+        return value.copy(), 0
+    version = 0 if value.is_inference() else value._version
+    return (value.detach().clone() if value.grad_fn is None else value), version
+
+
+def is_changed(value: Any, copied: tuple[Any, int]) -> bool:
+    """Whether an array has been written to since it was copied."""
+    copy, version = copied
+    if isinstance(value, np.ndarray):
+        return value.shape != copy.shape or not _same(value, copy)
+    if not value.is_inference() and value._version != version:
+        return True
+    # A comparison would wait for an accelerator, so there every buffer counts as changed.
+    return value is not copy and (value.device.type != "cpu" or value.shape != copy.shape or not _same(value, copy))
+
+
+def with_copies(content: Any, fresh: dict[int, Any]) -> Any:
+    """A content with other arrays in the place of some of its own, which `fresh` has by identity."""
+    if isinstance(content, dict):
+        return {key: _fresh(value, fresh) for key, value in content.items()}
+    return [_fresh(value, fresh) for value in content] if isinstance(content, list) else content
+
+
+def _fresh(value: Any, fresh: dict[int, Any]) -> Any:
+    if not isinstance(value, tuple):
+        return fresh.get(id(value), value)
+    parts = [_fresh(part, fresh) for part in value]
+    if all(map(is_, parts, value)):
+        return value
+    return value._make(parts) if hasattr(value, "_make") else tuple(parts)
+
+
+def _same(value: Any, copy: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return torch.equal(value, copy) or bool(((value == copy) | (value != value)).all())
+    return bool(((value == copy) | (value != value)).all())
+
+
+def _slots(value: Any) -> list[str]:
+    names: list[str] = []
+    for cls in type(value).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        names += (slots,) if isinstance(slots, str) else slots
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
+
+
+def _state_of(what: Any) -> Any:
+    return what.get_state(legacy=False) if isinstance(what, np.random.RandomState) else what.bit_generator.state
+
+
+def _numbers(state: Any) -> Any:
+    """A generator's state in values that compare: (bytes, type) for an array, pairs for a dictionary."""
+    if isinstance(state, dict):
+        return tuple((key, _numbers(value)) for key, value in state.items())
+    return (state.tobytes(), state.dtype.str) if isinstance(state, np.ndarray) else state
+
+
+def _arrays(state: Any) -> Any:
+    if not isinstance(state, tuple):
+        return state
+    if isinstance(state[0], bytes):
+        return np.frombuffer(state[0], dtype=state[1])
+    return {key: _arrays(value) for key, value in state}
+
+
+GENERATORS = (Held(random._inst), Held(np.random.mtrand._rand))  # type: ignore[attr-defined]
+"""Python's and NumPy's own, from which any code may draw. PyTorch's is set back by its checkpointing."""
