@@ -107,3 +107,12 @@ def test_the_tolerance_follows_from_how_far_the_serial_run_moves(times: int, pro
         assert found.max_rel_diff <= found.tolerance == max(EXACT, 100 * moves)
     else:
         assert any("cannot be proven at 4 steps: the serial run itself moves by" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("job", ["plain", "slow"])
+def test_a_gradient_that_is_off_by_a_millionth_is_found_whatever_the_learning_rate(job: str) -> None:
+    target = "distributed.faults:gradient_off_by_a_millionth"
+    found = verify(f"{JOBS}:{job}", parse("dp(2)"), steps=3, target=target)
+    assert not found.passed
+    assert found.max_rel_diff > 1e-7 > found.tolerance
+    assert proof(job, "dp(2)").passed

@@ -198,6 +198,17 @@ class Randomness:
             yield
 
     @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around a backward of a serial run: what its own code draws there has no place, and is refused for a proof."""
+        before = torch.default_generator.get_state()
+        yield
+        if self.exact and not torch.equal(before, torch.default_generator.get_state()):
+            raise CannotPlace(
+                "backward draws random numbers (a gradient hook or an autograd function that adds noise): no serial "
+                "run draws the same; for a proof leave them out"
+            )
+
+    @contextmanager
     def off(self) -> Iterator[None]:
         """For evaluation: nothing is placed."""
         before, self.current = self.current, None

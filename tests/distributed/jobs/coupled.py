@@ -264,6 +264,7 @@ JOBS: dict[str, Callable[[], Job]] = {
     "chaotic_12": lambda: make(partial(Chaotic, 12)),
     "chaotic_24": lambda: make(partial(Chaotic, 24)),
     "plain": lambda: make(Plain),
+    "slow": lambda: make(Plain, optimizer=partial(torch.optim.SGD, lr=1e-6)),
 }
 
 
