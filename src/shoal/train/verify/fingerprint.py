@@ -64,7 +64,7 @@ def fingerprint(job: Job, model: nn.Module, strategy: Strategy, *, backend: str 
     sample = job.train.batch(np.arange(1))
     add("sample", {name: (list(entry.shape[1:]), str(entry.dtype)) for name, entry in sample.items()})
     add("inputs", list(job.inputs.items()) if isinstance(job.inputs, dict) else list(job.inputs))
-    add("job", [repr(job.layout), repr(job.buffers), job.loss_over, job.clip, job.batch_norm])
+    add("job", [repr(job.layout), repr(job.buffers), job.loss_over, job.clip, job.batch_norm, job.global_batch])
     return digest.hexdigest()
 
 

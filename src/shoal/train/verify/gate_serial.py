@@ -15,6 +15,7 @@ from torch import nn
 from shoal.job import Job, param_groups, share
 from shoal.job.facts import has_batch_norm
 from shoal.strategy import Strategy
+from shoal.train.draws import serial_randomness
 from shoal.train.verify.float64 import to_float64
 
 STEPS = 2
@@ -44,8 +45,13 @@ class SerialSteps:
 
 def serial_steps(job: Job, strategy: Strategy, model: nn.Module, *, has_state: bool, steps: int = STEPS) -> SerialSteps:
     """Steps the job's model, which is in float64, in this process, on the batches of its order. `has_state`: whether a
-    forward changes buffers, which each micro-batch then does."""
+    forward changes buffers, which each micro-batch then does. What is drawn at random is what the ranks draw.
+
+    Raises:
+        CannotPlace: It draws what ranks cannot draw alike.
+    """
     model.train()
+    randomness = serial_randomness(job, model, torch.float64)
     optimizer = job.optimizer(param_groups(model, job.options))
     rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
     named = {name: param for name, param in model.named_parameters() if param.requires_grad}
@@ -59,9 +65,11 @@ def serial_steps(job: Job, strategy: Strategy, model: nn.Module, *, has_state: b
         total, count = 0.0, 0.0
         for positions in _pieces(len(indices), micros, parts):
             batch = {name: to_float64(entry) for name, entry in job.train.batch(indices[positions]).items()}
-            loss, counted = job.loss_of(job.run_model(model, batch), batch)
+            with randomness.forward([counter + int(position) for position in positions], counter):
+                loss, counted = job.loss_of(job.run_model(model, batch), batch)
             if loss.requires_grad:
-                loss.backward()
+                with randomness.backward():
+                    loss.backward()
             total, count = total + float(loss.detach()), count + float(counted)
         found.losses.append(total / count if count else float("nan"))
         with torch.no_grad():

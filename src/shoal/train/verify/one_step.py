@@ -25,6 +25,7 @@ from shoal.comm.ledger import BOOK
 from shoal.job import Job
 from shoal.job.buffers import buffer_modes
 from shoal.job.facts import build_without_memory
+from shoal.job.randomness import CannotPlace
 from shoal.parallel.engine import NonFinite
 from shoal.strategy import ModelFacts, Strategy, contract, is_legal, parse
 from shoal.strategy.contract import PER_MICRO_BATCH
@@ -47,6 +48,9 @@ from shoal.train.verify.undropped import Undropped
 COPIES = 4
 """Of its parameters, in float64, that a rank holds: themselves, gradients and the optimiser's state; the serial steps
 hold two more, before and after."""
+
+MORE_SAMPLES_S = 2.0
+"""What it may take, once, to try whether samples are independent in larger batches than the smallest."""
 
 
 class CannotCheck(ValueError):
@@ -137,7 +141,7 @@ def require_independent(job: Job, strategy: Strategy, facts: ModelFacts) -> list
     if not splits_batches(strategy):
         return []
     with running_eagerly():
-        found = couples_samples(job)
+        found = couples_samples(job, within_s=MORE_SAMPLES_S)
     if found.kind in ("unchecked", "random"):
         return [{"event": "warning", "text": found.reason}]
     if wrong := refusal(found, strategy):
@@ -208,9 +212,11 @@ def compared(job: Job, asked: dict[str, Any], me: Rank) -> dict[str, Any]:
         serial = reports[writer]
         stack.enter_context(running_eagerly())
         ready = prepare(job, strategy, rank=me.rank, backend=me.backend, device=me.device, dtype=torch.float64)
+        # A rank that stopped here would leave the others waiting.
+        ready.runner.randomness.notes_only = True
         comparison = Comparison(ready.engine, serial["path"], buffer_modes(job.buffers, ready.engine.model))
         watch = GradientWatch(ready.engine)
-        counter, decided = 0, {"difference": "0.0"}
+        counter, decided, unplaced = 0, {"difference": "0.0"}, ""
         for step in range(steps):
             rows, elements = [], 0
             try:
@@ -228,6 +234,8 @@ def compared(job: Job, asked: dict[str, Any], me: Rank) -> dict[str, Any]:
             # The loss of a later step follows from the updates: what is wrong is in them.
             kind: Kind = "loss" if step == 0 or math.isnan(loss) else "update"
             rows.append(Row(abs(loss - there) / max(abs(there), 1e-300), kind, f"the loss of step {step + 1}"))
+            if unplaced := _noted(ready.runner.randomness.unplaced):
+                break
             decided = _decided(rows, elements, serial["elements"] if step == 0 else 0)
             if not _within(decided):
                 break
@@ -235,7 +243,12 @@ def compared(job: Job, asked: dict[str, Any], me: Rank) -> dict[str, Any]:
         watch.stop()
         ready.engine.close()
         BOOK.take()
-    return {"skip": "", **decided}
+    return {"skip": unplaced, **decided}
+
+
+def _noted(mine: list[str]) -> str:
+    """What some rank could not draw as a serial run does; empty if there is nothing. All ranks call it alike."""
+    return next((text for row in exchange({"unplaced": mine}) for text in row["unplaced"]), "")
 
 
 def _within(decided: dict[str, Any]) -> bool:
@@ -266,10 +279,9 @@ def _serial(job: Job, strategy: Strategy, path: Path, steps: int) -> dict[str, A
         # Built before float64 is kept, as ranks build theirs.
         model, other = (model_in_float64(build_model(job)) for _ in range(2))
         with KeepFloat64(), Undropped(), running_eagerly():
-            draws, has_state = _examined(job, other)
-            if draws:
-                return {"path": "", "skip": "the model draws random numbers that cannot be turned off"}
-            found = serial_steps(job, strategy, model, has_state=has_state, steps=steps)
+            found = serial_steps(job, strategy, model, has_state=_has_state(job, other), steps=steps)
+    except CannotPlace as error:
+        return {"path": "", "skip": str(error)}
     except Exception as error:  # Whatever the user's code raises in float64 says nothing about the layout.
         return {"path": "", "skip": f"its serial step in float64 fails: {type(error).__name__}: {error}"}
     finally:
@@ -282,22 +294,14 @@ def _serial(job: Job, strategy: Strategy, path: Path, steps: int) -> dict[str, A
     return {"path": str(path), "skip": "", "losses": found.losses, "elements": elements}
 
 
-def _examined(job: Job, model: nn.Module) -> tuple[bool, bool]:
-    """Whether the loss differs with the random numbers drawn, and whether a forward changes buffers. Asked of two
-    samples: draws do not wait for a third."""
+def _has_state(job: Job, model: nn.Module) -> bool:
+    """Whether a forward changes buffers; asked of two samples."""
     model.train()
-    indices = job.order().indices(0)[:2]
-    losses, has_state = [], False
-    for seed in (1, 2):
-        batch = {name: to_float64(entry) for name, entry in job.train.batch(indices).items()}
-        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        torch.manual_seed(seed)
-        with torch.no_grad():
-            losses.append(float(job.loss_of(job.run_model(model, batch), batch)[0]))
-            for name, buffer in model.named_buffers():
-                has_state = has_state or not torch.equal(buffer, before[name])
-                buffer.copy_(before[name])
-    return losses[0] != losses[1] and not all(math.isnan(loss) for loss in losses), has_state
+    batch = {name: to_float64(entry) for name, entry in job.train.batch(job.order().indices(0)[:2]).items()}
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with torch.no_grad():
+        job.loss_of(job.run_model(model, batch), batch)
+    return any(not torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
 
 
 def _data_digest(job: Job) -> str:
