@@ -141,10 +141,9 @@ class Randomness:
         self.unplaced: list[str] = []
 
     def install(self, model: nn.Module) -> None:
-        """Watches the modules that draw. After parameters are cut, before recomputation is applied. A proof watches
-        all: some draw in later steps only."""
+        """Watches the modules that draw. After parameters are cut, before recomputation is applied."""
         for path, module in model.named_modules():
-            if self.exact or path in self.places.owners:
+            if path in self.places.owners:
                 module.forward = partial(self._call, path, module.forward)  # type: ignore[method-assign]
 
     def _call(self, path: str, forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -190,12 +189,17 @@ class Randomness:
         self.current = current
         with self.resumed():
             yield
+        if self.exact and not _is_fresh(torch.default_generator):
+            self._cannot_place(
+                "a module that drew no random numbers when the model was called on a few samples draws some now (in a "
+                "later step, or by a condition): no serial run draws the same; for a proof leave them out"
+            )
 
     @contextmanager
     def resumed(self) -> Iterator[None]:
         """The same for what belongs to a call but comes after it, such as the loss."""
         # The call stays the current one afterwards: modules are called again in backward.
-        if self.current is not None and (self.places.outside or self.exact):
+        if self.current is not None and self.places.outside:
             with self._watching():
                 yield
         else:
@@ -344,6 +348,12 @@ class Randomness:
         others = (*shape[: plan.dim], *shape[plan.dim + 1 :])
         laid = torch.from_numpy(together).reshape(len(samples) * rows, *others)
         return laid.movedim(0, plan.dim) if plan.dim else laid
+
+
+def _is_fresh(generator: torch.Generator) -> bool:
+    """Whether nothing was drawn since it was seeded."""
+    fresh = torch.Generator().manual_seed(generator.initial_seed())
+    return torch.equal(fresh.get_state(), generator.get_state())
 
 
 def _named(path: str) -> str:
