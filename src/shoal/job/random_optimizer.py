@@ -123,7 +123,7 @@ class _Placed(_Attributed):
 
 class _Constant(_Attributed):
     """Every draw for a parameter gives the same number, since its elements draw by their place. Those for none (a
-    number for each tensor, a row, a sketch) differ, as in training: an optimiser that makes them is not element-wise."""
+    number for each tensor, a row, a sketch) differ: an optimiser that makes them is not element-wise."""
 
     def numbers_of(self, param: int | None, number: int, shape: tuple[int, ...], kind: str) -> Tensor:
         if param is not None:
