@@ -137,7 +137,8 @@ def compare(ready: Prepared, path: str, *, zero_gradient: float = ZERO_GRADIENT)
                 rows.append((relative, f"{_KINDS[kind]} {name}"))
     rows.sort(key=lambda row: (row[0] != row[0], row[0]), reverse=True)
     return {
-        "amplified": amplified and bool(noisy), "worst": rows[:WORST], "zero_gradient": sorted(noisy), "compared": compared,
+        "worst": rows[:WORST], "zero_gradient": sorted(noisy), "compared": compared,
+        "amplified": amplified and bool(noisy),
         "replicated": sorted(f"{kind}:{name}" for kind, name in replicated),
         "declared": {name: mode for (_, name), mode in declared.items()},
     }  # fmt: skip
