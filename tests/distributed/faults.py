@@ -48,6 +48,21 @@ def skipped_bucket(arguments: dict[str, Any], channel: Any) -> Any:
     return honest_in_small_buckets(arguments, channel)
 
 
+def gradient_off_by_a_millionth(arguments: dict[str, Any], channel: Any) -> Any:
+    """The gradient of one parameter is too large by 1e-6 of itself, in every step and on every rank."""
+    scale = Engine._scale
+
+    def faulty(self: Engine, gradients: dict[int, torch.Tensor], count: float, *more: Any) -> float:
+        norm = scale(self, gradients, count, *more)
+        bucket, offset = self.buckets[0], self.offsets[0]
+        slot = bucket.buffer.slots[0]
+        gradients[id(bucket)][max(0, slot.start - offset) : max(0, slot.stop - offset)] *= 1 + 1e-6
+        return norm
+
+    Engine._scale = faulty
+    return parallel_run(arguments, channel)
+
+
 def divides_by_one_rank_too_few(arguments: dict[str, Any], channel: Any) -> Any:
     scale = Engine._scale
     Engine._scale = lambda self, gradients, count: scale(self, gradients, count * (1 - 1 / self.replicas.everyone.size))

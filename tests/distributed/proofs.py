@@ -43,14 +43,14 @@ class Proof:
     @property
     def asked(self) -> dict[str, Any]:
         """What `serial_run` needs to know; proofs for which this is equal share a serial run."""
-        model = self.job.model()
+        normed = bool(batch_norms(self.job.model()))
         # Some odd models count their calls.
-        couples = bool(batch_norms(model)) or self.spec.startswith(JOBS)
+        couples = normed or self.spec.startswith(JOBS)
         # Where samples do not see each other, any cut into micro-batches gives the same sums.
         micro_batches = self.strategy.micro_batches if couples else 1
         return {
             "job": self.spec, "strategy": "serial", "steps_to_verify": self.steps, "exact": True,
-            "micro_batches": micro_batches,
+            "micro_batches": micro_batches, "disturbances": int(normed), "reverse": False,
         }  # fmt: skip
 
     @property

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from distributed.training_targets import checkpoint_bytes, curve
-from shoal.strategy import parse
-from shoal.train.verify.certify import EXACT
+from shoal.strategy import IllegalStrategy, parse
+from shoal.train.verify.certify import EXACT, verify
 
 Ranks = Callable[..., list[Any]]
 HERE = Path(__file__).parent
@@ -41,6 +41,7 @@ PROOFS: dict[int, list[tuple[str, str]]] = {
         ("noisy", "dp(2) * accumulate(2)"),
         ("sgld", "dp(2)"),
         ("sgld", "tp(2)"),
+        ("random_rates", "dp(2)"),
         ("rounding", "dp(2, zero=1)"),
         ("rounding", "tp(2)"),
     ],
@@ -85,6 +86,11 @@ def test_hugging_face_models_keep_their_dropout_in_a_proof(ranks: Ranks) -> None
     gpt2, bert = f"{FAMILIES}:gpt2_dropping", f"{FAMILIES}:bert_dropping"
     cases = [(gpt2, text) for text in ("dp(2)", "tp(2)", "pp(2, micro=3)", "cp(2)")]
     prove(ranks, [*cases, (bert, "tp(2)"), (bert, 'dp(2, zero=3) * recompute("full")')], 2)
+
+
+def test_an_optimiser_that_draws_for_no_element_gets_all_parameters() -> None:
+    with pytest.raises(IllegalStrategy, match="RandomRates couples parameters, and zero=1 gives each rank slices"):
+        verify(f"{DROPS}:random_rates", parse("dp(2, zero=1)"), steps=1)
 
 
 def test_a_draw_that_belongs_to_no_sample_is_refused_by_name() -> None:

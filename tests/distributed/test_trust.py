@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,10 @@ def test_ranks_refuse_a_count_with_a_gradient_by_themselves(ranks) -> None:  # t
         ("from_numpy", "dp(1)"),
         ("from_numpy", 'pp(2, "1f1b", micro=4)'),
         ("numpy_data", "dp(2)"),
+        # A causal mask of infinities as a buffer; a loss of shape [1]; an optimiser with a closure.
+        ("masked", "dp(2)"),
+        ("one_element", "dp(2)"),
+        ("lbfgs", "dp(2)"),
         # Dropout that no module declares.
         ("functional", "dp(2) * accumulate(2)"),
     ],
@@ -107,3 +112,43 @@ def test_the_tolerance_follows_from_how_far_the_serial_run_moves(times: int, pro
         assert found.max_rel_diff <= found.tolerance == max(EXACT, 100 * moves)
     else:
         assert any("cannot be proven at 4 steps: the serial run itself moves by" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("job", ["plain", "slow"])
+def test_a_gradient_that_is_off_by_a_millionth_is_found_whatever_the_learning_rate(job: str) -> None:
+    target = "distributed.faults:gradient_off_by_a_millionth"
+    found = verify(f"{JOBS}:{job}", parse("dp(2)"), steps=3, target=target)
+    assert not found.passed
+    assert found.max_rel_diff > 1e-7 > found.tolerance
+    assert proof(job, "dp(2)").passed
+
+
+def test_a_buffer_that_the_job_declares_is_named_and_one_that_it_does_not_fails() -> None:
+    found = proof("mean_seen_local", "dp(2)")
+    assert found.passed, (found.worst, found.max_rel_diff)
+    assert "buffer" not in found.compared
+    declared = "declared difference: the job declares 'local' for the buffer seen (each replica keeps its own)"
+    assert any(note.startswith(declared) for note in found.notes)
+    found = proof("mean_seen", "dp(2)")
+    assert not found.passed
+    assert found.worst == "buffer seen"
+    assert any("declare what replicas do with it: Job(buffers={'seen': 'average'})" in note for note in found.notes)
+
+
+def test_a_step_that_counts_nothing_is_refused_in_a_sentence() -> None:
+    with pytest.raises(RankFailed, match="the loss of step 1 counts nothing"):
+        proof("counts_nothing", "dp(2)")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("job", "strategy"), [("lora", "tp(2)"), ("qwen", "cp(2)")])
+def test_a_correct_strategy_passes_whatever_the_seed_and_a_millionth_too_much_fails(
+    job: str, strategy: str, seed: int
+) -> None:
+    spec, asked = f"{JOBS.with_name('conditioned.py')}:{job}", {"overrides": {"seed": seed}, "steps": 5}
+    found = verify(spec, parse(strategy), **asked)
+    assert found.passed, (found.worst, found.max_rel_diff, found.tolerance, found.notes)
+    wrong = verify(spec, parse(strategy), target="distributed.faults:gradient_off_by_a_millionth", **asked)
+    assert not wrong.passed

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -58,6 +60,15 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "gumbel": lambda x: F.gumbel_softmax(x),
     "randint": lambda x: torch.randint(0, 1000, (len(x), 5)),
     "randint_like": lambda x: torch.randint_like(x, 3, 1000),
+    "normal of numbers": lambda x: torch.normal(1.0, 2.0, (len(x), 4)),
+    "log-normal": lambda x: torch.empty_like(x).log_normal_(),
+    "cauchy": lambda x: torch.empty_like(x).cauchy_(),
+    "geometric": lambda x: torch.empty_like(x).geometric_(0.1),
+    "rrelu": lambda x: F.rrelu(-x, training=True),
+    "rrelu_": lambda x: F.rrelu(-x, training=True, inplace=True),
+    "multinomial": lambda x: torch.multinomial(torch.ones(len(x), 100), 3),
+    "with replacement": lambda x: torch.multinomial(torch.ones(len(x), 100), 3, replacement=True),
+    "categorical": lambda x: torch.distributions.Categorical(torch.ones(len(x), 4, 9)).sample(),
     "flattened": lambda x: F.dropout(x.repeat(1, 2).view(-1, WIDTH // 2), 0.5).view(len(x), -1),
     "samples second": lambda x: F.dropout(x.t(), 0.5).t(),
 }
@@ -119,7 +130,7 @@ def test_a_models_own_checkpoint_draws_the_same_again(reentrant: bool) -> None:
     for x in inputs:
         assert torch.equal(x.grad, x.expected)  # type: ignore[attr-defined]
     model = Twice(True)
-    with pytest.raises(CannotPlace, match=r"\(root\) draws random numbers inside a checkpoint of its own"):
+    with pytest.raises(CannotPlace, match="own forward draws random numbers inside a checkpoint of its own"):
         run(ready(model), model, [0, 1, 2])
 
 
@@ -146,21 +157,88 @@ def test_what_has_no_place_is_refused_in_a_proof_and_drawn_by_rank_in_training()
         return F.dropout(torch.ones(2 * len(x) + 1, 4), 0.5)
 
     model = Own(routed)
-    with pytest.raises(CannotPlace, match=r"\(root\) draws random numbers of shape \[7, 4\], and how many depends on"):
+    with pytest.raises(CannotPlace, match=r"own forward draws random numbers of shape \[7, 4\], and how many depends"):
         run(ready(model), model, [0, 1, 2])
     model = Own(routed)
     training = ready(model, exact=False)
     assert torch.equal(run(training, model, [0, 1]), run(training, model, [0, 1]))
     assert not torch.equal(run(training, model, [0, 1]), run(training, model, [2, 3]))
-    model = Own(lambda x: x[torch.randperm(len(x))])
-    with pytest.raises(CannotPlace, match=r"draws random numbers by aten\.randperm"):
+    model = Own(torch.poisson)
+    with pytest.raises(CannotPlace, match=r"draws random numbers by aten\.poisson"):
         run(ready(model), model, [0, 1, 2])
+    model = Own(torch.poisson)
+    noted = ready(model)
+    noted.notes_only = True
+    run(noted, model, [0, 1, 2])
+    assert noted.unplaced
+    assert "draws random numbers by aten.poisson.default, which has no rule" in noted.unplaced[0]
+
+
+def test_a_permutation_of_a_part_has_no_place() -> None:
+    model = Own(lambda x: torch.randperm(8))
+    places = draw_places(model, lambda n: model(torch.ones(n, WIDTH)))
+    half = Own(lambda x: torch.randperm(4))
+    cut = Randomness(5, places, Cuts(tensor=2, tensor_index=1), exact=True)
+    cut.install(half)
+    with pytest.raises(CannotPlace, match="draws a permutation of 4 elements, which are cut by tp or cp"):
+        run(cut, half, [0, 1])
+
+
+def test_what_is_drawn_has_its_distribution() -> None:
+    weights = torch.tensor([0.0, 3.0, 1.0, 0.0])
+    model = Own(lambda x: torch.multinomial(weights.expand(len(x), 4), 1))
+    drawn = run(ready(model), model, range(4000)).flatten().bincount(minlength=4)
+    assert drawn[0] == drawn[3] == 0
+    assert 2850 < drawn[1] < 3150
+    model = Own(lambda x: torch.multinomial(weights.expand(len(x), 4), 2))
+    assert all(sorted(row) == [1, 2] for row in run(ready(model), model, range(20)).tolist())
+    model = Own(lambda x: F.rrelu(-x, 0.2, 0.4, training=True))
+    slopes = -run(ready(model), model, range(1000))
+    assert 0.2 <= slopes.min() < 0.21
+    assert 0.39 < slopes.max() <= 0.4
+    model = Own(lambda x: torch.empty_like(x).geometric_(0.25))
+    assert run(ready(model), model, range(4000)).mean() == pytest.approx(4.0, abs=0.15)
+    model = Own(lambda x: torch.empty_like(x).cauchy_(2.0, 0.5))
+    assert run(ready(model), model, range(4000)).median() == pytest.approx(2.0, abs=0.05)
+
+
+def test_the_slopes_of_rrelu_are_those_of_its_gradient() -> None:
+    model = Own(lambda x: F.rrelu(-x, training=True))
+    x = torch.ones(3, WIDTH, requires_grad=True)
+    with ready(model).forward([0, 1, 2], 0):
+        y = model(x)
+    y.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, y.detach())
+
+
+def test_a_module_that_begins_to_draw_later_is_refused_in_a_proof() -> None:
+    class Late(nn.Module):
+        begun = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(x, 0.5) if self.begun else x
+
+    model = Late()
+    randomness = ready(model)
+    run(randomness, model, [0, 1, 2])
+    model.begun = True
+    with pytest.raises(CannotPlace, match="a module that drew no random numbers when the model was called on a few"):
+        run(randomness, model, [0, 1, 2])
+
+
+def test_draws_of_python_and_numpy_are_seeded_by_the_step_in_training_too() -> None:
+    model = Own(lambda x: x * random.random() * np.random.rand())
+    drawn = draw_places(model, lambda n: model(torch.ones(n, WIDTH)))
+    one, two = (Randomness(5, replace(drawn, other_generators=True)) for _ in range(2))
+    assert torch.equal(run(one, model, [0, 1]), run(two, model, [2, 3]))
+    assert not torch.equal(run(one, model, [4, 5], step=4), run(two, model, [2, 3]))
 
 
 def test_models_that_draw_nothing_are_left_as_they_are() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0))
     assert draw_places(model, lambda n: model(torch.ones(n, WIDTH))) == Places({}, frozenset(), False)
-    ready(model)
+    ready(model, exact=False)
     assert all("forward" not in vars(module) for module in model.modules())
 
 

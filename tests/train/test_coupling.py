@@ -92,6 +92,56 @@ def test_a_mean_times_the_samples_is_no_sum_over_tokens() -> None:
     assert "the count is not what the loss is a sum over" in row.reason
 
 
+def hardest(output: torch.Tensor, batch: dict[str, torch.Tensor], *, at_least: int) -> tuple[torch.Tensor, int]:
+    losses = nn.functional.cross_entropy(output, batch["y"], reduction="none")
+    kept = losses.topk(min(at_least, len(losses))).values
+    return kept.sum(), len(kept)
+
+
+def test_hard_examples_that_are_kept_up_to_a_number_are_found_in_the_full_batch() -> None:
+    row = couples_samples(coupled.make(coupled.Plain, loss=partial(hardest, at_least=9)))
+    assert row.kind == "coupled"
+    assert "the loss couples samples and does not add up: of 12 samples it is" in row.reason
+    few = coupled.make(coupled.Plain, loss=partial(hardest, at_least=9), global_batch=8)
+    assert couples_samples(few).kind == "none"
+    assert couples_samples(coupled.make(coupled.Plain, loss=partial(hardest, at_least=9)), within_s=0.0).kind == "none"
+
+
+def test_random_numbers_in_backward_are_named() -> None:
+    class Noisy(coupled.Plain):
+        def mix(self, x: torch.Tensor) -> torch.Tensor:
+            if x.requires_grad:
+                x.register_hook(lambda gradient: gradient * (1 + 0.1 * torch.rand_like(gradient)))
+            return x
+
+    row = couples_samples(coupled.make(Noisy))
+    assert row.kind == "random"
+    assert "backward draws random numbers (a gradient hook or" in row.reason
+
+
+@pytest.mark.parametrize(
+    ("found", "sentence"),
+    [
+        ((torch.ones(3), 3), "loss returns a tensor of shape [3] as its sum, but must return one number there"),
+        ((torch.ones(()), torch.ones(3)), "loss returns a tensor of shape [3] as its count, but must return one"),
+        ((torch.ones(()), None), "loss returns a NoneType as its count, but must return one number there"),
+    ],
+)
+def test_a_loss_that_is_no_number_is_refused(found: tuple[object, object], sentence: str) -> None:
+    job = coupled.make(coupled.Plain, loss=lambda output, batch: found)
+    with pytest.raises(JobError) as refused:
+        job.loss_of(torch.ones(3), {})
+    assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize("count", [3, 3.0, True, np.int64(3), np.float32(3), torch.tensor([3]), np.array(3)])
+def test_one_number_in_any_form_is_a_count(count: object) -> None:
+    job = coupled.make(coupled.Plain, loss=lambda output, batch: (output.sum().reshape(1), count))
+    total, counted = job.loss_of(torch.ones(3), {})
+    assert total.shape == ()
+    assert float(counted) == float(count)  # type: ignore[arg-type]
+
+
 def test_two_reads_that_differ_are_named() -> None:
     class Augmented(coupled.FromNumpyData):
         def batch(self, indices: np.ndarray) -> dict[str, torch.Tensor]:

@@ -58,6 +58,8 @@ class Places:
     """Paths of the modules whose own code draws, or may."""
     outside: bool = False
     """Whether something is drawn outside modules: by the job's loss, or by how it calls the model."""
+    other_generators: bool = False
+    """Whether Python's or NumPy's generators are drawn from: such draws have no place, and are seeded once a step."""
 
 
 def draw_places(model: nn.Module, run: Callable[[int], Any], around: Callable[[], Any] | None = None) -> Places:

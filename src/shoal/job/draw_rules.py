@@ -1,8 +1,8 @@
 """What each random operation makes of uniform or normal numbers, and where those come from.
 
 Numbers are drawn by Philox (Salmon et al. 2011), whose 128-bit key is the place and the sample: no state is kept, and
-no two keys share a sequence. An operation's result is an element-wise function of them, so the rule serves any part of
-a tensor.
+no two keys share a sequence. An operation's result is an element-wise function of them (or one of each row), so the
+rule serves any part of a tensor. A permutation is none, and needs all of them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 Draw = Callable[[Sequence[int], torch.device, str], torch.Tensor | torch.Generator]
+"""Takes shape, device and kind: "uniform" in [0, 1), "normal", or "order": uniform, of a tensor that nothing cuts."""
 _aten = torch.ops.aten
 _MASK = 0xFFFFFFFFFFFFFFFF
 
@@ -118,6 +119,66 @@ def _normal(draw: Draw, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
     return _plain(draw, shape, tensors[0].device, tensors[0].dtype, "normal") * std + mean
 
 
+def _normal_of(draw: Draw, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    mean, std, shape = args
+    device = torch.device(kwargs.get("device") or "cpu")
+    return _plain(draw, shape, device, kwargs.get("dtype") or torch.get_default_dtype(), "normal") * std + mean
+
+
+def _log_normal_(draw: Draw, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    target = args[0]
+    mean = args[1] if len(args) > 1 else kwargs.get("mean", 1.0)
+    std = args[2] if len(args) > 2 else kwargs.get("std", 2.0)
+    return target.copy_((_plain(draw, target.shape, target.device, target.dtype, "normal") * std + mean).exp_())
+
+
+def _cauchy_(draw: Draw, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    target = args[0]
+    median = args[1] if len(args) > 1 else kwargs.get("median", 0.0)
+    sigma = args[2] if len(args) > 2 else kwargs.get("sigma", 1.0)
+    numbers = _plain(draw, target.shape, target.device, torch.float64, "uniform")
+    return target.copy_(((numbers - 0.5) * torch.pi).tan_() * sigma + median)
+
+
+def _geometric_(draw: Draw, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    target = args[0]
+    success = args[1] if len(args) > 1 else kwargs["p"]
+    numbers = _plain(draw, target.shape, target.device, torch.float64, "uniform")
+    return target.copy_((torch.log1p(-numbers) / np.log1p(-min(success, 1 - 1e-12))).ceil_().clamp_min_(1))
+
+
+def _rrelu(draw: Draw, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    x, noise, *more = args
+    names = ("lower", "upper", "training")
+    given = {"lower": 1 / 8, "upper": 1 / 3, "training": False, **dict(zip(names, more, strict=False)), **kwargs}
+    if not given["training"]:
+        return func(*args, **kwargs)
+    slopes = _plain(draw, x.shape, x.device, x.dtype, "uniform") * (given["upper"] - given["lower"]) + given["lower"]
+    noise.copy_(torch.where(x <= 0, slopes, torch.ones((), dtype=x.dtype, device=x.device)))
+    return x.mul_(noise) if func is _aten.rrelu_with_noise_.default else x * noise
+
+
+def _multinomial(draw: Draw, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """By the inverse of the distribution function; what was taken has no weight any more, unless it is replaced."""
+    given = {"replacement": False, **dict(zip(("self", "num_samples", "replacement"), args, strict=False)), **kwargs}
+    weights, num = given["self"].double(), int(given["num_samples"])
+    numbers = _plain(draw, (*weights.shape[:-1], num), weights.device, torch.float64, "uniform")
+    taken = []
+    for column in range(num):
+        sums = weights.cumsum(-1)
+        wanted = numbers[..., column : column + 1] * sums[..., -1:]
+        taken.append(torch.searchsorted(sums, wanted, right=True).clamp_max_(weights.shape[-1] - 1))
+        if not given["replacement"]:
+            weights = weights.scatter(-1, taken[-1], 0.0)
+    return torch.cat(taken, -1)
+
+
+def _randperm(draw: Draw, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    device = torch.device(kwargs.get("device") or "cpu")
+    numbers = _plain(draw, (int(args[0]),), device, torch.float64, "order")
+    return numbers.argsort(stable=True).to(kwargs.get("dtype") or torch.int64)
+
+
 def _exponential_(draw: Draw, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     target = args[0]
     rate = args[1] if len(args) > 1 else kwargs.get("lambd", 1.0)
@@ -174,10 +235,16 @@ RULES: dict[Any, Callable[[Draw, Any, Sequence[Any], dict[str, Any]], Any]] = {
     _aten.bernoulli.default: _bernoulli, _aten.bernoulli.p: _bernoulli, _aten.bernoulli.Tensor: _bernoulli,
     _aten.native_dropout.default: _native_dropout,
     _aten.uniform_.default: _uniform_, _aten.normal_.default: _normal_, _aten.exponential_.default: _exponential_,
+    _aten.cauchy_.default: _cauchy_, _aten.log_normal_.default: _log_normal_, _aten.geometric_.default: _geometric_,
+    _aten.rrelu_with_noise.default: _rrelu, _aten.rrelu_with_noise_.default: _rrelu,
+    _aten.multinomial.default: _multinomial,
+    _aten.randperm.default: _randperm, _aten.randperm.generator: _randperm,
+    _aten.normal.float_float: _normal_of,
     _aten.normal.Tensor_float: _normal, _aten.normal.float_Tensor: _normal, _aten.normal.Tensor_Tensor: _normal,
     _aten.rand.default: _made("uniform"), _aten.rand.generator: _made("uniform"),
     _aten.randn.default: _made("normal"), _aten.randn.generator: _made("normal"),
     _aten.rand_like.default: _like("uniform"), _aten.randn_like.default: _like("normal"),
+    _aten.rand_like.generator: _like("uniform"), _aten.randn_like.generator: _like("normal"),
     _aten.randint.default: _randint, _aten.randint.low: _randint,
     _aten.randint.generator: _randint, _aten.randint.low_generator: _randint,
     _aten.randint_like.default: _randint_like, _aten.randint_like.low_dtype: _randint_like,

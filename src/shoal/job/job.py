@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, get_args, runtime_checkable
 
 import numpy as np
@@ -175,7 +176,14 @@ class Job:
         found = self.loss(output, batch)
         if type(found) is not tuple or len(found) != 2 or not isinstance(found[0], Tensor):
             self._refuse_pair("loss", found)
-        return found
+        total, count = found
+        for what, value in (("sum", total), ("count", count)):
+            if not _is_number(value):
+                self._refuse(
+                    f"loss returns {_briefly(value)} as its {what}, but must return one number there: add it up over "
+                    "the batch"
+                )
+        return (total.reshape(()) if total.dim() else total), count
 
     def order(self) -> Order:
         """The order in which training visits its samples."""
@@ -189,7 +197,7 @@ class Job:
         if not isinstance(found, Mapping):
             self._refuse(f"metrics returned {_briefly(found)}, but must return a dictionary {{name: (sum, count)}}")
         for name, row in found.items():
-            if not isinstance(row, (tuple, list)) or len(row) != 2:
+            if not isinstance(row, (tuple, list)) or len(row) != 2 or not all(map(_is_number, row)):
                 self._refuse_pair(f"metric {name!r}", row)
         return dict(found)
 
@@ -205,6 +213,13 @@ class Job:
         for name, derive in self.derived.items():
             values[name] = derive(dict(values))
         return values
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is one real number: of Python, NumPy or PyTorch."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, Real) or (isinstance(value, np.ndarray | np.generic) and value.size == 1)
 
 
 def _briefly(value: Any) -> str:

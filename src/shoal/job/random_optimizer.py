@@ -64,57 +64,73 @@ class UpdateDraws:
             yield
 
 
-class _Placed(TorchDispatchMode):
-    def __init__(self, params: Iterable[tuple[Tensor, Sequence[Stretch]]], numbers: Numbers, key: int) -> None:
+class _Attributed(TorchDispatchMode):
+    """Knows which parameter an update read last: a draw of its size is for that one."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
         super().__init__()
-        self.numbers, self.key = numbers, key
         self.params = list(params)
         self.at: dict[int, int] = {}
-        for number, (param, _) in enumerate(self.params):
+        for number, param in enumerate(self.params):
             for tensor in (param, param.grad):
                 if tensor is not None and tensor.numel():
                     self.at[tensor.data_ptr()] = number
         self.now: int | None = None
         self.draws: dict[tuple[int, ...], int] = {}
+        """How many there were for a parameter, or of a shape that is of none."""
+        self.found = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = dict(kwargs or {})
         for leaf in tree_leaves((args, named)):
             if isinstance(leaf, Tensor) and leaf.numel():
                 self.now = self.at.get(leaf.data_ptr(), self.now)
+        self.found = self.found or is_random(func, args, named)
         rule = RULES.get(func)
         return func(*args, **named) if rule is None else rule(self._drawn, func, args, named)
 
     def _drawn(self, shape: Sequence[int], device: torch.device, kind: str) -> Tensor:
-        size = int(np.prod([int(length) for length in shape], dtype=np.int64))
-        if self.now is None or self.params[self.now][0].numel() != size:
-            memo = (-1, *(int(length) for length in shape))
-            number = self.draws[memo] = self.draws.get(memo, -1) + 1
-            return torch.from_numpy(self.numbers.fill(kind, tuple(shape), number, self.key))
-        number = self.draws[(self.now,)] = self.draws.get((self.now,), -1) + 1
-        flat = torch.zeros(size, dtype=torch.float64 if kind == "normal" else torch.float32)
-        for stretch in self.params[self.now][1]:
+        sizes = tuple(int(length) for length in shape)
+        mine = self.now is not None and self.params[self.now].numel() == int(np.prod(sizes, dtype=np.int64))
+        memo = (self.now,) if mine and self.now is not None else (-1, *sizes)
+        number = self.draws[memo] = self.draws.get(memo, -1) + 1
+        return self.numbers_of(self.now if mine else None, number, sizes, kind)
+
+    def numbers_of(self, param: int | None, number: int, shape: tuple[int, ...], kind: str) -> Tensor:
+        """The numbers of the draw with this number for a parameter, or for none."""
+        raise NotImplementedError
+
+
+class _Placed(_Attributed):
+    """Each element of a parameter draws its own."""
+
+    def __init__(self, params: Iterable[tuple[Tensor, Sequence[Stretch]]], numbers: Numbers, key: int) -> None:
+        given = list(params)
+        super().__init__(param for param, _ in given)
+        self.stretches = [stretches for _, stretches in given]
+        self.numbers, self.key = numbers, key
+
+    def numbers_of(self, param: int | None, number: int, shape: tuple[int, ...], kind: str) -> Tensor:
+        if param is None:
+            return torch.from_numpy(self.numbers.fill(kind, shape, key_of(number, *shape), self.key))
+        flat = torch.zeros(self.params[param].numel(), dtype=torch.float64 if kind == "normal" else torch.float32)
+        for stretch in self.stretches[param]:
             place = int.from_bytes(hashlib.blake2b(stretch.name.encode(), digest_size=8).digest(), "big")
             drawn = torch.from_numpy(self.numbers.fill(kind, stretch.whole, key_of(place, number), self.key))
             held = drawn if stretch.part is None else stretch.part(drawn)
             flat[stretch.at : stretch.at + stretch.num] = held.reshape(-1)[stretch.start : stretch.start + stretch.num]
-        return flat.reshape(tuple(shape))
+        return flat.reshape(shape)
 
 
-class _Constant(TorchDispatchMode):
-    """Every draw gives the same number; notes whether there was one."""
+class _Constant(_Attributed):
+    """Every draw for a parameter gives the same number, since its elements draw by their place. Those for none (a
+    number for each tensor, a row, a sketch) differ: an optimiser that makes them is not element-wise."""
 
-    found = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = dict(kwargs or {})
-        self.found = self.found or is_random(func, args, named)
-        rule = RULES.get(func)
-        return func(*args, **named) if rule is None else rule(_half, func, args, named)
-
-
-def _half(shape: Sequence[int], device: torch.device, kind: str) -> Tensor:
-    return torch.full(tuple(shape), 0.5)
+    def numbers_of(self, param: int | None, number: int, shape: tuple[int, ...], kind: str) -> Tensor:
+        if param is not None:
+            return torch.full(shape, 0.5)
+        values = torch.arange(1, 1 + int(np.prod(shape, dtype=np.int64)), dtype=torch.float64).reshape(shape)
+        return (0.25 + (0.618 * (values + 31 * number)) % 0.5).float()
 
 
 def draws_numbers(optimizer: OptimizerFactory) -> bool:
@@ -122,7 +138,7 @@ def draws_numbers(optimizer: OptimizerFactory) -> bool:
     optimiser takes no others."""
     for shapes in (((3, 4), (5,)), ((3, 4),), ((5,),)):
         params = [torch.nn.Parameter(torch.linspace(-1.0, 1.0, math.prod(shape)).reshape(shape)) for shape in shapes]
-        with torch.random.fork_rng(devices=[]), _Constant() as watch:
+        with torch.random.fork_rng(devices=[]), _Constant([]) as watch:
             try:
                 running = optimizer([{"params": params}])
                 for _ in range(2):
@@ -147,7 +163,7 @@ def without_draws(optimizer: OptimizerFactory) -> OptimizerFactory:
 
         @wraps(cls.step)
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with _Constant():
+            with _Constant(param for group in self.param_groups for param in group["params"]):
                 return cls.step(self, *args, **kwargs)
 
         # A class of the same name: nothing is added to what the optimiser itself keeps.

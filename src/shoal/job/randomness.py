@@ -136,6 +136,9 @@ class Randomness:
         self._step: int | None = None
         self._plans: dict[tuple[Place, tuple[int, ...], int, int], _Plan] = {}
         self._numbers = Numbers()
+        self.notes_only = False
+        """In a check that must go on: what cannot be placed is noted in `unplaced`, not refused."""
+        self.unplaced: list[str] = []
 
     def install(self, model: nn.Module) -> None:
         """Watches the modules that draw. After parameters are cut, before recomputation is applied."""
@@ -179,13 +182,18 @@ class Randomness:
         base = key_of(self.seed, first, len(self._bases), *self.cuts.salt) >> (CURSOR_BITS + 1)
         self._bases.add(base)
         torch.default_generator.manual_seed(base << CURSOR_BITS)
-        if self.exact:
+        if self.exact or self.places.other_generators:
             # Draws of Python and NumPy have no place; at least all ranks and the serial run draw the same in a step.
             random.seed(key_of(self.seed, step))
             np.random.seed(key_of(self.seed, step) & 0xFFFFFFFF)
         self.current = current
         with self.resumed():
             yield
+        if self.exact and not _is_fresh(torch.default_generator):
+            self._cannot_place(
+                "a module that drew no random numbers when the model was called on a few samples draws some now (in a "
+                "later step, or by a condition): no serial run draws the same; for a proof leave them out"
+            )
 
     @contextmanager
     def resumed(self) -> Iterator[None]:
@@ -198,6 +206,17 @@ class Randomness:
             yield
 
     @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around a backward of a serial run: what its own code draws there has no place, and is refused for a proof."""
+        before = torch.default_generator.get_state()
+        yield
+        if self.exact and not torch.equal(before, torch.default_generator.get_state()):
+            raise CannotPlace(
+                "backward draws random numbers (a gradient hook or an autograd function that adds noise): no serial "
+                "run draws the same; for a proof leave them out"
+            )
+
+    @contextmanager
     def off(self) -> Iterator[None]:
         """For evaluation: nothing is placed."""
         before, self.current = self.current, None
@@ -207,14 +226,19 @@ class Randomness:
             self.current = before
 
     def drawn(self, shape: Sequence[int], device: torch.device, kind: str) -> torch.Tensor | torch.Generator:
-        """The numbers of the next draw, on the CPU: "uniform" in [0, 1) or "normal". On another device, in training, a
-        generator of that device in their place."""
+        """The numbers of the next draw, on the CPU: "uniform" in [0, 1), "normal", or "order" (uniform, and of no use
+        where tp or cp cut it). On another device, in training, a generator of that device in their place."""
         forward, place = self._next()
         shape = tuple(int(size) for size in shape)
         memo = (place, shape, len(forward.samples), len(forward.gathered))
         plan = self._plans.get(memo)
         if plan is None:
             plan = self._plans[memo] = self._plan(forward, place, shape)
+        if kind == "order" and any(part is not None for part in plan.parts):
+            self._cannot_place(
+                f"{_named(place.path)} draws a permutation of {shape[0]} elements, which are cut by tp or cp: no "
+                "serial run draws the same; for a proof leave it out"
+            )
         if device.type != "cpu" and not self.exact:
             generator = _generator(device)
             if generator is not None:
@@ -252,15 +276,21 @@ class Randomness:
             plan = self._fitted(what, forward, shape, lenient=lenient)
             if plan is not None:
                 return plan
-        if not self.exact:
-            return _Plan(kind="rank")
         why = "how many depends on more than the number of samples"
         if known is not None and not varies:
             why = f"which is no part of the uncut {list(known.whole)} by tp or cp"
-        raise CannotPlace(
-            f"{place.path or 'the job'} draws random numbers of shape {list(shape)}, and {why}: no serial run "
+        self._cannot_place(
+            f"{_named(place.path)} draws random numbers of shape {list(shape)}, and {why}: no serial run "
             "draws the same; for a proof set the rate of this module to 0"
         )
+        return _Plan(kind="rank")
+
+    def _cannot_place(self, why: str) -> None:
+        """What a proof refuses; other checks go on, and know afterwards that their numbers cannot be compared."""
+        if self.exact and not self.notes_only:
+            raise CannotPlace(why)
+        if self.exact and why not in self.unplaced:
+            self.unplaced.append(why)
 
     def _guess(self, forward: Forward, shape: tuple[int, ...]) -> Drawn | None:
         """For a place that no call of the model showed before. Without cuts the local shape is the uncut one."""
@@ -318,6 +348,16 @@ class Randomness:
         others = (*shape[: plan.dim], *shape[plan.dim + 1 :])
         laid = torch.from_numpy(together).reshape(len(samples) * rows, *others)
         return laid.movedim(0, plan.dim) if plan.dim else laid
+
+
+def _is_fresh(generator: torch.Generator) -> bool:
+    """Whether nothing was drawn since it was seeded."""
+    fresh = torch.Generator().manual_seed(generator.initial_seed())
+    return torch.equal(fresh.get_state(), generator.get_state())
+
+
+def _named(path: str) -> str:
+    return "the model's own forward" if path == ROOT else path or "the job"
 
 
 def _checkpoint() -> tuple[int, bool]:
@@ -382,18 +422,17 @@ class _Draws(TorchDispatchMode):
         rule = RULES.get(func)
         if rule is None:
             if self.randomness.exact and is_random(func, args, named):
-                raise CannotPlace(
-                    f"{self.randomness.top[0] or 'the job'} draws random numbers by {func}, which has no rule: "
+                self.randomness._cannot_place(
+                    f"{_named(self.randomness.top[0])} draws random numbers by {func}, which has no rule: "
                     "no serial run draws the same; for a proof leave them out of this module"
                 )
             return func(*args, **named)
         top = self.randomness.top
         if _in_own_checkpoint(top[3]):
             # Only a part of the module is called again in backward, by PyTorch, which sets the generator back for it.
-            if self.randomness.exact:
-                raise CannotPlace(
-                    f"{top[0] or 'the job'} draws random numbers inside a checkpoint of its own: they have no place "
-                    'when they are drawn again; leave the checkpoint out and use recompute("full") in the strategy'
-                )
+            self.randomness._cannot_place(
+                f"{_named(top[0])} draws random numbers inside a checkpoint of its own: they have no place "
+                'when they are drawn again; leave the checkpoint out and use recompute("full") in the strategy'
+            )
             return func(*args, **named)
         return rule(self.randomness.drawn, func, args, named)

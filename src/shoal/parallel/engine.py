@@ -166,7 +166,7 @@ class Engine:
             raise CountWithGradient(COUNT_WITH_GRADIENT)
         if self.counts_loss:
             # Where the loss lies: the host must not wait for it before backward.
-            self._sums[0] += loss_sum.detach()
+            self._sums[0] += loss_sum.detach().reshape(())
             self._sums[1] += count.detach().reshape(()) if isinstance(count, torch.Tensor) else count
 
     def learns_from(self, loss_sum: torch.Tensor) -> torch.Tensor:

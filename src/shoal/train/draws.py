@@ -6,8 +6,10 @@ follows from its place along tp and cp. A proof enters the same rule on both sid
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -49,9 +51,15 @@ def places_of(job: Job, model: nn.Module, dtype: torch.dtype | None = None) -> P
 
     training = [module.training for module in model.modules()]
     model.train()
+    others: tuple[Any, Any] = random.getstate(), np.random.get_state()
     try:
-        return draw_places(model, run, around)
+        places = draw_places(model, run, around)
+        numpy: Any = np.random.get_state()
+        moved = others[0] != random.getstate() or others[1][2] != numpy[2]
+        return replace(places, other_generators=moved)
     finally:
+        random.setstate(others[0])
+        np.random.set_state(others[1])
         for module, was in zip(model.modules(), training, strict=True):
             module.training = was
 

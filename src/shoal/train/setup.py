@@ -41,6 +41,8 @@ class Prepared:
     runner: StepRunner
     optimizer: Probe
     """What was found out about the job's optimiser."""
+    watched: Any = None
+    """In a proof: what it keeps of each step for its comparison."""
 
     @property
     def table(self) -> ShardTable:

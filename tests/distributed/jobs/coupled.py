@@ -234,6 +234,37 @@ class Chaotic(Plain):
         return x
 
 
+class Masked(Plain):
+    """A causal mask of infinities, as a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.full((WIDTH, WIDTH), float("-inf")).triu(1))
+
+    def mix(self, x: Tensor) -> Tensor:
+        return x * (x[:, :, None] * x[:, None] + self.mask).softmax(-1).sum(1)
+
+
+class MeanSeen(Plain):
+    """A buffer that follows the samples that a forward sees, and that nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Any:
+        self.seen.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return super().forward(x)
+
+
+def one_element_loss(output: Tensor, batch: dict[str, Tensor]) -> Any:
+    return F.cross_entropy(output, batch["y"], reduction="sum").reshape(1), np.float64(len(output))
+
+
+def nothing_counts(output: Tensor, batch: dict[str, Tensor]) -> Any:
+    return 0.0 * output.sum(), 0
+
+
 CLIP: dict[str, Any] = {"loss": clip_loss, "inputs": ("x", "z")}
 JOBS: dict[str, Callable[[], Job]] = {
     "info_nce": lambda: make(Plain, loss=info_nce_loss),
@@ -263,7 +294,14 @@ JOBS: dict[str, Callable[[], Job]] = {
     "counting": lambda: make(Counting),
     "chaotic_12": lambda: make(partial(Chaotic, 12)),
     "chaotic_24": lambda: make(partial(Chaotic, 24)),
+    "masked": lambda: make(Masked),
+    "mean_seen": lambda: make(MeanSeen),
+    "mean_seen_local": lambda: make(MeanSeen, buffers="local"),
+    "one_element": lambda: make(Plain, loss=one_element_loss),
+    "counts_nothing": lambda: make(Plain, loss=nothing_counts),
+    "lbfgs": lambda: make(Plain, optimizer=partial(torch.optim.LBFGS, lr=0.1, max_iter=3), clip=None),
     "plain": lambda: make(Plain),
+    "slow": lambda: make(Plain, optimizer=partial(torch.optim.SGD, lr=1e-6)),
 }
 
 

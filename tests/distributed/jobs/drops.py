@@ -174,6 +174,20 @@ class Rounding(torch.optim.Optimizer):
                     param.copy_((wanted + torch.empty_like(wanted).uniform_()).floor() * group["grid"])
 
 
+class RandomRates(torch.optim.Optimizer):
+    """SGD with a random learning rate for each parameter: a draw that is of no element."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.add_(param.grad, alpha=-group["lr"] * (0.5 + float(torch.rand(()))))
+
+
 def make(model: Callable[[], nn.Module], **options: object) -> Job:
     generator = torch.Generator().manual_seed(3)
     text = torch.randint(VOCAB, (SAMPLES, LENGTH + 1), generator=generator)
@@ -194,6 +208,7 @@ JOBS: dict[str, Callable[[], Job]] = {
     "noisy": lambda: make(Noisy),
     "routed": lambda: make(Routed),
     "sgld": lambda: make(Decoder, optimizer=SGLD),
+    "random_rates": lambda: make(Decoder, optimizer=RandomRates),
     "rounding": lambda: make(Decoder, optimizer=Rounding),
 }
 

@@ -11,32 +11,25 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from shoal.comm.ledger import BOOK
-from shoal.parallel.optimizer import Piece
 from shoal.parallel.pipeline.pipedream import micros_told
 from shoal.strategy import Strategy, contract, parse, pp, require_legal
 from shoal.train.setup import Prepared, job_from, prepare
+from shoal.train.verify.compare import EXACT, GRADIENT, LOSS, MARGIN, GradientSums, compare, follows, moves, real
 from shoal.train.verify.conditions import Conditions, for_proof
 from shoal.train.verify.coupling import SamplesCoupled, couples_samples, refusal
 from shoal.train.verify.model_fails import naming_what_cut_it
 from shoal.train.verify.reference import Disturbed, Reference, train_serially
-from shoal.train.verify.rounding import amplifies_rounding
 from shoal.workload.layout import facts_of, layout_of
 
-EXACT = 1e-10
-"""Largest relative difference of an exact strategy in float64. Correct ones measure 1e-15, faults 1e-5 and more."""
-MARGIN = 100.0
-"""The tolerance is this many times the conditioning, where that is more than EXACT. Ranks sum in yet another order;
-correct ones were measured at up to 66 times the movement of the serial run (Qwen3-Next under cp(2))."""
 WIDEST = 1e-7
 """The widest tolerance: a hundredth of what the smallest planted fault shows. A job that would need more cannot be
 proven, whatever its difference is."""
@@ -44,17 +37,17 @@ DISTURBANCES = 2
 """Serial runs with another order of sums."""
 FILLS = 8
 """How many times over a pipeline without flush is filled, at least, before its loss curve is judged."""
-ZERO_GRADIENT = 1e-8
-"""Largest absolute drift, of elements whose true gradient is zero: Adam divides their rounding by its epsilon, 1e-8."""
 AMPLIFIED = (
     "elements whose true gradient is zero are not compared: this optimiser steps by the sign of a gradient, or the "
     "like, so rounding alone moves them"
 )
-LOSS = "loss"
-NOT_COVERED = (
-    "steps and samples beyond these, other sizes of the batch, precision other than float64, speed, and whether the "
-    "job trains well"
-)
+NOT_COVERED = {
+    "exact": "steps and samples beyond these, other sizes of the batch, precision other than float64, optimiser state "
+    "without a value for each element, validation, speed, and whether the job trains well",
+    "loss curve": "parameters, optimiser state and buffers (the contract promises the loss curve only), steps and "
+    "samples beyond these, other sizes of the batch, validation, speed, and whether the job trains well",
+}
+"""By what is compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +72,7 @@ class Certificate:
     """The serial run that it was compared with."""
     conditioning: dict[str, float] = field(default_factory=dict)
     """How far the serial run moves under another order of sums, by the same kinds; the largest sets the tolerance."""
-    not_covered: str = NOT_COVERED
+    not_covered: str = ""
     ledger_differences: list[str] = field(default_factory=list)
     zero_gradient: list[str] = field(default_factory=list)
     """Parameters with elements whose true gradient is zero, and buffers that follow them (the running mean behind a
@@ -134,7 +127,7 @@ def verify(
         arguments |= {"micro_batches": promised.micro_batches, "parts": promised.parts}
         # Where samples may depend on each other, their order may mean something.
         arguments["disturbances"] = DISTURBANCES if exact else 0
-        arguments["reverse"] = examined["independent"] and job.loss_over == "samples"
+        arguments["reverse"] = examined["independent"] and not examined["state"] and job.loss_over == "samples"
         progress(f"{steps} serial steps in {'float64' if exact else 'float32'}")
         serial = run_ranks("shoal.train.verify.certify:serial_run", arguments, ranks=1)[0]
         progress(f"{steps} steps on {strategy.world} ranks under {strategy}")
@@ -145,6 +138,7 @@ def verify(
     losses = ranks[0]["losses"]
     curve = [abs(a - b) / max(abs(b), 1e-300) for a, b in zip(losses, serial["losses"], strict=True)]
     conditioning = serial["conditioning"]
+    declared = {name: mode for rank in ranks for name, mode in rank["declared"].items()}
     if exact:
         found = _found(ranks, serial, curve)
     else:
@@ -160,22 +154,53 @@ def verify(
             f"this job cannot be proven at {steps} steps: the serial run itself moves by {moves:.1e} under another "
             f"order of sums, and {MARGIN:g} times that is more than the widest tolerance, {WIDEST:.0e}; try fewer steps"
         )
+    notes += _about_buffers(where if not largest <= tolerance else "", declared, examined["state"])
+    if not all(map(math.isfinite, serial["losses"])):
+        notes.append("the loss of the serial run itself is not a finite number, so there is nothing to compare with")
+    if not ranks[0]["ledger_compared"]:
+        notes.append("the ledger was not compared: the optimiser decides in each step how often the loss is computed")
     return Certificate(
         job=job.name, strategy=str(strategy), world=strategy.world, contract=str(promised),
         passed=largest <= tolerance and not unlike and provable,
         max_rel_diff=largest, tolerance=tolerance, worst=where,
         ledger_matches=not unlike, steps=steps, seed=job.seed, ledger_differences=unlike[:20],
-        compared=serial["elements"] | _buffers(serial) | {LOSS: steps} if exact else {LOSS: steps},
+        compared=serial["elements"] | _replicated(serial, declared) | {LOSS: steps} if exact else {LOSS: steps},
         serial=_described(promised.micro_batches, promised.parts, exact=exact), conditioning=conditioning,
         zero_gradient=sorted({name for rank in ranks for name in rank["zero_gradient"]}),
+        not_covered=NOT_COVERED["exact" if exact else "loss curve"],
         widened=serial["widened"], losses=losses, serial_losses=serial["losses"], notes=notes,
         float32_drift=max((rank["float32_drift"] or 0.0) for rank in ranks) if exact else None,
     )  # fmt: skip
 
 
-def _buffers(serial: dict[str, Any]) -> dict[str, int]:
-    """Elements of buffers, which are replicated: each name is compared on every rank that holds it."""
-    return {"buffer": sum(serial["buffers"].values())} if serial["buffers"] else {}
+def _about_buffers(wrong: str, declared: Mapping[str, str], state: Sequence[str]) -> list[str]:
+    """What the job declares about buffers, and what it might declare where one differs."""
+    notes = [
+        f"declared difference: the job declares {mode!r} for the buffer {name} ({_MODES[mode]}), so it was not "
+        "compared; what the model reads from it may differ from one process"
+        for name, mode in sorted(declared.items())
+    ]
+    kind, _, name = wrong.partition(" ")
+    if kind == "buffer" and name in state:
+        notes.append(
+            f"each forward changes the buffer {name} by the samples that it sees; declare what replicas do with it: "
+            f"Job(buffers={{{name!r}: 'average'}}), or 'sum' (counts), 'broadcast' (the first replica's), 'local' "
+            "(each its own)"
+        )
+    return notes
+
+
+_MODES = {"broadcast": "all replicas take the first one's", "local": "each replica keeps its own"}
+
+
+def _replicated(serial: dict[str, Any], declared: Collection[str]) -> dict[str, int]:
+    """Elements of buffers and frozen parameters, which each rank that holds them compares."""
+    found: dict[str, int] = {}
+    for key, elements in serial["replicated"].items():
+        kind, _, name = key.partition(":")
+        if kind != "buffer" or name not in declared:
+            found[kind] = found.get(kind, 0) + elements
+    return found
 
 
 def _described(micro_batches: int, parts: int, *, exact: bool) -> str:
@@ -192,8 +217,8 @@ def _found(ranks: list[dict[str, Any]], serial: dict[str, Any], curve: list[floa
         compared = sum(rank["compared"].get(kind, 0) for rank in ranks)
         if compared != elements:
             found.append((math.inf, f"{kind}: {compared} of {elements} elements are there to compare"))
-    missing = set(serial["buffers"]) - {name for rank in ranks for name in rank["buffers"]}
-    found += [(math.inf, f"buffer {name} is not there to compare") for name in sorted(missing)]
+    missing = set(serial["replicated"]) - {key for rank in ranks for key in rank["replicated"]}
+    found += [(math.inf, f"{key.replace(':', ' ', 1)} is not there to compare") for key in sorted(missing)]
     return found
 
 
@@ -231,50 +256,28 @@ def serial_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     widened = dict(conditions.modules)
     tensors = {f"parameter:{name}": value for name, value in reference.parameters.items()}
     tensors |= {f"rounding:{name}": mask for name, mask in reference.rounding.items()}
-    tensors |= {f"buffer:{name}": value for name, value in reference.buffers.items()}
+    tensors |= {f"gradient:{name}": value for name, value in reference.gradients.items()}
+    replicated = {("buffer", name): value for name, value in reference.buffers.items()}
+    replicated |= {("frozen", name): value for name, value in reference.frozen.items()}
+    tensors |= {f"{kind}:{name}": value for (kind, name), value in replicated.items()}
     for name, state in reference.state.items():
         tensors |= {f"{key}:{name}": value for key, value in state.items()}
-    save_file({key: real(value).contiguous().clone() for key, value in tensors.items()}, arguments["reference"])
-    elements = {"parameter": sum(value.numel() for value in reference.parameters.values())}
+    elements = dict.fromkeys(("parameter", GRADIENT), sum(value.numel() for value in reference.parameters.values()))
     for state in reference.state.values():
         for key, value in state.items():
             elements[key] = elements.get(key, 0) + value.numel()
     conditioning: dict[str, float] = {}
     for seed in range(arguments.get("disturbances", 0)):
         other = run(Disturbed(seed + 1, reverse=arguments["reverse"]))
-        for kind, moved in _moves(reference, other):
+        for kind, moved in moves(reference, other):
             conditioning[kind] = max(conditioning.get(kind, 0.0), moved)
+        for key, drift in follows(reference, other).items():
+            tensors[f"follows:{key}"] = torch.maximum(tensors.get(f"follows:{key}", drift), drift)
+    save_file({key: real(value).contiguous().clone() for key, value in tensors.items()}, arguments["reference"])
     return {
         "losses": reference.losses, "widened": widened, "elements": elements, "conditioning": conditioning,
-        "buffers": {name: value.numel() for name, value in reference.buffers.items() if value.numel()},
+        "replicated": {f"{kind}:{name}": v.numel() for (kind, name), v in replicated.items() if v.numel()},
     }  # fmt: skip
-
-
-def real(tensor: torch.Tensor) -> torch.Tensor:
-    """A complex tensor as pairs of real numbers; any other as it is."""
-    return torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
-
-
-def _moves(one: Reference, other: Reference) -> list[tuple[str, float]]:
-    """(kind, relative difference) of two serial runs, as `compare` takes them."""
-    rows = [(LOSS, abs(a - b) / max(abs(a), 1e-300)) for a, b in zip(one.losses, other.losses, strict=True)]
-
-    def add(kind: str, a: torch.Tensor, b: torch.Tensor, without: torch.Tensor | None = None) -> None:
-        apart = (a.detach() - b.detach()).abs().double()
-        if without is not None:
-            apart = apart[~without.reshape(apart.shape)]
-        if apart.numel():
-            rows.append((kind, float(apart.max()) / (float(a.detach().abs().max()) or 1.0)))
-
-    for name, param in one.parameters.items():
-        add("parameter", param, other.parameters[name], one.rounding[name])
-        for key, value in one.state[name].items():
-            if key in other.state[name]:
-                add(key, value, other.state[name][key], one.rounding[name])
-    for name, buffer in one.buffers.items():
-        if buffer.dtype.is_floating_point or buffer.is_complex():
-            add("buffer", buffer, other.buffers[name])
-    return rows
 
 
 def parallel_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
@@ -292,10 +295,12 @@ def parallel_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
         ready.engine.close()
         narrow = prepare(job, strategy, rank=me.rank, backend=me.backend, device=me.device)
         _train(narrow, steps)
-        report["float32_drift"] = max((row[0] for row in compare(narrow, arguments["reference"])["worst"]), default=0.0)
+        # What is rounding of a zero in float64 is rounding in float32 too, only larger.
+        rows = compare(narrow, arguments["reference"], zero_gradient=math.inf)["worst"]
+        report["float32_drift"] = max((row[0] for row in rows), default=0.0)
     else:
         ready = prepare(job, strategy, rank=me.rank, backend=me.backend, device=me.device)
-        report |= _train(ready, steps) | {"worst": [], "zero_gradient": []}
+        report |= _train(ready, steps) | {"worst": [], "zero_gradient": [], "declared": {}}
     leave()
     return report
 
@@ -305,6 +310,9 @@ def _train(ready: Prepared, steps: int) -> dict[str, Any]:
     losses, unlike, counter, conditions = [], [], 0, Conditions()
     steady = ready.engine.pipeline.first_steady_step if ready.engine.pipeline is not None else 1
     order = ready.runner.order
+    # How often an optimiser with a closure computes the loss, only the numbers say.
+    predictable = not ready.engine.optimizer.needs_closure
+    ready.watched = GradientSums(ready.engine)
     for step in range(steps):
         BOOK.take()
         with conditions(), naming_what_cut_it(ready.strategy):
@@ -313,69 +321,11 @@ def _train(ready: Prepared, steps: int) -> dict[str, Any]:
         counted = BOOK.take().without("shapes")
         # The first step also settles who has gradients at all; every other one must be as predicted, once a pipeline
         # without flush is full.
-        if step >= steady or steps == 1:
+        if predictable and (step >= steady or steps == 1):
             unlike += ready.differences(counted)
         counter = order.next(counter)
-    return {"losses": losses, "ledger_differences": sorted(set(unlike)), "predicted": ready.predicted.to_json()}
-
-
-def compare(ready: Prepared, path: str) -> dict[str, Any]:
-    """The largest relative differences of this rank's slices: max|a-b| over the slice by max|b| over the tensor."""
-    engine = ready.engine
-    rows: list[tuple[float, str]] = []
-    noisy: set[str] = set()
-    compared: dict[str, int] = {}
-    buffers: list[str] = []
-    amplified = amplifies_rounding(ready.job, beyond=ZERO_GRADIENT)
-    with safe_open(path, framework="pt") as reference:
-        known = set(reference.keys())
-
-        def own(kind: str, name: str, like: torch.Tensor) -> torch.Tensor:
-            full = reference.get_tensor(f"{kind}:{name}")
-            if like.is_complex() and kind != "rounding":
-                full = torch.view_as_complex(full.clone())  # A file's tensors are not aligned for complex numbers.
-            part = engine.part_of(name)
-            return full if part is None else part.of(full)
-
-        def check(kind: str, piece: Piece, label: str) -> None:
-            serial = own(kind, piece.name, piece.values).reshape(-1)
-            there = slice(piece.start, piece.start + piece.values.numel())
-            rounding = own("rounding", piece.name, piece.values).reshape(-1)[there]
-            apart = (wide(piece.values) - wide(serial[there])).abs()
-            if rounding.any():
-                noisy.add(piece.name)
-                drift = float(apart[rounding].max())
-                if not drift <= ZERO_GRADIENT and not amplified:
-                    rows.append((math.inf, f"{label} (by {drift:.1e}, where the true gradient is zero)"))
-                apart = apart[~rounding]
-            compared[kind] = compared.get(kind, 0) + piece.values.numel()
-            scale = float(serial.abs().max())
-            if apart.numel():
-                rows.append((float(apart.max()) / (scale or 1.0), label))
-
-        for piece in engine.owned_parameters():
-            check("parameter", piece, f"parameter {piece.name}")
-        for key, piece in engine.owned_state():
-            if f"{key}:{piece.name}" not in known:
-                rows.append((math.inf, f"{key} of {piece.name} (the serial optimiser has none)"))
-                continue
-            check(key, piece, f"{key} of {piece.name}")
-        drifts = any(reference.get_tensor(key).any() for key in known if key.startswith("rounding:"))
-        for name, buffer in engine.model.named_buffers():
-            if buffer.numel() and f"buffer:{name}" in known and name not in engine.absent:
-                buffers.append(name)
-                other = wide(own("buffer", name, buffer))
-                drift = float((wide(buffer) - other).abs().max())
-                relative = drift / (float(other.abs().max()) or 1.0)
-                if drifts and relative > EXACT and drift <= ZERO_GRADIENT:
-                    noisy.add(f"buffer {name}")
-                else:
-                    rows.append((relative, f"buffer {name}"))
-    rows.sort(key=lambda row: (row[0] != row[0], row[0]), reverse=True)
-    found = {"worst": rows[:5], "zero_gradient": sorted(noisy), "compared": compared, "buffers": buffers}
-    return found | {"amplified": amplified and bool(noisy)}
-
-
-def wide(tensor: torch.Tensor) -> torch.Tensor:
-    """In double precision, on the host."""
-    return tensor.detach().cpu().to(torch.complex128 if tensor.is_complex() else torch.float64)
+    ready.watched.stop()
+    return {
+        "losses": losses, "ledger_differences": sorted(set(unlike)), "ledger_compared": predictable,
+        "predicted": ready.predicted.to_json(),
+    }  # fmt: skip

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 import math
-from contextlib import nullcontext
+import time
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -42,6 +43,8 @@ TOLERANCE = 1e-8
 SMALLEST = 1e-4
 """A gradient is compared by the size of its tensor's largest element, or by this part of the model's largest."""
 SAMPLES = 8
+"""How many samples are tried first. If they are independent, more of the batch is tried, as time allows: hard-example
+mining that keeps a minimum, for example, couples samples only above it."""
 START = 0.02
 """Standard deviation of what parameters that start at zero are set to: behind a zero nothing could be seen."""
 
@@ -92,27 +95,37 @@ def refusal(found: Coupling, strategy: Strategy) -> str:
     return f"{strategy} splits the batch, but {found.reason}"
 
 
-def couples_samples(job: Job, *, model: nn.Module | None = None, samples: int | None = None) -> Coupling:
+def couples_samples(
+    job: Job, *, model: nn.Module | None = None, samples: int | None = None, within_s: float = math.inf
+) -> Coupling:
     """Finds out whether the samples of a job are independent of each other.
 
     Args:
         job: Its model, loss and first samples are used; its `loss_over` says what must be independent.
         model: The job's model, if it was built already; it is copied, not changed.
-        samples: How many samples to try; 8 unless given, or as many as there are.
+        samples: How many samples to try; all of the first batch unless given.
+        within_s: Seconds that samples beyond the first 8 may take, by the time of those.
 
     Returns:
         What was found, with a sentence that names it. The random state is as it was before.
     """
     if job.loss_over == "micro-batch":
         return Coupling(kind="none", reason="")
-    num = min(samples or SAMPLES, job.global_batch, len(job.train))
+    most = min(samples or job.global_batch, job.global_batch, len(job.train))
+    num = min(most, SAMPLES)
     if num < 2:
         return Coupling(kind="unchecked", reason=f"{job.name!r} has one sample in a batch: there is nothing to split")
     if num > 3:
         num -= num % 2  # Losses over pairs of samples want even numbers.
     with torch.random.fork_rng(devices=[]):
         try:
-            return _Trial(job, model, job.order().indices(0)[:num]).found()
+            trial = _Trial(job, model, job.order().indices(0)[:num])
+            found = trial.found()
+            more = min(most, int(num * within_s / trial.seconds)) if math.isfinite(within_s) else most
+            if more > SAMPLES and found.independent:
+                with suppress(MemoryError, RuntimeError):  # What the first samples show remains.
+                    found = trial.of_more(job.order().indices(0)[: more - more % 2], found)
+            return found
         except JobError:
             raise
         except Exception as error:  # Whatever the user's code raises says nothing about its samples.
@@ -134,10 +147,15 @@ class _Trial:
             model = job.model()
         known: dict[int, Any] = {id(result): result.detach().clone() for result in results_held(model)}
         self.start = _prepared(copy.deepcopy(model, known))
-        self.sizes = (2, len(indices) - 2) if len(indices) > 3 else (1, len(indices) - 1)
+        self.seconds = 0.0
+        """That a batch at once and in parts takes."""
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        num = len(self.indices)
+        return (2, num - 2) if num > 3 else (1, num - 1)
 
     def found(self) -> Coupling:
-        job, first = self.job, self.sizes[0]
         batch, again = self._read(self.indices), self._read(self.indices)
         if not _equal(batch, again):
             return self._found(
@@ -169,17 +187,30 @@ class _Trial:
                 "random", apart, "the model or the loss draws random numbers other than dropout, so that no two passes "
                 "over a batch are alike; only a strategy that leaves the batch in one piece can be compared",
             )  # fmt: skip
-        starts = (0, first)
-        pieces = zip(np.split(self.indices, [first]), starts, strict=True)
-        parts = [self._pass(self._read(part), at=at) for part, at in pieces]
-        assert all(isinstance(part, _Pass) for part in parts)
-        one, two = parts
-        if job.loss_over == "batch":
-            return self._of_outputs(whole, one, two, state)  # type: ignore[arg-type]
-        apart = _difference(whole, _sum(one, two))  # type: ignore[arg-type]
+        return self._in_parts(whole, batch, state)
+
+    def of_more(self, indices: np.ndarray, found: Coupling) -> Coupling:
+        """The same for more samples, after `found` was found for the first."""
+        self.indices = indices
+        batch = self._read(indices)
+        whole = self._pass(batch)
+        assert isinstance(whole, _Pass)
+        return self._in_parts(whole, batch, found.state) if math.isfinite(whole.loss) else found
+
+    def _in_parts(self, whole: _Pass, batch: Batch, state: tuple[str, ...]) -> Coupling:
+        first = self.sizes[0]
+        started = time.perf_counter()
+        pieces = zip(np.split(self.indices, [first]), (0, first), strict=True)
+        one, two = (self._pass(self._read(part), at=at) for part, at in pieces)
+        self.seconds = max(2 * (time.perf_counter() - started), 1e-6)
+        assert isinstance(one, _Pass)
+        assert isinstance(two, _Pass)
+        if self.job.loss_over == "batch":
+            return self._of_outputs(whole, one, two, state)
+        apart = _difference(whole, _sum(one, two))
         if apart <= TOLERANCE:
             return Coupling(kind="none", reason="", difference=apart, state=state)
-        return self._named(whole, one, two, batch, apart, state)  # type: ignore[arg-type]
+        return self._named(whole, one, two, batch, apart, state)
 
     def _named(
         self, whole: _Pass, one: _Pass, two: _Pass, batch: Batch, apart: float, state: tuple[str, ...]
@@ -253,9 +284,11 @@ class _Trial:
         place of its first sample among all."""
         model = copy.deepcopy(self.start)
         drawn: Any = nullcontext()
+        backward: Any = nullcontext()
         if self.places_draws:
             samples = range(at, at + len(next(iter(batch.values()))))
-            drawn = serial_randomness(self.job, model, torch.float64).forward(samples, 0)
+            randomness = serial_randomness(self.job, model, torch.float64)
+            drawn, backward = randomness.forward(samples, 0), randomness.backward()
         torch.manual_seed(seed)
         with KeepFloat64(), Undropped(), _FixedStatistics(), drawn:
             output = self.job.run_model(model, batch)
@@ -263,7 +296,8 @@ class _Trial:
             if isinstance(count, torch.Tensor) and count.requires_grad:
                 return COUNT_WITH_GRADIENT
             if loss.requires_grad:
-                loss.backward()
+                with backward:
+                    loss.backward()
         gradients = {name: param.grad.to_dense() for name, param in model.named_parameters() if param.grad is not None}
         return _Pass(float(loss.detach()), float(count), gradients, _detached(output))
 

@@ -66,7 +66,7 @@ def fingerprint(job: Job, model: nn.Module, strategy: Strategy, *, backend: str 
     samples = job.train.batch(np.arange(min(SAMPLES, len(job.train))))
     add("samples", {name: digest_of_tensor(entry) for name, entry in samples.items()})
     add("inputs", list(job.inputs.items()) if isinstance(job.inputs, dict) else list(job.inputs))
-    add("job", [repr(job.layout), repr(job.buffers), job.loss_over, job.clip, job.batch_norm])
+    add("job", [repr(job.layout), repr(job.buffers), job.loss_over, job.clip, job.batch_norm, job.global_batch])
     return digest.hexdigest()
 
 

@@ -46,7 +46,11 @@ class SerialSteps:
 
 def serial_steps(job: Job, strategy: Strategy, model: nn.Module, *, has_state: bool, steps: int = STEPS) -> SerialSteps:
     """Steps the job's model, which is in float64, in this process, on the batches of its order. `has_state`: whether a
-    forward changes what modules hold, which each micro-batch then does."""
+    forward changes what modules hold, which each micro-batch then does. What is drawn at random is what the ranks draw.
+
+    Raises:
+        CannotPlace: It draws what ranks cannot draw alike.
+    """
     model.train()
     optimizer = job.optimizer(param_groups(model, job.options))
     rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
@@ -65,7 +69,8 @@ def serial_steps(job: Job, strategy: Strategy, model: nn.Module, *, has_state: b
             with randomness.forward([counter + int(position) for position in positions], counter):
                 loss, counted = job.loss_of(job.run_model(model, batch), batch)
             if loss.requires_grad:
-                loss.backward()
+                with randomness.backward():
+                    loss.backward()
             total, count = total + float(loss.detach()), count + float(counted)
         found.losses.append(total / count if count else float("nan"))
         with torch.no_grad():

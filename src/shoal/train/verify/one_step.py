@@ -28,6 +28,7 @@ from shoal.comm.ledger import BOOK
 from shoal.job import Job
 from shoal.job.buffers import buffer_modes
 from shoal.job.facts import build_without_memory
+from shoal.job.randomness import CannotPlace
 from shoal.parallel.engine import NonFinite
 from shoal.strategy import ModelFacts, Strategy, contract, is_legal, parse, recompute
 from shoal.strategy.contract import PER_MICRO_BATCH
@@ -52,6 +53,9 @@ from shoal.workload.held_state import HeldNow
 COPIES = 4
 """Of its parameters, in float64, that a rank holds: themselves, gradients and the optimiser's state; the serial steps
 hold two more, before and after."""
+
+MORE_SAMPLES_S = 2.0
+"""What it may take, once, to try whether samples are independent in larger batches than the smallest."""
 
 
 UNSTEADY = (
@@ -149,7 +153,7 @@ def require_independent(job: Job, strategy: Strategy, facts: ModelFacts) -> list
     if not splits_batches(strategy):
         return []
     with running_eagerly():
-        found = couples_samples(job)
+        found = couples_samples(job, within_s=MORE_SAMPLES_S)
     if found.kind in ("unchecked", "random"):
         return [{"event": "warning", "text": found.reason}]
     if wrong := refusal(found, strategy):
@@ -220,9 +224,11 @@ def compared(job: Job, asked: dict[str, Any], me: Rank) -> dict[str, Any]:
         serial = reports[writer]
         stack.enter_context(running_eagerly())
         ready = prepare(job, strategy, rank=me.rank, backend=me.backend, device=me.device, dtype=torch.float64)
+        # A rank that stopped here would leave the others waiting.
+        ready.runner.randomness.notes_only = True
         comparison = Comparison(ready.engine, serial["path"], buffer_modes(job.buffers, ready.engine.model))
         watch = GradientWatch(ready.engine)
-        counter, decided, outside = 0, {"difference": "0.0"}, []
+        counter, decided, outside, unplaced = 0, {"difference": "0.0"}, [], ""
         for step in range(steps):
             rows, elements = [], 0
             try:
@@ -242,6 +248,8 @@ def compared(job: Job, asked: dict[str, Any], me: Rank) -> dict[str, Any]:
             # The loss of a later step follows from the updates: what is wrong is in them.
             kind: Kind = "loss" if step == 0 or math.isnan(loss) else "update"
             rows.append(Row(abs(loss - there) / max(abs(there), 1e-300), kind, f"the loss of step {step + 1}"))
+            if unplaced := _noted(ready.runner.randomness.unplaced):
+                break
             decided = _decided(rows, elements, serial["elements"] if step == 0 else 0)
             if not _within(decided):
                 break
@@ -249,7 +257,12 @@ def compared(job: Job, asked: dict[str, Any], me: Rank) -> dict[str, Any]:
         watch.stop()
         ready.engine.close()
         BOOK.take()
-    return {"skip": "", "outside": outside, "attributes": serial["attributes"], **decided}
+    return {"skip": unplaced, "outside": outside, "attributes": serial["attributes"], **decided}
+
+
+def _noted(mine: list[str]) -> str:
+    """What some rank could not draw as a serial run does; empty if there is nothing. All ranks call it alike."""
+    return next((text for row in exchange({"unplaced": mine}) for text in row["unplaced"]), "")
 
 
 def _within(decided: dict[str, Any]) -> bool:
@@ -283,6 +296,8 @@ def _serial(job: Job, strategy: Strategy, path: Path, steps: int) -> dict[str, A
             if differs:
                 return {"path": "", "skip": UNSTEADY}
             found = serial_steps(job, strategy, model, has_state=bool(changed), steps=steps)
+    except CannotPlace as error:
+        return {"path": "", "skip": str(error)}
     except Exception as error:  # Whatever the user's code raises in float64 says nothing about the layout.
         return {"path": "", "skip": f"its serial step in float64 fails: {type(error).__name__}: {error}"}
     finally:

@@ -11,7 +11,7 @@ batch norm) what is left is rounding, and Adam divides rounding by its epsilon. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -39,8 +39,21 @@ class Reference:
     state: dict[str, dict[str, torch.Tensor]]
     """Parameter -> state key -> tensor of the parameter's shape."""
     buffers: dict[str, torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+    """As the optimiser got them, summed over the steps as `summed` does: what a small learning rate would hide."""
+    frozen: dict[str, torch.Tensor]
+    """Parameters that the optimiser does not step; a forward may change them all the same."""
     rounding: dict[str, torch.Tensor] = field(default_factory=dict)
     """Parameter -> mask of the elements whose true gradient is zero."""
+
+
+FADING = 0.9
+"""A step's weight in the sum of gradients is this, for every step that follows: no two steps can cancel for long."""
+
+
+def summed(so_far: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Adds a step's gradient to the sum that a proof compares."""
+    so_far.mul_(FADING).add_(gradient)
 
 
 @dataclass(frozen=True)
@@ -79,15 +92,11 @@ def train_serially(
     randomness = serial_randomness(job, model, dtype)
     drawn = UpdateDraws(job.seed) if draws_numbers(job.optimizer) else None
     optimizer = job.optimizer(_groups(job, model))
-    if needs_closure(optimizer):
-        raise JobError(
-            f"{type(optimizer).__name__} computes the loss several times in a step, which verify does not compare yet; "
-            "it can be trained, or verified with another optimiser"
-        )
     base = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
     factor = 1.0
     named = {name: param for name, param in model.named_parameters() if param.requires_grad}
     largest = {name: torch.zeros_like(param.abs()) for name, param in named.items()}
+    gradients = {name: torch.zeros_like(param) for name, param in named.items()}
     noise = torch.Generator().manual_seed(disturbed.seed) if disturbed is not None else None
     counter = 0
     sums: list[tuple[float, float]] = []
@@ -102,37 +111,61 @@ def train_serially(
             pieces = pieces[micro * parts : (micro + 1) * parts]
         if noise is not None:
             _move(named.values(), noise)
-        total, count = 0.0, 0.0
-        optimizer.zero_grad(set_to_none=True)
-        for positions in (piece for piece in pieces if len(piece)):
-            ordered = positions[::-1] if disturbed is not None and disturbed.reverse else positions
-            batch = job.train.batch(indices[ordered])
-            if dtype is not None:
-                batch = {name: _double(entry) for name, entry in batch.items()}
-            placed = randomness.forward([counter + int(position) for position in ordered], counter)
-            with conditions():
-                with placed:
-                    loss, counted = job.loss_of(job.run_model(model, batch), batch)
-                if loss.requires_grad:
-                    loss.backward()
-            total, count = total + float(loss.detach()), count + float(counted)
-        sums.append((total, count))
         started = counter
         if micro == per_step - 1:
             counter += len(indices)
-        if updates is not None and not count:
-            continue
-        with torch.no_grad():
-            for name, param in named.items():
-                if param.grad is not None:
-                    param.grad.div_(count)
-                    torch.maximum(largest[name], param.grad.to_dense().abs(), out=largest[name])
-        if job.clip is not None:
-            nn.utils.clip_grad_norm_(named.values(), job.clip)
         for group, lr in zip(optimizer.param_groups, base, strict=True):
             if job.schedule(step) != factor:
                 group["lr"] = lr * job.schedule(step)
         factor = job.schedule(step)
+
+        def compute(indices: Any = indices, pieces: Any = pieces, started: int = started) -> tuple[float, float]:
+            """The sum of the losses and their count; gradients become those of the mean, clipped."""
+            total, count = 0.0, 0.0
+            optimizer.zero_grad(set_to_none=True)
+            for positions in (piece for piece in pieces if len(piece)):
+                ordered = positions[::-1] if disturbed is not None and disturbed.reverse else positions
+                batch = job.train.batch(indices[ordered])
+                if dtype is not None:
+                    batch = {name: _double(entry) for name, entry in batch.items()}
+                placed = randomness.forward([started + int(position) for position in ordered], started)
+                with conditions():
+                    with placed:
+                        loss, counted = job.loss_of(job.run_model(model, batch), batch)
+                    if loss.requires_grad:
+                        with randomness.backward():
+                            loss.backward()
+                total, count = total + float(loss.detach()), count + float(counted)
+            if count:
+                _average(named, largest, count)
+                if job.clip is not None:
+                    nn.utils.clip_grad_norm_(named.values(), job.clip)
+            return total, count
+
+        if needs_closure(optimizer):
+            evaluated: list[tuple[float, float]] = []
+
+            def closure(compute: Any = compute, evaluated: Any = evaluated) -> torch.Tensor:
+                with torch.enable_grad():
+                    total, count = compute()
+                if not evaluated:
+                    _sum_up(named, gradients)
+                evaluated.append((total, count))
+                return torch.tensor(total / count if count else float("nan"), dtype=torch.float64)
+
+            with conditions():
+                optimizer.step(closure)
+            sums.append(evaluated[0])
+            continue
+        sums.append(compute())
+        if updates is not None and not sums[-1][1]:
+            continue
+        if not sums[-1][1]:
+            raise JobError(
+                f"job {job.name!r}: the loss of step {step + 1} counts nothing (its count is 0), so its mean is not a "
+                "number; take larger batches, or samples of which some count"
+            )
+        _sum_up(named, gradients)
         with conditions(), serial_update(drawn, named, started):
             optimizer.step()
     top = max((float(peak.max()) for peak in largest.values() if peak.numel()), default=0.0)
@@ -144,8 +177,25 @@ def train_serially(
         parameters={name: param.detach() for name, param in named.items()},
         state={name: _elementwise_state(optimizer, param, keys) for name, param in named.items()},
         buffers=dict(model.named_buffers()),
+        gradients={name: gradient.detach() for name, gradient in gradients.items()},
+        frozen={name: param.detach() for name, param in model.named_parameters() if not param.requires_grad},
         rounding={name: (peak > 0) & (peak <= ROUNDING * top) for name, peak in largest.items()},
     )
+
+
+def _average(named: Mapping[str, nn.Parameter], largest: Mapping[str, torch.Tensor], count: float) -> None:
+    """Gradients of a sum become those of the mean; `largest` keeps each element's peak."""
+    with torch.no_grad():
+        for name, param in named.items():
+            if param.grad is not None:
+                param.grad.div_(count)
+                torch.maximum(largest[name], param.grad.to_dense().abs(), out=largest[name])
+
+
+def _sum_up(named: Mapping[str, nn.Parameter], gradients: Mapping[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, param in named.items():
+            summed(gradients[name], torch.zeros_like(param) if param.grad is None else param.grad.to_dense())
 
 
 def _double(tensor: torch.Tensor) -> torch.Tensor:
