@@ -11,7 +11,7 @@ from torch import nn
 
 from distributed.optimizer_zoo import COUPLED, ELEMENTWISE, PARAMETERWISE, Net, Written
 from shoal.job import Job, JobError, TensorData
-from shoal.job.elementwise import probe
+from shoal.job.elementwise import KNOWN, probe
 from shoal.job.facts import infer_facts
 
 
@@ -296,3 +296,29 @@ def test_parameters_without_a_shape_are_refused_by_name() -> None:
         "job 'lazy': 1 (LazyLinear) has a parameter without a shape (weight), which a first batch would give it; run "
         "one batch through the model in the function that builds it, or name the sizes"
     )
+
+
+@pytest.mark.parametrize("cls", sorted(KNOWN, key=lambda cls: cls.__name__), ids=lambda cls: cls.__name__)
+def test_what_is_known_of_an_optimiser_is_what_trying_it_shows(cls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Sequential(torch.nn.Conv1d(3, 5, 3), torch.nn.Linear(7, 300), torch.nn.BatchNorm1d(5))
+    known = probe(lambda groups: cls(groups, lr=0.01), model)
+    monkeypatch.setattr("shoal.job.elementwise.KNOWN", frozenset())
+    tried = probe(lambda groups: cls(groups, lr=0.01), model)
+    assert known.kind == tried.kind == "elementwise"
+    assert known.kept.keys() == tried.kept.keys()
+    assert (known.needs_closure, known.has_lr, known.opaque) == (tried.needs_closure, tried.has_lr, tried.opaque)
+    assert not tried.forgets
+
+
+def test_an_optimiser_of_pytorch_with_a_hook_is_tried() -> None:
+    def normalised(groups: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+
+        def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+            for param in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+                param.grad /= param.grad.norm() + 1e-9
+
+        optimizer.register_step_pre_hook(before)
+        return optimizer
+
+    assert probe(normalised, torch.nn.Linear(5, 4)).kind == "parameter"

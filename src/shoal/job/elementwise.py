@@ -1,15 +1,16 @@
 """May a job's optimiser be given slices of parameters, single parameters, or only all of them together?
 
-Names do not tell (a wrapper may hide anything), so it is tried in float64, on copies of the job's own parameters in
-their own groups. One optimiser steps all of them; others step the same numbers as the engine would give them to two
-ranks: flat, joined, cut anywhere. Gradients of very different sizes, gradients of zero and parameters without a
-gradient are among them, and counters are set forward, for what starts late. What agrees after every step to 1e-12, by
-pointwise operations (pointwise.py), is element-wise. Otherwise each parameter is stepped by an optimiser of its own.
-What still differs couples parameters.
+PyTorch's own element-wise ones are known. Of others names do not tell (a wrapper may hide anything), so each is tried
+in float64, on copies of the job's own parameters in their own groups. One optimiser steps all of them; others step the
+same numbers as the engine would give them to two ranks: flat, joined, cut anywhere. Gradients of very different sizes,
+gradients of zero and parameters without a gradient are among them, and counters are set forward, for what starts late.
+What agrees after every step to 1e-12, by pointwise operations (pointwise.py), is element-wise. Otherwise each parameter
+is stepped by an optimiser of its own. What still differs couples parameters.
 """
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, Literal
@@ -30,6 +31,14 @@ SMALL, STEPS = 1 << 12, 12
 """All shapes, shrunk to this number of elements, are stepped this often."""
 JUMPS = (20, 64, 100, 240, 500, 1000, 1024, 5040, 10_000, 65_536, 100_000, 1_000_000)
 """Then counters are set to these values, one for each further step: what starts late, or at every n-th step, shows."""
+
+FEW = 2
+"""Steps of an optimiser that is known, which show what it keeps."""
+KNOWN = frozenset(
+    getattr(torch.optim, name)
+    for name in ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop")
+)
+"""PyTorch's own element-wise optimisers need not be tried each time: a test does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +80,14 @@ def probe(optimizer: OptimizerFactory, model: nn.Module, options: Options = no_o
         torch.manual_seed(7)
         copies = copies_of(model, options)
         small = [shrunk(copy, SMALL) for copy in copies]
+        if (found := _known(optimizer, small)) is not None:
+            return found
         reference, rows, wanted, watch = _reference(optimizer, small)
-        found = reference.described()
-        found["forgets"] = not found["opaque"] and _forgets(optimizer, reference, rows, wanted)
+        about = reference.described()
+        about["forgets"] = not about["opaque"] and _forgets(optimizer, reference, rows, wanted)
         if reference.needs_closure:
-            return Probe(kind="coupled", why="its step computes the loss again", **found)
-        lost = "rebuilt with all that was found of what it keeps, it goes on otherwise" if found["forgets"] else ""
+            return Probe(kind="coupled", why="its step computes the loss again", **about)
+        lost = "rebuilt with all that was found of what it keeps, it goes on otherwise" if about["forgets"] else ""
         why = (
             reference.unsliceable() or lost or _differs(optimizer, small, sliced(small, rows), rows, wanted, reference)
         )
@@ -88,9 +99,24 @@ def probe(optimizer: OptimizerFactory, model: nn.Module, options: Options = no_o
             slices = [("a slice", (CUTS[0],), copy.options, copy.dtype) for copy in by_group]
             why = looks_at_shapes(optimizer, [*slices, *rest], longest=CUTS[-1])
         if not why:
-            return Probe(kind="elementwise", **found)
+            return Probe(kind="elementwise", **about)
         coupling = _differs(optimizer, small, alone(small), rows, wanted, reference)
-        return Probe(kind="coupled" if coupling else "parameter", why=coupling or why, **found)
+        return Probe(kind="coupled" if coupling else "parameter", why=coupling or why, **about)
+
+
+def _known(factory: OptimizerFactory, copies: list[Copy]) -> Probe | None:
+    """What is known of an element-wise optimiser of PyTorch, as PyTorch made it: nothing overridden, no hooks."""
+    run = built(factory, copies)
+    optimizer = run.optimizers[0]
+    own = type(optimizer) in KNOWN and inspect.unwrap(type(optimizer).step).__module__.startswith("torch.optim.")
+    hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    if not own or hooked or any(callable(value) for value in vars(optimizer).values()):
+        return None
+    try:
+        run.train(gradients(copies, STEPS, absent=False)[:FEW])
+    except Exception:
+        return None
+    return Probe(kind="elementwise", **run.described())
 
 
 def _reference(factory: OptimizerFactory, copies: list[Copy]) -> tuple[Run, list[Row], list[list[Tensor]], Watch]:
