@@ -90,3 +90,9 @@ def test_rounding_that_an_optimiser_makes_a_step_of_fails_no_proof(tmp_path: Pat
     assert proof.passed, (proof.worst, proof.max_rel_diff)
     assert proof.zero_gradient == ["qkv.bias"]
     assert any(note.startswith("elements whose true gradient is zero are not compared") for note in proof.notes)
+
+
+def test_a_failed_proof_names_the_buffer_that_replicas_change(tmp_path: Path) -> None:
+    proof = verify(write(tmp_path, FOLLOWS="True"), parse("dp(2)"), steps=3)
+    assert proof.verdict == "FAILED"
+    assert any("declare what replicas do with it: Job(buffers={'seen': 'average'})" in note for note in proof.notes)

@@ -84,6 +84,12 @@ class Certificate:
     losses: list[float] = field(default_factory=list)
     serial_losses: list[float] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    provable: bool = True
+    """Whether rounding moves the serial run too little to hide a fault; a job that is not provable never passes."""
+
+    @property
+    def verdict(self) -> str:
+        return "PASSED" if self.passed else "FAILED" if self.provable else "CANNOT BE PROVEN"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -154,7 +160,8 @@ def verify(
             f"this job cannot be proven at {steps} steps: the serial run itself moves by {moves:.1e} under another "
             f"order of sums, and {MARGIN:g} times that is more than the widest tolerance, {WIDEST:.0e}; try fewer steps"
         )
-    notes += _about_buffers(where if not largest <= tolerance else "", declared, examined["state"])
+    suspects = examined["state"] if strategy.replicas > 1 and job.buffers is None else []
+    notes += _about_buffers(where if not largest <= tolerance else "", declared, suspects)
     if not all(map(math.isfinite, serial["losses"])):
         notes.append("the loss of the serial run itself is not a finite number, so there is nothing to compare with")
     if not ranks[0]["ledger_compared"]:
@@ -169,19 +176,19 @@ def verify(
         zero_gradient=sorted({name for rank in ranks for name in rank["zero_gradient"]}),
         not_covered=NOT_COVERED["exact" if exact else "loss curve"],
         widened=serial["widened"], losses=losses, serial_losses=serial["losses"], notes=notes,
-        float32_drift=max((rank["float32_drift"] or 0.0) for rank in ranks) if exact else None,
+        float32_drift=max((rank["float32_drift"] or 0.0) for rank in ranks) if exact else None, provable=provable,
     )  # fmt: skip
 
 
-def _about_buffers(wrong: str, declared: Mapping[str, str], state: Sequence[str]) -> list[str]:
-    """What the job declares about buffers, and what it might declare where one differs."""
+def _about_buffers(wrong: str, declared: Mapping[str, str], suspects: Sequence[str]) -> list[str]:
+    """What the job declares about buffers, and what it might declare of those that replicas change, where it fails."""
     notes = [
         f"declared difference: the job declares {mode!r} for the buffer {name} ({_MODES[mode]}), so it was not "
         "compared; what the model reads from it may differ from one process"
         for name, mode in sorted(declared.items())
     ]
-    kind, _, name = wrong.partition(" ")
-    if kind == "buffer" and name in state:
+    if wrong and suspects:
+        name = next((name for name in suspects if wrong == f"buffer {name}"), suspects[0])
         notes.append(
             f"each forward changes the buffer {name} by the samples that it sees; declare what replicas do with it: "
             f"Job(buffers={{{name!r}: 'average'}}), or 'sum' (counts), 'broadcast' (the first replica's), 'local' "
