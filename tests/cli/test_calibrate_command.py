@@ -17,6 +17,7 @@ from shoal.comm.calibration import read_calibration
 from shoal.train.record.run import read_run
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_what_it_wrote_is_what_a_training_uses(shoal: Shoal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "configuration" / "file.toml"

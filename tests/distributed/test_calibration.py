@@ -86,6 +86,7 @@ def test_a_broken_file_of_rank_0_is_told_to_all_and_one_of_another_rank_does_not
     assert [each["sums"] for each in ranks(TARGET, files(tmp_path, whole, broken), ranks=2)] == [[4.0] * 3] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.root
 @pytest.mark.timeout(180)
 def test_under_torchrun_the_links_between_hosts_are_measured(tmp_path: Path) -> None:

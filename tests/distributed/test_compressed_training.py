@@ -91,7 +91,7 @@ def test_what_is_sent_and_what_is_kept_make_up_the_gradient_for_every_method(ran
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("method", ["topk(0.02)", "powersgd(2)"])
+@pytest.mark.parametrize("method", [pytest.param("topk(0.02)", marks=pytest.mark.slow), "powersgd(2)"])
 def test_what_is_sent_and_what_is_kept_make_up_the_gradient_in_products(ranks: Ranks, method: str) -> None:
     plain = [text.replace(", C)", ")") for text in FOUR[:-2]]
     conserved(ranks, list(zip(compressed(FOUR[:-2], method), plain, strict=True)), number=4)

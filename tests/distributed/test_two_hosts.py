@@ -81,7 +81,11 @@ def bytes_sent_a_step(file: Path) -> float:
 
 @pytest.mark.parametrize(
     ("strategy", "ranks_a_host", "between_hosts"),
-    [("dp(2)", 1, ["dp"]), ("dp(2, zero=3)", 1, ["dp"]), ("dp(2) * dp(2, zero=3)", 2, ["dp0"])],
+    [
+        pytest.param("dp(2)", 1, ["dp"], marks=pytest.mark.slow),
+        pytest.param("dp(2, zero=3)", 1, ["dp"], marks=pytest.mark.slow),
+        ("dp(2) * dp(2, zero=3)", 2, ["dp0"]),
+    ],
 )
 def test_a_job_trains_across_hosts_and_the_kernel_counts_what_the_ledger_says(
     strategy: str, ranks_a_host: int, between_hosts: list[str], hosts: tuple[Host, Host], place: Place, ranks: Ranks

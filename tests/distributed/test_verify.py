@@ -130,8 +130,20 @@ def test_state_that_forwards_change_is_changed_once_in_a_pipeline() -> None:
             assert row["ledger"] == [], row["case"]
 
 
-@pytest.mark.parametrize("strategy", ["dp(2, zero=3)", "dp(3, zero=1) * accumulate(2)"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "vit"])
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        ("llama", "dp(2, zero=3)"),
+        ("gpt2", "dp(3, zero=1) * accumulate(2)"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("llama", "dp(3, zero=1) * accumulate(2)"), ("gpt2", "dp(2, zero=3)"), ("vit", "dp(2, zero=3)"),
+                ("vit", "dp(3, zero=1) * accumulate(2)"),
+            ]
+        ),
+    ],
+)  # fmt: skip
 def test_hugging_face_models_train_exactly_as_the_serial_run(name: str, strategy: str) -> None:
     if importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed")

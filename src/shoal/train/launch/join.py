@@ -103,6 +103,8 @@ def join(
             f"rank {rank} waited {meet_s:g} s for {', '.join(error.keys)} in the store after all ranks had joined: "
             "another rank has ended, or another process deletes keys of the store at MASTER_ADDR."
         ) from error
+    except dist.DistError as error:
+        raise JoinError(_lost(rank)) from error
     agree_on(agreed.network)
     if agreed.note is not None and rank == 0:
         warnings.warn(agreed.note, stacklevel=2)
@@ -115,10 +117,13 @@ def join(
         # Longer than the watch waits: what it says of a hang is better than that a collective timed out.
         hang_after_s = float(os.environ.get("SHOAL_HANG_AFTER_S", 0))
         time_limit = timedelta(seconds=timeout_s or min(max(1800.0, 2 * hang_after_s), LONGEST_S))
-        dist.init_process_group(
-            chosen, store=raw_store, rank=rank, world_size=world, timeout=time_limit,
-            device_id=None if agreed.device is None else device,
-        )  # fmt: skip
+        try:
+            dist.init_process_group(
+                chosen, store=raw_store, rank=rank, world_size=world, timeout=time_limit,
+                device_id=None if agreed.device is None else device,
+            )  # fmt: skip
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            raise JoinError(_lost(rank)) from error
     if described:
         emulate_links(described, rank, world, chosen)
     _joined = Rank(rank=rank, world=world, local_rank=local_rank, device=device, store=store, backend=chosen)
@@ -252,10 +257,7 @@ def _meet(store: SignedStore, rank: int, world: int, meet_s: float) -> SignedSto
         current.get_all([f"process/{other}" for other in range(world)], meet_s)
         return current
     except dist.DistError as error:
-        raise JoinError(
-            f"rank {rank} lost the meeting place while it waited for the others: the process that holds it "
-            "(rank 0, or the launcher) gave up or ended, and its own message has the reason."
-        ) from error
+        raise JoinError(_lost(rank)) from error
     except StoreTimeout as error:
         numbers = ", ".join(key.partition("/")[2] for key in error.keys)
         raise JoinError(
@@ -263,6 +265,13 @@ def _meet(store: SignedStore, rank: int, world: int, meet_s: float) -> SignedSto
             "Check that every rank was started and holds the same SHOAL_TOKEN: ranks with another token "
             "belong to another job."
         ) from error
+
+
+def _lost(rank: int) -> str:
+    return (
+        f"rank {rank} lost the meeting place while it waited for the others: the process that holds it "
+        "(rank 0, or the launcher) gave up or ended, and its own message has the reason."
+    )
 
 
 def process_of(store: SignedStore, rank: int) -> tuple[str, int]:
