@@ -64,17 +64,22 @@ class UpdateDraws:
             yield
 
 
+def _place(tensor: Tensor) -> tuple[int, int]:
+    """Where its elements begin; also of a tensor without memory."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset() * tensor.element_size()
+
+
 class _Attributed(TorchDispatchMode):
     """Knows which parameter an update read last: a draw of its size is for that one."""
 
     def __init__(self, params: Iterable[Tensor]) -> None:
         super().__init__()
         self.params = list(params)
-        self.at: dict[int, int] = {}
+        self.at: dict[tuple[int, int], int] = {}
         for number, param in enumerate(self.params):
             for tensor in (param, param.grad):
-                if tensor is not None and tensor.numel():
-                    self.at[tensor.data_ptr()] = number
+                if tensor is not None and tensor.layout is torch.strided and tensor.numel():
+                    self.at[_place(tensor)] = number
         self.now: int | None = None
         self.draws: dict[tuple[int, ...], int] = {}
         """How many there were for a parameter, or of a shape that is of none."""
@@ -83,8 +88,8 @@ class _Attributed(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = dict(kwargs or {})
         for leaf in tree_leaves((args, named)):
-            if isinstance(leaf, Tensor) and leaf.numel():
-                self.now = self.at.get(leaf.data_ptr(), self.now)
+            if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.numel():
+                self.now = self.at.get(_place(leaf), self.now)
         self.found = self.found or is_random(func, args, named)
         rule = RULES.get(func)
         return func(*args, **named) if rule is None else rule(self._drawn, func, args, named)
