@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from distributed.optimizer_zoo import COUPLED, ELEMENTWISE, PARAMETERWISE, Net, Written
 from shoal.job import Job, JobError, TensorData
@@ -310,15 +311,22 @@ def test_what_is_known_of_an_optimiser_is_what_trying_it_shows(cls: Any, monkeyp
     assert not tried.forgets
 
 
-def test_an_optimiser_of_pytorch_with_a_hook_is_tried() -> None:
-    def normalised(groups: Any) -> torch.optim.Optimizer:
+def _normalises(optimizer: Any, args: Any, kwargs: Any) -> None:
+    for param in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+        param.grad /= param.grad.norm() + 1e-9
+
+
+@pytest.mark.parametrize("for_all", [False, True])
+def test_an_optimiser_of_pytorch_with_a_hook_is_tried(for_all: bool) -> None:
+    def hooked(groups: Any) -> torch.optim.Optimizer:
         optimizer = torch.optim.SGD(groups, lr=0.1)
-
-        def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-            for param in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
-                param.grad /= param.grad.norm() + 1e-9
-
-        optimizer.register_step_pre_hook(before)
+        if not for_all:
+            optimizer.register_step_pre_hook(_normalises)
         return optimizer
 
-    assert probe(normalised, torch.nn.Linear(5, 4)).kind == "parameter"
+    handle = register_optimizer_step_pre_hook(_normalises) if for_all else None
+    try:
+        assert probe(hooked, torch.nn.Linear(5, 4)).kind == "parameter"
+    finally:
+        if handle is not None:
+            handle.remove()

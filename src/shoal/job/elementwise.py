@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from shoal.job.errors import JobError
 from shoal.job.groups import Options, no_options
@@ -110,6 +111,7 @@ def _known(factory: OptimizerFactory, copies: list[Copy]) -> Probe | None:
     optimizer = run.optimizers[0]
     own = type(optimizer) in KNOWN and inspect.unwrap(type(optimizer).step).__module__.startswith("torch.optim.")
     hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    hooked = hooked or _global_optimizer_pre_hooks or _global_optimizer_post_hooks
     if not own or hooked or any(callable(value) for value in vars(optimizer).values()):
         return None
     try:

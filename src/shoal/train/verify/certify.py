@@ -38,8 +38,8 @@ DISTURBANCES = 2
 FILLS = 8
 """How many times over a pipeline without flush is filled, at least, before its loss curve is judged."""
 AMPLIFIED = (
-    "elements whose true gradient is zero are not compared: this optimiser steps by the sign of a gradient, or the "
-    "like, so rounding alone moves them"
+    "where the true gradient is zero only gradients are compared, not what the optimiser makes of them: it steps by "
+    "the sign of a gradient, or the like, so rounding alone moves those elements"
 )
 NOT_COVERED = {
     "exact": "steps and samples beyond these, other sizes of the batch, precision other than float64, optimiser state "
