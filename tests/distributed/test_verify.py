@@ -49,7 +49,7 @@ ODD = [
     "plain", "sgd", "momentum", "decay", "rates", "adagrad", "rmsprop", "dropout", "tied", "unused", "frozen",
     "buffers", "one_linear", "repeated", "structures", "primes", "in_place", "loose", "recurrent", "sparse", "norm",
     "cumulative_norm", "frozen_norm", "short", "short_norm", "uneven", "uneven_norm", "late", "sometimes",
-    "own_norms", "short_own_norms", "spectral", "replaced", "counting",
+    "own_norms", "short_own_norms", "spectral", "replaced", "counting", "returning",
 ]  # fmt: skip
 MODIFIERS = ("", " * accumulate(2)", ' * recompute("full")', ' * recompute("selective") * accumulate(3)')
 
@@ -99,6 +99,11 @@ def test_built_in_jobs_train_exactly_as_the_serial_run(job: str, strategy: str) 
     # Float32 tells less: the same runs differ by far more there.
     assert found.float32_drift is not None
     assert found.float32_drift > found.max_rel_diff
+
+
+def test_factored_state_of_a_scalar_is_compared() -> None:
+    found = prove(f"{HERE / 'jobs' / 'odd.py'}:scaled", "dp(2)")
+    assert found.compared["variance"] > 1
 
 
 @pytest.mark.slow

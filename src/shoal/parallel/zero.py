@@ -129,7 +129,9 @@ class ParameterGathering:
             at = self._order.index(unit) + step
             if 0 <= at < len(self._order):
                 near = self._order[at]
-                if near.part == unit.part and not near.whole and near.works is None and near.undone:
+                # A block that is called again is followed, in forward, by one that has had its turn already.
+                past = step > 0 and near.uses
+                if near.part == unit.part and not near.whole and near.works is None and near.undone and not past:
                     self._start(near, phase)
 
     def _before_forward(self, unit: ShardedUnit) -> Any:

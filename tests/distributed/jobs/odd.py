@@ -128,6 +128,26 @@ class Repeated(nn.Module):
         return self.head(x)
 
 
+class Returning(Repeated):
+    """Comes back to its first block at the end, when the block behind that has had its turn."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in (0, 1, 2, 0):
+            x = self.layers[number](x)
+        return self.head(x)
+
+
+class Scaled(Chain):
+    """A scalar parameter beside matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
 class Tuples(Residual):
     """Gives back its input beside its output, and takes such a pair."""
 
@@ -425,6 +445,8 @@ JOBS: dict[str, Callable[[], Job]] = {
     "buffers": lambda: make(Buffers),
     "one_linear": lambda: make(only_linear),
     "repeated": lambda: make(Repeated),
+    "returning": lambda: make(Returning),
+    "scaled": lambda: make(Scaled, optimizer=partial(torch.optim.Adafactor, lr=0.05)),
     "structures": lambda: make(Structures),
     "primes": lambda: make(Primes),
     "in_place": lambda: make(InPlace),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -118,6 +119,9 @@ def compare(ready: Prepared, path: str, *, zero_gradient: float = ZERO_GRADIENT)
                 rows.append((math.inf, f"{key} of {piece.name} (the serial optimiser has none)"))
                 continue
             check(key, piece, f"{key} of {piece.name}")
+        for key, piece in _of_scalars(engine):
+            if f"{key}:{piece.name}" in known:
+                check(key, piece, f"{key} of {piece.name}")
         sums = [reference.get_tensor(key) for key in known if key.startswith(f"{GRADIENT}:")]
         least = SMALLEST * max(map(_size, sums), default=0.0)
         for piece in ready.watched.owned() if ready.watched is not None else ():
@@ -142,6 +146,16 @@ def compare(ready: Prepared, path: str, *, zero_gradient: float = ZERO_GRADIENT)
         "replicated": sorted(f"{kind}:{name}" for kind, name in replicated),
         "declared": {name: mode for (_, name), mode in declared.items()},
     }  # fmt: skip
+
+
+def _of_scalars(engine: Engine) -> Iterator[tuple[str, Piece]]:
+    """Single numbers that the optimiser keeps for parameters of no dimension, where it has full parameters: Adam's
+    moments are such, and so is its number of steps."""
+    kept = engine.optimizer.values()
+    for piece in engine.owned_parameters():
+        for key, value in kept.get(piece.name, {}).items() if piece.shape == () else ():
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                yield key, replace(piece, values=value.reshape(-1))
 
 
 _KINDS = {"buffer": "buffer", "frozen": "frozen parameter"}
