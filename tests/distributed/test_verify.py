@@ -50,6 +50,7 @@ ODD = [
     "buffers", "one_linear", "repeated", "structures", "primes", "in_place", "loose", "recurrent", "sparse", "norm",
     "cumulative_norm", "frozen_norm", "short", "short_norm", "uneven", "uneven_norm", "late", "sometimes",
     "own_norms", "short_own_norms", "spectral", "replaced", "counting", "returning",
+    "rare_inside",
 ]  # fmt: skip
 MODIFIERS = ("", " * accumulate(2)", ' * recompute("full")', ' * recompute("selective") * accumulate(3)')
 

@@ -112,6 +112,10 @@ def parallelize(
     if gathering is not None:
         reduction.before_scatter = gathering.require_same
         reduction.on_done = {id(bucket): gathering.bucket_done(unit) for bucket, unit in shards.done_with}
+        held: dict[int, list[Bucket]] = {}
+        for bucket, unit in shards.done_with:
+            held.setdefault(id(unit), []).append(bucket)
+        gathering.close_partial = lambda unit: reduction.close_partial(held.get(id(unit), []))
     alike = placement.first_of_tensor or placement.batch_over_tp
     gathers = cut.sequence is not None and cut.sequence.gathers
     engine = Engine(

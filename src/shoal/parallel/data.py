@@ -71,6 +71,8 @@ class Bucket:
         """Of a gradient that another replica writes to as well, what is written at a time."""
         self.filled = [False] * len(buffer.slots)
         self.missing = len(buffer.slots)
+        self.closed = False
+        """Whether it was reduced in this backward without some of its gradients."""
         if part == SHARED:
             self.missing = NEVER
             self.keep_apart()
@@ -87,6 +89,11 @@ class Bucket:
             self.slice = slice(self.scattering.index * size, (self.scattering.index + 1) * size)
 
     def receive(self, slot: int, gradient: torch.Tensor) -> None:
+        if self.closed:
+            raise RuntimeError(
+                f"the gradient of {self.buffer.slots[slot].name} arrived after its bucket was reduced: a block before "
+                "its own began its backward earlier. Train this model with zero=2"
+            )
         self._allocate()
         if self.memory is not None and not self.memory.apart:
             self.memory.add(self.pieces[slot], gradient)
@@ -216,7 +223,7 @@ class GradientReduction:
         self._next = 0
         self._last_micro = last_micro
         for bucket in self._at_work:
-            bucket.missing = len(bucket.buffer.slots)
+            bucket.missing, bucket.closed = len(bucket.buffer.slots), False
             if not last_micro:
                 bucket.keep_apart()
 
@@ -233,6 +240,13 @@ class GradientReduction:
         for bucket in self._at_work:
             if bucket.missing:
                 bucket.missing = 0
+                self._done(bucket)
+
+    def close_partial(self, buckets: Sequence[Bucket]) -> None:
+        """Takes buckets for full that have some of their gradients, since no more will come in this backward."""
+        for bucket in buckets:
+            if 0 < bucket.missing < len(bucket.buffer.slots):
+                bucket.missing, bucket.closed = 0, True
                 self._done(bucket)
 
     def finish(self) -> None:

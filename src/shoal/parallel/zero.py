@@ -9,7 +9,7 @@ that is used several times in a step or whose output hides its tensors, so that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -74,6 +74,8 @@ class ParameterGathering:
         self.sharding = sharding
         self.part: int | None = None
         """The pipeline stage on this rank that computes; units of its other stages stay as they are."""
+        self.close_partial: Callable[[ShardedUnit], None] = lambda unit: None
+        """Reduces a unit's buckets that have some of their gradients."""
         self._order: list[ShardedUnit] = []
         self._hooks: list[Any] = []
         self._tagged = sharding.group if isinstance(sharding.group, ShoalGroup) else None
@@ -171,12 +173,22 @@ class ParameterGathering:
 
     def _before_backward(self, unit: ShardedUnit) -> Any:
         def hook(gradient: torch.Tensor) -> None:
-            # A block that hands its input through hears of it again when its own backward is over.
+            # A block that returns its input gets this hook a second time, after its own backward; that is ignored.
             if unit.undone:
+                self._close_after(unit)
                 self.gather(unit, "backward")
                 self._neighbour(unit, -1, "backward")
 
         return hook
+
+    def _close_after(self, unit: ShardedUnit) -> None:
+        """Backward has come to a block: those behind it are done, also where some of their parameters have no gradient
+        on this rank (experts without tokens). They are reduced now, as on ranks where all have one: the collectives of
+        all ranks then come in one order."""
+        if unit in self._order:
+            for later in reversed(self._order[self._order.index(unit) + 1 :]):
+                if later.part == unit.part and later.undone:
+                    self.close_partial(later)
 
     def bucket_done(self, unit: ShardedUnit) -> Any:
         """For the reduction to call when one of the unit's buckets has all its gradients."""

@@ -405,6 +405,20 @@ class Sometimes(Chain):
         return super().forward(x)
 
 
+class RareInside(Residual):
+    """A block with a layer for rare samples only: all ranks call the block, some without any use of that layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rare = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rare = x[:, 0] > 1.5
+        if rare.any():
+            x = torch.where(rare[:, None], self.rare(x), x)
+        return super().forward(x)
+
+
 class Reaching(Chain):
     """Reads a weight of a block from outside the block."""
 
@@ -466,6 +480,7 @@ JOBS: dict[str, Callable[[], Job]] = {
     "diverging": lambda: make(Chain, optimizer=partial(torch.optim.SGD, lr=1e30), clip=None),
     "late": lambda: make(Late),
     "sometimes": lambda: make(Sometimes),
+    "rare_inside": lambda: make(partial(Chain, make_block=RareInside)),
     "reaching": lambda: make(Reaching),
     # The third batch is of 2 samples, or of 1: some ranks have none, and with micro-batches some of these are empty.
     "short": lambda: make(Chain, train=vectors(26), last_batch="short"),
