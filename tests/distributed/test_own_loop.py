@@ -41,7 +41,7 @@ def test_losses_and_counts_that_do_not_add_up_are_named(ranks: Run) -> None:
         assert (
             "rank 0: the count is wrong: of 12 samples it is 12, of 2 and 10 of them 12 and 12" in found["check count"]
         )
-        assert "coupled, by the model or by the loss" in found["check coupled"]
+        assert "coupled, by model or loss" in found["check coupled"]
         assert "has 1 samples, and two are needed" in found["one"]
         assert "a loss of shape [12]; pass the sum of the losses" in found["vector"]
         assert "the count requires a gradient" in found["count grad"]

@@ -203,7 +203,7 @@ def _what_is_wrong(
     if near(whole, (first * one + (num - first) * two) / num, size):
         return f"the loss is a mean, not a sum: {of.format(*losses)}. {right}"
     return (
-        f"the samples of a batch are coupled, by the model or by the loss: {of.format(*losses)}, which does not add up. "
+        f"the samples of a batch are coupled, by model or loss, which does not add up: {of.format(*losses)}. "
         'Ranks and micro-batches would train another model. Train a Job with loss_over="batch" if the loss is one over '
         "the batch, or use nn.BatchNorm for batch statistics"
     )
