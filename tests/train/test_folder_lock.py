@@ -59,6 +59,20 @@ def test_every_process_of_a_run_holds_its_folder_and_a_kill_releases_it(tmp_path
     take(tmp_path, say=silent, wait_s=0.0).release()
 
 
+def test_a_run_in_a_folder_that_another_holds_is_refused_before_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, _ = holder(tmp_path)
+    monkeypatch.setattr(lock, "WAIT_S", 0.1)
+    try:
+        with pytest.raises(CannotTrain, match=f"{tmp_path} is in use by another run .process {other.pid}"):
+            train_job("language:tiny", "dp(2)", folder=tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == [lock.LOCK]
+    finally:
+        other.kill()
+        other.wait()
+
+
 def begin(folder: Path, *words: str) -> subprocess.Popen[str]:
     """A run in a process of its own, which has written checkpoints."""
     command = [sys.executable, "-m", "shoal", "train", "language:tiny", "--strategy", "dp(2)", "--folder", str(folder),
@@ -78,6 +92,7 @@ def final(folder: Path) -> list[bytes]:
     return [file.read_bytes() for file in files]
 
 
+@pytest.mark.slow
 def test_a_second_run_is_refused_and_after_a_kill_a_resume_ends_bit_identical(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

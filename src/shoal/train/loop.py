@@ -142,9 +142,14 @@ def _locked(folder: Path, token: str | None, rank: int, channel: Any) -> FolderL
     first = exchange({"token": mine.token if mine is not None else "", "wrong": wrong, "host": socket.gethostname()})
     if first[0]["wrong"]:
         raise TrainingStopped(first[0]["wrong"])
-    if mine is None and first[rank]["host"] != first[0]["host"]:
-        return FolderLock(None, first[0]["token"])  # Its folder may be another one.
-    return mine or lock.join(folder, first[0]["token"])
+    if mine is not None:
+        return mine
+    try:
+        return lock.join(folder, first[0]["token"])
+    except FolderBusy:
+        if first[rank]["host"] == first[0]["host"]:
+            raise
+        return FolderLock(None, first[0]["token"])  # On this host it is another folder.
 
 
 class TrainingRun:
