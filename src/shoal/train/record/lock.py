@@ -1,9 +1,9 @@
 """A run's folder belongs to one run at a time: a lock that every process of the run holds, and the kernel releases.
 
 Ranks of a killed parent may still be writing when the next run starts in the same folder. So each process that may
-write holds a shared lock (flock) on one file in it; a new run needs it exclusively for a moment, which it gets only when the
-last of them has ended, however it ended. The file says whose it is: a process joins only its own run. It stays behind,
-and blocks nothing.
+write holds a shared lock (flock) on one file in it; a new run needs it exclusively for a moment, which it gets only
+when the last of them has ended, however it ended. The file says whose it is: a process joins only its own run. It
+stays behind, and blocks nothing.
 """
 
 from __future__ import annotations
