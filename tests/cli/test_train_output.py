@@ -19,7 +19,7 @@ from cli.jobs import write_job
 from shoal.comm.ledger import Ledger
 from shoal.train.record.run import read_run
 
-FILES = {"run.json", "steps.jsonl", "validation.jsonl", "ledger.json", "events", "trace.json", "checkpoints"}
+FILES = {".lock", "run.json", "steps.jsonl", "validation.jsonl", "ledger.json", "events", "trace.json", "checkpoints"}
 
 
 @pytest.mark.timeout(60)

@@ -39,6 +39,8 @@ PROOFS: dict[int, list[tuple[str, str]]] = {
         ("sequence_first", "dp(2, zero=1) * accumulate(2)"),
         ("recurrent", "dp(2)"),
         ("noisy", "dp(2) * accumulate(2)"),
+        ("distributed", "dp(2, zero=3) * accumulate(2)"),
+        ("distributed", "tp(2)"),
         ("sgld", "dp(2)"),
         ("sgld", "tp(2)"),
         ("random_rates", "dp(2)"),

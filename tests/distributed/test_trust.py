@@ -78,6 +78,13 @@ def test_a_proof_holds_against_the_full_batch_in_one_process(job: str, strategy:
     assert "each global batch at once" in found.serial
 
 
+@pytest.mark.parametrize("strategy", ["dp(2) * ep(2)", pytest.param("ep(2)", marks=pytest.mark.slow)])
+def test_a_loss_over_the_batch_is_exact_where_experts_are_cut(strategy: str) -> None:
+    found = verify(f"{JOBS.with_name('contrastive_moe.py')}:contrastive", parse(strategy), steps=2)
+    assert found.passed, (found.worst, found.max_rel_diff, found.ledger_differences)
+    assert found.max_rel_diff <= EXACT
+
+
 @pytest.mark.parametrize(
     ("job", "strategy", "parts", "why"),
     [

@@ -51,6 +51,7 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "features": lambda x: F.dropout1d(x[:, :, None].expand(-1, -1, 3), 0.5).flatten(1),
     "rand": lambda x: torch.rand(x.shape),
     "rand_like": torch.rand_like,
+    "one number a sample": lambda x: torch.rand(len(x)),
     "randn": lambda x: torch.randn(len(x), 4),
     "normal": lambda x: torch.normal(x, 2.0),
     "normal_": lambda x: torch.empty_like(x).normal_(1.0, 2.0),
@@ -69,6 +70,14 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "multinomial": lambda x: torch.multinomial(torch.ones(len(x), 100), 3),
     "with replacement": lambda x: torch.multinomial(torch.ones(len(x), 100), 3, replacement=True),
     "categorical": lambda x: torch.distributions.Categorical(torch.ones(len(x), 4, 9)).sample(),
+    "poisson": lambda x: torch.poisson(x * 40),
+    "binomial": lambda x: torch.binomial((x * 60).expand(len(x), -1), torch.full_like(x, 0.3)),
+    "gamma": lambda x: torch.distributions.Gamma(x * 0.4, x).rsample(),
+    "dirichlet": lambda x: torch.distributions.Dirichlet(x * 0.3).rsample(),
+    "beta": lambda x: torch.distributions.Beta(x, x * 2).rsample(),
+    "student": lambda x: torch.distributions.StudentT(x * 3).rsample(),
+    "negative binomial": lambda x: torch.distributions.NegativeBinomial(x * 9, torch.full_like(x, 0.7)).sample(),
+    "gamma in a draw of several": lambda x: torch.distributions.Gamma(x, 1.0).sample((3,)).transpose(0, 1),
     "flattened": lambda x: F.dropout(x.repeat(1, 2).view(-1, WIDTH // 2), 0.5).view(len(x), -1),
     "samples second": lambda x: F.dropout(x.t(), 0.5).t(),
 }
@@ -163,15 +172,19 @@ def test_what_has_no_place_is_refused_in_a_proof_and_drawn_by_rank_in_training()
     training = ready(model, exact=False)
     assert torch.equal(run(training, model, [0, 1]), run(training, model, [0, 1]))
     assert not torch.equal(run(training, model, [0, 1]), run(training, model, [2, 3]))
-    model = Own(torch.poisson)
-    with pytest.raises(CannotPlace, match=r"draws random numbers by aten\.poisson"):
+
+    def unbounded(x: Tensor) -> Tensor:
+        return torch.empty_like(x).random_()
+
+    model = Own(unbounded)
+    with pytest.raises(CannotPlace, match=r"draws random numbers by aten\.random_\.default"):
         run(ready(model), model, [0, 1, 2])
-    model = Own(torch.poisson)
+    model = Own(unbounded)
     noted = ready(model)
     noted.notes_only = True
     run(noted, model, [0, 1, 2])
     assert noted.unplaced
-    assert "draws random numbers by aten.poisson.default, which has no rule" in noted.unplaced[0]
+    assert "draws random numbers by aten.random_.default, which has no rule" in noted.unplaced[0]
 
 
 def test_a_permutation_of_a_part_has_no_place() -> None:
@@ -182,6 +195,63 @@ def test_a_permutation_of_a_part_has_no_place() -> None:
     cut.install(half)
     with pytest.raises(CannotPlace, match="draws a permutation of 4 elements, which are cut by tp or cp"):
         run(cut, half, [0, 1])
+
+
+def test_parts_of_gamma_poisson_and_binomial_draws_are_those_of_the_full_tensor_and_dirichlet_is_refused() -> None:
+    values = torch.linspace(0.1, 9.0, 8)
+    for make in (torch._standard_gamma, torch.poisson, lambda v: torch.binomial(v.ceil(), v / 9)):
+        model = Own(lambda x, make=make: make(values.expand(len(x), 8)))
+        places = draw_places(model, lambda n, model=model: model(torch.ones(n, WIDTH)))
+        full = Randomness(5, places, exact=True)
+        full.install(model)
+        expected = run(full, model, [3, 4])
+        half = Own(lambda x, make=make: make(values[4:].expand(len(x), 4)))
+        mine = Randomness(5, places, Cuts(tensor=2, tensor_index=1), exact=True)
+        mine.install(half)
+        assert torch.equal(run(mine, half, [3, 4]), expected[:, 4:])
+    model = Own(lambda x: torch._sample_dirichlet(values.expand(len(x), 8)))
+    places = draw_places(model, lambda n: model(torch.ones(n, WIDTH)))
+    half = Own(lambda x: torch._sample_dirichlet(values[4:].expand(len(x), 4)))
+    cut = Randomness(5, places, Cuts(tensor=2, tensor_index=1), exact=True)
+    cut.install(half)
+    with pytest.raises(CannotPlace, match="draws a Dirichlet sample of 4 elements, which are cut by tp or cp"):
+        run(cut, half, [0, 1])
+
+
+def test_gradients_of_gamma_and_dirichlet_draws_are_implicit_reparameterisations() -> None:
+    concentration = torch.full((4000, 1), 2.5, dtype=torch.float64, requires_grad=True)
+    model = Own(lambda x: torch.distributions.Gamma(concentration[: len(x)], 1.0).rsample())
+    run(ready(model), model, range(4000)).sum().backward()
+    assert concentration.grad is not None
+    assert concentration.grad.mean() == pytest.approx(1.0, abs=0.05), "the mean of a gamma variable is its shape"
+    weights = torch.tensor([[1.0, 2.0, 3.0]], dtype=torch.float64, requires_grad=True)
+    model = Own(lambda x: torch.distributions.Dirichlet(weights.expand(len(x), 3)).rsample())
+    run(ready(model), model, range(4000))[:, 0].mean().backward()
+    expected = torch.tensor([[5 / 36, -1 / 36, -1 / 36]], dtype=torch.float64)  # Of a_0 / sum(a).
+    assert torch.allclose(weights.grad, expected, atol=0.01)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("draw", "mean", "variance"),
+    [
+        (lambda n: torch._standard_gamma(torch.full((n,), 0.2)), 0.2, 0.2),
+        (lambda n: torch._standard_gamma(torch.full((n,), 0.7)), 0.7, 0.7),
+        (lambda n: torch._standard_gamma(torch.full((n,), 30.0)), 30.0, 30.0),
+        (lambda n: torch.poisson(torch.full((n,), 0.3)), 0.3, 0.3),
+        (lambda n: torch.poisson(torch.full((n,), 5000.0)), 5000.0, 5000.0),
+        (lambda n: torch.binomial(torch.full((n,), 12.0), torch.full((n,), 0.25)), 3.0, 2.25),
+        (lambda n: torch._sample_dirichlet(torch.tensor([0.5, 1.5]).expand(n, 2))[:, 0], 0.25, 0.0625),
+    ],
+)
+def test_draws_that_depend_on_values_have_their_mean_and_variance(
+    draw: Callable[[int], Tensor], mean: float, variance: float
+) -> None:
+    num = 20_000
+    model = Own(lambda x: draw(len(x)))
+    drawn = run(ready(model), model, range(num)).double()
+    assert float(drawn.mean()) == pytest.approx(mean, abs=4 * (variance / num) ** 0.5)
+    assert float(drawn.var()) == pytest.approx(variance, rel=0.25)
+    assert torch.poisson(torch.zeros(3)).eq(0).all()
 
 
 def test_what_is_drawn_has_its_distribution() -> None:

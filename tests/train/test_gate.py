@@ -168,7 +168,10 @@ def test_dropout_of_any_kind_does_not_count_as_a_difference(write: Callable[...,
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"head": "x + torch.poisson(x.detach().abs())"}, "the model's own forward draws random numbers by aten.poi"),
+        (
+            {"head": "x + torch.empty_like(x).random_() * 1e-9"},
+            "the model's own forward draws random numbers by aten.random_.default",
+        ),
         ({"head": "x + x @ self.table.diag()"}, "its serial step in float64 fails: RuntimeError"),
     ],
 )
@@ -179,6 +182,55 @@ def test_what_cannot_be_compared_is_trained_and_said_to_be_unchecked(
     assert run.status == "finished"
     assert said[-1].startswith(f"the layout was not checked: {why}")
     assert not proven_file().exists()
+
+
+NORMED = """
+import torch
+from torch import nn
+from shoal.job import Job, TensorData, cross_entropy
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(6, 16), nn.BatchNorm1d(16, eps={eps}), nn.Linear(16, 4)
+
+    def forward(self, x):
+        # The gate computes in float64, where samples are so close that batch norm amplifies rounding.
+        h = self.norm(self.up(1 + {spread} * x if x.dtype == torch.float64 else x))
+        {fault}
+        return self.down(torch.tanh(h))
+
+numbers = torch.Generator().manual_seed(3)
+job = Job(
+    name="normed", model=Model, loss=cross_entropy, global_batch={batch}, steps=1, seed=1,
+    train=TensorData(x=torch.randn(32, 6, generator=numbers), y=torch.randint(4, (32,), generator=numbers)),
+    optimizer=lambda groups: torch.optim.AdamW(groups, lr=0.01),
+)
+"""
+
+
+def normed(path: Path, *, spread: str, eps: str, batch: int, fault: str = "pass") -> str:
+    path.write_text(NORMED.format(spread=spread, eps=eps, batch=batch, fault=fault), encoding="utf-8")
+    return str(path)
+
+
+def test_a_batch_of_two_under_batch_norm_is_no_false_alarm(tmp_path: Path) -> None:
+    job = normed(tmp_path / "normed.py", spread="1", eps="1e-5", batch=2)
+    run, said = train(job, "dp(2)", tmp_path)
+    assert run.status == "finished"
+    assert len(said) == 1
+    assert len(json.loads(proven_file().read_text())["proven"]) == 1
+
+
+def test_what_rounding_moves_is_not_called_wrong_and_a_fault_still_is(tmp_path: Path) -> None:
+    ill = {"spread": "1e-8", "eps": "1e-40", "batch": 4}
+    run, said = train(normed(tmp_path / "ill.py", **ill), "dp(2)", tmp_path)  # type: ignore[arg-type]
+    assert run.status == "finished"
+    assert "the strategy was not checked: rounding alone moves the gradient of " in said[-1]
+    assert not proven_file().exists()
+    by_rank = "h = h * (1 + 0.01 * (torch.distributed.get_rank() if torch.distributed.is_initialized() else 0))"
+    with pytest.raises(LayoutWrong, match=r"another model than one process does: the gradient of \S+ differs"):
+        train(normed(tmp_path / "wrong.py", fault=by_rank, **ill), "dp(2)", tmp_path)  # type: ignore[arg-type]
 
 
 def asked(job_file: str, strategy: str, **changes: Any) -> dict[str, Any]:

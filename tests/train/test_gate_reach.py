@@ -268,6 +268,7 @@ def test_replicas_that_compute_something_else_are_stopped_under_plain_dp(
 def test_a_loss_that_is_no_number_is_called_that() -> None:
     question = {"strategy": "tp(2)", "axes": ["tp"], "key": "k", "job": "j", "optimizer": "SGD"}
     found = {"skip": "", "difference": "nan", "kind": "loss", "where": "the loss of step 1", "buffers": []}
+    found |= {"wrong": True, "tolerance": 1e-8}
     with pytest.raises(
         LayoutWrong, match="the loss of step 1 is NaN or infinite, where that of a serial step is finite"
     ):
@@ -285,9 +286,12 @@ def test_a_serial_loss_that_is_no_number_is_said_to_be_so(write: Callable[..., s
 
 
 # State in an attribute is no random number: it must be checked, and named.
-HIDDEN_STATE = {"init": "self.seen = torch.zeros(8)", "inside": """h = h + self.seen.mean().to(h.dtype)
+HIDDEN_STATE = {
+    "init": "self.seen = torch.zeros(8)",
+    "inside": """h = h + self.seen.mean().to(h.dtype)
         if self.training:
-            self.seen = 0.9 * self.seen + x.detach().mean(0)"""}
+            self.seen = 0.9 * self.seen + x.detach().mean(0)""",
+}
 NOISE = {"inside": "h = h + torch.randn_like(h)"}
 OUTSIDE = {
     "helpers": """
@@ -329,7 +333,7 @@ def test_what_replicas_do_not_share_is_named(
 
 def test_blocks_that_cannot_be_repeated_are_refused_on_one_rank(write: Callable[..., str], tmp_path: Path) -> None:
     told = stopped(write(**IN_PLACE), 'recompute("full")', tmp_path, CannotTrain)
-    assert "the model runs in one process but fails under recompute(\"full\")" in told
+    assert 'the model runs in one process but fails under recompute("full")' in told
     assert "Leave recompute out, or let blocks make new tensors" in told
 
 

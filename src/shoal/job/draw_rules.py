@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-Draw = Callable[[Sequence[int], torch.device, str], torch.Tensor | torch.Generator]
-"""Takes shape, device and kind: "uniform" in [0, 1), "normal", or "order": uniform, of a tensor that nothing cuts."""
+from shoal.job.draw_sequences import SEQUENCE_RULES, Draw
+
+UNCUT = {"order": "permutation", "rows of bits": "Dirichlet sample"}
+"""Kinds of numbers that are of use only where nothing cuts the tensor, and what is made of them."""
 _aten = torch.ops.aten
 _MASK = 0xFFFFFFFFFFFFFFFF
 
@@ -30,6 +32,10 @@ def key_of(*numbers: int) -> int:
     return key
 
 
+DTYPES: dict[str, type[np.generic]] = {"normal": np.float64, "bits": np.int64, "rows of bits": np.int64}
+"""Of kinds other than uniform numbers."""
+
+
 class Numbers:
     """A generator that starts afresh for every key."""
 
@@ -39,7 +45,7 @@ class Numbers:
         self._state: Any = self._philox.state
 
     def empty(self, kind: str, shape: Sequence[int]) -> np.ndarray:
-        return np.empty(shape, dtype=np.float64 if kind == "normal" else np.float32)
+        return np.empty(shape, dtype=DTYPES.get(kind, np.float32))
 
     def fill(self, kind: str, shape: Sequence[int], place: int, who: int) -> np.ndarray:
         values = self.empty(kind, shape)
@@ -54,6 +60,8 @@ class Numbers:
         self._philox.state = self._state
         if kind == "normal":
             self._generator.standard_normal(out=values)
+        elif values.dtype == np.int64:
+            values[...] = self._philox.random_raw(values.size).view(np.int64).reshape(values.shape)
         else:
             self._generator.random(out=values, dtype=np.float32)
 
@@ -249,5 +257,6 @@ RULES: dict[Any, Callable[[Draw, Any, Sequence[Any], dict[str, Any]], Any]] = {
     _aten.randint.generator: _randint, _aten.randint.low_generator: _randint,
     _aten.randint_like.default: _randint_like, _aten.randint_like.low_dtype: _randint_like,
     _aten.random_.to: _random_, _aten.random_.__getattr__("from"): _random_,
+    **SEQUENCE_RULES,
 }  # fmt: skip
 """Operation -> what it makes of its numbers. What else draws has no rule."""

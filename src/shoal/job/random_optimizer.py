@@ -118,7 +118,7 @@ class _Placed(_Attributed):
     def numbers_of(self, param: int | None, number: int, shape: tuple[int, ...], kind: str) -> Tensor:
         if param is None:
             return torch.from_numpy(self.numbers.fill(kind, shape, key_of(number, *shape), self.key))
-        flat = torch.zeros(self.params[param].numel(), dtype=torch.float64 if kind == "normal" else torch.float32)
+        flat = torch.from_numpy(self.numbers.empty(kind, (self.params[param].numel(),))).zero_()
         for stretch in self.stretches[param]:
             place = int.from_bytes(hashlib.blake2b(stretch.name.encode(), digest_size=8).digest(), "big")
             drawn = torch.from_numpy(self.numbers.fill(kind, stretch.whole, key_of(place, number), self.key))

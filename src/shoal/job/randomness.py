@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.job.draw_places import ROOT, Drawn, Place, Places, is_random
-from shoal.job.draw_rules import RULES, Numbers, key_of
+from shoal.job.draw_rules import RULES, UNCUT, Numbers, key_of
 
 CURSOR_BITS = 20
 """Draws of one forward that the cursor can count: a million."""
@@ -226,17 +226,17 @@ class Randomness:
             self.current = before
 
     def drawn(self, shape: Sequence[int], device: torch.device, kind: str) -> torch.Tensor | torch.Generator:
-        """The numbers of the next draw, on the CPU: "uniform" in [0, 1), "normal", or "order" (uniform, and of no use
-        where tp or cp cut it). On another device, in training, a generator of that device in their place."""
+        """The numbers of the next draw, on the CPU, of one of the kinds that `Draw` names. On another device, in
+        training, a generator of that device in their place."""
         forward, place = self._next()
         shape = tuple(int(size) for size in shape)
         memo = (place, shape, len(forward.samples), len(forward.gathered))
         plan = self._plans.get(memo)
         if plan is None:
             plan = self._plans[memo] = self._plan(forward, place, shape)
-        if kind == "order" and any(part is not None for part in plan.parts):
+        if kind in UNCUT and any(part is not None for part in plan.parts):
             self._cannot_place(
-                f"{_named(place.path)} draws a permutation of {shape[0]} elements, which are cut by tp or cp: no "
+                f"{_named(place.path)} draws a {UNCUT[kind]} of {shape[-1]} elements, which are cut by tp or cp: no "
                 "serial run draws the same; for a proof leave it out"
             )
         if device.type != "cpu" and not self.exact:
@@ -343,7 +343,7 @@ class Randomness:
             if cut:
                 together[row] = _taken(numbers.fill(kind, plan.whole, place.key, key), plan.parts)
             else:
-                numbers.fill_into(kind, together[row], place.key, key)
+                numbers.fill_into(kind, together[row, ...], place.key, key)
         rows = shape[plan.dim] // len(samples)
         others = (*shape[: plan.dim], *shape[plan.dim + 1 :])
         laid = torch.from_numpy(together).reshape(len(samples) * rows, *others)

@@ -17,6 +17,7 @@ from typing import Any
 from shoal.strategy import Strategy, parse, require_legal
 from shoal.train.gate import gate_locally
 from shoal.train.launch import RankFailed, run_ranks
+from shoal.train.record.lock import FolderBusy, FolderLock, take
 from shoal.train.record.run import RUN, Run, RunBroken, read_json, read_run, write_json
 
 OPTIONS = ("size", "steps", "global_batch", "seed", "evaluate_every", "resume", "checkpoint_every", "trace",
@@ -73,6 +74,16 @@ def train_locally(
     arguments: dict[str, Any], world: int, *, hang_after_s: float, on_message: Listener
 ) -> dict[str, Any]:
     """Checks, chooses the folder, runs; returns rank 0's outcome with the memory of the rank that needed most."""
+    with contextlib.ExitStack() as held:
+        # Before a checkpoint in it is chosen: ranks of a killed run may still be writing one.
+        if arguments.get("folder") is not None and Path(arguments["folder"]).is_dir():
+            arguments = {**arguments, "lock": held.enter_context(_locked(arguments["folder"], on_message)).token}
+        return _train(arguments, world, held, hang_after_s=hang_after_s, on_message=on_message)
+
+
+def _train(
+    arguments: dict[str, Any], world: int, held: contextlib.ExitStack, *, hang_after_s: float, on_message: Listener
+) -> dict[str, Any]:
     try:
         listen = _ending_at_once(on_message)
         checked = run_ranks("shoal.train.loop:check_run", arguments, ranks=1, on_message=listen)[0]
@@ -93,6 +104,8 @@ def train_locally(
     except OSError as error:
         where = arguments["folder"] or "runs"
         raise CannotTrain(f"{where} cannot be the run's folder: {error.strerror}; give another --folder") from error
+    if "lock" not in arguments:
+        arguments["lock"] = held.enter_context(_locked(arguments["folder"], on_message)).token
     try:
         outcomes = run_ranks(
             "shoal.train.loop:train_run",
@@ -105,6 +118,20 @@ def train_locally(
         _record_failure(Path(arguments["folder"]), error)
         raise
     return {**outcomes[0], "memory_bytes": max(each["memory_bytes"] for each in outcomes)}
+
+
+def _locked(folder: str, on_message: Listener) -> FolderLock:
+    before = (Path(folder) / RUN).exists()
+    try:
+        mine = take(Path(folder), say=lambda text: on_message({"event": "note", "text": text}))
+        if not before and (Path(folder) / RUN).exists():
+            mine.release()
+            raise CannotTrain(f"another run has used {folder} in the meantime; resume it, or give another --folder")
+        return mine
+    except FolderBusy as error:
+        raise CannotTrain(str(error)) from error
+    except OSError as error:
+        raise CannotTrain(f"{folder} cannot be the run's folder: {error.strerror}; give another --folder") from error
 
 
 def default_checkpoints(arguments: dict[str, Any], steps: int) -> None:

@@ -6,6 +6,7 @@ after the same step, write a checkpoint and end. Nothing of a run depends on whe
 
 from __future__ import annotations
 
+import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +32,8 @@ from shoal.train.launch.devices import devices_here, peak_memory_bytes
 from shoal.train.launch.join import join, leave
 from shoal.train.launch.watch import beat
 from shoal.train.proven import is_proven
+from shoal.train.record import lock
+from shoal.train.record.lock import FolderBusy, FolderLock
 from shoal.train.record.recorder import Recorder, new_folder, tracing
 from shoal.train.record.run import Status
 from shoal.train.setup import Prepared, job_from, prepare, staleness
@@ -112,15 +115,41 @@ def train_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
         # Where nobody could choose one for all ranks before, rank 0 does.
         chosen = {"folder": str(new_folder(Path("runs"), job.name)) if me.rank == 0 else None}
         arguments = {**arguments, "folder": exchange(chosen)[0]["folder"]}
-    ready = prepare(job, strategy, rank=me.rank, backend=me.backend, device=me.device)
-    run = TrainingRun(ready, arguments, channel, rank=me.rank)
-    try:
-        outcome = run.go()
-    except BaseException as error:
-        run.failed(error)
-        raise
-    leave()
+    with _locked(Path(arguments["folder"]), arguments.get("lock"), me.rank, channel):
+        ready = prepare(job, strategy, rank=me.rank, backend=me.backend, device=me.device)
+        run = TrainingRun(ready, arguments, channel, rank=me.rank)
+        try:
+            outcome = run.go()
+        except BaseException as error:
+            run.failed(error)
+            raise
+        leave()
     return outcome
+
+
+def _locked(folder: Path, token: str | None, rank: int, channel: Any) -> FolderLock:
+    """This rank's hold on the folder, of the run that holds it by `token`. Where no process stands above the ranks,
+    rank 0 takes it for them. All ranks call it alike."""
+    if token is not None:
+        return lock.join(folder, token)
+    mine, wrong = None, ""
+    folder.mkdir(parents=True, exist_ok=True)
+    if rank == 0:
+        try:
+            mine = lock.take(folder, say=lambda text: channel.say({"event": "note", "text": text}))
+        except FolderBusy as error:
+            wrong = str(error)
+    first = exchange({"token": mine.token if mine is not None else "", "wrong": wrong, "host": socket.gethostname()})
+    if first[0]["wrong"]:
+        raise TrainingStopped(first[0]["wrong"])
+    if mine is not None:
+        return mine
+    try:
+        return lock.join(folder, first[0]["token"])
+    except FolderBusy:
+        if first[rank]["host"] == first[0]["host"]:
+            raise
+        return FolderLock(None, first[0]["token"])  # On this host it is another folder.
 
 
 class TrainingRun:
@@ -146,7 +175,7 @@ class TrainingRun:
         if rank == 0:
             self.recorder = Recorder(
                 self.folder, job_name=self.job.name, strategy=str(ready.strategy), world=ready.strategy.world,
-                seed=self.job.seed, arguments=arguments,
+                seed=self.job.seed, arguments={k: v for k, v in arguments.items() if k != "lock"},
                 resumed_at=self.step if arguments.get("resume") else None,
             )  # fmt: skip
 

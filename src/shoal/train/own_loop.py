@@ -12,23 +12,28 @@ What the strategy says happens here as in a Job: amp("bf16") around the model's 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
+from shoal.job.buffers import BufferMode, buffer_modes, wrong_declaration
 from shoal.job.elementwise import probe
 from shoal.job.facts import require_initialised
 from shoal.job.random_optimizer import UpdateDraws, draws_numbers, without_draws
 from shoal.parallel.apply import Options, parallelize
+from shoal.parallel.buffers import buffer_exchange
 from shoal.parallel.engine import Engine, StepResult
 from shoal.parallel.optimizer import Factory
 from shoal.parallel.placement import Replicas, mesh_of
 from shoal.strategy import ModelFacts, Strategy, amp, parse, require_legal
 from shoal.train.checkpoint.buffers import persistent_buffers
+from shoal.train.checkpoint.exchange import exchange
 from shoal.train.launch.join import join
+from shoal.train.own_checks import UNCHECKED, LossOf, ReplicaState, check_split, doubtful_counts
 
 
 def engine(
@@ -39,6 +44,7 @@ def engine(
     options: Options = lambda name, param: {},
     clip: float | None = None,
     sync_batch_norm: bool = True,
+    buffers: BufferMode | Mapping[str, BufferMode] | None = None,
 ) -> OwnLoop:
     """Joins the ranks that a launcher started and makes the model train by the strategy.
 
@@ -49,10 +55,15 @@ def engine(
         options: (parameter name, parameter) -> its own optimiser options.
         clip: Largest global norm of the gradient.
         sync_batch_norm: Whether batch norm takes its statistics over all ranks.
+        buffers: What replicas do with buffers that a forward updates (codebooks, moving averages): "average" (weighted
+            by the counts given to `backward`), "sum", "broadcast", "local", or {pattern: one of these}.
 
     Raises:
-        ValueError: The strategy is not legal for this world, model or optimiser.
+        ValueError: The strategy is not legal for this world, model or optimiser, or `buffers` does not fit the model.
     """
+    if wrong := wrong_declaration(buffers):
+        raise ValueError(f"shoal.engine: {wrong}")
+    modes = buffer_modes(buffers, model)
     wanted = parse(strategy) if isinstance(strategy, str) else strategy
     me = join()
     require_initialised(model, type(model).__name__)
@@ -68,13 +79,14 @@ def engine(
         coupled=tried.coupled, batch_norm="sync" if sync_batch_norm else "local",
         update_draws=UpdateDraws(0) if draws_numbers(optimizer) else None,
     )  # fmt: skip
-    return OwnLoop(running, wanted)
+    running.buffers = buffer_exchange(model, running.placement, modes, running.absent)
+    return OwnLoop(running, wanted, declared=modes)
 
 
 class OwnLoop:
     """A model under a strategy, for a loop of one's own."""
 
-    def __init__(self, running: Engine, strategy: Strategy) -> None:
+    def __init__(self, running: Engine, strategy: Strategy, *, declared: Mapping[str, BufferMode]) -> None:
         self.running = running
         """The engine itself."""
         self.model = running.model
@@ -82,10 +94,20 @@ class OwnLoop:
         """Calls of `backward` that make up a step: the k of accumulate(k)."""
         self._done = 0
         self._stepping = False
+        self._half = strategy.modifier(amp) is not None
         self._undo: list[Callable[[], Any]] = []
+        everyone = running.placement.world
+        self._state = ReplicaState(self.model, everyone, declared=declared) if everyone.size > 1 else None
+        self._steps = 0
+        self._checked = everyone.size * self.micro_batches == 1
+        """Whether the loss need not be checked any more."""
+        self._samples, self._counts = 0, list[Any]()
+        """Of this step: samples that the model was called on, and the counts of the micro-batches."""
+        self._begun = False
+        self._watch_forwards()
         guard = self.optimizer.register_step_pre_hook(self._require_own_step)
         self._undo.append(guard.remove)
-        if strategy.modifier(amp) is not None:
+        if self._half:
             self._autocast_forward()
         if running.gathering is not None:
             self._refuse_sharded_state()
@@ -119,10 +141,39 @@ class OwnLoop:
                 f"last={last} was given, but accumulate({self.micro_batches}) already says which micro-batch is the "
                 "last; leave one of them out"
             )
+        if loss_sum.numel() != 1:
+            raise ValueError(
+                f"backward() was given a loss of shape {list(loss_sum.shape)}; pass the sum of the losses, a single "
+                "number, and how many there are"
+            )
         if last is None:
             last = self._done + 1 >= self.micro_batches
         self.running.backward(loss_sum, count, last=last)
+        self._counts.append(count)
         self._done += 1
+
+    def check(self, loss_of: LossOf, *batch: Any) -> None:
+        """Checks that a batch may be split: its loss and its count must be the sums of those of its parts.
+
+        Computes forwards only, and leaves no trace in the model. All ranks call it, once, before the loop:
+
+            engine.check(lambda x, y: (cross_entropy(model(x), y, reduction="sum"), len(x)), x, y)
+
+        Args:
+            loss_of: Takes a batch, gives what `backward` takes: the sum of its losses and how many there are.
+            batch: Tensors with the samples first; other things are passed on as they are.
+
+        Raises:
+            SamplesCoupled: The loss is a mean, the count is wrong, or samples depend on each other.
+        """
+        half, self._half = self._half, False
+        try:
+            check_split(self.model, loss_of, batch)
+        finally:
+            self._half, self._begun, self._samples = half, False, 0
+            if self.running.gathering is not None:
+                self.running.gathering.finish()
+        self._checked = True
 
     def step(self, lr_factor: float = 1.0, *, again: Callable[[], None] | None = None) -> StepResult | None:
         """Clips and updates after the step's last micro-batch; before it, does nothing and gives None.
@@ -133,11 +184,52 @@ class OwnLoop:
         """
         if 0 < self._done < self.micro_batches:
             return None
+        self._before_update()
         self._stepping = True
         try:
             return self.running.step(lr_factor, again=again)
         finally:
             self._stepping, self._done = False, 0
+            self._samples, self._counts, self._begun = 0, [], False
+
+    def _before_update(self) -> None:
+        """What can be checked of a step, and how much this rank's changes of buffers weigh."""
+        self._steps += 1
+        if self.running.buffers is not None:
+            self._begin()  # Where no forward was made there is no change, but others wait for this rank.
+            self.running.buffers.weight = float(sum(map(float, self._counts)))
+        if self._state is not None and self._steps & (self._steps - 1) == 0:
+            self._warn(self._state.compare(self._steps))
+        if self._steps == 1 and not self._checked:
+            self._warn(UNCHECKED)
+        if self._steps == 1 and self.replicas.everyone.size * self.micro_batches > 1 and self._counts:
+            rows = exchange({"samples": self._samples, "counts": [float(count) for count in self._counts]})
+            self._warn(doubtful_counts(rows))
+
+    def _warn(self, text: str) -> None:
+        if text and self.running.placement.world.index == 0:
+            warnings.warn(text, stacklevel=4)
+
+    def _watch_forwards(self) -> None:
+        """Before the step's first forward, buffers are noted: by the model itself, or by who holds them."""
+
+        def root(module: nn.Module, args: Any, kwargs: Any) -> None:
+            first = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)), None)
+            if module.training and torch.is_grad_enabled() and first is not None and first.dim():
+                self._samples += len(first)
+
+        self._undo.append(self.model.register_forward_pre_hook(root, with_kwargs=True).remove)
+        if self.running.buffers is None:
+            return
+        paths = {name.rpartition(".")[0] for name in (*self.running.buffers.averaged, *self.running.buffers.copies)}
+        for path in {"", *paths}:
+            hook = self.model.get_submodule(path).register_forward_pre_hook(self._begin)
+            self._undo.append(hook.remove)
+
+    def _begin(self, module: nn.Module | None = None, args: Any = ()) -> None:
+        if self.running.buffers is not None and not self._begun and (module is None or module.training):
+            self._begun = True
+            self.running.buffers.begin(0.0)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The model's full weights and buffers, as copies on every rank. All ranks call it alike."""
@@ -203,7 +295,7 @@ class OwnLoop:
 
         def autocast(*args: Any, **kwargs: Any) -> Any:
             # The cache would keep a copy of every weight for the forward, also of blocks that ZeRO-3 gave back.
-            with torch.autocast(device, torch.bfloat16, cache_enabled=False):
+            with torch.autocast(device, torch.bfloat16, enabled=self._half, cache_enabled=False):
                 output = forward(*args, **kwargs)
             return tree_map(lambda leaf: leaf.float() if _is_half(leaf) else leaf, output)
 

@@ -169,6 +169,19 @@ class Complex(nn.Module):
         return self.head(turned.real * turned.imag)
 
 
+class Turned(nn.Module):
+    """A layer with complex weights between real activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64) / WIDTH**0.5)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = x.to(self.mix.dtype) @ self.mix
+        return x + self.scale * (turned.real * turned.imag).tanh()
+
+
 class FromNumpy(Plain):
     """A buffer that is rounded to float32 when the model is built."""
 
@@ -288,6 +301,7 @@ JOBS: dict[str, Callable[[], Job]] = {
     "padded": lambda: make(MeanOfPadded, train=Padded()),
     "noisy": lambda: make(Noisy),
     "complex": lambda: make(Complex),
+    "complex_layers": lambda: make(lambda: nn.Sequential(*(Turned() for _ in range(4)), nn.Linear(WIDTH, WIDTH))),
     "from_numpy": lambda: make(FromNumpy, train=_numpy_data()),
     "numpy_data": lambda: make(Plain, train=FromNumpyData()),
     "functional": lambda: make(Functional),

@@ -188,6 +188,27 @@ class RandomRates(torch.optim.Optimizer):
                     param.add_(param.grad, alpha=-group["lr"] * (0.5 + float(torch.rand(()))))
 
 
+class Distributed(nn.Module):
+    """Draws whose distribution follows from activations: gamma, Dirichlet and Beta with their gradients, Poisson,
+    binomial."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, HIDDEN)
+        self.up, self.down = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
+        self.head = nn.Linear(HIDDEN, VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        shape = F.softplus(x) + 0.1
+        x = x + torch.distributions.Gamma(shape, torch.ones_like(shape)).rsample()
+        x = x * torch.distributions.Dirichlet(shape).rsample() + torch.distributions.Beta(shape, 1 + shape).rsample()
+        x = x + 0.1 * torch.poisson(3 * shape.detach())
+        h = self.up(x).tanh()
+        x = x + self.down(h * torch.distributions.Gamma(h.square() + 0.5, 1.0).rsample())
+        return self.head(x + 0.1 * torch.binomial(torch.full_like(x, 5.0), x.detach().sigmoid()))
+
+
 def make(model: Callable[[], nn.Module], **options: object) -> Job:
     generator = torch.Generator().manual_seed(3)
     text = torch.randint(VOCAB, (SAMPLES, LENGTH + 1), generator=generator)
@@ -206,6 +227,7 @@ JOBS: dict[str, Callable[[], Job]] = {
     "sequence_first": lambda: make(partial(Encoder, False)),
     "recurrent": lambda: make(Recurrent),
     "noisy": lambda: make(Noisy),
+    "distributed": lambda: make(Distributed),
     "routed": lambda: make(Routed),
     "sgld": lambda: make(Decoder, optimizer=SGLD),
     "random_rates": lambda: make(Decoder, optimizer=RandomRates),

@@ -7,6 +7,7 @@
     events/            the same curves for TensorBoard
     trace.json         a few steps, for chrome://tracing or Perfetto; on request
     checkpoints/
+    .lock              held by every process of the run (lock.py)
 
 A Run has the fields of an Estimate, so that a measurement can be laid beside its prediction. Reading it needs
 no torch.

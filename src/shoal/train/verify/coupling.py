@@ -290,7 +290,7 @@ class _Trial:
             randomness = serial_randomness(self.job, model, torch.float64)
             drawn, backward = randomness.forward(samples, 0), randomness.backward()
         torch.manual_seed(seed)
-        with KeepFloat64(), Undropped(), _FixedStatistics(), drawn:
+        with KeepFloat64(), Undropped(), FixedStatistics(), drawn:
             output = self.job.run_model(model, batch)
             loss, count = self.job.loss_of(output, batch)
             if isinstance(count, torch.Tensor) and count.requires_grad:
@@ -305,7 +305,7 @@ class _Trial:
         """What one forward changes in the model, batch norm's statistics aside."""
         model = copy.deepcopy(self.start)
         before = _held(model)
-        with KeepFloat64(), Undropped(), _FixedStatistics() as norms:
+        with KeepFloat64(), Undropped(), FixedStatistics() as norms:
             self.job.run_model(model, self._read(self.indices))
         after = _held(model)
         if norms.asked:
@@ -315,7 +315,7 @@ class _Trial:
         )
 
 
-class _FixedStatistics(TorchFunctionMode):
+class FixedStatistics(TorchFunctionMode):
     """Batch norm that modules call as a function: engines synchronise it too, so it is left out like the modules."""
 
     asked = False
@@ -342,6 +342,12 @@ def _prepared(model: nn.Module) -> nn.Module:
         for param in model.parameters():
             if param.numel() and not param.any():
                 param.add_(START * torch.randn(param.shape, generator=generator, dtype=param.dtype))
+    fix_norms(model)
+    return model
+
+
+def fix_norms(model: nn.Module) -> None:
+    """Batch norm modules use their running statistics from now on, or fixed ones where they keep none."""
     for module in model.modules():
         if isinstance(module, _BatchNorm):
             if module.running_mean is None:
@@ -351,7 +357,6 @@ def _prepared(model: nn.Module) -> nn.Module:
                 module.running_mean = like.new_zeros(module.num_features)
                 module.running_var = like.new_ones(module.num_features)
             module.eval()
-    return model
 
 
 def _equal(one: Batch, other: Batch) -> bool:

@@ -42,9 +42,11 @@ def save_serial(found: SerialSteps, path: Path) -> None:
     """Writes what ranks compare with."""
     tables = {
         "gradient": found.gradients, "buffer": found.buffers, "before": found.before, "after": found.after,
-        "unsure": found.unsure,
+        "peak": found.peaks,
     }  # fmt: skip
     tensors = {f"{kind}:{name}": value for kind, table in tables.items() for name, value in table.items()}
+    least = SMALLEST * max(map(size_of, found.gradients.values()), default=0.0)
+    tensors |= {"limit": torch.tensor(found.limit).double(), "least": torch.tensor(least).double()}
     save_file({key: value.contiguous().clone() for key, value in tensors.items()}, path)
 
 
@@ -54,6 +56,8 @@ class GradientWatch:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.gradients: dict[int, torch.Tensor] = {}
+        self.peaks: dict[int, torch.Tensor] = {}
+        """The largest gradient of each element, over the steps."""
         self.unused: frozenset[str] = frozenset()
         self._update: Callable[..., Any] = engine.update
         engine.update = self._watched  # type: ignore[method-assign]
@@ -62,6 +66,9 @@ class GradientWatch:
         self, gradients: dict[int, torch.Tensor], lr_factor: float, unused: frozenset[str], *more: Any, **named: Any
     ) -> Any:
         self.gradients = {bucket: gradient.detach().clone() for bucket, gradient in gradients.items()}
+        for bucket, gradient in self.gradients.items():
+            peak = gradient.abs()
+            self.peaks[bucket] = torch.maximum(self.peaks[bucket], peak) if bucket in self.peaks else peak
         self.unused = unused
         return self._update(gradients, lr_factor, unused, *more, **named)
 
@@ -80,8 +87,7 @@ class Comparison:
         engine, rows, elements = self.engine, [Row(0.0, "gradient", "nothing")], 0
         with safe_open(self.path, framework="pt") as reference:
             known = {key for key in reference.keys() if key.startswith("gradient:")}  # noqa: SIM118
-            sizes = {key: _size(reference.get_tensor(key)) for key in known}
-            least = SMALLEST * max(sizes.values(), default=0.0)
+            least = float(reference.get_tensor("least"))
             for bucket, offset in zip(engine.buckets, engine.offsets, strict=True):
                 low, high = engine.owned(bucket)
                 for slot in bucket.buffer.slots:
@@ -94,11 +100,12 @@ class Comparison:
                         rows.append(Row(math.inf, "gradient", where))
                         continue
                     mine = watch.gradients[id(bucket)][start - offset : stop - offset]
-                    there = self._own(slot.name, reference.get_tensor(key)).reshape(-1)
+                    full = reference.get_tensor(key)
+                    there = self._own(slot.name, full).reshape(-1)
                     elements += mine.numel()
-                    apart = _apart(mine, there[start - slot.start : stop - slot.start])
-                    size = max(sizes[key], least) or 1.0
-                    rows.append(Row(apart / size, "gradient", f"the gradient of {slot.name}"))
+                    by = apart(mine, there[start - slot.start : stop - slot.start])
+                    size = max(size_of(full), least) or 1.0
+                    rows.append(Row(by / size, "gradient", f"the gradient of {slot.name}"))
         return rows, elements
 
     def buffers(self) -> list[Row]:
@@ -110,35 +117,57 @@ class Comparison:
                 skipped = self.modes.get(name, "average") not in EXACT or name in self.engine.absent
                 if f"buffer:{name}" in known and buffer.numel() and not skipped:
                     other = self._own(name, reference.get_tensor(f"buffer:{name}"))
-                    rows.append(Row(_apart(buffer, other) / max(_size(other), 1.0), "buffer", f"the buffer {name}"))
+                    rows.append(Row(apart(buffer, other) / max(size_of(other), 1.0), "buffer", f"the buffer {name}"))
         return rows
 
-    def updates(self) -> list[Row]:
+    def updates(self, watch: GradientWatch) -> list[Row]:
         """Rows for what the optimiser did to each parameter, by the size of what it does in one process."""
-        rows = [Row(0.0, "update", "nothing")]
+        rows, peaks = [Row(0.0, "update", "nothing")], self._peaks(watch)
         with safe_open(self.path, framework="pt") as reference:
+            limit = float(reference.get_tensor("limit"))
             for piece in self.engine.owned_parameters():
-                before, after, unsure = (
+                before, after, peak = (
                     self._own(piece.name, reference.get_tensor(f"{kind}:{piece.name}"))
-                    for kind in ("before", "after", "unsure")
+                    for kind in ("before", "after", "peak")
                 )
-                scale = max(_size(after - before), SMALLEST * _size(after)) or 1.0
                 there = slice(piece.start, piece.start + piece.values.numel())
-                sure = ~unsure.reshape(-1)[there]
-                apart = _apart(piece.values.reshape(-1).cpu()[sure], after.reshape(-1)[there][sure])
-                rows.append(Row(apart / scale, "update", piece.name))
+                sure = ~unsure(peak.reshape(-1)[there], peaks[piece.name, piece.start], limit)
+                by = apart(piece.values.reshape(-1).cpu()[sure], after.reshape(-1)[there][sure])
+                rows.append(Row(by / scale_of_update(before, after), "update", piece.name))
         return rows
+
+    def _peaks(self, watch: GradientWatch) -> dict[tuple[str, int], torch.Tensor]:
+        """The largest gradients of the pieces that this rank owns, by parameter and first element."""
+        found, engine = {}, self.engine
+        for bucket, offset in zip(engine.buckets, engine.offsets, strict=True):
+            low, high = engine.owned(bucket)
+            for slot in bucket.buffer.slots:
+                start, stop = max(slot.start, low), min(slot.stop, high)
+                if start < stop:
+                    peak = watch.peaks[id(bucket)][start - offset : stop - offset]
+                    found[slot.name, start - slot.start] = peak.cpu()
+        return found
 
     def _own(self, name: str, full: torch.Tensor) -> torch.Tensor:
         part = self.engine.part_of(name)
         return full if part is None else part.of(full)
 
 
-def _size(values: torch.Tensor) -> float:
+def unsure(one: torch.Tensor, other: torch.Tensor, limit: float) -> torch.Tensor:
+    """Where two runs' largest gradients of an element may both be rounding of a zero, and are not zero in both."""
+    return (one <= limit) & (other <= limit) & ((one > 0) | (other > 0))
+
+
+def scale_of_update(before: torch.Tensor, after: torch.Tensor) -> float:
+    return max(size_of(after - before), SMALLEST * size_of(after)) or 1.0
+
+
+def size_of(values: torch.Tensor) -> float:
+    """The largest element."""
     return float(_wide(values).abs().max()) if values.numel() else 0.0
 
 
-def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
+def apart(one: torch.Tensor, other: torch.Tensor) -> float:
     """The largest difference; where both are the same infinity there is none."""
     one, other = _wide(one.detach().cpu()), _wide(other)
     if not one.numel():

@@ -18,14 +18,15 @@ from shoal.job.facts import has_batch_norm
 from shoal.strategy import Strategy
 from shoal.train.draws import serial_randomness
 from shoal.train.verify.float64 import to_float64
+from shoal.train.verify.reference import move_by_rounding
 
 STEPS = 2
 """The first shows the gradients, the second what the optimiser's state does."""
 FACTORS = (0.5, 1.0)
 """On the learning rate of each step: different, so that a rate that is scaled twice shows."""
 UNSURE = 1e-9
-"""Elements whose gradient is at most this fraction of the model's largest, but not zero, are left out where updates are
-compared: it may be rounding of a zero, and optimisers divide by its size."""
+"""Elements whose gradient is at most this fraction of the model's largest on both sides, but not zero on both, are left
+out where updates are compared: it may be rounding of a zero, and optimisers divide by its size."""
 
 
 @dataclass
@@ -40,13 +41,18 @@ class SerialSteps:
     before: dict[str, torch.Tensor] = field(default_factory=dict)
     after: dict[str, torch.Tensor] = field(default_factory=dict)
     """Parameters before the first step and after the last."""
-    unsure: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Parameter -> mask of elements whose update says nothing."""
+    peaks: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Parameter -> the largest gradient of each element, over the steps."""
+    limit: float = 0.0
+    """Gradients up to this may be rounding of a zero."""
 
 
-def serial_steps(job: Job, strategy: Strategy, model: nn.Module, *, has_state: bool, steps: int = STEPS) -> SerialSteps:
+def serial_steps(
+    job: Job, strategy: Strategy, model: nn.Module, *, has_state: bool, steps: int = STEPS, disturbed: int = 0
+) -> SerialSteps:
     """Steps the job's model, which is in float64, in this process, on the batches of its order. `has_state`: whether a
     forward changes what modules hold, which each micro-batch then does. What is drawn at random is what the ranks draw.
+    `disturbed`: the seed of another rounding of the same numbers, or 0.
 
     Raises:
         CannotPlace: It draws what ranks cannot draw alike.
@@ -59,12 +65,18 @@ def serial_steps(job: Job, strategy: Strategy, model: nn.Module, *, has_state: b
     micros, parts = _cuts(job, strategy, per_micro=has_state or has_batch_norm(model))
     randomness = serial_randomness(job, model, torch.float64)
     order, counter = job.order(), 0
+    noise = torch.Generator().manual_seed(disturbed) if disturbed else None
+    # Where a forward changes state or the loss is one over the batch, the order of samples may mean something.
+    reverse = disturbed and not has_state and job.loss_over == "samples"
     found = SerialSteps(before={name: param.detach().clone() for name, param in named.items()})
     for step in range(steps):
         indices = order.indices(counter)
         optimizer.zero_grad(set_to_none=True)
         total, count = 0.0, 0.0
-        for positions in _pieces(len(indices), micros, parts):
+        if noise is not None:
+            move_by_rounding(named.values(), noise)
+        for piece in _pieces(len(indices), micros, parts):
+            positions = piece[::-1] if reverse else piece
             batch = {name: to_float64(entry) for name, entry in job.train.batch(indices[positions]).items()}
             with randomness.forward([counter + int(position) for position in positions], counter):
                 loss, counted = job.loss_of(job.run_model(model, batch), batch)
@@ -97,7 +109,7 @@ def serial_steps(job: Job, strategy: Strategy, model: nn.Module, *, has_state: b
         counter = order.next(counter)
     top = max((float(peak.max()) for peak in peaks.values() if peak.numel()), default=0.0)
     found.after = {name: param.detach() for name, param in named.items()}
-    found.unsure = {name: (peak > 0) & (peak <= UNSURE * top) for name, peak in peaks.items()}
+    found.peaks, found.limit = peaks, UNSURE * top
     return found
 
 

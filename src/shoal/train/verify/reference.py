@@ -110,7 +110,7 @@ def train_serially(
         if updates is not None:
             pieces = pieces[micro * parts : (micro + 1) * parts]
         if noise is not None:
-            _move(named.values(), noise)
+            move_by_rounding(named.values(), noise)
         started = counter
         if micro == per_step - 1:
             counter += len(indices)
@@ -233,7 +233,8 @@ def _batch_at(job: Job, counter: int) -> np.ndarray:
     return np.concatenate(orders)[counter - first : stop - first]
 
 
-def _move(params: Any, noise: torch.Generator) -> None:
+def move_by_rounding(params: Any, noise: torch.Generator) -> None:
+    """Moves every element by less than its last digit."""
     with torch.no_grad():
         for param in params:
             real = torch.view_as_real(param) if param.is_complex() else param

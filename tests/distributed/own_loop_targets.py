@@ -1,0 +1,184 @@
+"""Loops of one's own that one process would train otherwise: what the engine says to each, on every rank."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shoal
+from shoal.train.launch.join import leave
+
+SAMPLES = 12
+
+
+class Ema(nn.Module):
+    """Keeps a moving average, a count and, where asked, the like in a frozen parameter or in an attribute."""
+
+    def __init__(self, kept_in: str = "buffer") -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+        self.kept_in = kept_in
+        start = torch.zeros(3, dtype=torch.float64)
+        if kept_in == "buffer":
+            self.register_buffer("mean", start)
+            self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        elif kept_in == "parameter":
+            self.mean = nn.Parameter(start, requires_grad=False)
+        else:
+            self.mean = start
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.inner(x)
+        centred = out - self.mean.clone()
+        if self.training:
+            with torch.no_grad():
+                new = 0.9 * self.mean + 0.1 * out.mean(0)
+                if self.kept_in == "attribute":
+                    self.mean = new
+                else:
+                    self.mean.copy_(new)
+                if self.kept_in == "buffer":
+                    self.seen += len(x)
+        return centred
+
+
+def data(step: int, samples: int = SAMPLES) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return (
+        torch.randn(samples, 4, generator=generator, dtype=torch.float64),
+        torch.randint(3, (samples,), generator=generator),
+    )
+
+
+def sgd(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=0.1)
+
+
+class NormScaled(torch.optim.SGD):
+    """Steps by the norm of each tensor, which a shard does not have."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad.div_(param.grad.norm() + 1e-3)
+        return super().step(closure)
+
+
+def refused(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def buffers(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
+    """Undeclared state that replicas change; then declared, against one process."""
+    found: dict[str, Any] = {}
+    for kept_in in ("buffer", "parameter", "attribute"):
+        torch.manual_seed(1)
+        model = Ema(kept_in).double()
+        engine = shoal.engine(model, arguments["strategy"], optimizer=sgd)
+        start = engine.state_dict()["inner.weight"]
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            found[kept_in] = refused(lambda model=model, engine=engine: one_step(model, engine, 0))
+            found[f"{kept_in} warned"] = [str(each.message) for each in seen]
+        found[f"{kept_in} updated"] = not torch.equal(start, engine.state_dict()["inner.weight"])
+        engine.close()
+    torch.manual_seed(1)
+    model = Ema().double()
+    declared = {"mean": "average", "seen": "sum"}
+    engine = shoal.engine(model, arguments["strategy"], optimizer=sgd, buffers=declared)
+    torch.manual_seed(1)
+    twin = Ema().double()
+    plain = sgd(twin.parameters())
+    for step in range(5):
+        if step == 3:  # Not a forward's change, and alike on all: no sum of changes.
+            for each in (model, twin):
+                each.seen.zero_()
+        one_step(model, engine, step)
+        x, y = data(step, SAMPLES + 1)
+        plain.zero_grad()
+        F.cross_entropy(twin(x), y).backward()
+        plain.step()
+    found["seen"] = [int(model.seen), int(twin.seen)]
+    found["mean apart"] = float((model.mean - twin.mean).abs().max())
+    engine.close()
+    found["misspelt"] = refused(
+        lambda: shoal.engine(Ema(), arguments["strategy"], optimizer=sgd, buffers={"maen": "average"})
+    )
+    found["mode"] = refused(lambda: shoal.engine(Ema(), arguments["strategy"], optimizer=sgd, buffers="mean"))
+    leave()
+    return found
+
+
+def one_step(model: nn.Module, engine: Any, step: int) -> None:
+    x, y = data(step, SAMPLES + 1)
+    mine = engine.share(len(x))
+    engine.backward(F.cross_entropy(model(x[mine]), y[mine], reduction="sum"), len(x[mine]))
+    engine.step()
+
+
+def losses(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
+    """What the first step says of counts, and `check` of losses."""
+    x, y = data(0)
+
+    def run(count: Callable[[torch.Tensor], Any], samples: int = SAMPLES, *, reduction: str = "sum", check: bool = True,
+            strategy: str = arguments["strategy"]) -> list[str]:  # fmt: skip
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3)).double()
+        engine = shoal.engine(model, strategy, optimizer=sgd)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            if check:
+                before = engine.state_dict()
+                engine.check(lambda x, y: (F.cross_entropy(model(x), y, reduction="sum"), len(x)), x, y)
+                assert all(map(torch.equal, before.values(), engine.state_dict().values()))
+                assert all(module.training for module in model.modules())
+                assert model[2].p == 0.5
+            xs, ys = data(0, samples)
+            for mx, my in zip(xs.chunk(engine.micro_batches), ys.chunk(engine.micro_batches), strict=True):
+                mine = engine.share(len(mx))
+                engine.backward(F.cross_entropy(model(mx[mine]), my[mine], reduction=reduction), count(mx[mine]))
+                engine.step()
+        engine.close()
+        return [str(each.message) for each in seen]
+
+    found: dict[str, Any] = {
+        "right": run(len),
+        "unchecked": run(len, check=False),
+        "right, zero=3, accumulate": run(len, strategy="dp(2, zero=3) * accumulate(2)"),
+        "mean": run(lambda x: 1, reduction="mean"),
+        "uneven": run(lambda x: 7, samples=13),
+        "global": run(lambda x: SAMPLES),
+    }
+    model = nn.Linear(4, 3).double()
+    engine = shoal.engine(model, arguments["strategy"], optimizer=sgd)
+
+    def contrastive(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, int]:
+        out = F.normalize(model(x), dim=1)
+        return F.cross_entropy(out @ out.T, torch.arange(len(x)), reduction="sum"), len(x)
+
+    for name, loss in {
+        "check mean": lambda x, y: (F.cross_entropy(model(x), y), 1),
+        "check count": lambda x, y: (F.cross_entropy(model(x), y, reduction="sum"), 12),
+        "check coupled": contrastive,
+    }.items():
+        found[name] = refused(lambda loss=loss: engine.check(loss, x, y))
+    found["one"] = refused(lambda: engine.check(contrastive, x[:1], y[:1]))
+    found["vector"] = refused(lambda: engine.backward(F.cross_entropy(model(x), y, reduction="none"), 12))
+    weight = model.weight.square().sum()
+    found["count grad"] = refused(lambda: engine.backward(F.cross_entropy(model(x), y, reduction="sum"), weight))
+    engine.close()
+    found["optimizer"] = refused(
+        lambda: shoal.engine(nn.Linear(4, 3), "dp(2, zero=1)", optimizer=lambda groups: NormScaled(groups, lr=0.1))
+    )
+    leave()
+    return found

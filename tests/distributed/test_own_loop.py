@@ -1,0 +1,48 @@
+"""A training loop of one's own: what one process would train otherwise is refused or warned of, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+Run = Callable[..., list[Any]]
+TARGETS = "distributed.own_loop_targets"
+
+
+@pytest.mark.parametrize("strategy", ["dp(2)", "dp(2, zero=3)"])
+def test_state_that_replicas_change_is_refused_until_it_is_declared(ranks: Run, strategy: str) -> None:
+    for rank, found in enumerate(ranks(f"{TARGETS}:buffers", {"strategy": strategy}, ranks=2)):
+        assert found["buffer"].startswith("ReplicasDiffer: after step 1 the buffer mean differs between replicas, by ")
+        assert "shoal.engine(..., buffers={'mean': 'average'})" in found["buffer"]
+        assert "the frozen parameter mean differs between replicas" in found["parameter"]
+        assert not found["buffer updated"]
+        assert not found["attribute"]
+        warned = [text for text in found["attribute warned"] if "mean differs between replicas" in text]
+        assert len(warned) == (rank == 0)
+        assert found["seen"][0] == found["seen"][1]
+        assert found["mean apart"] < 1e-13
+        assert "buffers names 'maen', but no buffer of the model matches" in found["misspelt"]
+        assert "buffers says 'mean' for '*', but must say one of" in found["mode"]
+
+
+def test_losses_and_counts_that_do_not_add_up_are_named(ranks: Run) -> None:
+    first, second = ranks(f"{TARGETS}:losses", {"strategy": "dp(2)"}, ranks=2)
+    assert first["right"] == first["right, zero=3, accumulate"] == []
+    assert len(first["unchecked"]) == 1
+    assert "engine.check(loss_of, *batch) checks it" in first["unchecked"][0]
+    assert [text for text in first["mean"] if text.startswith("every loss came with a count of 1")]
+    assert [text for text in first["uneven"] if text.startswith("all ranks gave the count 7, but their models saw")]
+    assert [text for text in first["global"] if "the number of samples of all ranks together" in text]
+    assert second["mean"] == second["uneven"] == second["global"] == second["unchecked"] == []
+    for found in (first, second):
+        assert found["check mean"].startswith("SamplesCoupled: rank 0: the loss is a mean, not a sum: of 12 samples")
+        assert (
+            "rank 0: the count is wrong: of 12 samples it is 12, of 2 and 10 of them 12 and 12" in found["check count"]
+        )
+        assert "coupled, by model or loss" in found["check coupled"]
+        assert "has 1 samples, and two are needed" in found["one"]
+        assert "a loss of shape [12]; pass the sum of the losses" in found["vector"]
+        assert "the count requires a gradient" in found["count grad"]
+        assert "NormScaled needs full parameters" in found["optimizer"]
