@@ -18,7 +18,7 @@ from shoal.comm.group import registered
 from shoal.comm.ledger import BOOK, Ledger
 from shoal.job import Job
 from shoal.parallel.batch_norm import batch_norms
-from shoal.parallel.engine import NonFinite
+from shoal.parallel.engine import NOTHING_COUNTED, NonFinite
 from shoal.parallel.runnable import require_runnable
 from shoal.strategy import parse, require_legal
 from shoal.train.checkpoint.buffers import average_buffers
@@ -33,7 +33,7 @@ from shoal.train.launch.watch import beat
 from shoal.train.proven import is_proven
 from shoal.train.record.recorder import Recorder, new_folder, tracing
 from shoal.train.record.run import Status
-from shoal.train.setup import Prepared, job_from, prepare, staleness
+from shoal.train.setup import Prepared, job_from, prepare, staleness, try_job
 from shoal.train.verify.one_step import gate_here, question, require_independent
 from shoal.workload.layout import facts_of, layout_of
 
@@ -45,6 +45,7 @@ class TrainingStopped(ValueError):
 def check_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     """In one process, before ranks start: refuses what cannot be trained, and says what will be."""
     job, strategy = job_from(arguments), parse(arguments["strategy"])
+    try_job(job, strategy)
     facts = facts_of(job, layout_of(job, strategy))
     require_legal(strategy, facts=facts)
     require_runnable(
@@ -288,6 +289,8 @@ class TrainingRun:
         if self.saved_step is not None:
             kept = f"the checkpoint of step {self.saved_step} is kept"
         advice = "A lower learning rate, clipping or another seed may help"
+        if what.endswith(NOTHING_COUNTED):
+            advice = "The loss counts no sample or token of this batch: return how many it sums, or leave such samples out"
         if read_outside:
             more = f" and {len(read_outside) - 1} more" if len(read_outside) > 1 else ""
             advice = (

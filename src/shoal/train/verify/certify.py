@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from shoal.comm.ledger import BOOK
 from shoal.parallel.pipeline.pipedream import micros_told
 from shoal.strategy import Strategy, contract, parse, pp, require_legal
-from shoal.train.setup import Prepared, job_from, prepare
+from shoal.train.setup import Prepared, job_from, prepare, try_job
 from shoal.train.verify.compare import EXACT, GRADIENT, LOSS, MARGIN, GradientSums, compare, follows, moves, real
 from shoal.train.verify.conditions import Conditions, for_proof
 from shoal.train.verify.coupling import SamplesCoupled, couples_samples, refusal
@@ -116,6 +116,7 @@ def verify(
     warm_up()
     arguments = {"job": job_spec, "size": size, **(overrides or {}), "strategy": str(strategy)}
     job = job_from(arguments)
+    try_job(job, strategy)
     facts = facts_of(job, layout_of(job, strategy))
     require_legal(strategy, facts=facts)
     exact = contract(strategy, facts).kind == "exact"
