@@ -16,8 +16,9 @@ from typing import Any, NoReturn
 from shoal.cli.progress import LiveProgress, plain_lines, summary
 from shoal.train.local import CannotTrain, default_checkpoints, train_locally
 
-INHERITED = ("strategy", "size", "steps", "global_batch", "seed", "checkpoint_every")
+INHERITED = {"strategy": str, "size": str, "steps": int, "global_batch": int, "seed": int, "checkpoint_every": int}
 """What a resumed run takes from the run it goes on with, where the command line does not say."""
+OPTION = {"global_batch": "batch"}
 
 
 def train_command(
@@ -97,7 +98,7 @@ def _run_of(resume: str) -> Path | None:
 
 
 def _inherit(arguments: dict[str, Any], run: Path | None) -> dict[str, Any]:
-    from shoal.train.record.run import RUN, read_json
+    from shoal.train.record.run import RUN, RunBroken, read_json
 
     folder = arguments["folder"]
     if folder is not None and (run is None or Path(folder).resolve() != run.resolve()):
@@ -105,6 +106,16 @@ def _inherit(arguments: dict[str, Any], run: Path | None) -> dict[str, Any]:
     if run is None:
         return arguments
     before = read_json(run / RUN).get("arguments") or {}
+    if not isinstance(before, dict):
+        raise RunBroken(f"{run / RUN} is not the record of a run: its arguments are {before!r}")
+    for name, kind in INHERITED.items():
+        value = before.get(name)
+        if arguments[name] is None and value is not None and type(value) is not kind:
+            expected = "text" if kind is str else "a whole number"
+            raise RunBroken(
+                f"{run / RUN} has the {name} {value!r}, but {expected} was expected; "
+                f"repair it, or give --{OPTION.get(name, name.replace('_', '-'))}"
+            )
     own = {name: before.get(name) for name in INHERITED if arguments[name] is None}
     return {**arguments, **own, "folder": folder or str(run)}
 

@@ -17,12 +17,11 @@ import numpy as np
 import torch
 from torch import nn
 
-import shoal
 from shoal.job.errors import JobError, did_you_mean
 from shoal.job.job import Batch, Data, Job
 
 NOT_THE_USERS = tuple(
-    str(Path(place).resolve()) for place in (*Path(shoal.__file__).parents[:1], *sysconfig.get_paths().values())
+    str(Path(place).resolve()) for place in (str(Path(__file__).parents[1]), *sysconfig.get_paths().values())
 )
 """Where code lies that the user did not write: Shoal's, the standard library's and that of installed packages."""
 
@@ -72,7 +71,7 @@ def require_runs(job: Job, *, samples: int, autocast: bool = False) -> None:
     Raises:
         JobError: Some part of the job fails, or trains nothing; the text names it.
     """
-    states = random.getstate(), np.random.get_state()  # noqa: NPY002
+    states = random.getstate(), np.random.get_state()
     precision: Any = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
     # Only whether there is a gradient is asked: what backward would need is let go at once.
     unkept = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
@@ -88,7 +87,7 @@ def require_runs(job: Job, *, samples: int, autocast: bool = False) -> None:
                 _require_measures(job, model.eval(), max(1, samples))
     finally:
         random.setstate(states[0])
-        np.random.set_state(states[1])  # noqa: NPY002
+        np.random.set_state(states[1])
 
 
 def _require_trains(job: Job, model: nn.Module, indices: np.ndarray) -> None:

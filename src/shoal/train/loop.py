@@ -93,6 +93,13 @@ def require_job_of(checkpoint: Checkpoint, job: Job) -> None:
     for key, types in (("job", (str,)), ("seed", (int,)), ("counter", (int,)), ("train_s", (int, float))):
         if type(of.get(key)) not in types or (key in ("counter", "train_s") and not 0 <= of[key] < 2**62):
             raise CheckpointBroken(f"{checkpoint.path} is no checkpoint of a run: its {key} is {of.get(key)!r}")
+    numbers = {key: of.get(key) for key in ("loss", "reached_s", "reached_step", "evaluated_step")}
+    metrics = of.get("metrics", {})
+    if type(metrics) is not dict:
+        raise CheckpointBroken(f"{checkpoint.path} is no checkpoint of a run: its metrics is {metrics!r}")
+    for key, value in {**numbers, **metrics}.items():
+        if value is not None and type(value) not in (int, float):
+            raise CheckpointBroken(f"{checkpoint.path} is no checkpoint of a run: its {key} is {value!r}")
     if of["job"] != job.name or of["seed"] != job.seed:
         raise TrainingStopped(
             f"{checkpoint.path} is of job {of['job']!r} with seed {of['seed']}, but this is job {job.name!r} "
@@ -290,7 +297,7 @@ class TrainingRun:
             kept = f"the checkpoint of step {self.saved_step} is kept"
         advice = "A lower learning rate, clipping or another seed may help"
         if what.endswith(NOTHING_COUNTED):
-            advice = "The loss counts no sample or token of this batch: return how many it sums, or leave such samples out"
+            advice = "The loss counts nothing in this batch: return how many samples or tokens it sums"
         if read_outside:
             more = f" and {len(read_outside) - 1} more" if len(read_outside) > 1 else ""
             advice = (

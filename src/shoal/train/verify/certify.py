@@ -20,8 +20,10 @@ import torch
 from safetensors.torch import save_file
 
 from shoal.comm.ledger import BOOK
+from shoal.job.facts import build_without_memory
 from shoal.parallel.pipeline.pipedream import micros_told
 from shoal.strategy import Strategy, contract, parse, pp, require_legal
+from shoal.train.compiled import compiled_parts, running_eagerly
 from shoal.train.setup import Prepared, job_from, prepare, try_job
 from shoal.train.verify.compare import EXACT, GRADIENT, LOSS, MARGIN, GradientSums, compare, follows, moves, real
 from shoal.train.verify.conditions import Conditions, for_proof
@@ -236,16 +238,21 @@ def _unflushed_ranks(strategy: Strategy) -> int:
     return pipeline.n if pipeline is not None and pipeline.schedule == "pipedream" else 0
 
 
+@running_eagerly()
 def examine(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     """In a process of its own: whether the strategy may split this job's batches."""
-    found = couples_samples(job_from(arguments))
+    job = job_from(arguments)
+    found = couples_samples(job)
     refused = refusal(found, parse(arguments["strategy"]))
+    notes = [found.reason] if found.reason and not refused else []
+    if compiled := compiled_parts(build_without_memory(job)):
+        notes.append(f"the model is compiled ({compiled}: torch.compile); both runs executed it uncompiled")
     return {
-        "refused": refused, "independent": found.independent, "state": list(found.state),
-        "notes": [found.reason] if found.reason and not refused else [],
+        "refused": refused, "independent": found.independent, "state": list(found.state), "notes": notes,
     }  # fmt: skip
 
 
+@running_eagerly()
 def serial_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     """In a process of its own: the serial run, left behind as a file of tensors, and how far it moves under another
     order of sums."""
@@ -288,6 +295,7 @@ def serial_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@running_eagerly()
 def parallel_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     """On every rank: the run under the strategy, compared slice by slice."""
     from shoal.train.launch.join import join, leave
