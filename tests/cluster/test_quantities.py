@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -67,3 +68,13 @@ def test_a_bare_number_that_names_a_network_in_gigabits_is_doubted(tmp_path: Pat
 def test_what_is_wrong_is_said_in_a_sentence(tmp_path: Path, outer: str, said: str) -> None:
     with pytest.raises(BadCluster, match=said):
         cluster_with(tmp_path, outer)
+
+
+@pytest.mark.parametrize("read", [rate, size, duration])
+def test_a_negative_quantity_is_called_negative(read: Callable[[object], float]) -> None:
+    with pytest.raises(BadQuantity, match="is negative; expected"):
+        read("-10 Gb/s")
+
+
+def test_both_letters_for_micro_are_read() -> None:
+    assert duration("7 \u00b5s") == duration("7 \u03bcs") == 7e-6

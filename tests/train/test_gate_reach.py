@@ -20,6 +20,7 @@ from shoal.train.gate import LayoutWrong, require_right
 from shoal.train.local import CannotTrain, train_job
 from shoal.train.proven import is_proven, proven_file, remember, secret_file
 from shoal.train.record.run import Run
+from shoal.train.verify import verify
 from shoal.train.verify.fingerprint import fingerprint
 from shoal.train.verify.float64 import model_in_float64
 from shoal.train.verify.gate_model import gate_model
@@ -252,9 +253,21 @@ def test_a_compiled_model_is_refused_by_axes_that_cut_it_and_taken_by_dp(
         "the model is compiled (all of it: torch.compile), and tp must call its modules one by one, which compiled "
         "code does not; let Job.model return it uncompiled, or leave tp out"
     )
+    for strategy, part in (("dp(2, zero=3)", "zero=3"), ("dp(2) * recompute('full')", "recompute")):
+        assert f"and {part} must call its modules one by one" in stopped(job, strategy, tmp_path, CannotTrain)
+        with pytest.raises(CannotTrain, match=f"or leave {part} out"):
+            train_job(job, strategy, folder=tmp_path / "ungated", gate=False)
     run, said = train(job, "dp(2)", tmp_path)
     assert run.status == "finished"
     assert said == ["checking the strategy, once: two steps in float64 under dp(2)"]
+
+
+def test_a_compiled_model_is_proven_uncompiled_and_the_certificate_notes_it(write: Callable[..., str]) -> None:
+    refused = "lambda graph, inputs: 1 / 0"
+    job = write(model=f"lambda: torch.compile(nn.Sequential(Block(), Block()), backend={refused})")
+    certificate = verify(job, parse("dp(2)"), steps=2)
+    assert certificate.passed
+    assert "the model is compiled (all of it: torch.compile); both runs executed it uncompiled" in certificate.notes
 
 
 def test_replicas_that_compute_something_else_are_stopped_under_plain_dp(

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shoal.cli.progress import LiveProgress, plain_lines, summary
-from shoal.train.local import CannotTrain, default_checkpoints, train_locally
+from shoal.train.local import CannotTrain, default_checkpoints, require_emulation, require_free, train_locally
 
-INHERITED = ("strategy", "size", "steps", "global_batch", "seed", "checkpoint_every")
+INHERITED = {"strategy": str, "size": str, "steps": int, "global_batch": int, "seed": int, "checkpoint_every": int}
 """What a resumed run takes from the run it goes on with, where the command line does not say."""
+OPTION = {"global_batch": "batch"}
 
 
 def train_command(
@@ -34,7 +35,7 @@ def train_command(
     if given["resume"] is not None:
         arguments = _inherit(arguments, _run_of(given["resume"]))
     elif given["folder"] is not None:
-        _require_free(Path(given["folder"]))
+        require_free(Path(given["folder"]))
     strategy = parse("serial" if arguments["strategy"] is None else arguments["strategy"])
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if launched and not os.environ["WORLD_SIZE"].isdecimal():
@@ -47,7 +48,7 @@ def train_command(
     require_known(job, given["size"])
     read_calibration()  # One that cannot be used is refused here, not by every rank.
     if given["emulate"] is not None:
-        _require_emulation(given["emulate"], strategy.world, given["backend"])
+        require_emulation(given["emulate"], strategy.world, given["backend"])
     arguments["strategy"] = str(strategy)
     if launched:
         _as_one_rank(arguments, hang_after=hang_after, as_json=as_json)
@@ -61,20 +62,6 @@ def train_command(
                 bar.close()
         show(outcome if as_json else {**outcome, "strategy": echoed(outcome["strategy"], strategy_text)})
     return 0 if outcome["status"] == "finished" else 130
-
-
-def _require_emulation(described: str, world: int, backend: str | None) -> None:
-    """Refuses a cluster that cannot be emulated, before any rank starts."""
-    from shoal.comm.emulate import parse_emulation
-
-    wanted = parse_emulation(described)
-    if wanted.world != world:
-        raise CannotTrain(
-            f"--emulate {described!r}: {wanted.hosts} hosts of {wanted.per_host} ranks are {wanted.world} ranks, and "
-            f"the strategy has {world}"
-        )
-    if backend not in (None, "shoal"):
-        raise CannotTrain(f"--emulate needs the shoal backend, and --backend {backend} was given; leave one out")
 
 
 def require_known(job: str, size: str | None) -> None:
@@ -97,29 +84,26 @@ def _run_of(resume: str) -> Path | None:
 
 
 def _inherit(arguments: dict[str, Any], run: Path | None) -> dict[str, Any]:
-    from shoal.train.record.run import RUN, read_json
+    from shoal.train.record.run import RUN, RunBroken, read_json
 
     folder = arguments["folder"]
     if folder is not None and (run is None or Path(folder).resolve() != run.resolve()):
-        _require_free(Path(folder))
+        require_free(Path(folder))
     if run is None:
         return arguments
     before = read_json(run / RUN).get("arguments") or {}
+    if not isinstance(before, dict):
+        raise RunBroken(f"{run / RUN} is not the record of a run: its arguments are {before!r}")
+    for name, kind in INHERITED.items():
+        value = before.get(name)
+        if arguments[name] is None and value is not None and type(value) is not kind:
+            expected = "text" if kind is str else "a whole number"
+            raise RunBroken(
+                f"{run / RUN} has the {name} {value!r}, but {expected} was expected; "
+                f"repair it, or give --{OPTION.get(name, name.replace('_', '-'))}"
+            )
     own = {name: before.get(name) for name in INHERITED if arguments[name] is None}
     return {**arguments, **own, "folder": folder or str(run)}
-
-
-def _require_free(folder: Path) -> None:
-    if (folder / "run.json").exists():
-        raise CannotTrain(
-            f"--folder {folder} holds a run already; resume it (--resume {folder}), or give another folder"
-        )
-    runs = sorted(path.parent.name for path in folder.glob("*/run.json"))
-    if runs:
-        raise CannotTrain(
-            f"--folder {folder} is where runs are kept ({runs[0]} is one), not a run's own folder; "
-            f"write --folder {folder / 'NAME'}, or leave --folder out for a new one below runs"
-        )
 
 
 def _as_one_rank(arguments: dict[str, Any], *, hang_after: float, as_json: bool) -> NoReturn:

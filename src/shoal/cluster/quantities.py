@@ -11,8 +11,8 @@ from math import isfinite
 
 _PREFIXES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15,
              "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}  # fmt: skip
-_TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
-_QUANTITY = re.compile(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([^\s0-9.].*?)\s*")
+_TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9}
+_QUANTITY = re.compile(r"\s*([+-]?[0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([^\s0-9.].*?)\s*")
 _BITS = {"b": 1 / 8, "bit": 1 / 8, "bits": 1 / 8, "B": 1.0}
 _RATE = re.compile(r"(Ki|Mi|Gi|Ti|[kKMGTP]?)(bits?|b|B)(/s|ps)")
 _SIZE = re.compile(r"(Ki|Mi|Gi|Ti|[kKMGTP]?)(B)")
@@ -58,4 +58,6 @@ def _split(text: object, expected: str) -> tuple[float, str]:
         raise BadQuantity(f"{text!r} does not begin with a number; expected {expected}") from None
     if not isfinite(number):
         raise BadQuantity(f"{text!r} is not finite; expected {expected}")
+    if number < 0:
+        raise BadQuantity(f"{text!r} is negative; expected {expected}")
     return number, found[2]

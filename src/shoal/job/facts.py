@@ -21,6 +21,7 @@ from shoal.job.elementwise import probe
 from shoal.job.errors import JobError
 from shoal.job.job import Job
 from shoal.job.losses import IGNORED
+from shoal.job.own_code import built
 from shoal.job.random_optimizer import without_draws
 from shoal.strategy.facts import ModelFacts
 
@@ -66,9 +67,9 @@ def build_without_memory(job: Job) -> nn.Module:
         torch.manual_seed(job.seed)
         try:
             with torch.device("meta"):
-                return job.model()
-        except (RuntimeError, NotImplementedError, TypeError, ValueError):
-            return job.model()
+                return built(job)
+        except Exception:  # Whatever is wrong with it, the real one shows.
+            return built(job)
 
 
 def require_initialised(model: nn.Module, name: str) -> None:

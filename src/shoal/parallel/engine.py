@@ -60,6 +60,10 @@ class StepResult:
     """Whether some rank was asked to stop."""
 
 
+NOTHING_COUNTED = "over 0 tokens or samples)"
+"""How the reason of a loss ends that was summed over nothing."""
+
+
 class NonFinite(ArithmeticError):
     """The loss or the gradient is no longer a number; the parameters are those of the last good step."""
 

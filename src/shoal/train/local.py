@@ -14,15 +14,17 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from shoal.strategy import Strategy, parse, require_legal
+from shoal.strategy import Strategy, Term, as_strategy, parse, require_legal
 from shoal.train.gate import gate_locally
 from shoal.train.launch import RankFailed, run_ranks
 from shoal.train.record.lock import FolderBusy, FolderLock, take
 from shoal.train.record.run import RUN, Run, RunBroken, read_json, read_run, write_json
 
-OPTIONS = ("size", "steps", "global_batch", "seed", "evaluate_every", "resume", "checkpoint_every", "trace",
-           "stop_at_target", "backend", "emulate")  # fmt: skip
-"""What `train_job` takes beside its named arguments."""
+OPTIONS: dict[str, Any] = {
+    "size": str, "steps": int, "global_batch": int, "seed": int, "evaluate_every": int, "resume": (str, Path),
+    "checkpoint_every": int, "trace": bool, "stop_at_target": bool, "backend": str, "emulate": str,
+}  # fmt: skip
+"""What `train_job` takes in addition to its named arguments. Numbers are whole, and at least 0."""
 
 Listener = Callable[[dict[str, Any]], None]
 
@@ -33,7 +35,7 @@ class CannotTrain(ValueError):
 
 def train_job(
     job: str,
-    strategy: str | Strategy = "serial",
+    strategy: str | Strategy | Term = "serial",
     *,
     folder: str | Path | None = None,
     on_message: Listener = lambda message: None,
@@ -47,27 +49,77 @@ def train_job(
     `options`: size, steps, global_batch, seed, resume, checkpoint_every, trace, stop_at_target, backend,
     emulate.
     """
-    _require_call(job, options)
-    chosen = parse(strategy) if isinstance(strategy, str) else strategy
+    _require_call(job, strategy, folder, hang_after_s, on_message, options)
+    chosen = parse(strategy) if isinstance(strategy, str) else as_strategy(strategy)
     require_legal(chosen)
+    if options.get("emulate") is not None:
+        require_emulation(options["emulate"], chosen.world, options.get("backend"))
+    if folder is not None and options.get("resume") is None:
+        require_free(Path(folder))
+    options = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
     arguments = {"job": job, "strategy": str(chosen), "folder": None if folder is None else str(folder), **options}
     arguments["gate"] = gate
     outcome = train_locally(arguments, chosen.world, hang_after_s=hang_after_s, on_message=on_message)
     return read_run(Path(outcome["folder"]))
 
 
-def _require_call(job: Any, options: dict[str, Any]) -> None:
+def _require_call(
+    job: Any, strategy: Any, folder: Any, hang_after_s: Any, on_message: Any, options: dict[str, Any]
+) -> None:
     """Refuses what would otherwise be dropped without a word, or fail far away."""
     if not isinstance(job, str):
         raise CannotTrain(
             f"train_job was given a {type(job).__name__}; ranks are processes of their own and load the job again, so "
             'give the file that defines it, such as "mine.py" or "mine.py:name"'
         )
-    for name in options:
+    if not isinstance(strategy, (str, Strategy, Term)):
+        raise CannotTrain(
+            f"train_job was given {strategy!r} as its strategy; give text or terms, such as \"dp(2, zero=1)\" or dp(2)"
+        )
+    if folder is not None and not isinstance(folder, (str, Path)):
+        raise CannotTrain(f"train_job was given {folder!r} as its folder; give a path, or None for a new one")
+    if not isinstance(hang_after_s, (int, float)) or not hang_after_s >= 1:
+        raise CannotTrain(f"hang_after_s is {hang_after_s!r}; expected seconds, at least 1")
+    if not callable(on_message):
+        raise CannotTrain(f"on_message is {on_message!r}; expected a function that takes a message")
+    for name, value in options.items():
         if name not in OPTIONS:
             near = get_close_matches(name, OPTIONS, n=1)
             meant = f" (did you mean {near[0]!r}?)" if near else ""
             raise CannotTrain(f"train_job has no option {name!r}{meant}; it takes {', '.join(OPTIONS)}")
+        kind = OPTIONS[name]
+        fits = type(value) is int and value >= 0 if kind is int else isinstance(value, kind)
+        if value is not None and not fits:
+            expected = {int: "a whole number of at least 0", bool: "True or False"}.get(kind, "text")
+            raise CannotTrain(f"train_job was given {name}={value!r}; expected {expected}")
+
+
+def require_emulation(described: str, world: int, backend: str | None) -> None:
+    """Refuses a cluster that cannot be emulated, before any rank starts."""
+    from shoal.comm.emulate import parse_emulation
+
+    wanted = parse_emulation(described)
+    if wanted.world != world:
+        raise CannotTrain(
+            f"--emulate {described!r}: {wanted.hosts} hosts of {wanted.per_host} ranks are {wanted.world} ranks, and "
+            f"the strategy has {world}"
+        )
+    if backend not in (None, "shoal"):
+        raise CannotTrain(f"--emulate needs the shoal backend, and --backend {backend} was given; leave one out")
+
+
+def require_free(folder: Path) -> None:
+    """Refuses a folder that holds a run, or runs."""
+    if (folder / "run.json").exists():
+        raise CannotTrain(
+            f"--folder {folder} holds a run already; resume it (--resume {folder}), or give another folder"
+        )
+    runs = sorted(path.parent.name for path in folder.glob("*/run.json"))
+    if runs:
+        raise CannotTrain(
+            f"--folder {folder} is where runs are kept ({runs[0]} is one), not a run's own folder; "
+            f"write --folder {folder / 'NAME'}, or leave --folder out for a new one below runs"
+        )
 
 
 def train_locally(

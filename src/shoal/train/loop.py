@@ -19,7 +19,7 @@ from shoal.comm.group import registered
 from shoal.comm.ledger import BOOK, Ledger
 from shoal.job import Job
 from shoal.parallel.batch_norm import batch_norms
-from shoal.parallel.engine import NonFinite
+from shoal.parallel.engine import NOTHING_COUNTED, NonFinite
 from shoal.parallel.runnable import require_runnable
 from shoal.strategy import parse, require_legal
 from shoal.train.checkpoint.buffers import average_buffers
@@ -36,7 +36,7 @@ from shoal.train.record import lock
 from shoal.train.record.lock import FolderBusy, FolderLock
 from shoal.train.record.recorder import Recorder, new_folder, tracing
 from shoal.train.record.run import Status
-from shoal.train.setup import Prepared, job_from, prepare, staleness
+from shoal.train.setup import Prepared, job_from, prepare, staleness, try_job
 from shoal.train.verify.one_step import gate_here, question, require_independent
 from shoal.workload.layout import facts_of, layout_of
 
@@ -48,6 +48,7 @@ class TrainingStopped(ValueError):
 def check_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     """In one process, before ranks start: refuses what cannot be trained, and says what will be."""
     job, strategy = job_from(arguments), parse(arguments["strategy"])
+    try_job(job, strategy)
     facts = facts_of(job, layout_of(job, strategy))
     require_legal(strategy, facts=facts)
     require_runnable(
@@ -95,6 +96,13 @@ def require_job_of(checkpoint: Checkpoint, job: Job) -> None:
     for key, types in (("job", (str,)), ("seed", (int,)), ("counter", (int,)), ("train_s", (int, float))):
         if type(of.get(key)) not in types or (key in ("counter", "train_s") and not 0 <= of[key] < 2**62):
             raise CheckpointBroken(f"{checkpoint.path} is no checkpoint of a run: its {key} is {of.get(key)!r}")
+    numbers = {key: of.get(key) for key in ("loss", "reached_s", "reached_step", "evaluated_step")}
+    metrics = of.get("metrics", {})
+    if type(metrics) is not dict:
+        raise CheckpointBroken(f"{checkpoint.path} is no checkpoint of a run: its metrics is {metrics!r}")
+    for key, value in {**numbers, **metrics}.items():
+        if value is not None and type(value) not in (int, float):
+            raise CheckpointBroken(f"{checkpoint.path} is no checkpoint of a run: its {key} is {value!r}")
     if of["job"] != job.name or of["seed"] != job.seed:
         raise TrainingStopped(
             f"{checkpoint.path} is of job {of['job']!r} with seed {of['seed']}, but this is job {job.name!r} "
@@ -317,6 +325,8 @@ class TrainingRun:
         if self.saved_step is not None:
             kept = f"the checkpoint of step {self.saved_step} is kept"
         advice = "A lower learning rate, clipping or another seed may help"
+        if what.endswith(NOTHING_COUNTED):
+            advice = "The loss counts nothing in this batch: return how many samples or tokens it sums"
         if read_outside:
             more = f" and {len(read_outside) - 1} more" if len(read_outside) > 1 else ""
             advice = (

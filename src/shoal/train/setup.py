@@ -13,6 +13,8 @@ from shoal.estimate.traffic import ShardTable, predict
 from shoal.job import Job, JobError, load_job
 from shoal.job.buffers import buffer_modes
 from shoal.job.elementwise import Probe, probe
+from shoal.job.facts import build_without_memory
+from shoal.job.own_code import require_runs
 from shoal.job.random_optimizer import UpdateDraws, draws_numbers, without_draws
 from shoal.job.randomness import Randomness
 from shoal.parallel.apply import parallelize
@@ -22,7 +24,9 @@ from shoal.parallel.engine import Engine
 from shoal.parallel.placement import mesh_of
 from shoal.strategy import Strategy, amp
 from shoal.train.checkpoint.exchange import exchange
+from shoal.train.compiled import require_uncompiled, running_eagerly
 from shoal.train.draws import cuts_of, places_of
+from shoal.train.launch.devices import devices_here
 from shoal.train.step import StepRunner, build_model
 from shoal.train.traffic import shard_table
 from shoal.workload.layout import layout_of
@@ -71,6 +75,18 @@ def job_from(arguments: dict[str, Any]) -> Job:
     job = load_job(arguments["job"], size=arguments.get("size"))
     changed = {name: arguments[name] for name in OVERRIDES if arguments.get(name) is not None}
     return replace(job, **changed) if changed else job
+
+
+def try_job(job: Job, strategy: Strategy) -> None:
+    """Runs the job's own code once in this process, on as many samples as a rank computes at once: what fails here is
+    the job's. Not where ranks train on accelerators, since some models run on them only."""
+    require_uncompiled(build_without_memory(job), strategy)
+    if devices_here(0).kind is not None:
+        return
+    mine = job.global_batch // (strategy.replicas * strategy.micro_batches)
+    # Batch norm cannot do with one sample; its statistics are those of all replicas.
+    with running_eagerly():
+        require_runs(job, samples=max(mine, min(2, job.global_batch)), autocast=strategy.modifier(amp) is not None)
 
 
 def prepare(job: Job, strategy: Strategy, *, rank: int, backend: str | None, device: Any = "cpu",

@@ -9,6 +9,7 @@ at values (a mixture of experts that asks which expert was chosen) cannot run on
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -24,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.job import Job
 from shoal.job.facts import build_without_memory
+from shoal.job.own_code import built, naming_the_line
 from shoal.workload.recorded import Attention, Call, Op, Question, Ref, Trace, Value
 from shoal.workload.tensor.sized_calls import SizedCalls
 
@@ -187,21 +189,35 @@ def _watching(model: nn.Module, recorder: Recorder) -> Iterator[None]:
 def trace(job: Job, *, samples: int = SAMPLES, model: nn.Module | None = None) -> Trace:
     """Records a forward of the job's model, on fakes where the model allows it."""
     indices = np.arange(min(samples, len(job.train)))
-    batch = job.train.batch(indices)
-    with torch.random.fork_rng(devices=[]):
+    with naming_the_line(job, "train.batch(indices)"):
+        batch = job.train.batch(indices)
+    with torch.random.fork_rng(devices=[]), _quiet_fakes():
         torch.manual_seed(job.seed)
         if model is None:
             mode = FakeTensorMode(allow_non_fake_inputs=True)
             try:
-                built = _faked(build_without_memory(job), mode)
+                faked = _faked(build_without_memory(job), mode)
                 with mode:
-                    return _record(job, built, {k: mode.from_tensor(v) for k, v in batch.items()}, len(indices), True)
+                    return _record(job, faked, {k: mode.from_tensor(v) for k, v in batch.items()}, len(indices), True)
             except Exception:
-                model = job.model()
+                model = built(job)
         try:
-            return _record(job, model, batch, len(indices), _is_fake(model))
+            with naming_the_line(job, "a forward on samples of its data", batch):
+                return _record(job, model, batch, len(indices), _is_fake(model))
         except Exception as error:
-            raise CannotTrace(f"job {job.name!r}: the model raised on a sample of its data: {error}") from error
+            raise CannotTrace(str(error)) from error
+
+
+@contextmanager
+def _quiet_fakes() -> Iterator[None]:
+    """What fails on fakes is run for real; PyTorch would log it with a traceback."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 def _faked(model: nn.Module, mode: FakeTensorMode) -> nn.Module:

@@ -13,22 +13,19 @@ does not give their checksum, and hides the operating system's error number.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import math
 import os
 import re
-import shutil
-import stat
 from collections.abc import Sequence
-from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from shoal.comm.points import reach
+from shoal.train.regular import discard
 
 FORMAT = 2
 """2: also what the optimiser keeps for several parameters together. Format 1 is read."""
@@ -121,11 +118,11 @@ def tidy(folder: Path) -> None:
         return
     for path in list(folder.iterdir()):
         if path.name.endswith(PARTIAL) and _STEP.fullmatch(path.name.removesuffix(PARTIAL)):
-            shutil.rmtree(path)
+            discard(path)
         elif path.name.endswith(REPLACED) and _STEP.fullmatch(path.name.removesuffix(REPLACED)):
             original = folder / path.name.removesuffix(REPLACED)
             if original.exists():
-                shutil.rmtree(path)
+                discard(path)
             else:
                 path.rename(original)
 
@@ -133,47 +130,24 @@ def tidy(folder: Path) -> None:
 def put_in_place(partial: Path, target: Path) -> None:
     """A complete checkpoint gets its name; one of the same step that is there already makes way for it."""
     replaced = target.with_name(target.name + REPLACED)
-    if target.exists():
+    if target.exists() or target.is_symlink():
         target.rename(replaced)
         reach("save: old one renamed")
     partial.rename(target)
     sync_folder(target.parent)
-    if replaced.exists():
-        shutil.rmtree(replaced)
+    discard(replaced)
 
 
 def remove(path: Path) -> None:
     """Under a name that does not count first, so that a crash halfway leaves no broken checkpoint."""
     gone = path.with_name(path.name.removesuffix(REPLACED) + PARTIAL)
     path.rename(gone)
-    shutil.rmtree(gone)
+    discard(gone)
 
 
 def checksums_text(manifest_sha256: str, files: dict[str, str]) -> str:
     """The text of SHA256SUMS; `files`: the checksum of each tensor file."""
     return "".join(f"{digest}  {name}\n" for name, digest in {MANIFEST: manifest_sha256, **files}.items())
-
-
-def read_regular(path: Path, *, most: int) -> bytes:
-    """The bytes of a regular file. A link, pipe or device in its place is refused, and nothing waits for one."""
-    with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > most:
-            raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
-        return file.read()
-
-
-def open_regular(path: Path) -> BufferedReader:
-    """Opens a regular file to read it. Raises OSError, also for a link, pipe or device."""
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):
-            raise OSError(error.errno, "it is not a regular file", str(path)) from error
-        raise
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    return open(handle, "rb")
 
 
 def sync_folder(folder: Path) -> None:

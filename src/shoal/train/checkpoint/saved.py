@@ -29,7 +29,6 @@ from shoal.train.checkpoint.files import (
     checksums_text,
     digest_of_values,
     from_json,
-    read_regular,
     step_of,
 )
 from shoal.train.checkpoint.rows import (
@@ -49,6 +48,7 @@ from shoal.train.checkpoint.rows import (
 )
 from shoal.train.checkpoint.tensor_files import TensorFiles, why
 from shoal.train.checkpoint.values import decode, is_kind
+from shoal.train.regular import read_regular
 
 __all__ = ["Checkpoint", "CheckpointBroken", "from_manifest", "is_readable", "latest", "open_checkpoint"]
 

@@ -16,8 +16,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from shoal.train.checkpoint.checksum import checksum
-from shoal.train.checkpoint.files import COMPLEX, DTYPES, MANIFEST, about_file, open_regular
+from shoal.train.checkpoint.files import COMPLEX, DTYPES, MANIFEST, about_file
 from shoal.train.checkpoint.rows import CheckpointBroken, Stored
+from shoal.train.regular import open_regular
 
 
 class TensorFiles:

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.train.record.run import parse_line
+from shoal.train.record.run import RunBroken, parse_line
+from shoal.train.regular import append_to_regular, discard, open_regular
 
 
 class Lines:
@@ -18,7 +19,7 @@ class Lines:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+        self._file = open(append_to_regular(path), "ab", buffering=0)  # noqa: SIM115
         self._good_bytes = self._file.seek(0, os.SEEK_END)
         self._waiting: list[bytes] = []
         self._warned = False
@@ -55,14 +56,20 @@ class Lines:
 
 def cut(path: Path, last_step: int) -> None:
     """Keeps the lines up to a step, and of those the ones that can be read."""
-    if not path.exists():
-        return
     fresh = path.with_name(path.name + ".new")
-    with open(path, "rb") as old, open(fresh, "wb") as new:
-        for line in old:
-            row = parse_line(line)
-            if row is not None and line.endswith(b"\n") and row.get("step", last_step + 1) <= last_step:
-                new.write(line)
-        new.flush()
-        os.fsync(new.fileno())
+    try:
+        with open_regular(path) as old:
+            discard(fresh)
+            with open(fresh, "xb") as new:
+                for line in old:
+                    row = parse_line(line)
+                    step = row.get("step") if row is not None else None
+                    if type(step) is int and step <= last_step and line.endswith(b"\n"):
+                        new.write(line)
+                new.flush()
+                os.fsync(new.fileno())
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise RunBroken(f"{path} cannot be read: {error.strerror or error}") from error
     os.replace(fresh, path)

@@ -107,7 +107,7 @@ class Recorder:
             "arguments": plain(arguments),
             "environment": environment(),
             "started": before.get("started", now),
-            "resumed": [*before.get("resumed", []), {"step": resumed_at, "at": now}] if resumed_at is not None else [],
+            "resumed": [*_resumes(before), {"step": resumed_at, "at": now}] if resumed_at is not None else [],
             "ended": None,
             "summary": None,
         }
@@ -184,6 +184,11 @@ class Recorder:
             "samples_per_s": statistics.median(rates) if rates else None,
             "memory_bytes": max(memory, default=None),
         }
+
+
+def _resumes(before: dict[str, Any]) -> list[Any]:
+    found = before.get("resumed")
+    return found if isinstance(found, list) else []
 
 
 def _now() -> str:

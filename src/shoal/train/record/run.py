@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 from shoal.comm.ledger import Ledger
 from shoal.estimate.estimate import Estimate
+from shoal.train.regular import discard, read_regular
 
 Status = Literal["running", "finished", "stopped", "failed"]
 
@@ -34,6 +35,7 @@ VALIDATION = "validation.jsonl"
 LEDGER = "ledger.json"
 EVENTS = "events"
 TRACE = "trace.json"
+MOST_BYTES = 1 << 31
 
 
 class RunBroken(ValueError):
@@ -105,11 +107,11 @@ def median_step_s(steps: list[dict[str, Any]]) -> float | None:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_regular(path, most=MOST_BYTES))
     except FileNotFoundError as error:
         raise RunBroken(f"{path} does not exist: {path.parent} is not the folder of a run") from error
     except (OSError, ValueError, RecursionError) as error:
-        raise RunBroken(f"{path} cannot be read: {error}") from error
+        raise RunBroken(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if not isinstance(found, dict):
         raise RunBroken(f"{path} should hold a JSON object")
     return found
@@ -117,8 +119,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a file of JSON lines, without a torn last one. A file that does not exist has none."""
-    lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
     rows = []
+    try:
+        lines = read_regular(path, most=MOST_BYTES).split(b"\n")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise RunBroken(f"{path} cannot be read: {error.strerror or error}") from error
     for number, line in enumerate(lines[:-1], start=1):
         row = parse_line(line)
         if row is None:
@@ -130,7 +137,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def parse_line(line: bytes) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None
 
@@ -155,7 +162,8 @@ def write_json(path: Path, value: Any) -> None:
     """Replaces a file in one go: a reader sees the old one or the new one, whole."""
     fresh = path.with_name(path.name + ".new")
     try:
-        with open(fresh, "w", encoding="utf-8") as file:
+        discard(fresh)
+        with open(fresh, "x", encoding="utf-8") as file:
             json.dump(plain(value), file, indent=1, allow_nan=False)
             file.write("\n")
             file.flush()

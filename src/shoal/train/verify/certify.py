@@ -20,9 +20,11 @@ import torch
 from safetensors.torch import save_file
 
 from shoal.comm.ledger import BOOK
+from shoal.job.facts import build_without_memory
 from shoal.parallel.pipeline.pipedream import micros_told
 from shoal.strategy import Strategy, contract, parse, pp, require_legal
-from shoal.train.setup import Prepared, job_from, prepare
+from shoal.train.compiled import compiled_parts, running_eagerly
+from shoal.train.setup import Prepared, job_from, prepare, try_job
 from shoal.train.verify.compare import EXACT, GRADIENT, LOSS, MARGIN, GradientSums, compare, follows, moves, real
 from shoal.train.verify.conditions import Conditions, for_proof
 from shoal.train.verify.coupling import SamplesCoupled, couples_samples, refusal
@@ -116,6 +118,7 @@ def verify(
     warm_up()
     arguments = {"job": job_spec, "size": size, **(overrides or {}), "strategy": str(strategy)}
     job = job_from(arguments)
+    try_job(job, strategy)
     facts = facts_of(job, layout_of(job, strategy))
     require_legal(strategy, facts=facts)
     exact = contract(strategy, facts).kind == "exact"
@@ -235,16 +238,21 @@ def _unflushed_ranks(strategy: Strategy) -> int:
     return pipeline.n if pipeline is not None and pipeline.schedule == "pipedream" else 0
 
 
+@running_eagerly()
 def examine(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     """In a process of its own: whether the strategy may split this job's batches."""
-    found = couples_samples(job_from(arguments))
+    job = job_from(arguments)
+    found = couples_samples(job)
     refused = refusal(found, parse(arguments["strategy"]))
+    notes = [found.reason] if found.reason and not refused else []
+    if compiled := compiled_parts(build_without_memory(job)):
+        notes.append(f"the model is compiled ({compiled}: torch.compile); both runs executed it uncompiled")
     return {
-        "refused": refused, "independent": found.independent, "state": list(found.state),
-        "notes": [found.reason] if found.reason and not refused else [],
+        "refused": refused, "independent": found.independent, "state": list(found.state), "notes": notes,
     }  # fmt: skip
 
 
+@running_eagerly()
 def serial_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     """In a process of its own: the serial run, left behind as a file of tensors, and how far it moves under another
     order of sums."""
@@ -287,6 +295,7 @@ def serial_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@running_eagerly()
 def parallel_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     """On every rank: the run under the strategy, compared slice by slice."""
     from shoal.train.launch.join import join, leave

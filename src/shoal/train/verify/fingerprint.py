@@ -24,7 +24,7 @@ from shoal.job import Job
 from shoal.job.elementwise import probe
 from shoal.job.random_optimizer import without_draws
 from shoal.strategy import Strategy
-from shoal.train.verify.eager import running_eagerly
+from shoal.train.compiled import running_eagerly
 from shoal.train.verify.sources import Collected, digest_of_file, digest_of_tensor
 from shoal.workload.recorded import Ref
 from shoal.workload.trace import CannotTrace, trace

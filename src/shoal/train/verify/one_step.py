@@ -33,13 +33,13 @@ from shoal.parallel.engine import NonFinite
 from shoal.strategy import ModelFacts, Strategy, contract, is_legal, parse, recompute
 from shoal.strategy.contract import PER_MICRO_BATCH
 from shoal.train.checkpoint.exchange import exchange
+from shoal.train.compiled import require_uncompiled, running_eagerly
 from shoal.train.gate import NUMBER, TOLERANCES, cutting_axes, exact_twin, is_settled, require_right
 from shoal.train.launch.join import Rank, join, leave
 from shoal.train.setup import job_from, prepare
 from shoal.train.step import build_model
 from shoal.train.verify.coupling import SamplesCoupled, couples_samples, refusal, splits_batches
 from shoal.train.verify.data_reads import reads_differ, why_data_differ
-from shoal.train.verify.eager import compiled_parts, running_eagerly
 from shoal.train.verify.fingerprint import fingerprint
 from shoal.train.verify.float64 import KeepFloat64, model_in_float64, to_float64
 from shoal.train.verify.gate_compare import Comparison, GradientWatch, Kind, Row, save_serial, worst
@@ -74,7 +74,8 @@ def question(job: Job, strategy: Strategy, facts: ModelFacts, *, backend: str | 
     nothing twice: that is what would be compared with.
 
     Raises:
-        CannotCheck: The strategy cuts a compiled model, or data differ from one read to the next.
+        CannotCheck: Data differ from one read to the next.
+        CannotRunCompiled: The strategy acts inside of a compiled model.
     """
     twin = exact_twin(strategy)
     if twin.world == 1 and not splits_batches(twin) and twin.modifier(recompute) is None:
@@ -82,13 +83,7 @@ def question(job: Job, strategy: Strategy, facts: ModelFacts, *, backend: str | 
     axes = cutting_axes(strategy)
     model = build_without_memory(job)
     buffer_modes(job.buffers, model)
-    compiled = compiled_parts(model)
-    if compiled and axes:
-        names = " and ".join(axes)
-        raise CannotCheck(
-            f"the model is compiled ({compiled}: torch.compile), and {names} must call its modules one by one, which "
-            f"compiled code does not; let Job.model return it uncompiled, or leave {names} out"
-        )
+    require_uncompiled(model, strategy)
     differ = reads_differ(job)
     if differ and axes:
         raise CannotCheck(f"{differ}. Under {' and '.join(axes)} several ranks read a sample and must see the same")
