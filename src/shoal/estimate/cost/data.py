@@ -78,13 +78,11 @@ def data_time(inputs: Inputs, profile: Profile, physics: Physics, *, layer: Laye
     behind = np.where(many, profile.shard_hidden, profile.data_hidden) * (inputs.overlap != 0)
     shown_s = np.maximum(np.asarray(profile.data_exposed) * sent_s, sent_s - behind * last_backward_s)
     shown_s = shown_s + np.where(many, 0.0, crowd_s)
-    # Stage 2 keeps no whole gradient without a pipeline, so every micro-batch reduces its own; the last one's is counted
-    # above.
+    # Without a pipeline stage 2 keeps no whole gradient, so every micro-batch reduces its own; the last one's is
+    # counted above.
     each_s = dense.ring_s(wire * dense_weights) + experts.ring_s(wire * expert_weights) + more
     each_s = np.maximum(np.asarray(profile.data_exposed) * each_s, each_s - behind * last_backward_s)
-    shown_s = shown_s + np.where(
-        (inputs.zero == 2) & (inputs.pp == 1), (inputs.micro_batches - 1) * each_s, 0.0
-    )
+    shown_s = shown_s + np.where((inputs.zero == 2) & (inputs.pp == 1), (inputs.micro_batches - 1) * each_s, 0.0)
     always = (inputs.zero >= 3) & ~gathered_once
 
     # Stage 3: each layer for each micro-batch.

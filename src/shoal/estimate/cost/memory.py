@@ -120,8 +120,8 @@ def _states(
     whole = dense + experts
     shared = dense / replicas + experts / np.maximum(1.0, replicas / inputs.ep)
     zero = inputs.zero
-    # Under a pipeline gradients are reduced once a step, so they are whole until then; stage 3 keeps parameters as well,
-    # beside its shards.
+    # Under a pipeline gradients are reduced once a step, so they are whole until then; stage 3 keeps whole parameters
+    # as well, and its shards.
     once = (inputs.pp > 1) & (replicas > 1)
     resident = (zero >= 3) & once
     return {

@@ -22,9 +22,10 @@ MEGATRON_2021 = Profile(
     name="megatron-2021",
     host_layer_s=0.85e-3,
     flash=0.0,  # Known: written before FlashAttention.
-    # Known: gradients stay in fp16 (16 bytes a parameter in all, Rajbhandari et al. 2020), and the optimiser's step copies
-    # them into 32 bits (Megatron-LM, docs on the distributed optimizer: 20 bytes, or 4 + 16/dp).
-    gradient_held_bytes=2.0, step_bytes=4.0,
+    # Known: gradients stay in fp16 (16 bytes a parameter in all, Rajbhandari et al. 2020), and the optimiser's step
+    # copies them into 32 bits (Megatron-Core's guide, distributed optimizer: 20 bytes, or 4 + 16/dp).
+    gradient_held_bytes=2.0,
+    step_bytes=4.0,
     usable=0.97,  # Assumed: published runs fill their devices.
     elementwise=0.87,  # Fitted.
 )
@@ -48,9 +49,9 @@ FP32_ACCUMULATION = {
     "gradient_held_bytes": 6.0, "gradient_bytes": 4.0, "reduce_whole": 1.0, "step_bytes": 0.0,
     "data_hidden": 0.0, "shard_hidden": 0.0, "data_exposed": 1.0,
 }  # fmt: skip
-"""What bf16 changes in Megatron-DeepSpeed. Known (deepspeed/runtime/bf16_optimizer.py): every gradient is added to a flat
-buffer in 32 bits, whole on each rank, beside the one in 16 bits; (pipe/engine.py) the buffer is all-reduced after the
-last pass, so nothing hides it.
+"""What bf16 changes in Megatron-DeepSpeed. Known: every gradient of 16 bits is added to a flat buffer in 32 bits, whole
+on each rank (deepspeed/runtime/bf16_optimizer.py), which is all-reduced after the last pass, so nothing hides it
+(deepspeed/runtime/pipe/engine.py).
 """
 NEMO = replace(
     MEGATRON, name="nemo",
@@ -65,11 +66,12 @@ DEEPSPEED_2021 = Profile(
     flash=0.0,
     # Fitted (Narayanan 2021, its comparison with ZeRO-3): as if through one card a node, and little hidden.
     one_card=1.0,
-    # Known from its documents: modules are gathered one by one, the largest is a third of a layer. Its rows show no third
-    # gather for recomputation (with one, models of 530 billion come out a fifth slower against those of 175).
+    # Known from its documents: modules are gathered one by one, the largest is a third of a layer. Its rows show no
+    # third gather for recomputation (with one, models of 530 billion come out a fifth slower against those of 175).
     gathered_layers=0.33,
     usable=0.97,
-    contention=0.0, unhidden=0.515,
+    contention=0.0,
+    unhidden=0.515,
     elementwise=0.998,
 )
 MOSAIC = Profile(
@@ -107,7 +109,8 @@ NANOTRON = Profile(
 # Families of which no row was fitted, between the habits of those that were.
 # Counted for a loss that is not fused: logits in 16 and 32 bits, their softmax, a gradient of each less what is freed.
 USUAL = replace(
-    GOOD, name="usual", elementwise=1.15, contention=0.4, flash_hopper=0.62, usable=0.97, logit_bytes=12.0
+    GOOD, name="usual", elementwise=1.15, contention=0.4, flash_hopper=0.62, logit_bytes=12.0,
+    usable=0.94,  # Between 0.88 and 0.97, which rows gave.
 )  # fmt: skip
 """A competent framework nobody has timed: between Megatron's, MosaicML's and torchtitan's."""
 EAGER = replace(
@@ -119,8 +122,8 @@ EAGER = replace(
 """Models written operator by operator (Hugging Face's) under FSDP."""
 DEEPSPEED = replace(
     EAGER, name="deepspeed",
-    # Known (deepspeed/runtime/zero/config.py): 1e9 parameters may stay gathered, and a bucket of 5e8 gradients is reduced
-    # at a time.
+    # Known (deepspeed/runtime/zero/config.py): 1e9 parameters may stay gathered, and 5e8 gradients are reduced at a
+    # time.
     live_parameters=1e9, buffer_bytes=2e9,
 )  # fmt: skip
 """The same under DeepSpeed of today."""
@@ -156,12 +159,12 @@ FAMILIES: tuple[tuple[str, Profile], ...] = (
 NO_FLASH = ("V100", "T4")
 """Devices that fused attention was never written for."""
 OLD_HOSTS = 1.3
-"""Hosts of those devices' time, against A100's: E5-2698 v4 and its like run at 2.7 GHz where an EPYC 7742 runs at 3.2, and do
-less in a cycle. Known from datasheets; no row here tells how much a launch feels of it.
+"""Hosts of those devices' time, against A100's: a Xeon E5-2698 v4 runs at 2.7 GHz where an EPYC 7742 runs at 3.2, and
+does less in a cycle. From datasheets; no row here says how much a launch feels of it.
 """
 ONCE_AHEAD, TWICE_AHEAD = re.compile(r"(zb|bubble).*(1p|h1)\b"), re.compile(r"(zb|bubble).*(2p|h2)\b")
 """Zero-bubble schedules by name: which hold as many micro-batches as 1f1b, and which twice as many."""
-SPLIT_FORK = re.compile(r"zero-?bubble|^zb")
+SPLIT_FORK = re.compile(r"zero-?bubble|zb")
 """Megatron-LM's fork with these schedules lets them hold twice as many, unless told (examples/pretrain_zero_bubble.sh:
 ZERO_BUBBLE_MEM_LIMIT is twice the stages).
 """
@@ -177,6 +180,8 @@ def profile_for(
     """
     name = re.sub(r"[\s_]+", "-", framework.strip().lower())
     found = next((profile for pattern, profile in FAMILIES if re.search(pattern, name)), USUAL)
+    said = f"{words.folded(schedule)} {name}"
+    fork = found is MEGATRON and SPLIT_FORK.search(name) and not ONCE_AHEAD.search(said)
     before = device.startswith((*NO_FLASH, "A100")) and not young
     old = before and precision in ("fp16", "fp32", "tf32")
     if found is MEGATRON and old and not re.search("core|zero-?bubble|zb", name):
@@ -197,7 +202,6 @@ def profile_for(
     if device.startswith(NO_FLASH):
         hosts = ("host_layer_s", "host_tensor_s", "host_pass_s", "host_expert_s")
         found = replace(found, **{host: OLD_HOSTS * getattr(found, host) for host in hosts})
-    said = f"{words.folded(schedule)} {name}"
-    if TWICE_AHEAD.search(said) or (SPLIT_FORK.search(name) and not ONCE_AHEAD.search(said)):
+    if fork or TWICE_AHEAD.search(said):
         found = replace(found, name=f"{found.name}-ahead", split_ahead=2.0)
     return found
