@@ -160,7 +160,7 @@ NO_FLASH = ("V100", "T4")
 """Devices that fused attention was never written for."""
 OLD_HOSTS = 1.3
 """Hosts of those devices' time, against A100's: a Xeon E5-2698 v4 runs at 2.7 GHz where an EPYC 7742 runs at 3.2, and
-does less in a cycle. From datasheets; no row here says how much a launch feels of it.
+does less in a cycle. Assumed from that: no row here says how much a launch feels of it.
 """
 ONCE_AHEAD, TWICE_AHEAD = re.compile(r"(zb|bubble).*(1p|h1)\b"), re.compile(r"(zb|bubble).*(2p|h2)\b")
 """Zero-bubble schedules by name: which hold as many micro-batches as 1f1b, and which twice as many."""
