@@ -47,7 +47,7 @@ PRIORS: dict[str, Mapping[str, Prior]] = {
         "host_layer_s": (0.85e-3, 0.3), "host_tensor_s": (8e-6, 0.5), "host_pass_s": (0.9e-3, 0.5),
         "elementwise": (1.0, 0.2),
     },
-    "deepspeed-2021": {"elementwise": (1.0, 0.2), "contention": (0.7, 0.4)},
+    "deepspeed-2021": {"elementwise": (1.0, 0.2), "unhidden": (0.7, 0.4)},
     "mosaic": {"elementwise": (1.0, 0.2), "contention": (0.27, 0.5)},
     "torchtitan": {
         "elementwise": (1.4, 0.3), "flash_hopper": (0.58, 0.2), "contention": (0.27, 0.5), "selective_gemm": (0.5, 0.3),

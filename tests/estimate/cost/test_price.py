@@ -97,7 +97,7 @@ def test_recomputing_takes_longer_and_keeps_less(case: dict[str, object]) -> Non
     # On a device that holds either: one that is overfull takes longer for another reason.
     inputs = replace(inputs_of(case, recompute=["none", "full"]), memory_bytes=np.array([1e15]))
     prices = price(inputs, PROFILES[str(case["profile"])])
-    assert prices.step_s[1] >= prices.step_s[0]
+    assert prices.step_s[1] >= prices.step_s[0] * (1 - 1e-9)
     assert prices.memory_bytes[1] <= prices.memory_bytes[0] * (1 + 1e-9)
 
 

@@ -1,7 +1,8 @@
 """Data parallelism: what gradients, sharded parameters and the optimiser cost beyond computing.
 
-Stages 0 to 2 of ZeRO send once a step and hide behind the last backward as far as the profile lets them; stage 3
-gathers every layer for every micro-batch, and a layer takes the longer of computing and gathering.
+Stages 0 and 1 of ZeRO send once a step and hide behind the last backward as far as the profile lets them. So do stages
+2 and 3 under a pipeline, which keep whole gradients for the step. Without one, stage 2 reduces for every micro-batch;
+stage 3 also gathers every layer for each, and a layer takes the longer of computing and gathering.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from shoal.estimate.cost.kernels import streamed_s
 from shoal.estimate.cost.links import Path, path
 from shoal.estimate.cost.profile import Number, Profile
 from shoal.estimate.cost.schedule import Stages
-from shoal.estimate.cost.time import LayerTime
+from shoal.estimate.cost.time import FULL, LayerTime
 from shoal.estimate.cost.weights import weights
 
 
@@ -62,7 +63,9 @@ def data_time(inputs: Inputs, profile: Profile, physics: Physics, *, layer: Laye
         of_experts = np.where(sparse, experts.ring_s(bytes_each * expert_weights, rounds=rounds), 0.0)
         return dense.ring_s(bytes_each * dense_weights, rounds=rounds) + of_experts
 
-    reduced_s, scattered_s = both_s(wire, rounds=2.0), both_s(wire) + both_s(weight_bytes)
+    reduced_s = both_s(wire, rounds=2.0)
+    whole = (np.asarray(profile.reduce_whole) > 0) & (inputs.zero == 1)
+    scattered_s = np.where(whole, reduced_s, both_s(wire)) + both_s(weight_bytes)
     # Buckets beyond the first pay their latency again.
     more = np.asarray(profile.buckets) * layers_here * (dense.latency_s + dense.start_s)
     reduced_s, scattered_s = reduced_s + more, scattered_s + 2 * more
@@ -75,10 +78,11 @@ def data_time(inputs: Inputs, profile: Profile, physics: Physics, *, layer: Laye
     behind = np.where(many, profile.shard_hidden, profile.data_hidden) * (inputs.overlap != 0)
     shown_s = np.maximum(np.asarray(profile.data_exposed) * sent_s, sent_s - behind * last_backward_s)
     shown_s = shown_s + np.where(many, 0.0, crowd_s)
-    # Stage 2 keeps no whole gradient, so every micro-batch reduces its own; the last one's is counted above.
+    # Without a pipeline stage 2 keeps no whole gradient, so every micro-batch reduces its own; the last one's is
+    # counted above.
     each_s = dense.ring_s(wire * dense_weights) + experts.ring_s(wire * expert_weights) + more
     each_s = np.maximum(np.asarray(profile.data_exposed) * each_s, each_s - behind * last_backward_s)
-    shown_s = shown_s + np.where(inputs.zero == 2, (inputs.micro_batches - 1) * each_s, 0.0)
+    shown_s = shown_s + np.where((inputs.zero == 2) & (inputs.pp == 1), (inputs.micro_batches - 1) * each_s, 0.0)
     always = (inputs.zero >= 3) & ~gathered_once
 
     # Stage 3: each layer for each micro-batch.
@@ -88,7 +92,7 @@ def data_time(inputs: Inputs, profile: Profile, physics: Physics, *, layer: Laye
 
     gather_s, scatter_s = layer_s(weight_bytes), layer_s(wire)
     forward_s = _behind(layer.forward.total_s, gather_s, profile)
-    backward_s = _behind(layer.backward.total_s, gather_s + scatter_s, profile)
+    backward_s = _behind(layer.backward.total_s, (1 + gathered_again(inputs, profile)) * gather_s + scatter_s, profile)
     head_s = 0.3 * (single.ring_s(weight_bytes * held_here.head) * 2 + single.ring_s(wire * held_here.head))
     sharers = np.where(inputs.zero >= 1, replicas, 1.0)
     expert_sharers = np.where(inputs.zero >= 1, np.maximum(1.0, replicas / inputs.ep), 1.0)
@@ -101,7 +105,17 @@ def data_time(inputs: Inputs, profile: Profile, physics: Physics, *, layer: Laye
     )
 
 
+def gathered_again(inputs: Inputs, profile: Profile) -> Column:
+    """Stage 3: the part of a recomputed layer that is gathered once more for its gradients, because the layer has more
+    parameters than may stay (DeepSpeed's stage3_max_live_parameters; Rajbhandari et al. 2021 count this third load).
+    """
+    live, here = np.asarray(profile.live_parameters, dtype=float), weights(inputs)
+    layer = here.layer_dense + here.layer_experts
+    return np.where((live > 0) & (inputs.recompute == FULL), np.maximum(0.0, 1 - live / layer), 0.0)
+
+
 def _behind(compute_s: Column, sent_s: Column, profile: Profile) -> Column:
-    """What gathering adds to computing: the longer counts, and the part of the shorter that gets in the way."""
-    contention = np.asarray(profile.contention)
-    return np.maximum(compute_s, sent_s) + contention * np.minimum(compute_s, sent_s) - compute_s
+    """What gathering adds to computing."""
+    shorter_s = np.minimum(compute_s, sent_s)
+    slowed_s = compute_s + np.asarray(profile.contention) * shorter_s
+    return np.maximum(slowed_s, sent_s) + np.asarray(profile.unhidden) * shorter_s - compute_s

@@ -15,7 +15,7 @@ import numpy as np
 from shoal.estimate.cost.gathers import kept_gathers
 from shoal.estimate.cost.inputs import RECOMPUTE, Column, Inputs
 from shoal.estimate.cost.profile import Profile
-from shoal.estimate.cost.schedule import Stages, in_flight
+from shoal.estimate.cost.schedule import Stages, in_flight, turns, weights_waiting
 from shoal.estimate.cost.weights import Weights, weights
 
 SELECTIVE, FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
@@ -34,9 +34,12 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Activations:
-    """Bytes of one layer for one micro-batch: kept until its backward, and needed while it runs."""
+    """Bytes of one layer for one micro-batch: kept until its backward, kept between its backward and the gradients of
+    its weights where these come later, and needed while it runs.
+    """
 
     kept: Column
+    waiting: Column
     working: Column
 
 
@@ -45,16 +48,23 @@ def memory(inputs: Inputs, profile: Profile, *, held: Stages) -> Memory:
     here, layer = weights(inputs), activations(inputs, profile)
     single = inputs.pp == 1
     apart = np.where(single & (inputs.tied == 0), 1.0, 0.0)
+    # In the shape of a V one rank has both ends.
+    both = np.where((single | turns(inputs)) & (inputs.tied == 0), 1.0, 0.0)
     worst: dict[str, Column] = {}
     total: Column | None = None
     for position, layers, embeds, heads in (
         (0.0, held.first, 1.0, apart),
         (np.minimum(1.0, inputs.pp - 1), held.most, 0.0, 0.0),
-        (inputs.pp - 1, held.last, apart, 1.0),
+        (inputs.pp - 1, held.last, both, 1.0),
     ):
         split = _states(inputs, profile, here, layers=layers, tables=embeds + heads)
-        split["activations"] = layers * layer.kept * in_flight(inputs, np.asarray(position)) + layer.working
-        split["logits"] = heads * _logits(inputs, profile)
+        whole = in_flight(inputs, profile, np.asarray(position))
+        later = weights_waiting(inputs, profile, np.asarray(position))
+        split["activations"] = layers * (layer.kept * whole + layer.waiting * later) + layer.working
+        split["logits"] = heads * _logits(inputs, profile, later)
+        # Gradients are widened when the activations are gone.
+        wider = profile.step_bytes * split["optimizer"] / profile.state_bytes
+        split["optimizer"] = split["optimizer"] + np.maximum(0.0, wider - split["activations"] - split["logits"])
         split["buffers"] = np.asarray(profile.buffer_bytes) + _gathered(inputs, profile, here)
         sum_here = sum(split.values(), np.zeros(1))
         split = {name: value + 0 * sum_here for name, value in split.items()}
@@ -89,7 +99,15 @@ def activations(inputs: Inputs, profile: Profile) -> Activations:
     full, some = inputs.recompute == FULL, inputs.recompute == SELECTIVE
     kept = np.where(full, border_bytes, np.where(some, profile.selective_kept * all_bytes, all_bytes + scores_bytes))
     working = np.where(full | some, all_bytes + scores_bytes - np.where(full, 0.0, kept), 0.0)
-    return Activations(kept=kept, working=np.maximum(0.0, working))
+    # Inputs of the four products and gradients of their outputs: 32 s b h in a plain layer (Qi et al. 2024, table 1).
+    inputs_of = 2 * hidden / whole + (hidden + inputs.ffn * active) / tp
+    kv_width = inputs.kv_heads * hidden / inputs.heads
+    outputs_of = 2 * hidden / whole + (hidden + 2 * kv_width + inputs.ffn * active * (1 + inputs.gated)) / tp
+    # Sequence parallelism gathers the input of the product in work, and the gradient of its output.
+    working = working + np.where((inputs.sequence > 0) & (tp > 1), tokens * wide * 4 * hidden, 0.0)
+    return Activations(
+        kept=kept, waiting=tokens * wide * 2 * (inputs_of + outputs_of), working=np.maximum(0.0, working)
+    )
 
 
 def _states(
@@ -102,11 +120,13 @@ def _states(
     whole = dense + experts
     shared = dense / replicas + experts / np.maximum(1.0, replicas / inputs.ep)
     zero = inputs.zero
-    # Stage 3 under a pipeline keeps a stage's parameters and gradients whole for the step.
-    resident = (zero >= 3) & (inputs.pp > 1) & (replicas > 1)
+    # Under a pipeline gradients are reduced once a step, so they are whole until then; stage 3 keeps whole parameters
+    # as well, and its shards.
+    once = (inputs.pp > 1) & (replicas > 1)
+    resident = (zero >= 3) & once
     return {
         "parameters": np.where((zero >= 3) & ~resident, 0.0, profile.parameter_bytes * whole),
-        "gradients": profile.gradient_held_bytes * np.where(zero >= 2, shared, whole)
+        "gradients": profile.gradient_held_bytes * np.where((zero >= 2) & ~((zero == 2) & once), shared, whole)
         + np.where(resident, profile.gradient_held_bytes * whole, 0.0),
         "optimizer": profile.state_bytes * np.where(zero >= 1, shared, whole),
     }
@@ -116,11 +136,16 @@ def _gathered(inputs: Inputs, profile: Profile, here: Weights) -> Column:
     """Layers that stage 3 has made whole, and the largest table while it is in use."""
     layer = here.layer_dense + here.layer_experts
     always = (inputs.zero >= 3) & (inputs.pp == 1) & (inputs.dp * inputs.cp > 1)
-    return np.where(always, profile.gathered_layers * 4 * layer + 4 * here.embedding, 0.0)
+    staying = 2 * np.minimum(profile.live_parameters, inputs.layers * layer + here.embedding)
+    in_use = np.maximum(staying, profile.gathered_layers * 4 * layer)
+    return np.where(always, in_use + 4 * here.embedding, 0.0)
 
 
-def _logits(inputs: Inputs, profile: Profile) -> Column:
-    """In a pipeline the next micro-batch's come while the last one's are still there."""
+def _logits(inputs: Inputs, profile: Profile, later: Column) -> Column:
+    """In a pipeline the next micro-batch's come while the last one's are still there. Where weight gradients come
+    `later`, the head waits with its input and the gradients of its logits.
+    """
     tokens = inputs.micro_batch * inputs.sequence_length / inputs.cp
     again = np.where((inputs.pp > 1) & (inputs.micro_batches > 1), 1.5, 1.0)
-    return profile.logit_bytes * again * tokens * inputs.vocab / inputs.tp
+    waiting = later * tokens * np.where(inputs.wide, 4.0, 2.0) * (inputs.vocab / inputs.tp + inputs.hidden)
+    return profile.logit_bytes * again * tokens * inputs.vocab / inputs.tp + waiting

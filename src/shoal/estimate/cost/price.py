@@ -14,7 +14,7 @@ from shoal.estimate.cost.links import path
 from shoal.estimate.cost.memory import Memory, memory
 from shoal.estimate.cost.profile import Profile
 from shoal.estimate.cost.profiles import GOOD
-from shoal.estimate.cost.schedule import INTERLEAVED, Stages, bubble_s, messages, stages, uneven_bubble_s
+from shoal.estimate.cost.schedule import INTERLEAVED, Stages, bubble_s, messages, spared_s, stages, uneven_bubble_s
 from shoal.estimate.cost.span import passes_of, spans_s
 from shoal.estimate.cost.time import PASSES, head_time, layer_time
 
@@ -99,6 +99,7 @@ def step_split_s(
     exact = ~np.isnan(waits_s)
     pipeline_s = np.where(exact, np.maximum(0.0, np.minimum(pipeline_s, waits_s)), pipeline_s)
     idle_s = np.where(exact, waits_s - pipeline_s, idle_s)
+    idle_s = np.maximum(np.minimum(0.0, idle_s), idle_s - spared_s(inputs, profile, layers_there * layer.weight_s))
     split = {
         cause: micro * (
             layers_there * (getattr(layer.forward, f"{cause}_s") + getattr(layer.backward, f"{cause}_s"))

@@ -57,10 +57,20 @@ class Profile:
     """Part of data parallelism's messages that never hides."""
     shard_hidden: Number = 0.5
     """As data_hidden, for zero 1 and 2."""
+    reduce_whole: Number = 0.0
+    """1: zero 1 sums all gradients on every rank, though each needs its part only."""
     buckets: Number = 0.1
     """Collectives of data parallelism for each layer: each pays its latency."""
     contention: Number = 0.27
-    """zero 3: part of the shorter of computing and gathering that does not hide."""
+    """zero 3: how much gathering slows the computing that it hides behind, for each second of both. Computing does not
+    slow the links: a layer that waits for them takes as long as they do.
+    """
+    unhidden: Number = 0.0
+    """zero 3: part of the shorter of computing and gathering that does not overlap at all."""
+    live_parameters: Number = 0.0
+    """zero 3: parameters that may stay gathered. A larger layer that is recomputed is gathered for that, and the rest
+    of it again for its gradients. 0: a layer stays until its backward is over.
+    """
     one_card: Number = 0.0
     """zero 3: 1 if a node's messages go through one network card."""
     hop_ratio: Number = 1.0
@@ -76,12 +86,17 @@ class Profile:
     # Pipelines.
     by_cost: Number = 0.0
     """1: layers are dealt to stages by estimated cost, the head counted; 0: evenly."""
+    split_ahead: Number = 1.0
+    """zero-bubble with one chunk: micro-batches a rank may hold, for each stage: 1 (zb-h1, zb-1p) or 2 (zb-h2, zb-2p).
+    """
     message_ratio: Number = 1.0
     """Part of a message between stages that is felt: below 1 where it overlaps."""
     # Memory. Bytes a parameter: weights in 16 bits, gradients held, master copy and moments.
     parameter_bytes: Number = 2.0
     gradient_held_bytes: Number = 4.0
     state_bytes: Number = 12.0
+    step_bytes: Number = 0.0
+    """For each parameter that a rank updates: a copy of its gradient in 32 bits, after the activations are gone."""
     norm_bytes: Number = 8.0
     """Bytes kept for each number of a layer's width: inputs of two norms and what they give to products."""
     attention_bytes: Number = 2.0

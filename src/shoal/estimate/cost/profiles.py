@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from shoal.estimate.cost import words
 from shoal.estimate.cost.profile import Profile
 
 GOOD = Profile()
@@ -21,7 +22,10 @@ MEGATRON_2021 = Profile(
     name="megatron-2021",
     host_layer_s=0.85e-3,
     flash=0.0,  # Known: written before FlashAttention.
-    gradient_held_bytes=2.0,  # Known: gradients stay in fp16 (16 bytes a parameter in all, Rajbhandari et al. 2020).
+    # Known: gradients stay in fp16 (16 bytes a parameter in all, Rajbhandari et al. 2020), and the optimiser's step
+    # copies them into 32 bits (Megatron-Core's guide, distributed optimizer: 20 bytes, or 4 + 16/dp).
+    gradient_held_bytes=2.0,
+    step_bytes=4.0,
     usable=0.97,  # Assumed: published runs fill their devices.
     elementwise=0.87,  # Fitted.
 )
@@ -41,6 +45,14 @@ MEGATRON_DEEPSPEED = replace(
     MEGATRON_2021, name="megatron-deepspeed",
     host_layer_s=0.000933, host_tensor_s=6.5e-06, host_pass_s=0.000811, elementwise=0.78,  # Fitted.
 )  # fmt: skip
+FP32_ACCUMULATION = {
+    "gradient_held_bytes": 6.0, "gradient_bytes": 4.0, "reduce_whole": 1.0, "step_bytes": 0.0,
+    "data_hidden": 0.0, "shard_hidden": 0.0, "data_exposed": 1.0,
+}  # fmt: skip
+"""What bf16 changes in Megatron-DeepSpeed. Known: every gradient of 16 bits is added to a flat buffer in 32 bits, whole
+on each rank (deepspeed/runtime/bf16_optimizer.py), which is all-reduced after the last pass, so nothing hides it
+(deepspeed/runtime/pipe/engine.py).
+"""
 NEMO = replace(
     MEGATRON, name="nemo",
     # Known from its recipes: gradients stay and travel in 16 bits, experts are folded over tp and tokens sent once to a
@@ -54,10 +66,12 @@ DEEPSPEED_2021 = Profile(
     flash=0.0,
     # Fitted (Narayanan 2021, its comparison with ZeRO-3): as if through one card a node, and little hidden.
     one_card=1.0,
-    # Known from its documents: modules are gathered one by one, the largest is a third of a layer.
+    # Known from its documents: modules are gathered one by one, the largest is a third of a layer. Its rows show no
+    # third gather for recomputation (with one, models of 530 billion come out a fifth slower against those of 175).
     gathered_layers=0.33,
     usable=0.97,
-    contention=0.515,
+    contention=0.0,
+    unhidden=0.515,
     elementwise=0.998,
 )
 MOSAIC = Profile(
@@ -93,19 +107,35 @@ NANOTRON = Profile(
 )  # fmt: skip
 
 # Families of which no row was fitted, between the habits of those that were.
-USUAL = replace(GOOD, name="usual", elementwise=1.15, contention=0.4, flash_hopper=0.62, usable=0.97)
+# Counted for a loss that is not fused: logits in 16 and 32 bits, their softmax, a gradient of each less what is freed.
+USUAL = replace(
+    GOOD, name="usual", elementwise=1.15, contention=0.4, flash_hopper=0.62, logit_bytes=12.0,
+    usable=0.94,  # Between 0.88 and 0.97, which rows gave.
+)  # fmt: skip
 """A competent framework nobody has timed: between Megatron's, MosaicML's and torchtitan's."""
-EAGER = replace(USUAL, name="eager", elementwise=1.4, contention=0.5)
-"""Models written operator by operator (Hugging Face's) under FSDP or DeepSpeed of today."""
+EAGER = replace(
+    USUAL, name="eager", elementwise=1.4, contention=0.5,
+    # Known (transformers, modeling_llama.py): a norm keeps its input in 32 bits and its result before and after the
+    # weight; logits are kept in 16 bits, widened, shifted into a copy, and have a softmax and its gradient in 32.
+    norm_bytes=16.0, logit_bytes=16.0,
+)  # fmt: skip
+"""Models written operator by operator (Hugging Face's) under FSDP."""
+DEEPSPEED = replace(
+    EAGER, name="deepspeed",
+    # Known (deepspeed/runtime/zero/config.py): 1e9 parameters may stay gathered, and 5e8 gradients are reduced at a
+    # time.
+    live_parameters=1e9, buffer_bytes=2e9,
+)  # fmt: skip
+"""The same under DeepSpeed of today."""
 XLA = replace(
     USUAL, name="xla", elementwise=0.85, flash_hopper=0.9, tensor_hidden=0.3,
-    host_layer_s=0.1e-3, host_pass_s=0.2e-3, host_tensor_s=1e-6,
+    host_layer_s=0.1e-3, host_pass_s=0.2e-3, host_tensor_s=1e-6, logit_bytes=8.0,
 )  # fmt: skip
 """One compiled program a step: operations are fused, and the host launches next to nothing."""
 
 PROFILES: dict[str, Profile] = {each.name: each for each in (
     GOOD, MEGATRON, MEGATRON_2021, MEGATRON_DEEPSPEED, NEMO, DEEPSPEED_2021, MOSAIC, TORCHTITAN, NANOTRON, USUAL, EAGER,
-    XLA,
+    DEEPSPEED, XLA,
 )}  # fmt: skip
 
 COMPILED = 0.5
@@ -122,15 +152,27 @@ FAMILIES: tuple[tuple[str, Profile], ...] = (
     ("megatron|zero-bubble|^zb|fold3d|transformer-?engine", MEGATRON),
     ("foundry|mosaic|composer", MOSAIC),
     ("maxtext|jax|xla|alpa|pax|levanter|easylm|t5x|flax", XLA),
-    ("deepspeed|zero|ulysses", EAGER),
+    ("deepspeed|zero|ulysses", DEEPSPEED),
     ("fsdp|accelerate|hugging|axolotl|llama-?factory|trl|transformers|lightning|torchtune", EAGER),
 )
 """Who a framework's habits are taken from, by what its name contains; the first counts."""
 NO_FLASH = ("V100", "T4")
 """Devices that fused attention was never written for."""
+OLD_HOSTS = 1.3
+"""Hosts of those devices' time, against A100's: a Xeon E5-2698 v4 runs at 2.7 GHz where an EPYC 7742 runs at 3.2, and
+does less in a cycle. Assumed from that: no row here says how much a launch feels of it.
+"""
+ONCE_AHEAD, TWICE_AHEAD = re.compile(r"(zb|bubble).*(1p|h1)\b"), re.compile(r"(zb|bubble).*(2p|h2)\b")
+"""Zero-bubble schedules by name: which hold as many micro-batches as 1f1b, and which twice as many."""
+SPLIT_FORK = re.compile(r"zero-?bubble|zb")
+"""Megatron-LM's fork with these schedules lets them hold twice as many, unless told (examples/pretrain_zero_bubble.sh:
+ZERO_BUBBLE_MEM_LIMIT is twice the stages).
+"""
 
 
-def profile_for(framework: str, *, device: str = "", precision: str = "", young: bool = False) -> Profile:
+def profile_for(
+    framework: str, *, device: str = "", precision: str = "", schedule: str = "", young: bool = False
+) -> Profile:
     """The profile of a framework by its name as people write it; the usual one, if it is not known.
 
     Megatron-LM and DeepSpeed in fp16 on A100 and older are those of 2021, without fused attention, unless the model is
@@ -138,18 +180,28 @@ def profile_for(framework: str, *, device: str = "", precision: str = "", young:
     """
     name = re.sub(r"[\s_]+", "-", framework.strip().lower())
     found = next((profile for pattern, profile in FAMILIES if re.search(pattern, name)), USUAL)
+    said = f"{words.folded(schedule)} {name}"
+    fork = found is MEGATRON and SPLIT_FORK.search(name) and not ONCE_AHEAD.search(said)
     before = device.startswith((*NO_FLASH, "A100")) and not young
     old = before and precision in ("fp16", "fp32", "tf32")
     if found is MEGATRON and old and not re.search("core|zero-?bubble|zb", name):
         found = MEGATRON_2021
-    elif found is EAGER and old and re.search("deepspeed|zero", name):
+    elif found is DEEPSPEED and old:
         found = DEEPSPEED_2021
-    elif found is MEGATRON_DEEPSPEED and (not before or ("neox" in name and not old)):
-        found = replace(found, name="megatron-deepspeed-fused", flash=1.0)
+    elif found is MEGATRON_DEEPSPEED:
+        if not before or ("neox" in name and not old):
+            found = replace(found, name="megatron-deepspeed-fused", flash=1.0)
+        if precision == "bf16":
+            found = replace(found, name=f"{found.name}-bf16", **FP32_ACCUMULATION)
     if found is TORCHTITAN and "compile" in name:
         found = replace(found, name="torchtitan-compiled", elementwise=found.elementwise * COMPILED)
     if "async-tp" in name:
         found = replace(found, name=f"{found.name}-async-tp", tensor_hidden=ASYNC_TENSOR)
     if device.startswith(NO_FLASH) and found.flash:
         found = replace(found, name=f"{found.name}-unfused", flash=0.0)
+    if device.startswith(NO_FLASH):
+        hosts = ("host_layer_s", "host_tensor_s", "host_pass_s", "host_expert_s")
+        found = replace(found, **{host: OLD_HOSTS * getattr(found, host) for host in hosts})
+    if fork or TWICE_AHEAD.search(said):
+        found = replace(found, name=f"{found.name}-ahead", split_ahead=2.0)
     return found

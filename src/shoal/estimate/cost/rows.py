@@ -70,8 +70,9 @@ def read_rows(rows: Sequence[Row]) -> Read:
         try:
             values = _values(row)
             profile = profile_for(
-                values["framework"], device=values["device"].name, precision=values["precision"], young=_young(values)
-            )
+                values["framework"], device=values["device"].name, precision=values["precision"],
+                schedule=row.get("schedule") or "", young=_young(values),
+            )  # fmt: skip
         except (ValueError, BadCluster) as error:
             refused.append((number, str(error)))
             continue

@@ -108,7 +108,7 @@ def turns(inputs: Inputs) -> Column:
     return (inputs.schedule == ZERO_BUBBLE) & (inputs.chunks == 2) & (inputs.pp > 1)
 
 
-def in_flight(inputs: Inputs, position: Column) -> Column:
+def in_flight(inputs: Inputs, profile: Profile, position: Column) -> Column:
     """Micro-batches whose activations the stage at `position` (0: first) keeps at the most, in whole stages."""
     micro, pp, chunks = inputs.micro_batches, inputs.pp, inputs.chunks
     kept = np.minimum(micro, pp - position)
@@ -116,10 +116,34 @@ def in_flight(inputs: Inputs, position: Column) -> Column:
     passes = 2 * (pp - position - 1) + (chunks - 1) * pp + 1
     interleaved = np.minimum(micro, passes / chunks)
     kept = np.where(inputs.schedule == INTERLEAVED, interleaved, kept)
-    # Zero-bubble keeps what 1f1b keeps on the first rank, on every rank (weight gradients come later).
-    kept = np.where(inputs.schedule == ZERO_BUBBLE, np.minimum(micro, pp), kept)
+    # The V of zero-bubble keeps on every rank what 1f1b keeps on the first.
+    kept = np.where(turns(inputs), np.minimum(micro, pp), kept)
+    # Twice as many may be held: 2 (pp - position) - 1 before the first backward (Qi et al. 2024, zb-h2).
+    kept = np.where(_ahead(inputs, profile), np.minimum(micro, 2 * (pp - position) - 1), kept)
     kept = np.where(inputs.schedule == GPIPE, micro, kept)
     return np.where(pp > 1, kept, 1.0)
+
+
+def weights_waiting(inputs: Inputs, profile: Profile, position: Column) -> Column:
+    """Micro-batches whose backward is done but for the gradients of weights, at the most: zero-bubble with one chunk
+    holds pp micro-batches on every rank, or 2 pp - 1 (Qi et al. 2024, table 2), one way or the other.
+    """
+    most = np.where(_ahead(inputs, profile), 2 * inputs.pp - 1, inputs.pp)
+    waiting = np.minimum(inputs.micro_batches, most) - in_flight(inputs, profile, position)
+    split = (inputs.schedule == ZERO_BUBBLE) & (inputs.pp > 1) & (inputs.chunks == 1)
+    return np.where(split, np.maximum(0.0, waiting), 0.0)
+
+
+def _ahead(inputs: Inputs, profile: Profile) -> Column:
+    """Where zero-bubble may hold twice as many micro-batches as 1f1b."""
+    return (np.asarray(profile.split_ahead) > 1) & (inputs.schedule == ZERO_BUBBLE) & (inputs.chunks == 1)
+
+
+def spared_s(inputs: Inputs, profile: Profile, weight_s: Column) -> Column:
+    """What holding twice as many takes off the bubble: one stage's weight gradients for each other stage (Qi et al.
+    2024: (p - 1)(F + B - 2 W) against (p - 1)(F + B - W)).
+    """
+    return np.where(_ahead(inputs, profile), (inputs.pp - 1) * weight_s, 0.0)
 
 
 def bubble_s(inputs: Inputs, *, others_s: Column, forward_s: Column, backward_s: Column, weight_s: Column) -> Column:
