@@ -29,7 +29,7 @@ from shoal.parallel.buffers import buffer_exchange
 from shoal.parallel.engine import Engine, StepResult
 from shoal.parallel.optimizer import Factory
 from shoal.parallel.placement import Replicas, mesh_of
-from shoal.strategy import ModelFacts, Strategy, amp, parse, require_legal
+from shoal.strategy import ModelFacts, Strategy, Term, amp, as_strategy, parse, require_legal
 from shoal.train.checkpoint.buffers import persistent_buffers
 from shoal.train.checkpoint.exchange import exchange
 from shoal.train.launch.join import join
@@ -38,7 +38,7 @@ from shoal.train.own_checks import UNCHECKED, LossOf, ReplicaState, check_split,
 
 def engine(
     model: nn.Module,
-    strategy: str | Strategy,
+    strategy: str | Strategy | Term,
     *,
     optimizer: Factory,
     options: Options = lambda name, param: {},
@@ -64,7 +64,7 @@ def engine(
     if wrong := wrong_declaration(buffers):
         raise ValueError(f"shoal.engine: {wrong}")
     modes = buffer_modes(buffers, model)
-    wanted = parse(strategy) if isinstance(strategy, str) else strategy
+    wanted = parse(strategy) if isinstance(strategy, str) else as_strategy(strategy)
     me = join()
     require_initialised(model, type(model).__name__)
     tried = probe(without_draws(optimizer), model, options)
