@@ -16,10 +16,10 @@ from safetensors import safe_open
 
 from shoal.job import Job
 from shoal.strategy import Strategy
+from shoal.train.compiled import running_eagerly
 from shoal.train.gate import TOLERANCES
 from shoal.train.step import build_model
 from shoal.train.verify.compare import MARGIN
-from shoal.train.verify.eager import running_eagerly
 from shoal.train.verify.float64 import KeepFloat64, model_in_float64
 from shoal.train.verify.gate_compare import Row, apart, scale_of_update, size_of, unsure
 from shoal.train.verify.gate_serial import SerialSteps, serial_steps
