@@ -99,7 +99,7 @@ def held(settings: dict[str, Any], channel: Any) -> list[dict[str, Any]]:
 
 
 def _measured(runner: Any, step: Any) -> dict[str, Any]:
-    staged, parameters = runner.engine.pipeline.staged, list(runner.engine.model.parameters())
+    staged, parameters = runner.executor.staged, list(runner.engine.model.parameters())
     living, most = Living(), [0]
     run = staged.run
 
@@ -119,7 +119,7 @@ def _measured(runner: Any, step: Any) -> dict[str, Any]:
     step()
     return {
         "held": most[0],
-        "in_flight": runner.engine.pipeline.most_in_flight,
+        "in_flight": runner.executor.most_in_flight,
         "peak": max(0, resident("VmHWM") - before),
     }
 

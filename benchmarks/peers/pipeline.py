@@ -175,7 +175,7 @@ def bubble(job: Job, micro: int, me: Any, plain: Any, *, steps: int) -> dict[str
 
     runner, step = shoal_runner(job, f"pp(2, '1f1b', micro={micro})", me)
     blocked, ended = [0.0], [0.0]
-    borders = runner.engine.pipeline.borders
+    borders = runner.executor.borders
     receive, close = borders._fetch, runner.engine.close_backward
 
     def timed_receive(*args: Any, **kwargs: Any) -> Any:
@@ -205,4 +205,4 @@ def bubble(job: Job, micro: int, me: Any, plain: Any, *, steps: int) -> dict[str
             makespan += float(longest)
     finally:
         borders._fetch, runner.engine.close_backward = receive, close
-    return {"idle_s": idle / steps, "makespan_s": makespan / steps, "in_flight": runner.engine.pipeline.most_in_flight}
+    return {"idle_s": idle / steps, "makespan_s": makespan / steps, "in_flight": runner.executor.most_in_flight}

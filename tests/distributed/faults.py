@@ -50,7 +50,7 @@ def skipped_bucket(arguments: dict[str, Any], channel: Any) -> Any:
 
 def gradient_off_by_a_millionth(arguments: dict[str, Any], channel: Any) -> Any:
     """The gradient of one parameter is too large by 1e-6 of itself, in every step and on every rank."""
-    scale = Engine._scale
+    scale = Engine.scale
 
     def faulty(self: Engine, gradients: dict[int, torch.Tensor], count: float, *more: Any) -> float:
         norm = scale(self, gradients, count, *more)
@@ -59,19 +59,19 @@ def gradient_off_by_a_millionth(arguments: dict[str, Any], channel: Any) -> Any:
         gradients[id(bucket)][max(0, slot.start - offset) : max(0, slot.stop - offset)] *= 1 + 1e-6
         return norm
 
-    Engine._scale = faulty
+    Engine.scale = faulty
     return parallel_run(arguments, channel)
 
 
 def divides_by_one_rank_too_few(arguments: dict[str, Any], channel: Any) -> Any:
-    scale = Engine._scale
-    Engine._scale = lambda self, gradients, count: scale(self, gradients, count * (1 - 1 / self.replicas.everyone.size))
+    scale = Engine.scale
+    Engine.scale = lambda self, gradients, count: scale(self, gradients, count * (1 - 1 / self.replicas.everyone.size))
     return parallel_run(arguments, channel)
 
 
 def divides_by_the_world_twice(arguments: dict[str, Any], channel: Any) -> Any:
-    scale = Engine._scale
-    Engine._scale = lambda self, gradients, count: scale(self, gradients, count * self.replicas.everyone.size)
+    scale = Engine.scale
+    Engine.scale = lambda self, gradients, count: scale(self, gradients, count * self.replicas.everyone.size)
     return parallel_run(arguments, channel)
 
 
@@ -111,8 +111,9 @@ def misseeded_order(arguments: dict[str, Any], channel: Any) -> Any:
     """The last rank shuffles its data by another seed."""
     begin = StepRunner.__init__
 
-    def faulty(self: StepRunner, job: Any, engine: Engine, *rest: Any, **options: Any) -> None:
-        begin(self, job, engine, *rest, **options)
+    def faulty(self: StepRunner, job: Any, executor: Any, *rest: Any, **options: Any) -> None:
+        begin(self, job, executor, *rest, **options)
+        engine = executor.engine
         if engine.replicas.everyone.index == engine.replicas.everyone.size - 1:
             self.order = Order(job.seed + 1, len(job.train), job.global_batch, job.last_batch)
 
@@ -144,7 +145,7 @@ def other_start_kept(arguments: dict[str, Any], channel: Any) -> Any:
 
 def clip_by_local_norm(arguments: dict[str, Any], channel: Any) -> Any:
     """Each rank clips by the norm of its own shard; the sum that should have been used is sent all the same."""
-    scale, all_reduce = Engine._scale, dist.all_reduce
+    scale, all_reduce = Engine.scale, dist.all_reduce
 
     def faulty(self: Engine, gradients: list[torch.Tensor], count: float) -> float | None:
         dist.all_reduce = lambda tensor, group=None: all_reduce(tensor.clone(), group=group)
@@ -153,7 +154,7 @@ def clip_by_local_norm(arguments: dict[str, Any], channel: Any) -> Any:
         finally:
             dist.all_reduce = all_reduce
 
-    Engine._scale = faulty
+    Engine.scale = faulty
     return parallel_run(arguments, channel)
 
 
@@ -203,8 +204,8 @@ def unpublished(arguments: dict[str, Any], channel: Any) -> Any:
 
 def stand_in_counts(arguments: dict[str, Any], channel: Any) -> Any:
     """A rank without samples counts the one it computes in their place."""
-    honest = StepRunner._loss
-    StepRunner._loss = lambda self, part, output: honest(self, replace(part, stand_in=False), output)
+    honest = StepRunner.loss
+    StepRunner.loss = lambda self, part, output: honest(self, replace(part, stand_in=False), output)
     return parallel_run(arguments, channel)
 
 

@@ -48,13 +48,13 @@ def beside_the_simulation(arguments: dict[str, Any], channel: Any) -> list[dict[
 def _beside(me: Any, job_name: str, text: str, steps: int, drained_after: list[int]) -> dict[str, Any]:
     ready = _prepare(me, job_name, text)
     engine, runner = ready.engine, ready.runner
-    pipeline = engine.pipeline
+    pipeline = ready.executor
     assert isinstance(pipeline, PipeDream)
     losses, unlike, counter, filling = [], [], 0, 0
     with KeepFloat64():
         for step in range(steps):
             if step in drained_after:
-                engine.settle()
+                pipeline.settle()
                 filling = step
             BOOK.take()
             losses.append(runner.step(step, counter).loss)
@@ -63,7 +63,7 @@ def _beside(me: Any, job_name: str, text: str, steps: int, drained_after: list[i
                 unlike += counted.differences(ready.predicted)
             counter = runner.order.next(counter)
         still_out = len(pipeline._underway)
-        engine.settle()
+        pipeline.settle()
     with KeepFloat64():
         expected = simulate(ready.job, ready.strategy, steps=steps, drained_after=frozenset(drained_after))
     row = {
@@ -84,7 +84,7 @@ def _beside(me: Any, job_name: str, text: str, steps: int, drained_after: list[i
 def _difference(ready: Prepared, expected: Simulated) -> float:
     """The largest relative difference of the parameters, optimiser state and buffers that this rank holds."""
     engine, apart = ready.engine, [0.0]
-    held = {name for name, stage in stages_of(ready.job, ready.strategy).items() if stage == engine.pipeline.stage}
+    held = {name for name, stage in stages_of(ready.job, ready.strategy).items() if stage == ready.executor.stage}
 
     def own(name: str, whole: torch.Tensor) -> torch.Tensor:
         part = engine.part_of(name)
@@ -149,10 +149,10 @@ def saved_weights(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
         for step in range(arguments["steps"]):
             ready.runner.step(step, counter)
             counter = ready.runner.order.next(counter)
-        ready.engine.settle()
+        ready.executor.settle()
     seen = list(SEEN)
     leave()
-    return {"saved": saved, "changed": changed, "seen": seen, "stage": ready.engine.pipeline.stage}
+    return {"saved": saved, "changed": changed, "seen": seen, "stage": ready.executor.stage}
 
 
 def first_ahead_of_last(arguments: dict[str, Any], channel: Any) -> int:
@@ -160,7 +160,7 @@ def first_ahead_of_last(arguments: dict[str, Any], channel: Any) -> int:
     many steps went by like that."""
     me = join()
     ready = _prepare(me, "adamw", arguments["strategy"])
-    pipeline, counter = ready.engine.pipeline, 0
+    pipeline, counter = ready.executor, 0
     begin, step_now = pipeline._begin, 0
 
     def begin_when_told(micro: int, *rest: Any) -> None:
@@ -175,7 +175,7 @@ def first_ahead_of_last(arguments: dict[str, Any], channel: Any) -> int:
         counter = ready.runner.order.next(counter)
         if pipeline.stage == 0:
             (Path(arguments["folder"]) / str(step_now)).touch()
-    ready.engine.settle()
+    ready.executor.settle()
     leave()
     return step_now + 1
 
@@ -190,7 +190,7 @@ def no_number(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
             ready.runner.step(step, counter)
             counter = ready.runner.order.next(counter)
             done += 1
-        ready.engine.settle()
+        ready.executor.settle()
     except NonFinite as error:
         said = str(error)
     finite = all(bool(torch.isfinite(piece.values).all()) for piece in ready.engine.owned_parameters())

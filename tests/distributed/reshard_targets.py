@@ -37,6 +37,7 @@ def save_many(arguments: dict[str, Any], channel: Any) -> list[list[float]]:
     for spec, strategy, folder in arguments["cases"]:
         ready = _ready(me, spec, strategy)
         losses, counter = _steps(ready, 0, steps, 0)
+        ready.executor.settle()
         save(Path(folder), ready.engine, step=steps, progress={"counter": counter})
         ready.engine.close()
         found.append(losses)

@@ -27,6 +27,7 @@ from shoal.parallel.compression import Compression
 from shoal.parallel.cutting import CutModel, cut_model
 from shoal.parallel.data import BUCKET_BYTES, PLAIN, Bucket, GradientReduction
 from shoal.parallel.engine import Engine
+from shoal.parallel.executor import Executor, PlainExecutor
 from shoal.parallel.flat import FlatBuffer, StoredShard
 from shoal.parallel.one_memory import OneMemory
 from shoal.parallel.optimizer import Factory
@@ -126,15 +127,19 @@ def parallelize(
         counts_loss=alike and (placement.context.index == 0 or not gathers),
         loss_share=1 / placement.context.size if gathers else 1.0, update_draws=update_draws,
     )  # fmt: skip
-    if cut.staged is not None:
-        term = strategy.term(pp)
-        assert term is not None
-        executor = PipeDream if term.schedule == "pipedream" else Pipeline
-        engine.pipeline = executor(engine, cut.staged, placement.pipeline, term)
     reach("start: parameters laid out")
     engine.meet()  # Ranks that share memory have each written their part of the start.
     reach("start: engine ready")
     return engine
+
+
+def executor_for(engine: Engine, strategy: Strategy) -> Executor:
+    """What runs the steps of an engine under a strategy. All ranks call it alike."""
+    staged, term = engine.cut.staged, strategy.term(pp)
+    if staged is None or term is None:
+        return PlainExecutor(engine)
+    kind = PipeDream if term.schedule == "pipedream" else Pipeline
+    return kind(engine, staged, engine.placement.pipeline, term)
 
 
 def _require_host_memory(model: nn.Module, strategy: Strategy) -> None:

@@ -98,8 +98,6 @@ class Engine:
     labels: Mapping[str, int] = field(default_factory=dict)
     """Which of the options each trainable parameter has."""
     stop_requested: bool = False
-    pipeline: Any = None
-    """Runs the step where the model is in stages."""
     optimizer: SlicedOptimizer = field(init=False)
     compression: Compression | None = None
     """Where a level of dp compresses."""
@@ -280,10 +278,10 @@ class Engine:
         with BOOK.during("optimizer"), torch.no_grad():
             gradients = {id(bucket): bucket.reduced() for bucket in self.buckets}
             reach("step: gradients reduced")
-            norm = self._scale(gradients, count)
+            norm = self.scale(gradients, count)
             reach("step: norm known")
             if not isfinite(norm):
-                self.meet()  # As above: `_scale` has just written into the gradient that others write to next.
+                self.meet()  # As above: `scale` has just written into the gradient that others write to next.
                 self.reduction.clear()
                 raise NonFinite(f"the norm of the gradient is {norm} (the loss is {loss})", self._hint())
         return StepResult(loss, count, norm, stop > 0), gradients, unused
@@ -315,11 +313,6 @@ class Engine:
                 stretches.append(Stretch(piece.name, whole, held, piece.start, piece.values.numel(), at))
             yield param, stretches
 
-    def settle(self) -> None:
-        """Sees out what is under way between steps, before the parameters are read. All ranks call it alike."""
-        if self.pipeline is not None:
-            self.pipeline.drain()
-
     def _optimizer(self, apart: frozenset[str]) -> SlicedOptimizer:
         return SlicedOptimizer(
             self.factory,
@@ -340,7 +333,7 @@ class Engine:
             "train with zero=2"
         )
 
-    def _scale(self, gradients: dict[int, torch.Tensor], count: float, over: Members | None = None) -> float:
+    def scale(self, gradients: dict[int, torch.Tensor], count: float, over: Members | None = None) -> float:
         """Sums become means; means are clipped by the norm over all shards. The norm is taken also where nothing is
         clipped: a gradient that is no number must not reach the parameters, nor a checkpoint."""
         over = over or self.placement.norm
@@ -437,8 +430,7 @@ class Engine:
 
     def close(self) -> None:
         """Takes the hooks off and ends the groups of the mesh; every rank is left with the whole parameters. All ranks
-        call it alike."""
-        self.settle()
+        call it alike, with nothing in flight (`Executor.settle`)."""
         reach("close: begun")
         self.reduction.remove()
         for bucket in self.buckets:

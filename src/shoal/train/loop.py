@@ -307,7 +307,7 @@ class TrainingRun:
     def _settle(self) -> None:
         """What reads the parameters waits for updates that are still under way."""
         try:
-            self.engine.settle()
+            self.ready.executor.settle()
         except NonFinite as error:
             raise self._no_number(self.step, str(error)) from error
 
@@ -350,7 +350,7 @@ class TrainingRun:
             "memory_bytes": peak_memory_bytes(self.engine.device),
             "steps_to_target": self.reached_step, "time_to_target_s": self.reached_s,
             "ledger": self.ledger.to_json(), "predicted": self.ready.predicted.to_json(),
-            "folder": str(self.folder), **staleness(self.engine),
+            "folder": str(self.folder), **staleness(self.ready.executor),
         }  # fmt: skip
         if self.recorder is not None:
             self.recorder.close(status, outcome)

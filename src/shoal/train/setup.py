@@ -17,10 +17,11 @@ from shoal.job.facts import build_without_memory
 from shoal.job.own_code import require_runs
 from shoal.job.random_optimizer import UpdateDraws, draws_numbers, without_draws
 from shoal.job.randomness import Randomness
-from shoal.parallel.apply import parallelize
+from shoal.parallel.apply import executor_for, parallelize
 from shoal.parallel.buffers import buffer_exchange
 from shoal.parallel.by_hosts import asks_for_hosts, by_hosts
 from shoal.parallel.engine import Engine
+from shoal.parallel.executor import Executor
 from shoal.parallel.placement import mesh_of
 from shoal.strategy import Strategy, amp
 from shoal.train.checkpoint.exchange import exchange
@@ -41,7 +42,7 @@ class Prepared:
 
     job: Job
     strategy: Strategy
-    engine: Engine
+    executor: Executor
     runner: StepRunner
     optimizer: Probe
     """What was found out about the job's optimiser."""
@@ -49,9 +50,18 @@ class Prepared:
     """In a proof: what it keeps of each step for its comparison."""
 
     @property
+    def engine(self) -> Engine:
+        return self.executor.engine
+
+    def close(self) -> None:
+        """Gives the model back. All ranks call it alike."""
+        self.executor.settle()
+        self.engine.close()
+
+    @property
     def table(self) -> ShardTable:
         """What the traffic formulas read. The first step settles it: only then is it known how blocks are used."""
-        return shard_table(self.job, self.strategy, self.engine, self.runner.calls)
+        return shard_table(self.job, self.strategy, self.executor, self.runner.calls)
 
     @property
     def predicted(self) -> Ledger:
@@ -108,8 +118,9 @@ def prepare(job: Job, strategy: Strategy, *, rank: int, backend: str | None, dev
     modes = buffer_modes(job.buffers, model)
     engine.buffers = buffer_exchange(model, engine.placement, modes, engine.absent)
     randomness.cuts = cuts_of(engine)
-    runner = StepRunner(job, engine, strategy, randomness, autocast=strategy.modifier(amp) is not None, dtype=dtype)
-    return Prepared(job, strategy, engine, runner, tried)
+    executor = executor_for(engine, strategy)
+    runner = StepRunner(job, executor, strategy, randomness, autocast=strategy.modifier(amp) is not None, dtype=dtype)
+    return Prepared(job, strategy, executor, runner, tried)
 
 
 def _require_schedule(job: Job, optimizer: Probe) -> None:
@@ -120,12 +131,12 @@ def _require_schedule(job: Job, optimizer: Probe) -> None:
         )
 
 
-def staleness(engine: Engine) -> dict[str, list[dict[int, int]]]:
+def staleness(executor: Executor) -> dict[str, list[dict[int, int]]]:
     """For each stage of a pipeline without flush: updates between forward and backward -> micro-batches. Nothing for
     other strategies. All ranks call it alike."""
-    mine = engine.pipeline.staleness() if engine.pipeline is not None else None
+    mine = executor.staleness()
     if mine is None:
         return {}
-    rows = exchange({"stage": engine.placement.pipeline.index, "seen": mine})
+    rows = exchange({"stage": executor.engine.placement.pipeline.index, "seen": mine})
     seen = {row["stage"]: row["seen"] for row in rows}
     return {"staleness": [{int(late): times for late, times in seen[stage].items()} for stage in sorted(seen)]}

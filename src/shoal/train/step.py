@@ -6,7 +6,7 @@ dropout draws, each sample its own (`job/randomness.py`). So a resumed run goes 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,8 @@ from shoal.job.draw_rules import key_of
 from shoal.job.facts import require_initialised
 from shoal.job.randomness import Randomness
 from shoal.parallel.batch_norm import batch_norms, couples_samples
-from shoal.parallel.engine import Engine, StepResult
+from shoal.parallel.engine import StepResult
+from shoal.parallel.executor import Executor
 from shoal.parallel.global_loss import GlobalLoss
 from shoal.parallel.zero import ReadsOutside
 from shoal.strategy import Strategy
@@ -84,14 +85,15 @@ def shapes_of(batch: Batch) -> tuple[Any, ...]:
 
 
 class StepRunner:
-    """Runs a job's steps through an engine."""
+    """Runs a job's steps through an executor."""
 
     def __init__(
-        self, job: Job, engine: Engine, strategy: Strategy, randomness: Randomness, *, autocast: bool = False,
+        self, job: Job, executor: Executor, strategy: Strategy, randomness: Randomness, *, autocast: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         self.job = job
-        self.engine = engine
+        self.executor = executor
+        self.engine = engine = executor.engine
         self.randomness = randomness
         self.order = job.order()
         self.strategy = strategy
@@ -115,7 +117,7 @@ class StepRunner:
         job, engine = self.job, self.engine
         indices = self.order.indices(counter)
         engine.model.train()
-        forget_calls(engine)
+        forget_calls(self.executor)
         if engine.update_draws is not None:
             engine.update_draws.begin(counter)
         if self.global_loss is not None:
@@ -123,21 +125,8 @@ class StepRunner:
         parts = [self._part(micro, indices, counter) for micro in range(self.micro_batches)]
         if engine.buffers is not None:
             engine.buffers.begin(sum(part.num_samples for part in parts))
-        if engine.pipeline is not None:
-            result: StepResult = engine.pipeline.step(
-                lambda m: parts[m].shapes, lambda m: self._forward(parts[m]), self._loss_of(parts),
-                lr_factor=job.schedule(step),
-            )  # fmt: skip
-        else:
-
-            def compute() -> None:
-                for micro, part in enumerate(parts):
-                    loss, count = self._loss(part, self._forward(part))
-                    engine.backward(loss, count, last=micro == self.micro_batches - 1)
-
-            compute()
-            result = engine.step(job.schedule(step), again=compute)
-        self.calls = list(axis_calls(self.strategy, engine))
+        result = self.executor.step(_MicroBatches(self, parts), lr_factor=job.schedule(step))
+        self.calls = list(axis_calls(self.strategy, self.executor))
         if self.global_loss is not None:
             self.calls += global_loss_calls(self.global_loss)
         return result
@@ -146,12 +135,12 @@ class StepRunner:
         """Under zero=3, parameters that a forward of the batch at `counter` reads outside of their block's own forward,
         where they are NaN. All ranks call it alike."""
         engine = self.engine
-        if engine.gathering is None or engine.pipeline is not None:
+        if engine.gathering is None or engine.pipelined:
             return []
         reads = ReadsOutside(engine.gathering)
         part = self._part(0, self.order.indices(counter), counter)
         with torch.no_grad(), reads:
-            self._loss(part, self._forward(part))
+            self.loss(part, self.forward(part))
         engine.gathering.finish()
         BOOK.take()
         return sorted({name for row in exchange({"names": reads.names}) for name in row["names"]})
@@ -182,14 +171,14 @@ class StepRunner:
         ]  # fmt: skip
         return tuple(counter + int(position) for mine in shares for position in mine)
 
-    def _forward(self, part: Part) -> Any:
+    def forward(self, part: Part) -> Any:
         reach("step: forward")
         draw_from(key_of(part.seed, *self.randomness.cuts.salt) >> 1, self.device)
         placed = self.randomness.forward(part.samples, part.step, part.over_tensor)
         with BOOK.during("forward"), self._precision(), placed:
             return self.job.run_model(self.engine.model, part.batch)
 
-    def _loss(self, part: Part, output: Any) -> tuple[torch.Tensor, Any]:
+    def loss(self, part: Part, output: Any) -> tuple[torch.Tensor, Any]:
         with BOOK.during("forward"), self._precision(), self.randomness.resumed():
             if self.global_loss is not None:
                 return self.job.loss_of(*self._gathered(output, part.batch, part.everyone, none=part.stand_in))
@@ -206,9 +195,6 @@ class StepRunner:
     def _as_the_loss_reads(self, batch: Batch) -> Batch:
         sequence = self.engine.cut.sequence
         return batch if sequence is None else sequence.batch(batch)
-
-    def _loss_of(self, parts: list[Part]) -> Callable[[int, Any], tuple[torch.Tensor, Any]]:
-        return lambda micro, output: self._loss(parts[micro], output)
 
     def _fetch(self, data: Any, indices: np.ndarray) -> Batch:
         batch = cast(data.batch(indices), self.dtype)
@@ -230,7 +216,7 @@ class StepRunner:
             return {}
         samples = engine.placement.samples
         totals: dict[str, list[float]] = {}
-        engine.settle()
+        self.executor.settle()
         engine.model.eval()
         with BOOK.during("evaluate"), torch.no_grad(), self._precision(), self.randomness.off():
             for start in range(0, len(job.validation), job.global_batch):
@@ -259,14 +245,10 @@ class StepRunner:
 
     def _measured(self, batch: Batch, everyone: Batch | None, *, none: bool) -> dict[str, Any]:
         """What the job measures on a batch; nothing where another rank has the end of the model."""
-        job, pipeline = self.job, self.engine.pipeline
-        if pipeline is None:
-            output = job.run_model(self.engine.model, batch)
-        else:
-            shapes = shapes_of(batch)
-            output = pipeline.evaluate(shapes, lambda: job.run_model(self.engine.model, batch))
-            if not pipeline.holds_loss:
-                return {}
+        job = self.job
+        output = self.executor.evaluate(shapes_of(batch), lambda: job.run_model(self.engine.model, batch))
+        if not self.executor.holds_loss:
+            return {}
         if everyone is not None:
             return job.measure(*self._gathered(output, batch, everyone, none=none))
         return job.measure(output, self._as_the_loss_reads(batch))
@@ -276,12 +258,32 @@ class StepRunner:
         world = self.engine.placement.world
         if world.group is None:
             return totals
-        if self.engine.pipeline is not None:
+        if self.engine.pipelined:
             names = next(row["names"] for row in exchange({"names": list(totals)}) if row["names"])
             totals = {name: totals.get(name, [0.0, 0.0]) for name in names}
         flat = torch.tensor(list(totals.values()), dtype=torch.float64, device=self.device)
         dist.all_reduce(flat, group=world.group)
         return dict(zip(totals, flat.tolist(), strict=True))
+
+
+@dataclass(frozen=True)
+class _MicroBatches:
+    """This rank's micro-batches of a step, for an executor to run."""
+
+    runner: StepRunner
+    parts: list[Part]
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def key(self, micro: int) -> Hashable:
+        return self.parts[micro].shapes
+
+    def forward(self, micro: int) -> Any:
+        return self.runner.forward(self.parts[micro])
+
+    def loss(self, micro: int, output: Any) -> tuple[torch.Tensor, Any]:
+        return self.runner.loss(self.parts[micro], output)
 
 
 def build_model(job: Job, dtype: torch.dtype | None = None) -> nn.Module:

@@ -18,15 +18,18 @@ from shoal.parallel.batch_norm import batch_norms, take_calls_by_others
 from shoal.parallel.compression import working_type
 from shoal.parallel.data import Bucket
 from shoal.parallel.engine import Engine
+from shoal.parallel.executor import Executor
 from shoal.parallel.expert.deal_out import take_routed
 from shoal.parallel.global_loss import GlobalLoss
+from shoal.parallel.pipeline.executor import Pipeline
 from shoal.parallel.pipeline.pipedream import PipeDream
 from shoal.strategy import Strategy, recompute
 from shoal.workload.blocks import blocks
 
 
-def shard_table(job: Job, strategy: Strategy, engine: Engine, calls: Sequence[Call]) -> ShardTable:
+def shard_table(job: Job, strategy: Strategy, executor: Executor, calls: Sequence[Call]) -> ShardTable:
     """What the traffic formulas need to know, read off the engine's buffers and the model's batch norms."""
+    engine = executor.engine
     placement = engine.placement
     again = strategy.modifier(recompute) is not None
     in_blocks = tuple(name for name, _ in blocks(engine.model)) if again else ()
@@ -44,7 +47,7 @@ def shard_table(job: Job, strategy: Strategy, engine: Engine, calls: Sequence[Ca
             norms += (asked // strategy.micro_batches) * [
                 Norm(channels=channels, itemsize=itemsize, recomputed=repeated > 0)
             ]
-    unflushed = engine.pipeline if isinstance(engine.pipeline, PipeDream) else None
+    unflushed = executor if isinstance(executor, PipeDream) else None
     return ShardTable(
         zero=placement.zero,
         one_memory=placement.one_memory,
@@ -52,9 +55,9 @@ def shard_table(job: Job, strategy: Strategy, engine: Engine, calls: Sequence[Ca
         num_parameters=len(unflushed.names if unflushed else engine.names),
         world=_group(placement.world),
         norm=_group(unflushed.norm if unflushed else placement.norm),
-        stage=_group(unflushed.colleagues) if unflushed else None,
+        stage=_group(unflushed.update_group) if unflushed else None,
         samples=_group(placement.samples),
-        buffers=tuple(_buffers(strategy, engine)),
+        buffers=tuple(_buffers(strategy, executor)),
         norms=tuple(norms),
         calls=tuple(calls),
     )
@@ -64,10 +67,11 @@ def _group(members: Members) -> Group:
     return Group(axis=members.axis, ranks=members.size)
 
 
-def _buffers(strategy: Strategy, engine: Engine) -> Iterator[Buffer]:
+def _buffers(strategy: Strategy, executor: Executor) -> Iterator[Buffer]:
     """The engine's flat buffers, and how often each moves in a step."""
+    engine = executor.engine
     micro, pipelined = strategy.micro_batches, engine.pipelined
-    every_micro = isinstance(engine.pipeline, PipeDream)
+    every_micro = executor.update_group is not None
     forward: dict[int, int] = {}
     backward: dict[int, int] = {}
     for unit in engine.gathering.units if engine.gathering is not None else ():
@@ -111,15 +115,16 @@ def _compressed(engine: Engine, bucket: Bucket) -> Compressed | None:
     )  # fmt: skip
 
 
-def axis_calls(strategy: Strategy, engine: Engine) -> Iterator[Call]:
+def axis_calls(strategy: Strategy, executor: Executor) -> Iterator[Call]:
     """What the axes other than dp sent in the step just made, by their formulas."""
+    engine = executor.engine
     engine.norms_by_others = take_calls_by_others(engine.model)
-    pipeline, cut, placement = engine.pipeline, engine.cut, engine.placement
-    if pipeline is not None:
+    cut, placement = engine.cut, engine.placement
+    if isinstance(executor, Pipeline):
         yield from pipeline_traffic(
-            axis=pipeline.members.axis, ranks=pipeline.members.size,
-            before=pipeline.crossings(before=True), behind=pipeline.crossings(before=False),
-            numbers_bytes=2 * NUMBER_BYTES if isinstance(pipeline, PipeDream) else 0,
+            axis=executor.members.axis, ranks=executor.members.size,
+            before=executor.crossings(before=True), behind=executor.crossings(before=False),
+            numbers_bytes=2 * NUMBER_BYTES if executor.update_group is not None else 0,
         )  # fmt: skip
     yield from crossing_calls(_group(placement.tensor), cut.crossings.take())
     if cut.sequence is not None:
@@ -137,12 +142,13 @@ def global_loss_calls(loss: GlobalLoss) -> Iterator[Call]:
     yield from crossing_calls(_group(loss.samples), loss.crossings.take())
 
 
-def forget_calls(engine: Engine) -> None:
+def forget_calls(executor: Executor) -> None:
     """Before a step: what was sent until now (in an evaluation) is not the step's."""
+    engine = executor.engine
     engine.cut.crossings.take()
     take_calls_by_others(engine.model)
-    if engine.pipeline is not None:
-        engine.pipeline.borders.forget()
+    if isinstance(executor, Pipeline):
+        executor.borders.forget()
     if engine.cut.sequence is not None:
         engine.cut.sequence.take()
     take_routed(engine.model)

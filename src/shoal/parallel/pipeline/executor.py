@@ -7,7 +7,7 @@ last backward of their stage. Without a flush there is no such last one: that is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,13 +18,12 @@ from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
 from shoal.comm.points import reach
 from shoal.parallel.engine import Engine, StepResult
+from shoal.parallel.executor import Executor, MicroBatches
 from shoal.parallel.pipeline.borders import Borders, Message
 from shoal.parallel.pipeline.deferred import DeferredWeights
 from shoal.parallel.pipeline.stages import StagedModel
 from shoal.strategy import pp
 from shoal.strategy.schedule import Action, actions, last_backward, stage_rank
-
-Loss = Callable[[int, Any], tuple[torch.Tensor, Any]]
 
 
 @dataclass
@@ -36,15 +35,14 @@ class InFlight:
     loss: torch.Tensor | None
 
 
-class Pipeline:
+class Pipeline(Executor):
     """Runs the steps of an engine whose model is in stages."""
 
-    first_steady_step = 1
-    """The first step (from 0) whose ledger is that of every later one."""
-
     def __init__(self, engine: Engine, staged: StagedModel, members: Members, term: pp) -> None:
-        self.engine, self.staged, self.members, self.term = engine, staged, members, term
+        super().__init__(engine)
+        self.staged, self.members, self.term = staged, members, term
         self.num_stages = term.n * term.chunks
+        self.holds_loss = self.num_stages - 1 in staged.mine
         self.actions: list[Action] = actions(term)[members.index]
         self.parts = {stage: part for part, stage in enumerate(staged.mine)}
         self.lasts = {last_backward(self.actions, stage) for stage in staged.mine}
@@ -60,22 +58,15 @@ class Pipeline:
         self._received = _received_by_then(term, members.index)
         self._due = {(kind, members.ranks[at]): sent for (kind, at), sent in _sent_to(term, members.index).items()}
 
-    @property
-    def holds_loss(self) -> bool:
-        return self.num_stages - 1 in self.staged.mine
-
-    def step(
-        self, key: Callable[[int], Any], forward: Callable[[int], Any], loss: Loss, *, lr_factor: float
-    ) -> StepResult:
-        """All micro-batches of a step. `key(m)` tells micro-batches of different shapes apart, `forward(m)` calls the
-        model, `loss(m, output)` is (sum, count)."""
+    def step(self, micro_batches: MicroBatches, *, lr_factor: float) -> StepResult:
+        key = micro_batches.key
         flying: dict[tuple[int, int], InFlight] = {}
         self.borders.begin(self._due, key)
         for number, action in enumerate(self.actions):
             place = (action.stage, action.micro)
             self._look_ahead(number, key)
             if action.kind == "F":
-                flying[place] = self._forward(action, key(action.micro), forward, loss)
+                flying[place] = self._forward(action, key(action.micro), micro_batches.forward, micro_batches.loss)
                 self.most_in_flight = max(self.most_in_flight, len({m for _, m in flying}))
             elif action.kind == "W":
                 assert self.deferred is not None
@@ -94,15 +85,10 @@ class Pipeline:
             if message is not None and not self.borders.expect(message, key(action.micro)):
                 break
 
-    def drain(self) -> None:
-        """Sees out what is under way between steps: with a flush there is nothing."""
-
-    def staleness(self) -> dict[int, int] | None:
-        """Updates made between the forward and the backward of a micro-batch -> how many micro-batches; None where
-        there are none by the schedule."""
-        return None
-
-    def _forward(self, action: Action, key: Any, forward: Callable[[int], Any], loss: Loss) -> InFlight:
+    def _forward(
+        self, action: Action, key: Any, forward: Callable[[int], Any],
+        loss: Callable[[int, Any], tuple[torch.Tensor, Any]],
+    ) -> InFlight:  # fmt: skip
         stage, micro = action.stage, action.micro
         with BOOK.during("forward"):
             received = self.borders.receive(stage, micro, key)
@@ -160,8 +146,7 @@ class Pipeline:
         """Whether the optimiser's next update has all its gradients with this backward."""
         return action in self.lasts
 
-    def evaluate(self, key: Any, forward: Callable[[], Any]) -> Any:
-        """One batch through all stages, forward only; its output on the last stage, None elsewhere."""
+    def evaluate(self, key: Hashable, forward: Callable[[], Any]) -> Any:
         result = None
         for stage in sorted(self.staged.mine):
             received = self.borders.receive(stage, 0, key)

@@ -12,7 +12,6 @@ goes on: its loss is that of the micro-batches which came back to the first stag
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import isfinite, sqrt
 from typing import Any
@@ -23,7 +22,8 @@ import torch.distributed as dist
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
 from shoal.parallel.engine import Engine, NonFinite, StepResult
-from shoal.parallel.pipeline.executor import InFlight, Loss, Pipeline
+from shoal.parallel.executor import MicroBatches
+from shoal.parallel.pipeline.executor import InFlight, Pipeline
 from shoal.parallel.pipeline.stages import StagedModel
 from shoal.parallel.pipeline.stash import Version, WeightStash
 from shoal.parallel.runnable import NotRunnable
@@ -73,8 +73,8 @@ class PipeDream(Pipeline):
         """Updates between the forward and the backward of a micro-batch, once the pipeline is full."""
         self.first_steady_step = max(1, -(-(term.n - 1) // term.micro))
         place, mesh = engine.placement, engine.placement.mesh
-        self.colleagues = mesh.along(*(name for name, _ in mesh.axes if name != members.axis))
-        """Who works on this stage: its replicas, and those who hold other parts of it."""
+        self.update_group: Members = mesh.along(*(name for name, _ in mesh.axes if name != members.axis))
+        """The ranks that work on this stage: its replicas, and those that hold other parts of it."""
         parts = {place.tensor.axis, place.experts.axis}
         self.norm = mesh.along(*(name for name, _ in mesh.axes if name in parts))
         """Those of them who hold different parts."""
@@ -93,14 +93,12 @@ class PipeDream(Pipeline):
     def staleness(self) -> dict[int, int]:
         return dict(sorted(self.staleness_seen.items()))
 
-    def step(
-        self, key: Callable[[int], Any], forward: Callable[[int], Any], loss: Loss, *, lr_factor: float
-    ) -> StepResult:
+    def step(self, micro_batches: MicroBatches, *, lr_factor: float) -> StepResult:
         """The forwards of a step's micro-batches, and as many backwards and updates, of earlier ones at first."""
         # The last micro-batch whose loss this step tells, counted from the start of training.
         last = self._begun - 1 + micros_told(ranks=self.term.n, micro=self.term.micro, steps=1)
         for micro in range(self.term.micro):
-            self._begin(micro, key(micro), forward, loss, lr_factor)
+            self._begin(micro, micro_batches, lr_factor)
             if len(self._underway) > self.updates_ahead:
                 number = self._underway[0].number
                 self._finish(self._underway.popleft())
@@ -113,7 +111,7 @@ class PipeDream(Pipeline):
             self.engine.buffers.finish()
         return self._told()
 
-    def drain(self) -> None:
+    def settle(self) -> None:
         """The backwards and updates that are still out; then the pipeline is empty, and fills again with the next
         step. A run that is taken up from a checkpoint begins like this too."""
         if not self._since_drain:
@@ -132,12 +130,12 @@ class PipeDream(Pipeline):
         if float(lost):
             raise NonFinite("the gradient of a micro-batch is no number; the parameters are those before its update")
 
-    def _begin(self, micro: int, key: Any, forward: Callable[[int], Any], loss: Loss, lr_factor: float) -> None:
+    def _begin(self, micro: int, micro_batches: MicroBatches, lr_factor: float) -> None:
         """The forward of a micro-batch, with the newest weights or those predicted for its backward."""
         numbers = torch.zeros(2, dtype=torch.float64, device=self.borders.device)
 
         def loss_and_note(_: int, output: Any) -> tuple[torch.Tensor, Any]:
-            value, count = loss(micro, output)
+            value, count = micro_batches.loss(micro, output)
             if self.engine.counts_loss:
                 numbers[0] += value.detach()
                 numbers[1] += count.detach().reshape(()) if isinstance(count, torch.Tensor) else count
@@ -145,7 +143,9 @@ class PipeDream(Pipeline):
 
         number = self._begun
         version = self.stash.hold(updates_ahead=min(self._since_drain, self.updates_ahead))
-        flight = self._forward(Action("F", self.stage, number), key, lambda _: forward(micro), loss_and_note)
+        key = micro_batches.key(micro)
+        action = Action("F", self.stage, number)
+        flight = self._forward(action, key, lambda _: micro_batches.forward(micro), loss_and_note)
         one = _Underway(
             number=number, key=key, flight=flight, version=version, updates=self.updates, lr_factor=lr_factor,
             numbers=numbers,
@@ -184,7 +184,7 @@ class PipeDream(Pipeline):
             unused = frozenset(name for name, times in zip(self.names, used, strict=True) if not times)
             with BOOK.during("optimizer"), torch.no_grad():
                 gradients = {id(bucket): bucket.reduced() for bucket in engine.buckets}
-                norm = engine._scale(gradients, count, over=self.norm)
+                norm = engine.scale(gradients, count, over=self.norm)
                 self._norms.append(norm)
                 if isfinite(norm):
                     self.stash.update(lambda: engine.update(gradients, one.lr_factor, unused))
@@ -196,14 +196,14 @@ class PipeDream(Pipeline):
         """Loss, count, and who has a gradient for each of the stage's parameters: sums over all who work on it."""
         used = torch.tensor([float(name in self.engine.reduction.used) for name in self.names], dtype=torch.float64)
         everything = torch.cat([numbers, used.to(numbers.device)])
-        if self.colleagues.group is not None:
+        if self.update_group.group is not None:
             with BOOK.during("loss"):
-                dist.all_reduce(everything, group=self.colleagues.group)
+                dist.all_reduce(everything, group=self.update_group.group)
         return [float(value) for value in everything.tolist()]
 
     def _begin_exchange(self) -> None:
         """Starts the sum over all ranks of what the step tells: loss, count, whether to stop, mean squared norm."""
-        squares = sum(norm * norm for norm in self._norms) / max(1, len(self._norms)) / self.colleagues.size
+        squares = sum(norm * norm for norm in self._norms) / max(1, len(self._norms)) / self.update_group.size
         self._norms = []
         squared = torch.tensor([squares], dtype=torch.float64, device=self.borders.device)
         everything = torch.cat([self.engine.take_sums(), squared])

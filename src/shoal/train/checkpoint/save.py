@@ -66,7 +66,8 @@ class CheckpointFailed(ValueError):
 
 
 def save(folder: Path, engine: Engine, *, step: int, progress: dict[str, Any], keep: int = 2) -> Path:
-    """Writes the engine's state after `step` steps and gives the checkpoint's path. All ranks call it alike.
+    """Writes the engine's state after `step` steps and gives the checkpoint's path. All ranks call it alike, with
+    nothing in flight (`Executor.settle`).
 
     The newest `keep` checkpoints stay. Those of later steps go: the run went back to an earlier step and left
     them behind. If any rank fails, every rank raises CheckpointFailed and nothing of the attempt remains.
@@ -79,7 +80,6 @@ def save(folder: Path, engine: Engine, *, step: int, progress: dict[str, Any], k
         json.dumps(progress)
     except (TypeError, ValueError) as error:
         raise ValueError(f"the progress to save must be made of text, numbers, lists and dicts: {error}") from error
-    engine.settle()
     with BOOK.during("checkpoint"):
         return _Save(Path(folder), engine, step, progress, keep).run()
 

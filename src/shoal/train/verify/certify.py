@@ -308,7 +308,7 @@ def parallel_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
         ready = prepare(job, strategy, rank=me.rank, backend=me.backend, device=me.device, dtype=torch.float64)
         report |= _train(ready, steps)
         report |= compare(ready, arguments["reference"])
-        ready.engine.close()
+        ready.close()
         narrow = prepare(job, strategy, rank=me.rank, backend=me.backend, device=me.device)
         _train(narrow, steps)
         # What is rounding of a zero in float64 is rounding in float32 too, only larger.
@@ -324,7 +324,7 @@ def parallel_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
 def _train(ready: Prepared, steps: int) -> dict[str, Any]:
     """The steps' losses, and how the ledger of each full step after the first differs from its prediction."""
     losses, unlike, counter, conditions = [], [], 0, Conditions()
-    steady = ready.engine.pipeline.first_steady_step if ready.engine.pipeline is not None else 1
+    steady = ready.executor.first_steady_step
     order = ready.runner.order
     # How often an optimiser with a closure computes the loss, only the numbers say.
     predictable = not ready.engine.optimizer.needs_closure

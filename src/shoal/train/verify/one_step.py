@@ -259,7 +259,7 @@ def compared(job: Job, asked: dict[str, Any], me: Rank) -> dict[str, Any]:
                 break
             counter = ready.runner.order.next(counter)
         watch.stop()
-        ready.engine.close()
+        ready.close()
         BOOK.take()
     return {"skip": skip or unclear, "outside": outside, "attributes": serial["attributes"], **decided}
 
