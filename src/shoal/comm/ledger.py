@@ -15,7 +15,7 @@ from typing import Any
 
 from shoal.comm.wire import Algorithm, sent
 
-PHASES = ("setup", "shapes", "agreement", "forward", "backward", "gradient", "optimizer", "loss", "evaluate",
+PHASES = ("setup", "shapes", "agreement", "forward", "backward", "gradient", "optimizer", "loss", "outer", "evaluate",
           "checkpoint")  # fmt: skip
 
 

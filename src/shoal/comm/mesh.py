@@ -73,6 +73,17 @@ class Mesh:
             self._known[key] = self._make(key, label or "+".join(key) or "none")
         return self._known[key]
 
+    def places_along(self, *names: str) -> Members:
+        """The same members without a group: who they are, and which of them this rank is."""
+        key = tuple(name for name, _ in self.axes if name in names)
+        mine = self.coordinates(self.rank)
+        ranks = [
+            rank
+            for rank in range(self.size)
+            if all(place == mine[name] for name, place in self.coordinates(rank).items() if name not in key)
+        ]
+        return Members("+".join(key) or "none", tuple(ranks), ranks.index(self.rank), None)
+
     def another_along(self, name: str, *, backend: str | None = None) -> Members:
         """One more group of the members along an axis, for messages that must not wait for those of the first; of
         another backend, if one is named. Collective."""

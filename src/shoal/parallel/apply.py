@@ -36,8 +36,10 @@ from shoal.parallel.pipeline.pipedream import PipeDream
 from shoal.parallel.placement import Placement
 from shoal.parallel.recompute import recompute_blocks
 from shoal.parallel.runnable import NotRunnable, require_runnable
+from shoal.parallel.sync.outer import OuterLevel
+from shoal.parallel.sync.schemes import SCHEMES
 from shoal.parallel.zero import ParameterGathering, ShardedUnit
-from shoal.strategy import Strategy, dp, pp, recompute, shared, tp
+from shoal.strategy import Strategy, bsp, dp, pp, recompute, shared, tp
 from shoal.workload.blocks import units
 from shoal.workload.layout import Layout
 
@@ -127,6 +129,7 @@ def parallelize(
         counts_loss=alike and (placement.context.index == 0 or not gathers),
         loss_share=1 / placement.context.size if gathers else 1.0, update_draws=update_draws,
     )  # fmt: skip
+    engine.outer = _outer(strategy, engine)
     reach("start: parameters laid out")
     engine.meet()  # Ranks that share memory have each written their part of the start.
     reach("start: engine ready")
@@ -151,6 +154,14 @@ def _require_host_memory(model: nn.Module, strategy: Strategy) -> None:
             f"{level}: via=shared() keeps one copy of the parameters in host memory, and this model is on "
             f"{device.type}; use via=allreduce(), or compute in host memory with SHOAL_BACKEND=shoal"
         )
+
+
+def _outer(strategy: Strategy, engine: Engine) -> OuterLevel | None:
+    """What ties this rank's island to others, where a level of dp is loose."""
+    term = next((level.sync for level in strategy.dp_levels if not isinstance(level.sync, bsp)), None)
+    if term is None:
+        return None
+    return SCHEMES[type(term)](term, engine.placement.islands, engine.masters, engine.model)
 
 
 def _compression(

@@ -11,9 +11,9 @@ counts, exact for any split of any batch; the division is done once, after reduc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any
 
@@ -32,6 +32,7 @@ from shoal.parallel.cutting import CutModel
 from shoal.parallel.data import PLAIN, Bucket, GradientReduction
 from shoal.parallel.optimizer import Factory, Piece, SavedState, SlicedOptimizer, unlike_the_rest
 from shoal.parallel.placement import Placement, Replicas
+from shoal.parallel.sync.outer import OuterLevel
 from shoal.parallel.zero import ParameterGathering
 from shoal.workload.cuts import Part
 
@@ -105,6 +106,10 @@ class Engine:
     """Where the job declares buffers that replicas update from their own samples."""
     update_draws: UpdateDraws | None = None
     """Where the optimiser draws random numbers."""
+    outer: OuterLevel | None = None
+    """What ties this island to others."""
+    clock: int = 0
+    """Updates since the start of training."""
     loss_share: float = 1.0
     """The part of its loss that this rank learns from, where several compute the same loss and share its gradient."""
     counts_loss: bool = True
@@ -144,7 +149,7 @@ class Engine:
 
     def share(self, samples: int) -> slice:
         """This rank's part of a batch of so many samples."""
-        everyone = self.placement.samples
+        everyone = self.placement.split
         size, larger = divmod(samples, everyone.size)
         start = everyone.index * size + min(everyone.index, larger)
         return slice(start, start + size + (everyone.index < larger))
@@ -202,9 +207,9 @@ class Engine:
         # On the parameters' device: a group of accelerators carries nothing else.
         everything = torch.cat([self.take_sums(), torch.tensor(used, dtype=torch.float64, device=self.device)])
         work = None
-        if self.placement.world.group is not None:
+        if self.placement.island.group is not None:
             with BOOK.during("loss"):
-                work = dist.all_reduce(everything, group=self.placement.world.group, async_op=True)
+                work = dist.all_reduce(everything, group=self.placement.island.group, async_op=True)
         self._shared = everything, work
 
     def take_sums(self) -> torch.Tensor:
@@ -228,7 +233,11 @@ class Engine:
         with BOOK.during("optimizer"), torch.no_grad():
             self.update(gradients, lr_factor, unused, closure)
             reach("step: updated")
+            if self.outer is not None:
+                stop = self.outer.after_update(self.clock, count=result.count, stop=result.stop)
+                result = replace(result, stop=stop)
             self._publish()
+        self.clock += 1
         reach("step: published")
         self.reduction.clear()
         if self.buffers is not None:
@@ -366,13 +375,36 @@ class Engine:
             for work in works:
                 work.wait()
 
+    @contextmanager
+    def consensus(self) -> Iterator[list[torch.Tensor]]:
+        """Parameters and buffers are what all islands agree on, to be evaluated or saved; then each island's own
+        again. Yields the own ones, empty where islands are equal. All ranks call it alike."""
+        if self.outer is None:
+            yield []
+            return
+        with torch.no_grad():
+            own = self.outer.agree()
+            if own:
+                self._publish()
+        yield own
+        with torch.no_grad():
+            if own:
+                self.outer.take_back(own)
+                self._publish()
+
     def meet(self) -> None:
         """Waits for the other replicas, where they share memory."""
         if self.buckets and self.buckets[0].memory is not None:
             self.buckets[0].memory.meet()
 
     def owned(self, bucket: Bucket) -> tuple[int, int]:
-        """The range of a bucket's buffer that this rank writes to a checkpoint: each element is written by one rank."""
+        """The range of a bucket's buffer that this rank writes to a checkpoint: each element is written by one rank of
+        the first island."""
+        low, high = self.owned_in_island(bucket)
+        return (low, high) if self.placement.islands.index == 0 else (low, low)
+
+    def owned_in_island(self, bucket: Bucket) -> tuple[int, int]:
+        """The range that this rank alone writes of its island's values."""
         shard, copies = bucket.buffer.shard, bucket.replicas.copies
         if not self.placement.writes(bucket.family):
             return shard.start, shard.start
@@ -381,8 +413,14 @@ class Engine:
         return min(low, shard.stop), min(low + size, shard.stop)
 
     def owned_parameters(self) -> Iterator[Piece]:
-        for bucket, master, offset in zip(self.buckets, self.masters, self.offsets, strict=True):
-            low, high = self.owned(bucket)
+        yield from self.pieces_of(self.masters, self.owned)
+
+    def pieces_of(
+        self, masters: Sequence[torch.Tensor], owned: Callable[[Bucket], tuple[int, int]]
+    ) -> Iterator[Piece]:
+        """The owned ranges of values that are laid out as the masters are."""
+        for bucket, master, offset in zip(self.buckets, masters, self.offsets, strict=True):
+            low, high = owned(bucket)
             for slot in bucket.buffer.slots:
                 start, stop = max(slot.start, low), min(slot.stop, high)
                 if start < stop:
@@ -401,10 +439,11 @@ class Engine:
         members = self.placement.experts if name in self.cut.stacks else self.placement.tensor
         return Part(cut, members.size, members.index)
 
-    def speaks_for(self, name: str) -> bool:
-        """Whether this rank writes what is not sharded (a buffer, a frozen parameter) to a checkpoint."""
+    def speaks_for(self, name: str, *, of_island: bool = False) -> bool:
+        """Whether this rank writes what is not sharded (a buffer, a frozen parameter) to a checkpoint; for its own
+        island only, or for all."""
         place = self.placement
-        first = place.samples.index == 0 and place.context.index == 0
+        first = (place.samples if of_island else place.split).index == 0 and place.context.index == 0
         return first and (place.tensor.index == 0 or name in self.cut.cuts)
 
     def load_parameters(self, read: Callable[[str, int, int], torch.Tensor]) -> None:

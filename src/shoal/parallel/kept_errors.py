@@ -19,6 +19,9 @@ from shoal.parallel.placement import Route
 
 ERRORS = "error "
 """What the names of errors begin with; optimisers name no state so."""
+ISLANDS = "island "
+"""What the names of an island's own state begin with (`checkpoint/islands.py`)."""
+PRIVATE = (ERRORS, ISLANDS)
 QUERY = "query"
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.comm.mesh import Members, Mesh
-from shoal.strategy import Strategy, allreduce, cp, dp, ep, none, pp, shared, tp
+from shoal.strategy import Strategy, allreduce, bsp, cp, dp, ep, none, pp, shared, tp
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,10 @@ class Placement:
 
     def __init__(self, strategy: Strategy, mesh: Mesh, *, batch_over_tp: bool = False) -> None:
         self.mesh = mesh
-        self.levels = [axis.name for axis in strategy.axes if axis.name.startswith("dp")]
+        levels = [(axis.name, axis.term) for axis in strategy.axes if isinstance(axis.term, dp)]
+        loose = [name for name, level in levels if not isinstance(level.sync, bsp)]
+        self.levels = [name for name, level in levels if isinstance(level.sync, bsp)]
+        """Levels of dp inside an island, whose gradients are summed every step."""
         sharded = [axis for axis in strategy.axes if axis.name in self.levels and axis.term.zero]  # type: ignore[attr-defined]
         self.zero: int = sharded[0].term.zero if sharded else 0  # type: ignore[attr-defined]
         self.sharded = sharded[0].name if sharded else None
@@ -83,12 +86,20 @@ class Placement:
         self.context = self._axis(strategy, cp)
         self.experts = self._axis(strategy, ep)
         data = mesh.along(*self.levels, label="dp")
-        every = tuple(axis.name for axis in strategy.axes)
+        every = [axis.name for axis in strategy.axes]
+        inside = [name for name in every if name not in loose]
         sampling = [*self.levels, *self._names(self.experts), *(self._names(self.tensor) if batch_over_tp else ())]
         self.samples = data if sampling == self.levels else mesh.along(*sampling)
-        """Who splits the samples of a batch."""
-        self.world = data if set(every) == set(self.levels) else mesh.along(*every, label="world")
-        """Everybody: they share the loss, the count and the wish to stop."""
+        """The ranks of an island that split its samples: they share statistics of a batch, and a loss over it."""
+        self.split = mesh.places_along(*loose, *sampling)
+        """The ranks that split the global batch, of all islands."""
+        label = "island" if loose else "world"
+        self.island = data if set(inside) == set(self.levels) else mesh.along(*inside, label=label)
+        """The ranks that step together: they all-reduce the loss, the count and the stop flag."""
+        self.world = mesh.along(*every, label="world") if loose else self.island
+        """All ranks."""
+        self.islands = mesh.along(*loose)
+        """The ranks that hold the same part of the model in each island."""
         self.batch_over_tp = batch_over_tp
         cuts = [self.sharded] if self.sharded else []
         cuts += [name for axis in (self.pipeline, self.tensor, self.experts) for name in self._names(axis)]

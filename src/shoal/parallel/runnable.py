@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.strategy import Strategy, accumulate, allreduce, amp, bsp, cp, dp, ep, none, pp, recompute, shared, tp
+from shoal.strategy import Strategy, accumulate, allreduce, amp, bsp, cp, dp, ep, local, none, pp, recompute, shared, tp
 
 
 class NotRunnable(ValueError):
@@ -13,8 +13,8 @@ def cannot_run(strategy: Strategy) -> str | None:
     """Why the engine cannot run a strategy, as a sentence; None if it can."""
     for term in strategy.terms:
         if isinstance(term, dp):
-            if not isinstance(term.sync, bsp) or term.sync.backup:
-                return f"{term}: sync={term.sync} cannot be trained yet; use sync=bsp()"
+            if not isinstance(term.sync, bsp | local) or (isinstance(term.sync, bsp) and term.sync.backup):
+                return f"{term}: sync={term.sync} cannot be trained yet; use sync=bsp() or sync=local(h)"
             if not isinstance(term.via, allreduce | shared):
                 return f"{term}: via={term.via} cannot be trained yet; use via=allreduce() or via=shared()"
         elif isinstance(term, amp):
@@ -25,7 +25,7 @@ def cannot_run(strategy: Strategy) -> str | None:
                 f"{term} cannot be trained yet: {type(term).__name__} parses and explains, but has no runtime so far. "
                 "What trains today: dp (zero=0..3, several levels), pp, tp, cp, ep, accumulate, recompute, amp"
             )
-    reason = _cannot_compress(strategy)
+    reason = _cannot_compress(strategy) or _cannot_be_loose(strategy)
     if reason is not None:
         return reason
     if any(isinstance(level.via, shared) for level in strategy.dp_levels):
@@ -51,6 +51,21 @@ def _cannot_compress(strategy: Strategy) -> str | None:
         )
     if any(isinstance(term, pp) and term.schedule == "pipedream" for term in strategy.terms):
         return f"{strategy}: pipedream with compress cannot be trained yet; use 1f1b, or leave compress out"
+    return None
+
+
+def _cannot_be_loose(strategy: Strategy) -> str | None:
+    loose = [level for level in strategy.dp_levels if not isinstance(level.sync, bsp)]
+    if not loose:
+        return None
+    if len(loose) > 1:
+        return f"{strategy}: two levels that are not bsp cannot be trained yet; keep sync=... on one of them"
+    if not isinstance(loose[0].via, allreduce):
+        return f"{loose[0]}: models are averaged with an all-reduce; use via=allreduce()"
+    if not isinstance(loose[0].compress, none):
+        return f"{loose[0]}: compress on a level that averages models cannot be trained yet; leave compress out"
+    if any(isinstance(term, pp) and term.schedule == "pipedream" for term in strategy.terms):
+        return f"{strategy}: pipedream inside {loose[0]} cannot be trained yet; use 1f1b"
     return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from shoal.strategy.axes import cp, dp, pp
 from shoal.strategy.modifiers import accumulate
 from shoal.strategy.rule import Breach, Case, Table
+from shoal.strategy.sync import bsp
 
 rule = Table()
 
@@ -41,6 +42,18 @@ def batch_loss_has_full_sequences(case: Case, index: int, term: cp) -> Breach | 
         term,
         "the loss is one of the global batch, and outputs are gathered over its samples, not over parts of a sequence",
         lambda: [case.put(index, dp(term.n)), case.put(index)],
+    )
+
+
+@rule(dp, why="A loss over the global batch needs the outputs of all its samples at once.")
+def batch_loss_waits_for_all_replicas(case: Case, index: int, level: dp) -> Breach | None:
+    if case.facts.loss_over != "batch" or isinstance(level.sync, bsp) or level.n == 1:
+        return None
+    return Breach(
+        level,
+        f"the loss is one of the global batch, and under {type(level.sync).__name__} a replica knows its own samples "
+        "only; use sync=bsp()",
+        lambda: [case.changed(index, sync=bsp(), via=None)],
     )
 
 

@@ -272,7 +272,8 @@ class TrainingRun:
         self._settle()
         if self.job.batch_norm == "local" and batch_norms(self.engine.model):
             average_buffers(self.engine.model, self.engine.replicas.everyone)
-        self.metrics = self.runner.evaluate(watch=beat)
+        with self.engine.consensus():
+            self.metrics = self.runner.evaluate(watch=beat)
         self.evaluated_step = self.step
         BOOK.take()
         target = self.job.target

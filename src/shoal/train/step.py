@@ -129,6 +129,8 @@ class StepRunner:
         self.calls = list(axis_calls(self.strategy, self.executor))
         if self.global_loss is not None:
             self.calls += global_loss_calls(self.global_loss)
+        if engine.outer is not None:
+            self.calls += engine.outer.calls(engine.clock - 1)
         return result
 
     def read_outside(self, counter: int) -> list[str]:
@@ -147,7 +149,7 @@ class StepRunner:
 
     def _part(self, micro: int, indices: np.ndarray, counter: int) -> Part:
         """This rank's part of a micro-batch."""
-        samples = self.engine.placement.samples
+        samples = self.engine.placement.split
         positions = np.arange(len(indices))
         mine = share(positions, rank=samples.index, ranks=samples.size, micro=micro, micros=self.micro_batches)
         first = int(mine[0]) if len(mine) else len(indices)
@@ -165,7 +167,7 @@ class StepRunner:
         if not place.batch_over_tp:
             return ()
         shares = [
-            share(positions, rank=place.samples.ranks.index(rank), ranks=place.samples.size, micro=micro,
+            share(positions, rank=place.split.ranks.index(rank), ranks=place.split.size, micro=micro,
                   micros=self.micro_batches)
             for rank in place.tensor.ranks
         ]  # fmt: skip
@@ -214,7 +216,7 @@ class StepRunner:
         job, engine = self.job, self.engine
         if job.validation is None:
             return {}
-        samples = engine.placement.samples
+        samples = engine.placement.split
         totals: dict[str, list[float]] = {}
         self.executor.settle()
         engine.model.eval()

@@ -53,7 +53,7 @@ def shard_table(job: Job, strategy: Strategy, executor: Executor, calls: Sequenc
         one_memory=placement.one_memory,
         micro_batches=strategy.micro_batches,
         num_parameters=len(unflushed.names if unflushed else engine.names),
-        world=_group(placement.world),
+        world=_group(placement.island),
         norm=_group(unflushed.norm if unflushed else placement.norm),
         stage=_group(unflushed.update_group) if unflushed else None,
         samples=_group(placement.samples),

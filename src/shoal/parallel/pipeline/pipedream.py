@@ -124,9 +124,9 @@ class PipeDream(Pipeline):
         self._since_drain = 0
         lost = torch.tensor([float(not all(map(isfinite, self._norms)))], dtype=torch.float64).to(self.borders.device)
         self._norms = []
-        if self.engine.placement.world.group is not None:
+        if self.engine.placement.island.group is not None:
             with BOOK.during("loss"):
-                dist.all_reduce(lost, group=self.engine.placement.world.group)
+                dist.all_reduce(lost, group=self.engine.placement.island.group)
         if float(lost):
             raise NonFinite("the gradient of a micro-batch is no number; the parameters are those before its update")
 
@@ -208,9 +208,9 @@ class PipeDream(Pipeline):
         squared = torch.tensor([squares], dtype=torch.float64, device=self.borders.device)
         everything = torch.cat([self.engine.take_sums(), squared])
         work = None
-        if self.engine.placement.world.group is not None:
+        if self.engine.placement.island.group is not None:
             with BOOK.during("loss"):
-                work = dist.all_reduce(everything, group=self.engine.placement.world.group, async_op=True)
+                work = dist.all_reduce(everything, group=self.engine.placement.island.group, async_op=True)
         self._exchange = everything, work
 
     def _told(self) -> StepResult:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.parallel.engine import Engine
-from shoal.parallel.kept_errors import ERRORS
+from shoal.parallel.kept_errors import PRIVATE
 from shoal.train.checkpoint.buffers import persistent_buffers
 from shoal.train.checkpoint.contents import Contents
 from shoal.workload.cuts import Part
@@ -79,7 +79,7 @@ def of_contents(contents: Contents, engine: Engine) -> dict[str, int]:
         part = engine.part_of(row["parameter"])
         row["sum"] = checksum(tensors[row["tensor"]], row["start"], part, local[row["parameter"]])
         # What compression kept is redistributed when the number of replicas changes: it has the sums of its pieces.
-        if row["state"] is None or not row["state"].startswith(ERRORS):
+        if row["state"] is None or not row["state"].startswith(PRIVATE):
             _add(found, name_of(row["parameter"], row["state"]), row["sum"])
     for key, entry in contents.buffers.items():
         name, values = entry.get("buffer", key), tensors[entry["tensor"]]

@@ -16,6 +16,7 @@ from shoal.parallel.engine import Engine
 from shoal.parallel.kept_errors import errors, extras
 from shoal.parallel.optimizer import Piece
 from shoal.train.checkpoint.files import dtype_name, file_of
+from shoal.train.checkpoint.islands import add_island
 from shoal.train.checkpoint.values import encode
 from shoal.workload.cuts import Part
 
@@ -120,14 +121,17 @@ def extra_name(name: str, key: str, part: Part | None) -> str:
     return f"{name} {key}" if part is None else f"{name} {key} part {part.index}"
 
 
-def contents_of(engine: Engine, *, buffers: dict[str, torch.Tensor], rank: int) -> Contents:
-    """What this rank writes of the engine's state; `buffers` are the model's as they shall be saved."""
+def contents_of(
+    engine: Engine, *, buffers: dict[str, torch.Tensor], rank: int, own: list[torch.Tensor] | None = None
+) -> Contents:
+    """What this rank writes of the engine's state; `buffers` are the model's as they shall be saved, `own` are this
+    island's values where they differ from the agreed ones."""
     contents = Contents(file=file_of(rank))
-    own = set()
+    firsts = set()
     for piece in engine.owned_parameters():
         contents.add_parameter(piece, piece.values.dtype, engine.part_of(piece.name))
         if piece.start == 0:
-            own.add(piece.name)
+            firsts.add(piece.name)
     for key, piece in engine.owned_state():
         contents.add_state(key, piece, engine.part_of(piece.name))
     if engine.compression is not None:
@@ -142,10 +146,10 @@ def contents_of(engine: Engine, *, buffers: dict[str, torch.Tensor], rank: int) 
     contents.numbers = {
         name: {key: contents.encoded(name, key, value) for key, value in values.items()}
         for name, values in engine.optimizer.values().items()
-        if name in own
+        if name in firsts
     }
     place = engine.placement
-    if place.samples.index == 0 and place.context.index == 0 and place.tensor.index == 0:
+    if place.split.index == 0 and place.context.index == 0 and place.tensor.index == 0:
         optimizer = type(engine.optimizer.optimizer).__name__
         contents.optimizer = {
             where: {key: contents.encoded(f"{optimizer} ({where})", key, value) for key, value in entries.items()}
@@ -164,4 +168,5 @@ def contents_of(engine: Engine, *, buffers: dict[str, torch.Tensor], rank: int) 
     for name, values in buffers.items():
         if name not in engine.absent and engine.speaks_for(name):
             contents.add_buffer(name, values, engine.part_of(name))
+    add_island(contents, engine, own or [])
     return contents

@@ -21,7 +21,9 @@ from shoal.train.checkpoint.checksum import compare
 from shoal.train.checkpoint.contents import extra_name
 from shoal.train.checkpoint.exchange import exchange, world_and_rank
 from shoal.train.checkpoint.files import checkpoints, dtype_name, tidy
+from shoal.train.checkpoint.islands import load_island
 from shoal.train.checkpoint.saved import Checkpoint, CheckpointBroken, from_manifest
+from shoal.workload.cuts import Part
 
 
 class CheckpointMismatch(ValueError):
@@ -67,7 +69,7 @@ def restore(engine: Engine, checkpoint: Checkpoint) -> None:
     _require_same("parameters", checkpoint, saved_shapes, engine.shapes)
     buffers = persistent_buffers(engine.model)
     _require_same("buffers", checkpoint, checkpoint.buffer_shapes(), _buffer_shapes(engine, buffers))
-    saved = _Own(checkpoint, engine)
+    saved = OwnView(checkpoint, engine)
     with BOOK.during("checkpoint"), torch.no_grad():
         for name, param in engine.model.named_parameters():
             if name not in slots and name not in engine.absent:
@@ -86,9 +88,11 @@ def restore(engine: Engine, checkpoint: Checkpoint) -> None:
             load_errors(engine.compression, saved, step=checkpoint.step)
         reach("restore: optimizer read")
         compare(engine, checkpoint.sums, checkpoint.shapes_by_sum(), str(checkpoint.path))
+        load_island(engine, saved)
+        engine.clock = checkpoint.step
 
 
-class _Own:
+class OwnView:
     """A checkpoint as one rank reads it: of what is cut, ranges of the rank's own part."""
 
     def __init__(self, checkpoint: Checkpoint, engine: Engine) -> None:
@@ -107,8 +111,11 @@ class _Own:
     def errors(self, name: str, what: str) -> list[str]:
         return self.checkpoint.errors(name, what)
 
-    def extra(self, name: str, key: str) -> torch.Tensor | None:
-        return self.checkpoint.extra(extra_name(name, key, self.engine.part_of(name)))
+    def keys_of(self, name: str, prefix: str) -> list[str]:
+        return self.checkpoint.keys_of(name, prefix)
+
+    def extra(self, name: str, key: str, part: Part | None = None) -> torch.Tensor | None:
+        return self.checkpoint.extra(extra_name(name, key, part or self.engine.part_of(name)))
 
     def read(self, name: str, key: str, start: int, stop: int) -> torch.Tensor:
         return self._read(name, key, start, stop)

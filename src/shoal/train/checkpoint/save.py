@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from shoal.comm.ledger import BOOK
 from shoal.comm.points import reach
 from shoal.job.elementwise import Probe
@@ -80,8 +82,8 @@ def save(folder: Path, engine: Engine, *, step: int, progress: dict[str, Any], k
         json.dumps(progress)
     except (TypeError, ValueError) as error:
         raise ValueError(f"the progress to save must be made of text, numbers, lists and dicts: {error}") from error
-    with BOOK.during("checkpoint"):
-        return _Save(Path(folder), engine, step, progress, keep).run()
+    with BOOK.during("checkpoint"), engine.consensus() as own:
+        return _Save(Path(folder), engine, step, progress, keep, own).run()
 
 
 def require_savable(engine: Engine, optimizer: Probe) -> None:
@@ -122,7 +124,11 @@ def require_savable(engine: Engine, optimizer: Probe) -> None:
 class _Save:
     """One save, as one rank sees it. Ranks meet three times: before writing, after it, and at the end."""
 
-    def __init__(self, folder: Path, engine: Engine, step: int, progress: dict[str, Any], keep: int) -> None:
+    def __init__(
+        self, folder: Path, engine: Engine, step: int, progress: dict[str, Any], keep: int, own: list[torch.Tensor]
+    ) -> None:
+        self.own = own
+        """This island's values, where they are not those that all islands agree on."""
         self.folder, self.engine, self.step, self.progress, self.keep = folder, engine, step, progress, keep
         self.world, self.rank = world_and_rank()
         self.target = folder_of(folder, step)
@@ -133,7 +139,7 @@ class _Save:
         engine = self.engine
         buffers = averaged_buffers(engine.model, engine.replicas.everyone)
         tables = reports = exchange(
-            _attempt(lambda: self._prepare(contents_of(engine, buffers=buffers, rank=self.rank)))
+            _attempt(lambda: self._prepare(contents_of(engine, buffers=buffers, rank=self.rank, own=self.own)))
         )
         self._leave_out_repeated(tables)
         reach("save: contents listed")

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from shoal.parallel.kept_errors import ERRORS, error_key
+from shoal.parallel.kept_errors import PRIVATE, error_key
 from shoal.train.checkpoint.checksum import added, name_of
 from shoal.train.checkpoint.files import (
     CHECKSUMS,
@@ -86,7 +86,7 @@ class Checkpoint:
         self._keys: dict[str, list[str]] = {}
         for (name, key), parts in self._parts.items():
             parts.sort(key=lambda part: (part.of.index if part.of else 0, part.start))
-            if key is not None and not key.startswith(ERRORS):
+            if key is not None and not key.startswith(PRIVATE):
                 self._keys.setdefault(name, []).append(key)
         self._extras = {name: extra(row) for name, row in manifest.get("extras", {}).items()}
         self._common: dict[str, dict[str, Any]] = {
@@ -106,6 +106,11 @@ class Checkpoint:
     def keys(self, name: str) -> list[str]:
         """The element-wise optimiser state it holds for a parameter."""
         return list(self._keys.get(name, ()))
+
+    def keys_of(self, name: str, prefix: str) -> list[str]:
+        """The element-wise state of a parameter whose key begins with a prefix, without it."""
+        found = [key for at, key in self._parts if at == name and key is not None and key.startswith(prefix)]
+        return [key.removeprefix(prefix) for key in found]
 
     def errors(self, name: str, what: str) -> list[str]:
         """The keys of what each replica had not sent of a parameter, in the order of replicas."""
@@ -171,7 +176,7 @@ class Checkpoint:
         shapes = {
             name_of(name, key): self.parameters[name].shape
             for name, key in self._parts
-            if key is None or not key.startswith(ERRORS)
+            if key is None or not key.startswith(PRIVATE)
         }
         return shapes | {f"buffer {name}": rows[0].full.shape for name, rows in self._buffers.items()}
 
@@ -290,7 +295,7 @@ class Checkpoint:
         """The checksums of the pieces add up to those of the tensors, and no tensor lacks one."""
         total: dict[str, int | None] = {}
         for (name, key), parts in self._parts.items():
-            if key is None or not key.startswith(ERRORS):
+            if key is None or not key.startswith(PRIVATE):
                 total[name_of(name, key)] = added(part.sum for part in parts)
         total |= {f"buffer {name}": added(row.sum for row in rows) for name, rows in self._buffers.items()}
         for name in {*total, *self.sums} if self.sums else ():

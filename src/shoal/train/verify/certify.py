@@ -22,14 +22,14 @@ from safetensors.torch import save_file
 from shoal.comm.ledger import BOOK
 from shoal.job.facts import build_without_memory
 from shoal.parallel.pipeline.pipedream import micros_told
-from shoal.strategy import Strategy, contract, parse, pp, require_legal
+from shoal.strategy import Strategy, contract, dp, local, parse, pp, require_legal
 from shoal.train.compiled import compiled_parts, running_eagerly
 from shoal.train.setup import Prepared, job_from, prepare, try_job
 from shoal.train.verify.compare import EXACT, GRADIENT, LOSS, MARGIN, GradientSums, compare, follows, moves, real
 from shoal.train.verify.conditions import Conditions, for_proof
 from shoal.train.verify.coupling import SamplesCoupled, couples_samples, refusal
 from shoal.train.verify.model_fails import naming_what_cut_it
-from shoal.train.verify.reference import Disturbed, Reference, train_serially
+from shoal.train.verify.reference import Disturbed, Islands, Reference, train_serially
 from shoal.workload.layout import facts_of, layout_of
 
 WIDEST = 1e-7
@@ -121,7 +121,11 @@ def verify(
     try_job(job, strategy)
     facts = facts_of(job, layout_of(job, strategy))
     require_legal(strategy, facts=facts)
-    exact = contract(strategy, facts).kind == "exact"
+    # Islands that step by themselves are simulated in one process, and the simulation is met to the last digit.
+    exact = contract(_synchronous(strategy), facts).kind == "exact"
+    averaging = _averaging(strategy)
+    if averaging is not None:
+        steps = max(steps, averaging.h + 1)
     if _unflushed_ranks(strategy):
         # As many updates as it takes for staleness to show: each stage's own, several times over.
         steps = max(steps, -(-FILLS * _unflushed_ranks(strategy) // strategy.micro_batches))
@@ -175,7 +179,8 @@ def verify(
         max_rel_diff=largest, tolerance=tolerance, worst=where,
         ledger_matches=not unlike, steps=steps, seed=job.seed, ledger_differences=unlike[:20],
         compared=serial["elements"] | _replicated(serial, declared) | {LOSS: steps} if exact else {LOSS: steps},
-        serial=_described(promised.micro_batches, promised.parts, exact=exact), conditioning=conditioning,
+        serial=_described(promised.micro_batches, promised.parts, exact=exact, islands=_islands(strategy)),
+        conditioning=conditioning,
         zero_gradient=sorted({name for rank in ranks for name in rank["zero_gradient"]}),
         not_covered=NOT_COVERED["exact" if exact else "loss curve"],
         widened=serial["widened"], losses=losses, serial_losses=serial["losses"], notes=notes,
@@ -213,9 +218,12 @@ def _replicated(serial: dict[str, Any], declared: Collection[str]) -> dict[str, 
     return found
 
 
-def _described(micro_batches: int, parts: int, *, exact: bool) -> str:
+def _described(micro_batches: int, parts: int, *, exact: bool, islands: Islands | None = None) -> str:
     pieces = micro_batches * parts
     how = "each global batch at once" if pieces == 1 else f"per micro-batch: the same {pieces} parts of each batch"
+    if islands is not None:
+        how = f"{islands.num} islands simulated one after the other, averaged every {islands.every} steps; {how}"
+        how = how.replace("each global batch", "an island's part of a batch")
     return f"one process, plain PyTorch, {'float64' if exact else 'float32'}, {how}"
 
 
@@ -230,6 +238,30 @@ def _found(ranks: list[dict[str, Any]], serial: dict[str, Any], curve: list[floa
     missing = set(serial["replicated"]) - {key for rank in ranks for key in rank["replicated"]}
     found += [(math.inf, f"{key.replace(':', ' ', 1)} is not there to compare") for key in sorted(missing)]
     return found
+
+
+def _averaging(strategy: Strategy) -> local | None:
+    """The level whose replicas step by themselves and are averaged now and then."""
+    return next((level.sync for level in strategy.dp_levels if isinstance(level.sync, local)), None)
+
+
+def _synchronous(strategy: Strategy) -> Strategy:
+    """The strategy with replicas that are averaged in the place of those that step together."""
+    for level in strategy.dp_levels:
+        if isinstance(level.sync, local):
+            strategy = strategy.replace(level, dp(level.n))
+    return strategy
+
+
+def _islands(strategy: Strategy) -> Islands | None:
+    levels = [level for level in strategy.dp_levels if isinstance(level.sync, local)]
+    if not levels:
+        return None
+    sync = levels[0].sync
+    assert isinstance(sync, local)
+    return Islands(
+        num=levels[0].n, every=sync.h, replicas=strategy.replicas, micro_batches=strategy.micro_batches
+    )
 
 
 def _unflushed_ranks(strategy: Strategy) -> int:
@@ -265,6 +297,7 @@ def serial_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
         return train_serially(
             job, steps=steps, micro_batches=micro, parts=arguments.get("parts", 1), updates=updates,
             dtype=torch.float64 if arguments["exact"] else None, conditions=conditions, disturbed=disturbed,
+            islands=_islands(strategy),
         )  # fmt: skip
 
     reference = run()
@@ -307,12 +340,14 @@ def parallel_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     if arguments["exact"]:
         ready = prepare(job, strategy, rank=me.rank, backend=me.backend, device=me.device, dtype=torch.float64)
         report |= _train(ready, steps)
-        report |= compare(ready, arguments["reference"])
+        with ready.engine.consensus():
+            report |= compare(ready, arguments["reference"])
         ready.close()
         narrow = prepare(job, strategy, rank=me.rank, backend=me.backend, device=me.device)
         _train(narrow, steps)
         # What is rounding of a zero in float64 is rounding in float32 too, only larger.
-        rows = compare(narrow, arguments["reference"], zero_gradient=math.inf)["worst"]
+        with narrow.engine.consensus():
+            rows = compare(narrow, arguments["reference"], zero_gradient=math.inf)["worst"]
         report["float32_drift"] = max((row[0] for row in rows), default=0.0)
     else:
         ready = prepare(job, strategy, rank=me.rank, backend=me.backend, device=me.device)

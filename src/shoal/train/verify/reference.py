@@ -65,10 +65,33 @@ class Disturbed:
     reverse: bool = True
 
 
+@dataclass(frozen=True)
+class Islands:
+    """Copies of the model that step by themselves and average their parameters now and then (local SGD)."""
+
+    num: int
+    every: int
+    """Steps from one average to the next."""
+    replicas: int
+    """Parts of a micro-batch, over all islands; each island has as many."""
+    micro_batches: int
+    """Pieces that a batch is cut into before it is split among replicas."""
+
+    def share(self, positions: np.ndarray, island: int, *, separate: bool, parts: int) -> list[np.ndarray]:
+        """An island's pieces of a batch: of each micro-batch its part, joined unless they are computed separately."""
+        each = self.replicas // self.num
+        mine = slice(island * each, (island + 1) * each)
+        micros = [np.array_split(piece, self.replicas)[mine] for piece in np.array_split(positions, self.micro_batches)]
+        if parts > 1:
+            return [part for pieces in micros for part in pieces]
+        joined = [np.concatenate(pieces) for pieces in micros]
+        return joined if separate else [np.concatenate(joined)]
+
+
 def train_serially(
     job: Job, *, steps: int, micro_batches: int = 1, parts: int = 1, dtype: torch.dtype | None = torch.float64,
     conditions: Callable[[], AbstractContextManager[None]] = nullcontext, updates: Sequence[int] | None = None,
-    disturbed: Disturbed | None = None,
+    disturbed: Disturbed | None = None, islands: Islands | None = None,
 ) -> Reference:  # fmt: skip
     """Trains a job for some steps.
 
@@ -83,21 +106,11 @@ def train_serially(
         updates: For pipelines without flush, which update after every micro-batch: how many micro-batches have told
             their loss after 0, 1, 2, ... steps.
         disturbed: How to round differently.
+        islands: Where islands step by themselves: all of them are simulated, one after the other. Losses, gradients and
+            optimiser state are then the first one's, parameters and buffers the mean of all.
     """
-    torch.manual_seed(job.seed)
-    model = job.model()
-    if dtype is not None:
-        model._apply(_double)
-    model.train()
-    randomness = serial_randomness(job, model, dtype)
-    drawn = UpdateDraws(job.seed) if draws_numbers(job.optimizer) else None
-    optimizer = job.optimizer(_groups(job, model))
-    base = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
-    factor = 1.0
-    named = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    largest = {name: torch.zeros_like(param.abs()) for name, param in named.items()}
-    gradients = {name: torch.zeros_like(param) for name, param in named.items()}
-    noise = torch.Generator().manual_seed(disturbed.seed) if disturbed is not None else None
+    copies = [_Copy(job, dtype, conditions, disturbed) for _ in range(islands.num if islands else 1)]
+    first = copies[0]
     counter = 0
     sums: list[tuple[float, float]] = []
     """Of the losses that lead to one update each, and how many they are."""
@@ -105,69 +118,29 @@ def train_serially(
     for update in range(steps * per_step):
         step, micro = divmod(update, per_step)
         indices = _batch_at(job, counter)
-        pieces = [part for piece in np.array_split(np.arange(len(indices)), micro_batches)
-                  for part in np.array_split(piece, parts)]  # fmt: skip
+        positions = np.arange(len(indices))
+        if islands is not None:
+            shares = [
+                islands.share(positions, n, separate=micro_batches > 1, parts=parts) for n in range(len(copies))
+            ]
+        else:
+            shares = [[part for piece in np.array_split(positions, micro_batches)
+                       for part in np.array_split(piece, parts)]]  # fmt: skip
         if updates is not None:
-            pieces = pieces[micro * parts : (micro + 1) * parts]
-        if noise is not None:
-            move_by_rounding(named.values(), noise)
+            shares = [shares[0][micro * parts : (micro + 1) * parts]]
         started = counter
         if micro == per_step - 1:
             counter += len(indices)
-        for group, lr in zip(optimizer.param_groups, base, strict=True):
-            if job.schedule(step) != factor:
-                group["lr"] = lr * job.schedule(step)
-        factor = job.schedule(step)
-
-        def compute(indices: Any = indices, pieces: Any = pieces, started: int = started) -> tuple[float, float]:
-            """The sum of the losses and their count; gradients become those of the mean, clipped."""
-            total, count = 0.0, 0.0
-            optimizer.zero_grad(set_to_none=True)
-            for positions in (piece for piece in pieces if len(piece)):
-                ordered = positions[::-1] if disturbed is not None and disturbed.reverse else positions
-                batch = job.train.batch(indices[ordered])
-                if dtype is not None:
-                    batch = {name: _double(entry) for name, entry in batch.items()}
-                placed = randomness.forward([started + int(position) for position in ordered], started)
-                with conditions():
-                    with placed:
-                        loss, counted = job.loss_of(job.run_model(model, batch), batch)
-                    if loss.requires_grad:
-                        with randomness.backward():
-                            loss.backward()
-                total, count = total + float(loss.detach()), count + float(counted)
-            if count:
-                _average(named, largest, count)
-                if job.clip is not None:
-                    nn.utils.clip_grad_norm_(named.values(), job.clip)
-            return total, count
-
-        if needs_closure(optimizer):
-            evaluated: list[tuple[float, float]] = []
-
-            def closure(compute: Any = compute, evaluated: Any = evaluated) -> torch.Tensor:
-                with torch.enable_grad():
-                    total, count = compute()
-                if not evaluated:
-                    _sum_up(named, gradients)
-                evaluated.append((total, count))
-                return torch.tensor(total / count if count else float("nan"), dtype=torch.float64)
-
-            with conditions():
-                optimizer.step(closure)
-            sums.append(evaluated[0])
-            continue
-        sums.append(compute())
-        if updates is not None and not sums[-1][1]:
-            continue
-        if not sums[-1][1]:
-            raise JobError(
-                f"job {job.name!r}: the loss of step {step + 1} counts nothing (its count is 0), so its mean is not a "
-                "number; take larger batches, or samples of which some count"
-            )
-        _sum_up(named, gradients)
-        with conditions(), serial_update(drawn, named, started):
-            optimizer.step()
+        found = [
+            copy.update(step, indices, pieces, started, skip_empty=updates is not None)
+            for copy, pieces in zip(copies, shares, strict=True)
+        ]
+        sums.append(found[0])
+        if islands is not None and (step + 1) % islands.every == 0:
+            _average_copies(copies)
+    if islands is not None:
+        _average_copies(copies)
+    named, optimizer, largest = first.named, first.optimizer, first.largest
     top = max((float(peak.max()) for peak in largest.values() if peak.numel()), default=0.0)
     keys = {key for param in named.values() for key in _elementwise_state(optimizer, param)}
     ends = range(steps + 1) if updates is None else updates
@@ -176,11 +149,118 @@ def train_serially(
         losses=[sum(total for total, _ in rows) / sum(count for _, count in rows) for rows in told],
         parameters={name: param.detach() for name, param in named.items()},
         state={name: _elementwise_state(optimizer, param, keys) for name, param in named.items()},
-        buffers=dict(model.named_buffers()),
-        gradients={name: gradient.detach() for name, gradient in gradients.items()},
-        frozen={name: param.detach() for name, param in model.named_parameters() if not param.requires_grad},
+        buffers=dict(first.model.named_buffers()),
+        gradients={name: gradient.detach() for name, gradient in first.gradients.items()},
+        frozen={name: param.detach() for name, param in first.model.named_parameters() if not param.requires_grad},
         rounding={name: (peak > 0) & (peak <= ROUNDING * top) for name, peak in largest.items()},
     )
+
+
+class _Copy:
+    """A model with its optimiser, trained by one process."""
+
+    def __init__(self, job: Job, dtype: torch.dtype | None, conditions: Any, disturbed: Disturbed | None) -> None:
+        self.job, self.dtype, self.conditions, self.disturbed = job, dtype, conditions, disturbed
+        torch.manual_seed(job.seed)
+        self.model = job.model()
+        if dtype is not None:
+            self.model._apply(_double)
+        self.model.train()
+        self.randomness = serial_randomness(job, self.model, dtype)
+        self.drawn = UpdateDraws(job.seed) if draws_numbers(job.optimizer) else None
+        self.optimizer = job.optimizer(_groups(job, self.model))
+        self.base = [float(group.get("lr", 0.0)) for group in self.optimizer.param_groups]
+        self.factor = 1.0
+        self.named = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
+        self.largest = {name: torch.zeros_like(param.abs()) for name, param in self.named.items()}
+        self.gradients = {name: torch.zeros_like(param) for name, param in self.named.items()}
+        self.noise = torch.Generator().manual_seed(disturbed.seed) if disturbed is not None else None
+        self.counted = 0.0
+        """Samples or tokens since parameters were last averaged."""
+
+    def update(
+        self, step: int, indices: np.ndarray, pieces: Sequence[np.ndarray], started: int, *, skip_empty: bool
+    ) -> tuple[float, float]:
+        """One update from the mean loss of these pieces of a batch; the sum of the losses and their count."""
+        job, optimizer = self.job, self.optimizer
+        if self.noise is not None:
+            move_by_rounding(self.named.values(), self.noise)
+        for group, lr in zip(optimizer.param_groups, self.base, strict=True):
+            if job.schedule(step) != self.factor:
+                group["lr"] = lr * job.schedule(step)
+        self.factor = job.schedule(step)
+        if needs_closure(optimizer):
+            return self._with_closure(lambda: self._compute(indices, pieces, started))
+        total, count = self._compute(indices, pieces, started)
+        if not count and skip_empty:
+            return total, count
+        if not count:
+            raise JobError(
+                f"job {job.name!r}: the loss of step {step + 1} counts nothing (its count is 0), so its mean is not a "
+                "number; take larger batches, or samples of which some count"
+            )
+        self.counted += count
+        _sum_up(self.named, self.gradients)
+        with self.conditions(), serial_update(self.drawn, self.named, started):
+            optimizer.step()
+        return total, count
+
+    def _with_closure(self, compute: Callable[[], tuple[float, float]]) -> tuple[float, float]:
+        evaluated: list[tuple[float, float]] = []
+
+        def closure() -> torch.Tensor:
+            with torch.enable_grad():
+                total, count = compute()
+            if not evaluated:
+                _sum_up(self.named, self.gradients)
+            evaluated.append((total, count))
+            return torch.tensor(total / count if count else float("nan"), dtype=torch.float64)
+
+        with self.conditions():
+            self.optimizer.step(closure)  # type: ignore[arg-type]
+        self.counted += evaluated[0][1]
+        return evaluated[0]
+
+    def _compute(self, indices: np.ndarray, pieces: Sequence[np.ndarray], started: int) -> tuple[float, float]:
+        """The sum of the losses and their count; gradients become those of the mean, clipped."""
+        job, total, count = self.job, 0.0, 0.0
+        self.optimizer.zero_grad(set_to_none=True)
+        for positions in (piece for piece in pieces if len(piece)):
+            ordered = positions[::-1] if self.disturbed is not None and self.disturbed.reverse else positions
+            batch = job.train.batch(indices[ordered])
+            if self.dtype is not None:
+                batch = {name: _double(entry) for name, entry in batch.items()}
+            placed = self.randomness.forward([started + int(position) for position in ordered], started)
+            with self.conditions():
+                with placed:
+                    loss, counted = job.loss_of(job.run_model(self.model, batch), batch)
+                if loss.requires_grad:
+                    with self.randomness.backward():
+                        loss.backward()
+            total, count = total + float(loss.detach()), count + float(counted)
+        if count:
+            _average(self.named, self.largest, count)
+            if job.clip is not None:
+                nn.utils.clip_grad_norm_(self.named.values(), job.clip)
+        return total, count
+
+
+def _average_copies(copies: Sequence[_Copy]) -> None:
+    """Parameters and floating-point buffers become the mean of all copies, weighted by what each learned from."""
+    total = sum(copy.counted for copy in copies)
+    if not total:
+        return
+    weights = [copy.counted / total for copy in copies]
+    held = [[*copy.named.values(), *copy.model.buffers()] for copy in copies]
+    with torch.no_grad():
+        for tensors in zip(*held, strict=True):
+            if tensors[0].is_floating_point() or tensors[0].is_complex():
+                mean = torch.stack([weight * t.double() if not t.is_complex() else weight * t
+                                    for weight, t in zip(weights, tensors, strict=True)]).sum(0)  # fmt: skip
+                for tensor in tensors:
+                    tensor.copy_(mean)
+    for copy in copies:
+        copy.counted = 0.0
 
 
 def _average(named: Mapping[str, nn.Parameter], largest: Mapping[str, torch.Tensor], count: float) -> None:

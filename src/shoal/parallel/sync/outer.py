@@ -1,0 +1,131 @@
+"""An outer level: a level of dp whose replicas are islands, each of which steps synchronously by itself.
+
+The engine of an island calls `after_update` once a step, after its own update and before the updated parameters are
+published. What is evaluated and saved is the consensus of all islands: `agree` makes it of the islands' values,
+`take_back` gives each island its own again. A scheme is a subclass; it says when islands exchange, and what.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shoal.comm.ledger import BOOK
+from shoal.comm.mesh import Members
+from shoal.strategy.sync import SyncTerm
+
+Call = tuple[str, str, str, int, int]
+"""(axis, phase, kind, payload bytes, ranks)"""
+
+PHASE = "outer"
+NUMBERS = 2
+"""Of an exchange, in float64: what the island's losses counted since the last one, and whether it was asked to stop."""
+NUMBER_BYTES = 8
+
+
+class OuterLevel(ABC):
+    """One loose level of dp, as one rank sees it."""
+
+    def __init__(
+        self, term: SyncTerm, islands: Members, masters: Sequence[torch.Tensor], model: nn.Module
+    ) -> None:
+        self.term = term
+        self.islands = islands
+        """The ranks that hold the same slice of the model in each island."""
+        self.masters = masters
+        """This rank's slices of the parameters."""
+        self.model = model
+        self.count = 0.0
+        """Samples or tokens that this island learned from since the last exchange."""
+        self.steps = 0
+        """Its updates since then."""
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """Floating-point buffers of the model, which follow each island's own samples."""
+        return [b for b in self.model.buffers() if b.numel() and (b.is_floating_point() or b.is_complex())]
+
+    def after_update(self, clock: int, *, count: float, stop: bool) -> bool:
+        """After the island's update of step `clock` (from 0), which learned from `count` samples or tokens. Returns
+        whether all islands stop here. `stop`: whether this island was asked to."""
+        self.count += count
+        self.steps += 1
+        if not self.exchanges_after(clock):
+            return False
+        with BOOK.during(PHASE):
+            total, stopping = self._sums(stop)
+            self.exchange(self.count / total)
+        self.count, self.steps = 0.0, 0
+        return stopping
+
+    @abstractmethod
+    def exchanges_after(self, clock: int) -> bool:
+        """Whether islands exchange after their update of this step."""
+
+    @abstractmethod
+    def exchange(self, weight: float) -> None:
+        """Brings the islands together; `weight` is this island's part of all that they learned from."""
+
+    @abstractmethod
+    def calls(self, clock: int) -> Iterator[Call]:
+        """What the exchange after this step sends."""
+
+    def agree(self) -> list[torch.Tensor]:
+        """The islands' weighted mean becomes this rank's values; gives back what it had, for `take_back`. Nothing is
+        sent where islands are equal. Collective over islands."""
+        if not self.steps:
+            return []
+        own = [tensor.clone() for tensor in (*self.masters, *self.buffers)]
+        with BOOK.during(PHASE):
+            total, _ = self._sums(False)
+            self.average(self.count / total)
+        return own
+
+    def take_back(self, own: Sequence[torch.Tensor]) -> None:
+        if own:
+            for tensor, mine in zip((*self.masters, *self.buffers), own, strict=True):
+                tensor.copy_(mine)
+
+    def average(self, weight: float) -> None:
+        """Parameters and buffers become their weighted mean over islands."""
+        if self.islands.group is None:
+            return
+        buffers = self.buffers
+        joined = [torch.cat([buffer.reshape(-1).to(self._wide) for buffer in buffers])] if buffers else []
+        works = []
+        for flat in (*self.masters, *joined):
+            flat.mul_(weight)
+            works.append(dist.all_reduce(flat, group=self.islands.group, async_op=True))
+        for work in works:
+            work.wait()
+        if buffers:
+            for buffer, mean in zip(buffers, joined[0].split([b.numel() for b in buffers]), strict=True):
+                buffer.copy_((mean if buffer.is_complex() else mean.real).view(buffer.shape))
+
+    def average_calls(self) -> Iterator[Call]:
+        """What `average` and the numbers before it send."""
+        buffers = sum(buffer.numel() for buffer in self.buffers) * self._wide.itemsize
+        sizes = [NUMBERS * NUMBER_BYTES, *(flat.nbytes for flat in self.masters), *([buffers] if buffers else [])]
+        for size in sizes:
+            yield self.islands.axis, PHASE, "all_reduce", size, self.islands.size
+
+    @property
+    def _wide(self) -> torch.dtype:
+        complex_too = any(buffer.is_complex() for buffer in self.buffers)
+        return torch.complex128 if complex_too else torch.float64
+
+    def _sums(self, stop: bool) -> tuple[float, bool]:
+        numbers: Any = torch.tensor([self.count, float(stop)], dtype=torch.float64, device=self._device)
+        if self.islands.group is not None:
+            dist.all_reduce(numbers, group=self.islands.group)
+        total, stopping = numbers.tolist()
+        return total, stopping > 0
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
