@@ -96,10 +96,10 @@ class Placement:
         label = "island" if loose else "world"
         self.island = data if set(inside) == set(self.levels) else mesh.along(*inside, label=label)
         """The ranks that step together: they all-reduce the loss, the count and the stop flag."""
-        self.world = mesh.along(*every, label="world") if loose else self.island
-        """All ranks."""
         self.islands = mesh.along(*loose)
         """The ranks that hold the same part of the model in each island."""
+        self.world = mesh.along(*every, label="world") if loose else self.island
+        """All ranks."""
         self.batch_over_tp = batch_over_tp
         cuts = [self.sharded] if self.sharded else []
         cuts += [name for axis in (self.pipeline, self.tensor, self.experts) for name in self._names(axis)]

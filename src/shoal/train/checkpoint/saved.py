@@ -53,7 +53,7 @@ from shoal.train.regular import read_regular
 __all__ = ["Checkpoint", "CheckpointBroken", "from_manifest", "is_readable", "latest", "open_checkpoint"]
 
 _FILE = re.compile(r"rank-\d{5,}\.safetensors")
-_PLACE = re.compile(r"(.*/)?(group \d+|attributes|state)|schedule|slices")
+_PLACE = re.compile(r"(.*/)?(group \d+|attributes|state)|schedule|slices|island \d+ of \d+( .+)?")
 """Where an optimiser keeps what several parameters have in common (job/kept.py)."""
 MOST_MANIFEST_BYTES = 1 << 30
 

@@ -1,0 +1,101 @@
+"""What the tests of islands run on real ranks, in float64: steps, a checkpoint in between, and a serial simulation."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distributed.proofs import JOBS, _barrier, _from_rank_0
+from shoal.comm.ledger import BOOK
+from shoal.strategy import parse
+from shoal.train.checkpoint.restore import restore
+from shoal.train.checkpoint.save import open_checkpoint, save
+from shoal.train.launch.join import join, leave
+from shoal.train.setup import Prepared, job_from, prepare
+from shoal.train.verify.certify import _train, compare, serial_run
+from shoal.train.verify.conditions import Conditions, for_proof
+
+
+def _ready(me: Any, name: str, strategy: str) -> Prepared:
+    job = for_proof(job_from({"job": f"{JOBS}:{name}"}))
+    return prepare(job, parse(strategy), rank=me.rank, backend=me.backend, device=me.device, dtype=torch.float64)
+
+
+def prove_islands(arguments: dict[str, Any], channel: Any) -> list[dict[str, Any]]:
+    """For each (job, strategy, strategy of the serial run): the largest difference from it, and the ledger."""
+    me, steps, rows = join(), arguments["steps"], []
+    with tempfile.TemporaryDirectory() as own:
+        folder = Path(_from_rank_0(own))
+        for number, (name, text, judge) in enumerate(arguments["cases"]):
+            path = folder / f"{number}.safetensors"
+            if me.rank == 0:
+                strategy = parse(judge)
+                serial_run(
+                    {"job": f"{JOBS}:{name}", "strategy": judge, "reference": str(path), "exact": True,
+                     "steps_to_verify": steps, "micro_batches": arguments.get("micro_batches", 1),
+                     "world": strategy.world}, None,
+                )  # fmt: skip
+            _barrier()
+            ready = _ready(me, name, text)
+            trained = _train(ready, steps)
+            with ready.engine.consensus():
+                compared = compare(ready, str(path))
+            ready.close()
+            difference, where = max(compared["worst"], default=(0.0, "nothing"))
+            rows.append({"difference": difference, "where": where, "ledger": trained["ledger_differences"],
+                         "compared": sum(compared["compared"].values())})  # fmt: skip
+            _barrier()
+    leave()
+    return rows
+
+
+def _run(ready: Prepared, first: int, stop: int, counter: int) -> tuple[list[float], int]:
+    losses = []
+    with Conditions()():
+        for step in range(first, stop):
+            losses.append(ready.runner.step(step, counter).loss)
+            counter = ready.runner.order.next(counter)
+    BOOK.take()
+    return losses, counter
+
+
+def resumed(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
+    """A run without a break and one that is saved and taken up again: losses and parameters of this rank."""
+    me, at, steps = join(), arguments["at"], arguments["steps"]
+    name, strategy = arguments["job"], arguments["strategy"]
+    unbroken = _ready(me, name, strategy)
+    losses, counter = _run(unbroken, 0, at, 0)
+    save(Path(arguments["folder"]), unbroken.engine, step=at, progress={"counter": counter})
+    more, _ = _run(unbroken, at, steps, counter)
+    values = [master.clone() for master in unbroken.engine.masters]
+    buffers = [buffer.clone() for buffer in unbroken.engine.model.buffers()]
+    unbroken.close()
+    again = _ready(me, name, arguments.get("under", strategy))
+    checkpoint = open_checkpoint(Path(arguments["folder"]) / f"step-{at:08}")
+    restore(again.engine, checkpoint)
+    then, _ = _run(again, at, steps, checkpoint.progress["counter"])
+    same = all(map(torch.equal, values, again.engine.masters)) and all(
+        map(torch.equal, buffers, again.engine.model.buffers())
+    )
+    again.close()
+    leave()
+    return {"losses": losses, "more": more, "then": then, "same": same}
+
+
+def never_averaged(arguments: dict[str, Any], channel: Any) -> Any:
+    """Islands exchange their numbers and keep their parameters."""
+    from shoal.parallel.sync.local import LocalSteps
+
+    LocalSteps.exchange = lambda self, weight: None  # type: ignore[method-assign]
+    return prove_islands(arguments, channel)
+
+
+def equal_weights(arguments: dict[str, Any], channel: Any) -> Any:
+    """Islands count alike, however much they learned from."""
+    from shoal.parallel.sync.local import LocalSteps
+
+    LocalSteps.exchange = lambda self, weight: self.average(1 / self.islands.size)  # type: ignore[method-assign]
+    return prove_islands(arguments, channel)

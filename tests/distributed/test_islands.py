@@ -1,0 +1,79 @@
+"""Local SGD: islands that step by themselves, held to a simulation of all of them in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Ranks = Callable[..., list[Any]]
+PROVE = "distributed.island_targets:prove_islands"
+TWO = [
+    ("plain", "dp(2, sync=local(3))"), ("norm", "dp(2, sync=local(2))"), ("momentum", "dp(2, sync=local(4))"),
+    ("dropout", "dp(2, sync=local(3))"), ("unused", "dp(2, sync=local(2))"), ("sometimes", "dp(2, sync=local(3))"),
+    ("uneven", "dp(2, sync=local(2))"), ("plain", "dp(2, sync=local(3)) * accumulate(2)"),
+    ("plain", "dp(2, sync=local(100))"), ("trust", "dp(2, sync=local(3))"),
+]  # fmt: skip
+FOUR = [
+    ("plain", "dp(2, sync=local(3)) * dp(2)"), ("plain", "dp(2, sync=local(3)) * dp(2, zero=1)"),
+    ("plain", "dp(2, sync=local(3)) * dp(2, zero=3)"), ("plain", "dp(2, sync=local(2)) * dp(2, via=shared())"),
+    ("plain", 'dp(2, sync=local(3)) * pp(2, "1f1b", micro=3)'),
+]  # fmt: skip
+
+
+def proven(ranks: Ranks, cases: list[tuple[str, str]], *, world: int, target: str = PROVE) -> list[float]:
+    """The largest difference of each case over all ranks; infinite, where the ledger is not as predicted."""
+    asked = {"cases": [(job, text, text) for job, text in cases], "steps": 7}
+    found = []
+    for case, rows in zip(cases, zip(*ranks(target, asked, ranks=world), strict=True), strict=True):
+        assert sum(row["compared"] for row in rows) > 0, case
+        found.append(max(float("inf") if row["ledger"] else row["difference"] for row in rows))
+    return found
+
+
+def test_islands_train_as_their_simulation(ranks: Ranks) -> None:
+    for case, difference in zip(TWO, proven(ranks, TWO, world=2), strict=True):
+        assert difference < 1e-10, case
+
+
+def test_islands_of_several_ranks_train_as_their_simulation(ranks: Ranks) -> None:
+    for case, difference in zip(FOUR, proven(ranks, FOUR, world=4), strict=True):
+        assert difference < 1e-10, case
+
+
+@pytest.mark.parametrize("job", ["sgd", "sparse"])
+def test_averaging_after_every_step_of_plain_sgd_is_the_synchronous_run(ranks: Ranks, job: str) -> None:
+    asked = {"cases": [(job, "dp(2, sync=local(1))", "dp(2)"), (job, "dp(2, sync=local(2))", "dp(2)")], "steps": 6}
+    once, twice = zip(*ranks(PROVE, asked, ranks=2), strict=True)
+    assert max(row["difference"] for row in once if "gradient" not in row["where"]) < 1e-10
+    assert max(row["difference"] for row in twice) > 1e-6
+
+
+@pytest.mark.parametrize(("fault", "job"), [("never_averaged", "plain"), ("equal_weights", "uneven")])
+def test_a_wrong_average_is_found(ranks: Ranks, fault: str, job: str) -> None:
+    case = [(job, "dp(2, sync=local(2))")]
+    assert proven(ranks, case, world=2, target=f"distributed.island_targets:{fault}")[0] > 1e-6
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world", "at"),
+    [("dp(2, sync=local(4))", 2, 4), ("dp(2, sync=local(4))", 2, 6), ("dp(2, sync=local(4)) * dp(2, zero=3)", 4, 6)],
+)
+def test_a_resumed_run_is_the_same_to_the_bit(ranks: Ranks, tmp_path: Path, strategy: str, world: int, at: int) -> None:
+    asked = {"job": "norm", "strategy": strategy, "at": at, "steps": 11, "folder": str(tmp_path)}
+    for row in ranks("distributed.island_targets:resumed", asked, ranks=world):
+        assert row["more"] == row["then"]
+        assert row["same"]
+
+
+@pytest.mark.parametrize("under", ["dp(2)", "dp(2, zero=3)"])
+def test_any_strategy_goes_on_from_what_islands_agree_on(ranks: Ranks, tmp_path: Path, under: str) -> None:
+    asked = {
+        "job": "plain", "strategy": "dp(2, sync=local(4))", "at": 6, "steps": 9, "folder": str(tmp_path),
+        "under": under,
+    }  # fmt: skip
+    rows = ranks("distributed.island_targets:resumed", asked, ranks=2)
+    assert rows[0]["then"] == rows[1]["then"]
+    assert len(rows[0]["then"]) == 3
