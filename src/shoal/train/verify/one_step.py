@@ -39,6 +39,7 @@ from shoal.train.setup import job_from, prepare
 from shoal.train.step import build_model
 from shoal.train.verify.coupling import SamplesCoupled, couples_samples, refusal, splits_batches
 from shoal.train.verify.data_reads import reads_differ, why_data_differ
+from shoal.train.verify.drawing import drawing_alike
 from shoal.train.verify.eager import compiled_parts, running_eagerly
 from shoal.train.verify.fingerprint import fingerprint
 from shoal.train.verify.float64 import KeepFloat64, model_in_float64, to_float64
@@ -47,7 +48,8 @@ from shoal.train.verify.gate_model import gate_model
 from shoal.train.verify.gate_serial import FACTORS, STEPS, serial_steps
 from shoal.train.verify.model_fails import naming_what_cut_it
 from shoal.train.verify.undropped import Undropped
-from shoal.workload.experts.rehearsal import rehearsing
+from shoal.workload.experts.rehearsal import ParametersKept, rehearsing
+from shoal.workload.held_outside import Outside
 from shoal.workload.held_state import HeldNow
 
 COPIES = 4
@@ -153,7 +155,7 @@ def require_independent(job: Job, strategy: Strategy, facts: ModelFacts) -> list
     if not splits_batches(strategy):
         return []
     with running_eagerly():
-        found = couples_samples(job, within_s=MORE_SAMPLES_S)
+        found = couples_samples(job, within_s=MORE_SAMPLES_S, strategy=strategy)
     if found.kind in ("unchecked", "random"):
         return [{"event": "warning", "text": found.reason}]
     if wrong := refusal(found, strategy):
@@ -203,6 +205,7 @@ def compared(job: Job, asked: dict[str, Any], me: Rank) -> dict[str, Any]:
     """The difference that decides, of what kind and where, over all ranks; or why there is none."""
     strategy = parse(asked["strategy"])
     steps = STEPS if asked["updates"] else 1
+    outside = Outside(job)
     job = replace(
         job, model=gate_model(job), global_batch=asked["batch"], schedule=FACTORS.__getitem__, batch_norm="sync"
     )
@@ -216,13 +219,15 @@ def compared(job: Job, asked: dict[str, Any], me: Rank) -> dict[str, Any]:
         if me.rank == writer:
             # One rank of each host: the reference is a file.
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-gate-"))
-            mine = _serial(job, strategy, Path(folder) / "reference.safetensors", steps)
+            with outside.kept():
+                mine = _serial(job, strategy, Path(folder) / "reference.safetensors", steps)
         reports = exchange(mine)
         skip = next((row["skip"] for row in reports if row["skip"]), "")
         if skip:
             return {"skip": skip}
         serial = reports[writer]
         stack.enter_context(running_eagerly())
+        stack.enter_context(outside.kept())
         ready = prepare(job, strategy, rank=me.rank, backend=me.backend, device=me.device, dtype=torch.float64)
         # A rank that stopped here would leave the others waiting.
         ready.runner.randomness.notes_only = True
@@ -318,27 +323,17 @@ def _examined(job: Job, model: nn.Module) -> tuple[bool, list[str]]:
     model.train()
     batch = {name: to_float64(entry) for name, entry in job.train.batch(job.order().indices(0)[:2]).items()}
     losses, changed = [], []
+    outside = Outside(job)
     for _ in range(2):
-        with rehearsing(model), drawing_alike():
-            before = HeldNow(model.modules())
+        with ParametersKept(model), rehearsing(model), outside.kept(), drawing_alike():
+            before, beyond = HeldNow(model.modules()), HeldNow((), outside.held)
+            params = {name: param.detach().clone() for name, param in model.named_parameters()}
             losses.append(float(job.loss_of(job.run_model(model, batch), batch)[0].detach()))
             changed = before.changed_names(model)
+            changed += [name for name, param in model.named_parameters() if not torch.equal(params[name], param)]
+            if beyond.changed()[0]:
+                changed.append("what the loss, a closure or a global holds")
     return losses[0] != losses[1] and not all(math.isnan(loss) for loss in losses), changed
-
-
-@contextmanager
-def drawing_alike() -> Iterator[None]:
-    """Inside, whatever draws random numbers draws the same each time."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    random.seed(1)
-    np.random.seed(1)
-    torch.manual_seed(1)
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
 
 
 def _data_digest(job: Job) -> str:
