@@ -202,7 +202,8 @@ class _Trial:
                 "random", apart, "the model or the loss draws random numbers other than dropout, so that no two passes "
                 "over a batch are alike; only a strategy that leaves the batch in one piece can be compared",
             )  # fmt: skip
-        return self._in_parts(whole, batch, state)
+        found = self._in_parts(whole, batch, state)
+        return replace(found, ordered=self._is_ordered()) if found.independent else found
 
     def of_more(self, indices: np.ndarray, found: Coupling) -> Coupling:
         """The same for more samples, after `found` was found for the first."""
@@ -210,7 +211,9 @@ class _Trial:
         batch = self._read(indices)
         whole = self._pass(batch)
         assert isinstance(whole, _Pass)
-        return self._in_parts(whole, batch, found.state) if math.isfinite(whole.loss) else found
+        if not math.isfinite(whole.loss):
+            return found
+        return replace(self._in_parts(whole, batch, found.state), ordered=found.ordered)
 
     def _in_parts(self, whole: _Pass, batch: Batch, state: tuple[str, ...]) -> Coupling:
         """Two samples and the rest; as the strategy shares them; the easier half and the harder: a loss that selects
@@ -221,18 +224,22 @@ class _Trial:
         if found.independent and smallest < self.share < num and self.share != smallest:
             found = self._split(whole, batch, state, self.share)
         if found.independent and num > 3:
-            given, ordered = self.indices, self._by_loss()
-            for self.indices, first in ((ordered, num // 4 * 2), (given[::-1].copy(), smallest)):
-                batch = self._read(self.indices)
-                other = self._pass(batch)
-                assert isinstance(other, _Pass)
-                if self.indices is not ordered:
-                    found = replace(found, ordered=_difference(whole, other) > TOLERANCE)
-                elif found.independent:
-                    found = self._split(other, batch, state, first)
-            if found.independent:
-                self.indices = given
+            given, self.indices = self.indices, self._by_loss()
+            batch = self._read(self.indices)
+            other = self._pass(batch)
+            assert isinstance(other, _Pass)
+            found = self._split(other, batch, state, num // 4 * 2)
+            self.indices = given
         return found
+
+    def _is_ordered(self) -> bool:
+        """Whether a batch computes something else when its samples are read in reverse, batch norm included."""
+        forwards = range(len(self.indices))
+        one, other = (
+            self._pass(self._read(self.indices[list(samples)]), samples=samples, norms=True)
+            for samples in (forwards, forwards[::-1])
+        )
+        return not isinstance(one, _Pass) or not isinstance(other, _Pass) or _difference(one, other) > TOLERANCE
 
     def _by_loss(self) -> np.ndarray:
         """The samples from the smallest loss to the largest, each by itself (two by two where the loss is over pairs);
@@ -358,18 +365,24 @@ class _Trial:
     def _read(self, indices: np.ndarray) -> Batch:
         return {name: to_float64(entry) for name, entry in self.job.train.batch(indices).items()}
 
-    def _pass(self, batch: Batch, *, seed: int = 1, at: int = 0, backward: bool = True) -> _Pass | str:
+    def _pass(
+        self, batch: Batch, *, seed: int = 1, at: int = 0, samples: range | None = None, backward: bool = True,
+        norms: bool = False,
+    ) -> _Pass | str:  # fmt: skip
         """On a copy of the model, so that no pass sees what another left behind; text says what is wrong. `at`: the
-        place of its first sample among all."""
+        place of its first sample among all, or `samples`: the places of all. `norms`: with batch norm as in training."""
         model = copy.deepcopy(self.start)
+        if norms:
+            model.train()
         drawn: Any = nullcontext()
         in_backward: Any = nullcontext()
         if self.places_draws:
-            samples = range(at, at + len(next(iter(batch.values()))))
+            samples = samples or range(at, at + len(next(iter(batch.values()))))
             randomness = serial_randomness(self.job, model, torch.float64)
             drawn, in_backward = randomness.forward(samples, 0), randomness.backward()
         torch.manual_seed(seed)
-        with self.outside.kept(), KeepFloat64(), Undropped(), _FixedStatistics(), drawn:
+        fixed: Any = nullcontext() if norms else _FixedStatistics()
+        with self.outside.kept(), KeepFloat64(), Undropped(), fixed, drawn:
             output = self.job.run_model(model, batch)
             loss, count = self.job.loss_of(output, batch)
             if isinstance(count, torch.Tensor) and count.requires_grad:

@@ -5,6 +5,7 @@ Every element of every gradient must be there on some rank; what is found is row
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,9 @@ from shoal.train.verify.gate_serial import SerialSteps
 SMALLEST = 1e-4
 """A gradient is compared by the size of its tensor's largest element, or by this part of the model's largest: where the
 true gradient is zero (the bias of an attention key) there is nothing but rounding. An update likewise."""
+
+COMPLEX = "complex"
+"""Which tensors of the file are pairs of real numbers."""
 
 Kind = Literal["gradient", "loss", "buffer", "update"]
 
@@ -45,7 +49,18 @@ def save_serial(found: SerialSteps, path: Path) -> None:
         "unsure": found.unsure,
     }  # fmt: skip
     tensors = {f"{kind}:{name}": value for kind, table in tables.items() for name, value in table.items()}
-    save_file({key: value.contiguous().clone() for key, value in tensors.items()}, path)
+    complex_ones = [key for key, value in tensors.items() if value.is_complex()]
+    flat = {key: torch.view_as_real(v.resolve_conj()) if v.is_complex() else v for key, v in tensors.items()}
+    save_file(
+        {key: value.contiguous().clone() for key, value in flat.items()}, path,
+        metadata={COMPLEX: json.dumps(complex_ones)},
+    )  # fmt: skip
+
+
+def _read(reference: Any, key: str) -> torch.Tensor:
+    value: torch.Tensor = reference.get_tensor(key)
+    # A file's tensors are not aligned for complex numbers.
+    return torch.view_as_complex(value.clone()) if key in json.loads(reference.metadata()[COMPLEX]) else value
 
 
 class GradientWatch:
@@ -80,7 +95,7 @@ class Comparison:
         engine, rows, elements = self.engine, [Row(0.0, "gradient", "nothing")], 0
         with safe_open(self.path, framework="pt") as reference:
             known = {key for key in reference.keys() if key.startswith("gradient:")}  # noqa: SIM118
-            sizes = {key: _size(reference.get_tensor(key)) for key in known}
+            sizes = {key: _size(_read(reference, key)) for key in known}
             least = SMALLEST * max(sizes.values(), default=0.0)
             for bucket, offset in zip(engine.buckets, engine.offsets, strict=True):
                 low, high = engine.owned(bucket)
@@ -94,7 +109,7 @@ class Comparison:
                         rows.append(Row(math.inf, "gradient", where))
                         continue
                     mine = watch.gradients[id(bucket)][start - offset : stop - offset]
-                    there = self._own(slot.name, reference.get_tensor(key)).reshape(-1)
+                    there = self._own(slot.name, _read(reference, key)).reshape(-1)
                     elements += mine.numel()
                     apart = _apart(mine, there[start - slot.start : stop - slot.start])
                     size = max(sizes[key], least) or 1.0
@@ -109,7 +124,7 @@ class Comparison:
             for name, buffer in self.engine.model.named_buffers():
                 skipped = self.modes.get(name, "average") not in EXACT or name in self.engine.absent
                 if f"buffer:{name}" in known and buffer.numel() and not skipped:
-                    other = self._own(name, reference.get_tensor(f"buffer:{name}"))
+                    other = self._own(name, _read(reference, f"buffer:{name}"))
                     rows.append(Row(_apart(buffer, other) / max(_size(other), 1.0), "buffer", f"the buffer {name}"))
         return rows
 
@@ -119,7 +134,7 @@ class Comparison:
         with safe_open(self.path, framework="pt") as reference:
             for piece in self.engine.owned_parameters():
                 before, after, unsure = (
-                    self._own(piece.name, reference.get_tensor(f"{kind}:{piece.name}"))
+                    self._own(piece.name, _read(reference, f"{kind}:{piece.name}"))
                     for kind in ("before", "after", "unsure")
                 )
                 scale = max(_size(after - before), SMALLEST * _size(after)) or 1.0

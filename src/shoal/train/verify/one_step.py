@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-import random
 import socket
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import torch
 from torch import nn
@@ -28,6 +25,7 @@ from shoal.comm.ledger import BOOK
 from shoal.job import Job
 from shoal.job.buffers import buffer_modes
 from shoal.job.facts import build_without_memory
+from shoal.job.random_optimizer import draws_numbers
 from shoal.job.randomness import CannotPlace
 from shoal.parallel.engine import NonFinite
 from shoal.strategy import ModelFacts, Strategy, contract, is_legal, parse, recompute
@@ -115,6 +113,8 @@ def _optimizer(job: Job) -> str:
 def _updates_compare(job: Job) -> bool:
     """Whether two runs of the optimiser on the same gradients agree: not if it draws random numbers, or computes the
     loss again by itself (LBFGS). Tried on a small parameter."""
+    if draws_numbers(job.optimizer):
+        return False  # Also from a generator of its own: ranks draw by their rule.
     ends = []
     with torch.random.fork_rng(devices=[]):
         for seed in (1, 2):
@@ -205,7 +205,7 @@ def compared(job: Job, asked: dict[str, Any], me: Rank) -> dict[str, Any]:
     """The difference that decides, of what kind and where, over all ranks; or why there is none."""
     strategy = parse(asked["strategy"])
     steps = STEPS if asked["updates"] else 1
-    outside = Outside(job)
+    outside, given = Outside(job), job.global_batch
     job = replace(
         job, model=gate_model(job), global_batch=asked["batch"], schedule=FACTORS.__getitem__, batch_norm="sync"
     )
@@ -215,14 +215,19 @@ def compared(job: Job, asked: dict[str, Any], me: Rank) -> dict[str, Any]:
     hosts = [row["host"] for row in about]
     writer = hosts.index(hosts[me.rank])
     with ExitStack() as stack:
-        mine: dict[str, Any] = {"path": "", "skip": ""}
-        if me.rank == writer:
-            # One rank of each host: the reference is a file.
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-gate-"))
-            with outside.kept():
-                mine = _serial(job, strategy, Path(folder) / "reference.safetensors", steps)
-        reports = exchange(mine)
-        skip = next((row["skip"] for row in reports if row["skip"]), "")
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-gate-"))
+        # A small batch may count nothing, or be too small for the model: then the job's own is taken.
+        for batch in dict.fromkeys((asked["batch"], given)):
+            job = replace(job, global_batch=batch)
+            mine: dict[str, Any] = {"path": "", "skip": ""}
+            if me.rank == writer:
+                # One rank of each host: the reference is a file.
+                with outside.kept():
+                    mine = _serial(job, strategy, Path(folder) / "reference.safetensors", steps)
+            reports = exchange(mine)
+            skip = next((row["skip"] for row in reports if row["skip"]), "")
+            if not skip:
+                break
         if skip:
             return {"skip": skip}
         serial = reports[writer]
@@ -321,7 +326,7 @@ def _examined(job: Job, model: nn.Module) -> tuple[bool, list[str]]:
     """Whether two calls of the model on the same samples differ, and what a call changes of what modules hold, by name.
     The model is as it was afterwards."""
     model.train()
-    batch = {name: to_float64(entry) for name, entry in job.train.batch(job.order().indices(0)[:2]).items()}
+    batch = {name: to_float64(entry) for name, entry in job.train.batch(job.order().indices(0)).items()}
     losses, changed = [], []
     outside = Outside(job)
     for _ in range(2):
