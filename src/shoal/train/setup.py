@@ -76,8 +76,8 @@ def job_from(arguments: dict[str, Any]) -> Job:
 
 def prepare(job: Job, strategy: Strategy, *, rank: int, backend: str | None, device: Any = "cpu",
             dtype: torch.dtype | None = None) -> Prepared:  # fmt: skip
-    """Builds the model, lays the strategy over it, and makes ready to step. All ranks call it alike. State that the job's
-    code keeps outside of the model is afterwards as the job left it when it was loaded."""
+    """Builds the model, lays the strategy over it, and makes ready to step. All ranks call it alike. State that the
+    job's code keeps outside of the model is left as it was when the job was loaded."""
     if asks_for_hosts(strategy):
         strategy = by_hosts(strategy, [row["host"] for row in exchange({"host": host_of(rank)})])
     mesh = mesh_of(strategy, rank=rank, backend=backend)

@@ -1,7 +1,8 @@
 """State that a job's code keeps outside of its model's modules: in the loss, in closures, globals and class attributes.
 
 It is found by following what the code of the loss and of the model names, as far as that is the job's own and not a
-library's. Rehearsals put it back, so that what is tried before training leaves no trace; proofs start every run from it.
+library's. Rehearsals put it back, so that what is tried before training leaves no trace; every run of a proof starts
+from it.
 """
 
 from __future__ import annotations

@@ -44,8 +44,9 @@ def set_counter(model: nn.Module, name: str, value: int) -> None:
 
 
 def _counts(buffer: torch.Tensor) -> bool:
-    whole = not buffer.is_floating_point() and not buffer.is_complex() and buffer.dtype is not torch.bool
-    return whole or (buffer.is_floating_point() and float(buffer) == int(buffer) if bool(buffer.isfinite().all()) else False)
+    if buffer.is_floating_point():
+        return bool(buffer.isfinite().all()) and float(buffer).is_integer()
+    return not buffer.is_complex() and buffer.dtype is not torch.bool
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

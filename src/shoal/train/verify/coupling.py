@@ -370,7 +370,7 @@ class _Trial:
         norms: bool = False,
     ) -> _Pass | str:  # fmt: skip
         """On a copy of the model, so that no pass sees what another left behind; text says what is wrong. `at`: the
-        place of its first sample among all, or `samples`: the places of all. `norms`: with batch norm as in training."""
+        place of its first sample among all, or `samples`: the places of all. `norms`: batch norm as in training."""
         model = copy.deepcopy(self.start)
         if norms:
             model.train()

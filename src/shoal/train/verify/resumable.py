@@ -38,9 +38,9 @@ def require_resumable(job: Job) -> None:
             return
     if lost:
         raise JobError(
-            f"job {job.name!r}: a forward changes {', '.join(lost)}, and the next one reads it, but no checkpoint holds "
-            "it, so a resumed run would go on otherwise. Keep it in a buffer of the model (register_buffer), or train "
-            "without checkpoints (--checkpoint-every 0)"
+            f"job {job.name!r}: a forward changes {', '.join(lost)}, and the next one reads it, but no checkpoint "
+            "holds it, so a resumed run would go on otherwise. Keep it in a buffer of the model (register_buffer), or "
+            "train without checkpoints (--checkpoint-every 0)"
         )
 
 
