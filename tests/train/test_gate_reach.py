@@ -285,9 +285,12 @@ def test_a_serial_loss_that_is_no_number_is_said_to_be_so(write: Callable[..., s
 
 
 # State in an attribute is no random number: it must be checked, and named.
-HIDDEN_STATE = {"init": "self.seen = torch.zeros(8)", "inside": """h = h + self.seen.mean().to(h.dtype)
+HIDDEN_STATE = {
+    "init": "self.seen = torch.zeros(8)",
+    "inside": """h = h + self.seen.mean().to(h.dtype)
         if self.training:
-            self.seen = 0.9 * self.seen + x.detach().mean(0)"""}
+            self.seen = 0.9 * self.seen + x.detach().mean(0)""",
+}
 NOISE = {"inside": "h = h + torch.randn_like(h)"}
 OUTSIDE = {
     "helpers": """
@@ -329,7 +332,7 @@ def test_what_replicas_do_not_share_is_named(
 
 def test_blocks_that_cannot_be_repeated_are_refused_on_one_rank(write: Callable[..., str], tmp_path: Path) -> None:
     told = stopped(write(**IN_PLACE), 'recompute("full")', tmp_path, CannotTrain)
-    assert "the model runs in one process but fails under recompute(\"full\")" in told
+    assert 'the model runs in one process but fails under recompute("full")' in told
     assert "Leave recompute out, or let blocks make new tensors" in told
 
 

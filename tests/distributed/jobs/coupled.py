@@ -266,6 +266,8 @@ def nothing_counts(output: Tensor, batch: dict[str, Tensor]) -> Any:
 
 
 CLIP: dict[str, Any] = {"loss": clip_loss, "inputs": ("x", "z")}
+
+
 class SparseRows(nn.Module):
     """Gradients of an embedding as sparse tensors."""
 

@@ -127,11 +127,11 @@ def couples_samples(
         num -= num % 2  # Losses over pairs of samples want even numbers.
     with torch.random.fork_rng(devices=[]):
         try:
-            shares = strategy.replicas * strategy.micro_batches if strategy is not None else 1
+            shares = strategy.replicas * strategy.micro_batches if strategy is not None else job.global_batch
             trial = _Trial(job, model, job.order().indices(0)[:num], share=-(-job.global_batch // shares))
             found = trial.found()
-            if not found.independent:
-                return found
+            if not found.independent or (strategy is not None and shares == 1):
+                return found  # Where no batch is split, how it would be matters little.
             more = min(most, int(num * within_s / trial.seconds)) if math.isfinite(within_s) else most
             if more > SAMPLES:
                 with suppress(MemoryError, RuntimeError):  # What the first samples show remains.
@@ -223,7 +223,7 @@ class _Trial:
         found = self._split(whole, batch, state, smallest)
         if found.independent and smallest < self.share < num and self.share != smallest:
             found = self._split(whole, batch, state, self.share)
-        if found.independent and num > 3:
+        if found.independent and num > 3 and self.share < self.job.global_batch:
             given, self.indices = self.indices, self._by_loss()
             batch = self._read(self.indices)
             other = self._pass(batch)
@@ -382,7 +382,7 @@ class _Trial:
             drawn, in_backward = randomness.forward(samples, 0), randomness.backward()
         torch.manual_seed(seed)
         fixed: Any = nullcontext() if norms else _FixedStatistics()
-        with self.outside.kept(), KeepFloat64(), Undropped(), fixed, drawn:
+        with torch.set_grad_enabled(backward), self.outside.kept(), KeepFloat64(), Undropped(), fixed, drawn:
             output = self.job.run_model(model, batch)
             loss, count = self.job.loss_of(output, batch)
             if isinstance(count, torch.Tensor) and count.requires_grad:

@@ -205,7 +205,7 @@ def compared(job: Job, asked: dict[str, Any], me: Rank) -> dict[str, Any]:
     """The difference that decides, of what kind and where, over all ranks; or why there is none."""
     strategy = parse(asked["strategy"])
     steps = STEPS if asked["updates"] else 1
-    outside, given = Outside(job), job.global_batch
+    beyond, given = Outside(job), job.global_batch
     job = replace(
         job, model=gate_model(job), global_batch=asked["batch"], schedule=FACTORS.__getitem__, batch_norm="sync"
     )
@@ -222,7 +222,7 @@ def compared(job: Job, asked: dict[str, Any], me: Rank) -> dict[str, Any]:
             mine: dict[str, Any] = {"path": "", "skip": ""}
             if me.rank == writer:
                 # One rank of each host: the reference is a file.
-                with outside.kept():
+                with beyond.kept():
                     mine = _serial(job, strategy, Path(folder) / "reference.safetensors", steps)
             reports = exchange(mine)
             skip = next((row["skip"] for row in reports if row["skip"]), "")
@@ -232,7 +232,7 @@ def compared(job: Job, asked: dict[str, Any], me: Rank) -> dict[str, Any]:
             return {"skip": skip}
         serial = reports[writer]
         stack.enter_context(running_eagerly())
-        stack.enter_context(outside.kept())
+        stack.enter_context(beyond.kept())
         ready = prepare(job, strategy, rank=me.rank, backend=me.backend, device=me.device, dtype=torch.float64)
         # A rank that stopped here would leave the others waiting.
         ready.runner.randomness.notes_only = True

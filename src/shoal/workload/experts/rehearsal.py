@@ -62,9 +62,10 @@ class ParametersKept(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _keep(self, tensor: Any) -> None:
-        key = tensor.untyped_storage()._cdata if isinstance(tensor, torch.Tensor) else None
-        if key in self._storages and key not in self._copies:
-            self._copies[key] = self._storages[key].clone()
+        if isinstance(tensor, torch.Tensor):
+            key: int = tensor.untyped_storage()._cdata
+            if key in self._storages and key not in self._copies:
+                self._copies[key] = self._storages[key].clone()
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
