@@ -9,6 +9,7 @@ import pytest
 
 from shoal.strategy import parse
 from shoal.train.launch.failure import RankFailed
+from shoal.train.local import train_job
 from shoal.train.verify.certify import EXACT, Certificate, verify
 from shoal.train.verify.coupling import SamplesCoupled
 
@@ -67,6 +68,10 @@ def test_ranks_refuse_a_count_with_a_gradient_by_themselves(ranks) -> None:  # t
         ("masked", "dp(2)"),
         ("one_element", "dp(2)"),
         ("lbfgs", "dp(2)"),
+        # Sparse gradients; state of a shape that only its size has in common with a parameter; a scheduler inside.
+        ("sparse", "dp(2)"),
+        ("by_rows", "dp(2)"),
+        ("scheduled", "dp(2)"),
         # Dropout that no module declares.
         ("functional", "dp(2) * accumulate(2)"),
     ],
@@ -159,3 +164,14 @@ def test_a_correct_strategy_passes_whatever_the_seed_and_a_millionth_too_much_fa
     assert found.passed, (found.worst, found.max_rel_diff, found.tolerance, found.notes)
     wrong = verify(spec, parse(strategy), target="distributed.faults:gradient_off_by_a_millionth", **asked)
     assert not wrong.passed
+
+
+@pytest.mark.parametrize("job", ["complex", "rare", "own_noise"])
+def test_the_gate_checks_complex_parameters_rare_counts_and_optimisers_that_draw(job: str, tmp_path: Path) -> None:
+    said: list[str] = []
+    train_job(
+        f"{JOBS}:{job}", "dp(2)", folder=tmp_path / "run", checkpoint_every=0, steps=1,
+        on_message=lambda message: said.append(message.get("text", "")),
+    )  # fmt: skip
+    assert any("checking the strategy" in text for text in said)
+    assert not [text for text in said if "was not checked" in text]

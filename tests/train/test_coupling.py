@@ -236,3 +236,66 @@ def test_an_unknown_loss_over_is_refused() -> None:
 def test_noise_is_drawn_by_each_sample_for_itself() -> None:
     row = found("noisy")
     assert (row.kind, row.reason) == ("none", "")
+
+
+def hardest_half(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+    each = nn.functional.cross_entropy(output, batch["y"], reduction="none")
+    kept = each.topk(max(1, len(each) // 2))[0]
+    return kept.sum(), len(kept)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_loss_that_selects_samples_is_found_whatever_their_order(seed: int) -> None:
+    row = couples_samples(replace(coupled.make(coupled.Plain, loss=hardest_half), seed=seed))
+    assert row.kind == "coupled", row.reason
+
+
+class Later(coupled.Plain):
+    """Couples samples from its eleventh call on."""
+
+    def __init__(self, buffer: bool) -> None:
+        super().__init__()
+        self.calls = 0
+        if buffer:
+            del self.calls
+            self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = super().features(x)
+        return x - x.mean(0) if self.calls > 10 else x
+
+
+@pytest.mark.parametrize("buffer", [False, True])
+def test_a_coupling_that_begins_later_is_found(buffer: bool) -> None:
+    row = couples_samples(coupled.make(partial(Later, buffer)))
+    assert row.kind == "coupled"
+    assert "(found where calls is 20)" in row.reason
+
+
+def neighbours(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+    pairs = output[: len(output) // 2 * 2].unflatten(0, (-1, 2))
+    return (1 - pairs[:, 0] + pairs[:, 1]).relu().sum(), len(pairs)
+
+
+def test_a_loss_over_neighbours_is_refused_only_where_shares_part_them() -> None:
+    job = coupled.make(coupled.Plain, loss=neighbours)
+    whole = couples_samples(job, strategy=parse("dp(3)"))
+    assert whole.kind == "none"
+    assert whole.ordered  # So a proof does not read samples in reverse to measure rounding.
+    assert couples_samples(job, strategy=parse("dp(4)")).kind == "coupled"
+
+
+def test_state_of_private_attributes_and_frozen_parameters_counts() -> None:
+    class Held(coupled.Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self._seen: list[int] = []
+            self.frozen = nn.Parameter(torch.zeros(1), requires_grad=False)
+
+        def mix(self, x: torch.Tensor) -> torch.Tensor:
+            self._seen.append(1)
+            self.frozen.data.add_(1)
+            return x
+
+    assert couples_samples(coupled.make(Held)).state == ("_seen", "frozen")

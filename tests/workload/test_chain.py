@@ -312,7 +312,7 @@ class CallsLayers(nn.Module):
 
 def test_blocks_that_are_not_called_are_cut_between_their_layers() -> None:
     found = chain_of(CallsLayers)
-    assert [found.links[n].path for n in found.cuts()] [1:] == ["blocks.1.up", "blocks.2.up", "blocks.3.up", "head"]
+    assert [found.links[n].path for n in found.cuts()][1:] == ["blocks.1.up", "blocks.2.up", "blocks.3.up", "head"]
 
 
 def test_a_model_that_calls_no_module_says_so() -> None:

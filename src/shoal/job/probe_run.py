@@ -206,9 +206,10 @@ class Run:
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `step` cannot be called without a function that computes the loss."""
+    """Whether `step` cannot be called without a function that computes the loss. A learning-rate scheduler puts a
+    function of its own in the place of `step`; the class's is asked."""
     try:
-        parameters = inspect.signature(optimizer.step).parameters.values()
+        parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
     except (TypeError, ValueError):
         return False
     free = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -21,12 +21,14 @@ from shoal.job.draw_places import Places, draw_places
 from shoal.job.random_optimizer import Stretch, UpdateDraws
 from shoal.job.randomness import Cuts, Randomness
 from shoal.parallel.engine import Engine
-from shoal.workload.experts.rehearsal import random_state, rehearsing, set_random_state
+from shoal.workload.experts.rehearsal import ParametersKept, random_state, rehearsing, set_random_state
+from shoal.workload.held_outside import Outside
 
 
 def places_of(job: Job, model: nn.Module, dtype: torch.dtype | None = None) -> Places:
     """Where the job's model draws. The model is as it was afterwards."""
     device = next(model.parameters()).device
+    outside = Outside(job)
 
     def run(samples: int) -> None:
         batch = job.train.batch(np.arange(samples) % len(job.train))
@@ -43,6 +45,8 @@ def places_of(job: Job, model: nn.Module, dtype: torch.dtype | None = None) -> P
         try:
             with ExitStack() as stack:
                 stack.enter_context(rehearsing(model))
+                stack.enter_context(ParametersKept(model))
+                stack.enter_context(outside.kept())
                 if dtype == torch.float64:
                     stack.enter_context(KeepFloat64())
                 yield

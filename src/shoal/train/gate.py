@@ -137,7 +137,7 @@ def _what_is_wrong(told: dict[str, Any], question: dict[str, Any], difference: f
     if attributes:
         held = (
             f" A forward changes {attributes[0]}, which is no buffer, so each replica keeps its own; register it as a "
-            "buffer (register_buffer) and declare Job(buffers=...), or leave it out of what the model computes."
+            "buffer of the model (register_buffer) and declare Job(buffers=...), or leave it out of what is computed."
         )
     if held and told["kind"] == "update":
         return (

@@ -38,6 +38,8 @@ from shoal.train.record.recorder import Recorder, new_folder, tracing
 from shoal.train.record.run import Status
 from shoal.train.setup import Prepared, job_from, prepare, staleness, try_job
 from shoal.train.verify.one_step import gate_here, question, require_independent
+from shoal.train.verify.resumable import require_resumable
+from shoal.workload.held_outside import Outside
 from shoal.workload.layout import facts_of, layout_of
 
 
@@ -65,6 +67,8 @@ def check_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
         checkpoint = resume_point(Path(resume), warn=lambda text: channel.say(warning(text)))
         require_job_of(checkpoint, job)
         resume = str(checkpoint.path)
+    if arguments.get("checkpoint_every") != 0:
+        require_resumable(job)
     asked = question(job, strategy, facts, backend=arguments.get("backend")) if arguments.get("gate") else None
     if asked is not None and not asked["skip"] and not is_proven(asked["key"]):
         for message in require_independent(job, strategy, facts):
@@ -117,8 +121,9 @@ def train_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     job, strategy = job_from(arguments), parse(arguments["strategy"])
     if arguments.get("gate"):
         # No process stands above the ranks that could have done it.
-        facts = facts_of(job, layout_of(job, strategy))
-        gate_here(job, strategy, facts, me, channel, backend=arguments.get("backend"))
+        with Outside(job).kept():
+            facts = facts_of(job, layout_of(job, strategy))
+            gate_here(job, strategy, facts, me, channel, backend=arguments.get("backend"))
     if arguments.get("folder") is None:
         # Where nobody could choose one for all ranks before, rank 0 does.
         chosen = {"folder": str(new_folder(Path("runs"), job.name)) if me.rank == 0 else None}

@@ -30,6 +30,7 @@ from shoal.train.draws import cuts_of, places_of
 from shoal.train.launch.devices import devices_here
 from shoal.train.step import StepRunner, build_model
 from shoal.train.traffic import shard_table
+from shoal.workload.held_outside import Outside
 from shoal.workload.layout import layout_of
 
 OVERRIDES = ("steps", "global_batch", "seed", "evaluate_every")
@@ -101,7 +102,8 @@ def try_job(job: Job, strategy: Strategy) -> None:
 
 def prepare(job: Job, strategy: Strategy, *, rank: int, backend: str | None, device: Any = "cpu",
             dtype: torch.dtype | None = None) -> Prepared:  # fmt: skip
-    """Builds the model, lays the strategy over it, and makes ready to step. All ranks call it alike."""
+    """Builds the model, lays the strategy over it, and makes ready to step. All ranks call it alike. State that the
+    job's code keeps outside of the model is left as it was when the job was loaded."""
     if asks_for_hosts(strategy):
         strategy = by_hosts(strategy, [row["host"] for row in exchange({"host": host_of(rank)})])
     mesh = mesh_of(strategy, rank=rank, backend=backend)
@@ -109,10 +111,12 @@ def prepare(job: Job, strategy: Strategy, *, rank: int, backend: str | None, dev
     tried = probe(without_draws(job.optimizer), model, job.options)
     _require_schedule(job, tried)
     randomness = Randomness(job.seed, places_of(job, model, dtype), exact=dtype is not None)
+    with Outside(job).kept():
+        layout = layout_of(job, strategy)
     engine = parallelize(
         model, strategy, mesh, optimizer=job.optimizer, options=job.options, clip=job.clip,
         elementwise=tried.elementwise, coupled=tried.coupled, batch_norm=job.batch_norm,
-        layout=layout_of(job, strategy), seed=job.seed, randomness=randomness,
+        layout=layout, seed=job.seed, randomness=randomness,
         update_draws=UpdateDraws(job.seed) if draws_numbers(job.optimizer) else None,
     )  # fmt: skip
     modes = buffer_modes(job.buffers, model)

@@ -11,6 +11,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from operator import is_
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 OWN = frozenset(vars(nn.Module())) | {"forward"}
 """What every module has; of these only buffers are a forward's to change."""
@@ -118,10 +120,10 @@ class HeldNow:
         for path, module in model.named_modules():
             for own, skip in ((module._buffers, frozenset()), (vars(module), OWN)):
                 for key in own.keys() - skip:
-                    below: list[Held] = []
-                    _below([own[key]], below, set())
+                    inside: list[Held] = []
+                    below([own[key]], inside, set())
                     before = changed[id(own)].get(key, self) if id(own) in changed else own[key]
-                    if before is not own[key] or id(before) in old or any(id(b.what) in changed for b in below):
+                    if before is not own[key] or id(before) in old or any(id(each.what) in changed for each in inside):
                         names.append(f"{path}.{key}" if path else key)
         return sorted(names)
 
@@ -134,36 +136,60 @@ def found_in(modules: Iterable[nn.Module]) -> list[Held]:
         if module._buffers:
             found.append(Held(module._buffers))
         own = vars(module)
-        if own.keys() - OWN:
-            found.append(Held(own, skip=OWN))
-            _below([own[key] for key in own.keys() - OWN], found, seen)
+        # Also where there is nothing yet: a forward may be the first to set an attribute.
+        found.append(Held(own, skip=OWN))
+        below([own[key] for key in own.keys() - OWN], found, seen)
     return found
 
 
-def _below(values: Iterable[Any], found: list[Held], seen: set[int]) -> None:
+def below(values: Iterable[Any], found: list[Held], seen: set[int]) -> None:
+    """Adds what lies below some values: containers, generators and objects of the job's own classes."""
     for value in values:
         if isinstance(value, (*ATOMS, torch.Tensor, np.ndarray)) or id(value) in seen:
             continue
         seen.add(id(value))
         if isinstance(value, tuple):
-            _below(value, found, seen)
+            below(value, found, seen)
         elif isinstance(value, dict):
             found.append(Held(value))
             if len(value) <= LONGEST:
-                _below(value.values(), found, seen)
+                below(value.values(), found, seen)
         elif isinstance(value, (list, deque, set)):
             found.append(Held(value))
             if len(value) <= LONGEST:
-                _below(value, found, seen)
+                below(value, found, seen)
         elif isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
             found.append(Held(value))
         elif type(value) is SimpleNamespace or type(value).__module__.partition(".")[0] not in OPAQUE:
             if hasattr(value, "__dict__"):
                 found.append(Held(vars(value)))
-                _below(vars(value).values(), found, seen)
+                below(vars(value).values(), found, seen)
             if _slots(value):
                 found.append(Held(value))
-                _below(found[-1].content().values(), found, seen)
+                below(found[-1].content().values(), found, seen)
+
+
+@contextmanager
+def on_copies(held: Iterable[Held]) -> Iterator[None]:
+    """Inside, these hold copies of their arrays; afterwards they hold what they held, as it was."""
+    before = [(each, each.content()) for each in held]
+    copies: dict[int, Any] = {}
+    # Unseen by modes that count operations: a repetition under selective recomputation must be made of the same ones.
+    with torch.no_grad(), _disable_current_modes():
+        for _, content in before:
+            for value in values_in(content):
+                # One that carries a gradient is the result of an earlier forward, and is replaced, not changed.
+                if id(value) not in copies and not (isinstance(value, torch.Tensor) and value.requires_grad):
+                    copies[id(value)] = copy_of(value)[0]
+    for each, content in before:
+        if any(id(value) in copies for value in values_in(content)):
+            each.put(with_copies(content, copies))
+    try:
+        yield
+    finally:
+        for each, content in before:
+            if not each.has(content):
+                each.put(content)
 
 
 def values_in(content: Any) -> Iterator[Any]:

@@ -279,6 +279,69 @@ def nothing_counts(output: Tensor, batch: dict[str, Tensor]) -> Any:
 
 
 CLIP: dict[str, Any] = {"loss": clip_loss, "inputs": ("x", "z")}
+
+
+class SparseRows(nn.Module):
+    """Gradients of an embedding as sparse tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.head = nn.Embedding(9, WIDTH, sparse=True), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rows((x.abs() * 3).long().clamp(max=8)).mean(1))
+
+
+def rare_loss(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Of the first samples of the order none counts, of a batch some do."""
+    counted = batch["x"][:, 0] > 0.5
+    each = F.cross_entropy(output, batch["y"], reduction="none")
+    return (each * counted).sum(), counted.sum()
+
+
+class ByRows(torch.optim.Optimizer):
+    """Keeps a number for each row, of a shape that is a bias's own number of elements."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                gradient = param.grad.reshape(len(param), -1)
+                size = self.state[param].setdefault("size", torch.ones(len(param), 1, dtype=param.dtype))
+                size.lerp_(gradient.square().mean(1, keepdim=True), 0.1)
+                param.sub_(group["lr"] * (gradient / size.sqrt()).reshape(param.shape))
+
+
+class OwnNoise(torch.optim.SGD):
+    """Draws from a generator of its own."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, lr=1e-2)
+        self.generator = torch.Generator().manual_seed(4)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.add_(torch.randn(param.shape, generator=self.generator, dtype=param.dtype), alpha=1e-3)
+
+
+class Scheduled(torch.optim.SGD):
+    """Holds a scheduler, which puts a function of its own in the place of `step`."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, lr=1e-2)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self, 0.9)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.schedule.step()
+
+
 JOBS: dict[str, Callable[[], Job]] = {
     "info_nce": lambda: make(Plain, loss=info_nce_loss),
     "info_nce_dropout": lambda: make(partial(Plain, dropout=True), loss=info_nce_loss),
@@ -315,6 +378,11 @@ JOBS: dict[str, Callable[[], Job]] = {
     "counts_nothing": lambda: make(Plain, loss=nothing_counts),
     "lbfgs": lambda: make(Plain, optimizer=partial(torch.optim.LBFGS, lr=0.1, max_iter=3), clip=None),
     "plain": lambda: make(Plain),
+    "sparse": lambda: make(SparseRows, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9), clip=None),
+    "rare": lambda: make(Plain, loss=rare_loss),
+    "by_rows": lambda: make(Plain, optimizer=ByRows),
+    "own_noise": lambda: make(Plain, optimizer=OwnNoise),
+    "scheduled": lambda: make(Plain, optimizer=Scheduled),
     "slow": lambda: make(Plain, optimizer=partial(torch.optim.SGD, lr=1e-6)),
 }
 

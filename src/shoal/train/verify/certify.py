@@ -30,6 +30,7 @@ from shoal.train.verify.conditions import Conditions, for_proof
 from shoal.train.verify.coupling import SamplesCoupled, couples_samples, refusal
 from shoal.train.verify.model_fails import naming_what_cut_it
 from shoal.train.verify.reference import Disturbed, Islands, Reference, train_serially
+from shoal.workload.held_outside import Outside
 from shoal.workload.layout import facts_of, layout_of
 
 WIDEST = 1e-7
@@ -140,7 +141,7 @@ def verify(
         arguments |= {"micro_batches": promised.micro_batches, "parts": promised.parts}
         # Where samples may depend on each other, their order may mean something.
         arguments["disturbances"] = DISTURBANCES if exact else 0
-        arguments["reverse"] = examined["independent"] and not examined["state"] and job.loss_over == "samples"
+        arguments["reverse"] = examined["reversible"] and not examined["state"] and job.loss_over == "samples"
         progress(f"{steps} serial steps in {'float64' if exact else 'float32'}")
         serial = run_ranks("shoal.train.verify.certify:serial_run", arguments, ranks=1)[0]
         progress(f"{steps} steps on {strategy.world} ranks under {strategy}")
@@ -273,14 +274,15 @@ def _unflushed_ranks(strategy: Strategy) -> int:
 @running_eagerly()
 def examine(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     """In a process of its own: whether the strategy may split this job's batches."""
-    job = job_from(arguments)
-    found = couples_samples(job)
-    refused = refusal(found, parse(arguments["strategy"]))
+    job, strategy = job_from(arguments), parse(arguments["strategy"])
+    found = couples_samples(job, strategy=strategy)
+    refused = refusal(found, strategy)
     notes = [found.reason] if found.reason and not refused else []
     if compiled := compiled_parts(build_without_memory(job)):
         notes.append(f"the model is compiled ({compiled}: torch.compile); both runs executed it uncompiled")
     return {
-        "refused": refused, "independent": found.independent, "state": list(found.state), "notes": notes,
+        "refused": refused, "reversible": found.independent and not found.ordered, "state": list(found.state),
+        "notes": notes,
     }  # fmt: skip
 
 
@@ -293,12 +295,15 @@ def serial_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     micro, unflushed = arguments.get("micro_batches", 1), _unflushed_ranks(strategy)
     updates = [micros_told(ranks=unflushed, micro=micro, steps=n) for n in range(steps + 1)] if unflushed else None
 
+    outside = Outside(job)
+
     def run(disturbed: Disturbed | None = None) -> Reference:
-        return train_serially(
-            job, steps=steps, micro_batches=micro, parts=arguments.get("parts", 1), updates=updates,
-            dtype=torch.float64 if arguments["exact"] else None, conditions=conditions, disturbed=disturbed,
-            islands=_islands(strategy),
-        )  # fmt: skip
+        with outside.kept():
+            return train_serially(
+                job, steps=steps, micro_batches=micro, parts=arguments.get("parts", 1), updates=updates,
+                dtype=torch.float64 if arguments["exact"] else None, conditions=conditions, disturbed=disturbed,
+                islands=_islands(strategy),
+            )  # fmt: skip
 
     reference = run()
     widened = dict(conditions.modules)
@@ -339,7 +344,8 @@ def parallel_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     steps = arguments["steps_to_verify"]
     if arguments["exact"]:
         ready = prepare(job, strategy, rank=me.rank, backend=me.backend, device=me.device, dtype=torch.float64)
-        report |= _train(ready, steps)
+        with Outside(job).kept():
+            report |= _train(ready, steps)
         with ready.engine.consensus():
             report |= compare(ready, arguments["reference"])
         ready.close()

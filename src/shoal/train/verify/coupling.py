@@ -12,7 +12,7 @@ import copy
 import math
 import time
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -28,9 +28,11 @@ from shoal.job.randomness import CannotPlace
 from shoal.parallel.engine import COUNT_WITH_GRADIENT
 from shoal.strategy import Strategy
 from shoal.train.draws import serial_randomness
+from shoal.train.verify.counters import LATER, counters, numbers, set_counter
 from shoal.train.verify.float64 import KeepFloat64, model_in_float64, to_float64
 from shoal.train.verify.undropped import Undropped, without_dropout
-from shoal.workload.held_state import results_held
+from shoal.workload.held_outside import Outside
+from shoal.workload.held_state import HeldNow, results_held
 
 Kind = Literal["none", "mean", "count", "count-gradient", "coupled", "padding", "data", "random", "unchecked"]
 """none: samples are independent. mean, count: the loss is no sum, or the count is not what it is a sum over.
@@ -45,6 +47,8 @@ SMALLEST = 1e-4
 SAMPLES = 8
 """How many samples are tried first. If they are independent, more of the batch is tried, as time allows: hard-example
 mining that keeps a minimum, for example, couples samples only above it."""
+ORDERED = 32
+"""Samples that are ordered by their loss, at most."""
 START = 0.02
 """Standard deviation of what parameters that start at zero are set to: behind a zero nothing could be seen."""
 
@@ -59,8 +63,10 @@ class Coupling:
     difference: float = 0.0
     """The largest relative difference between the batch and the sum of its parts."""
     state: tuple[str, ...] = ()
-    """Buffers and attributes of modules that a forward changes, batch norm's aside: state that micro-batches
-    advance once each."""
+    """Buffers, attributes of modules and parameters that a forward changes, batch norm's aside: state that
+    micro-batches advance once each."""
+    ordered: bool = False
+    """Whether a batch computes something else when its samples are read in reverse (losses over pairs)."""
 
     @property
     def independent(self) -> bool:
@@ -96,8 +102,9 @@ def refusal(found: Coupling, strategy: Strategy) -> str:
 
 
 def couples_samples(
-    job: Job, *, model: nn.Module | None = None, samples: int | None = None, within_s: float = math.inf
-) -> Coupling:
+    job: Job, *, model: nn.Module | None = None, samples: int | None = None, within_s: float = math.inf,
+    strategy: Strategy | None = None,
+) -> Coupling:  # fmt: skip
     """Finds out whether the samples of a job are independent of each other.
 
     Args:
@@ -105,6 +112,7 @@ def couples_samples(
         model: The job's model, if it was built already; it is copied, not changed.
         samples: How many samples to try; all of the first batch unless given.
         within_s: Seconds that samples beyond the first 8 may take, by the time of those.
+        strategy: Whose shares of a batch are tried too.
 
     Returns:
         What was found, with a sentence that names it. The random state is as it was before.
@@ -119,12 +127,17 @@ def couples_samples(
         num -= num % 2  # Losses over pairs of samples want even numbers.
     with torch.random.fork_rng(devices=[]):
         try:
-            trial = _Trial(job, model, job.order().indices(0)[:num])
+            shares = strategy.replicas * strategy.micro_batches if strategy is not None else job.global_batch
+            trial = _Trial(job, model, job.order().indices(0)[:num], share=-(-job.global_batch // shares))
             found = trial.found()
+            if not found.independent or (strategy is not None and shares == 1):
+                return found  # Where no batch is split, how it would be matters little.
             more = min(most, int(num * within_s / trial.seconds)) if math.isfinite(within_s) else most
-            if more > SAMPLES and found.independent:
+            if more > SAMPLES:
                 with suppress(MemoryError, RuntimeError):  # What the first samples show remains.
                     found = trial.of_more(job.order().indices(0)[: more - more % 2], found)
+            if found.independent:
+                found = trial.later(job.order().indices(0)[:num], found)
             return found
         except JobError:
             raise
@@ -139,8 +152,11 @@ def couples_samples(
 class _Trial:
     """The passes over one set of samples, and what they say."""
 
-    def __init__(self, job: Job, model: nn.Module | None, indices: np.ndarray) -> None:
-        self.job, self.indices = job, indices
+    def __init__(self, job: Job, model: nn.Module | None, indices: np.ndarray, *, share: int) -> None:
+        self.job, self.indices, self.share = job, indices, share
+        self.outside = Outside(job)
+        self.first = 0
+        """Samples of the first of the two parts."""
         self.places_draws = False
         if model is None:
             torch.manual_seed(job.seed)
@@ -152,8 +168,7 @@ class _Trial:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        num = len(self.indices)
-        return (2, num - 2) if num > 3 else (1, num - 1)
+        return self.first, len(self.indices) - self.first
 
     def found(self) -> Coupling:
         batch, again = self._read(self.indices), self._read(self.indices)
@@ -187,7 +202,8 @@ class _Trial:
                 "random", apart, "the model or the loss draws random numbers other than dropout, so that no two passes "
                 "over a batch are alike; only a strategy that leaves the batch in one piece can be compared",
             )  # fmt: skip
-        return self._in_parts(whole, batch, state)
+        found = self._in_parts(whole, batch, state)
+        return replace(found, ordered=self._is_ordered()) if found.independent else found
 
     def of_more(self, indices: np.ndarray, found: Coupling) -> Coupling:
         """The same for more samples, after `found` was found for the first."""
@@ -195,10 +211,80 @@ class _Trial:
         batch = self._read(indices)
         whole = self._pass(batch)
         assert isinstance(whole, _Pass)
-        return self._in_parts(whole, batch, found.state) if math.isfinite(whole.loss) else found
+        if not math.isfinite(whole.loss):
+            return found
+        return replace(self._in_parts(whole, batch, found.state), ordered=found.ordered)
 
     def _in_parts(self, whole: _Pass, batch: Batch, state: tuple[str, ...]) -> Coupling:
-        first = self.sizes[0]
+        """Two samples and the rest; as the strategy shares them; the easier half and the harder: a loss that selects
+        samples by their loss selects others in its parts."""
+        num = len(self.indices)
+        smallest = 2 if num > 3 else 1
+        found = self._split(whole, batch, state, smallest)
+        if found.independent and smallest < self.share < num and self.share != smallest:
+            found = self._split(whole, batch, state, self.share)
+        if found.independent and num > 3 and self.share < self.job.global_batch:
+            given, self.indices = self.indices, self._by_loss()
+            batch = self._read(self.indices)
+            other = self._pass(batch)
+            assert isinstance(other, _Pass)
+            found = self._split(other, batch, state, num // 4 * 2)
+            self.indices = given
+        return found
+
+    def _is_ordered(self) -> bool:
+        """Whether a batch computes something else when its samples are read in reverse, batch norm included."""
+        forwards = range(len(self.indices))
+        one, other = (
+            self._pass(self._read(self.indices[list(samples)]), samples=samples, norms=True)
+            for samples in (forwards, forwards[::-1])
+        )
+        return not isinstance(one, _Pass) or not isinstance(other, _Pass) or _difference(one, other) > TOLERANCE
+
+    def _by_loss(self) -> np.ndarray:
+        """The samples from the smallest loss to the largest, each by itself (two by two where the loss is over pairs);
+        after the first ones as they come."""
+        for size in (1, 2):
+            num = min(len(self.indices) // size, ORDERED) * size
+            groups = [self.indices[at : at + size] for at in range(0, num, size)]
+            losses = []
+            try:
+                for at, group in enumerate(groups):
+                    found = self._pass(self._read(group), at=size * at, backward=False)
+                    losses.append(found.loss if isinstance(found, _Pass) else 0.0)
+            except Exception:  # The job's code may ask for more samples.
+                continue
+            ordered = [groups[place] for place in np.argsort(losses, kind="stable")]
+            return np.concatenate([*ordered, self.indices[num:]])
+        return self.indices
+
+    def later(self, indices: np.ndarray, found: Coupling) -> Coupling:
+        """The same where the model has counted further, after `found` was found at its start."""
+        model = copy.deepcopy(self.start)
+        before = numbers(model)
+        with self.outside.kept(), KeepFloat64(), Undropped(), FixedStatistics():
+            self.job.run_model(model, self._read(indices))
+        names = counters(before, numbers(model))
+        start = self.start
+        for value in LATER if names else ():
+            self.indices, self.start = indices, copy.deepcopy(start)
+            for name in names:
+                set_counter(self.start, name, value)
+            try:
+                batch = self._read(indices)
+                whole = self._pass(batch)
+                assert isinstance(whole, _Pass)
+                there = self._split(whole, batch, found.state, 2 if len(indices) > 3 else 1)
+            except Exception:  # A count that the model may never reach.
+                continue
+            finally:
+                self.start = start
+            if not there.independent:
+                return replace(there, reason=f"{there.reason} (found where {names[0]} is {value})")
+        return found
+
+    def _split(self, whole: _Pass, batch: Batch, state: tuple[str, ...], first: int) -> Coupling:
+        self.first = first
         started = time.perf_counter()
         pieces = zip(np.split(self.indices, [first]), (0, first), strict=True)
         one, two = (self._pass(self._read(part), at=at) for part, at in pieces)
@@ -279,24 +365,30 @@ class _Trial:
     def _read(self, indices: np.ndarray) -> Batch:
         return {name: to_float64(entry) for name, entry in self.job.train.batch(indices).items()}
 
-    def _pass(self, batch: Batch, *, seed: int = 1, at: int = 0) -> _Pass | str:
+    def _pass(
+        self, batch: Batch, *, seed: int = 1, at: int = 0, samples: range | None = None, backward: bool = True,
+        norms: bool = False,
+    ) -> _Pass | str:  # fmt: skip
         """On a copy of the model, so that no pass sees what another left behind; text says what is wrong. `at`: the
-        place of its first sample among all."""
+        place of its first sample among all, or `samples`: the places of all. `norms`: batch norm as in training."""
         model = copy.deepcopy(self.start)
+        if norms:
+            model.train()
         drawn: Any = nullcontext()
-        backward: Any = nullcontext()
+        in_backward: Any = nullcontext()
         if self.places_draws:
-            samples = range(at, at + len(next(iter(batch.values()))))
+            samples = samples or range(at, at + len(next(iter(batch.values()))))
             randomness = serial_randomness(self.job, model, torch.float64)
-            drawn, backward = randomness.forward(samples, 0), randomness.backward()
+            drawn, in_backward = randomness.forward(samples, 0), randomness.backward()
         torch.manual_seed(seed)
-        with KeepFloat64(), Undropped(), FixedStatistics(), drawn:
+        fixed: Any = nullcontext() if norms else FixedStatistics()
+        with torch.set_grad_enabled(backward), self.outside.kept(), KeepFloat64(), Undropped(), fixed, drawn:
             output = self.job.run_model(model, batch)
             loss, count = self.job.loss_of(output, batch)
             if isinstance(count, torch.Tensor) and count.requires_grad:
                 return COUNT_WITH_GRADIENT
-            if loss.requires_grad:
-                with backward:
+            if loss.requires_grad and backward:
+                with in_backward:
                     loss.backward()
         gradients = {name: param.grad.to_dense() for name, param in model.named_parameters() if param.grad is not None}
         return _Pass(float(loss.detach()), float(count), gradients, _detached(output))
@@ -304,15 +396,16 @@ class _Trial:
     def _state(self) -> tuple[str, ...]:
         """What one forward changes in the model, batch norm's statistics aside."""
         model = copy.deepcopy(self.start)
-        before = _held(model)
-        with KeepFloat64(), Undropped(), FixedStatistics() as norms:
+        params = {name: param.detach().clone() for name, param in model.named_parameters()}
+        before = HeldNow(module for module in model.modules() if not isinstance(module, _BatchNorm))
+        with self.outside.kept(), KeepFloat64(), Undropped(), FixedStatistics() as norms:
             self.job.run_model(model, self._read(self.indices))
-        after = _held(model)
+        changed = {name for name, param in model.named_parameters() if not _same(params.get(name), param)}
+        changed |= set(before.changed_names(model))
+        changed -= {name for name in changed if isinstance(model.get_submodule(name.rpartition(".")[0]), _BatchNorm)}
         if norms.asked:
-            after["statistics of batch_norm()"] = True
-        return tuple(
-            sorted(name for name in before.keys() | after.keys() if not _same(before.get(name), after.get(name)))
-        )
+            changed.add("statistics of batch_norm()")
+        return tuple(sorted(changed))
 
 
 class FixedStatistics(TorchFunctionMode):
@@ -445,22 +538,6 @@ def _outputs_differ(whole: list[Any], one: list[Any], two: list[Any]) -> str:
         if not apart <= TOLERANCE * (scale or 1.0):
             return f"{which}, differs by {apart / (scale or 1.0):.1e} of its size in parts"
     return ""
-
-
-def _held(model: nn.Module) -> dict[str, Any]:
-    """Buffers, and plain attributes of modules; those of batch norm are known to change."""
-    found: dict[str, Any] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, _BatchNorm):
-            continue
-        prefix = f"{path}." if path else ""
-        found |= {f"{prefix}{name}": b.clone() for name, b in module.named_buffers(recurse=False)}
-        found |= {
-            f"{prefix}{name}": value.clone() if isinstance(value, torch.Tensor) else value
-            for name, value in vars(module).items()
-            if isinstance(value, (bool, int, float, str, torch.Tensor)) and not name.startswith("_")
-        }
-    return found
 
 
 def _same(one: Any, other: Any) -> bool:

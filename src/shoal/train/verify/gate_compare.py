@@ -5,6 +5,7 @@ Every element of every gradient must be there on some rank; what is found is row
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,9 @@ from shoal.train.verify.gate_serial import SerialSteps
 SMALLEST = 1e-4
 """A gradient is compared by the size of its tensor's largest element, or by this part of the model's largest: where the
 true gradient is zero (the bias of an attention key) there is nothing but rounding. An update likewise."""
+
+COMPLEX = "complex"
+"""Which tensors of the file are pairs of real numbers."""
 
 Kind = Literal["gradient", "loss", "buffer", "update"]
 
@@ -47,7 +51,18 @@ def save_serial(found: SerialSteps, path: Path) -> None:
     tensors = {f"{kind}:{name}": value for kind, table in tables.items() for name, value in table.items()}
     least = SMALLEST * max(map(size_of, found.gradients.values()), default=0.0)
     tensors |= {"limit": torch.tensor(found.limit).double(), "least": torch.tensor(least).double()}
-    save_file({key: value.contiguous().clone() for key, value in tensors.items()}, path)
+    complex_ones = [key for key, value in tensors.items() if value.is_complex()]
+    flat = {key: torch.view_as_real(v.resolve_conj()) if v.is_complex() else v for key, v in tensors.items()}
+    save_file(
+        {key: value.contiguous().clone() for key, value in flat.items()}, path,
+        metadata={COMPLEX: json.dumps(complex_ones)},
+    )  # fmt: skip
+
+
+def _read(reference: Any, key: str) -> torch.Tensor:
+    value: torch.Tensor = reference.get_tensor(key)
+    # A file's tensors are not aligned for complex numbers.
+    return torch.view_as_complex(value.clone()) if key in json.loads(reference.metadata()[COMPLEX]) else value
 
 
 class GradientWatch:
@@ -100,7 +115,7 @@ class Comparison:
                         rows.append(Row(math.inf, "gradient", where))
                         continue
                     mine = watch.gradients[id(bucket)][start - offset : stop - offset]
-                    full = reference.get_tensor(key)
+                    full = _read(reference, key)
                     there = self._own(slot.name, full).reshape(-1)
                     elements += mine.numel()
                     by = apart(mine, there[start - slot.start : stop - slot.start])
@@ -116,7 +131,7 @@ class Comparison:
             for name, buffer in self.engine.model.named_buffers():
                 skipped = self.modes.get(name, "average") not in EXACT or name in self.engine.absent
                 if f"buffer:{name}" in known and buffer.numel() and not skipped:
-                    other = self._own(name, reference.get_tensor(f"buffer:{name}"))
+                    other = self._own(name, _read(reference, f"buffer:{name}"))
                     rows.append(Row(apart(buffer, other) / max(size_of(other), 1.0), "buffer", f"the buffer {name}"))
         return rows
 
@@ -127,7 +142,7 @@ class Comparison:
             limit = float(reference.get_tensor("limit"))
             for piece in self.engine.owned_parameters():
                 before, after, peak = (
-                    self._own(piece.name, reference.get_tensor(f"{kind}:{piece.name}"))
+                    self._own(piece.name, _read(reference, f"{kind}:{piece.name}"))
                     for kind in ("before", "after", "peak")
                 )
                 there = slice(piece.start, piece.start + piece.values.numel())

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-import random
 import socket
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import torch
 from torch import nn
@@ -28,6 +25,7 @@ from shoal.comm.ledger import BOOK
 from shoal.job import Job
 from shoal.job.buffers import buffer_modes
 from shoal.job.facts import build_without_memory
+from shoal.job.random_optimizer import draws_numbers
 from shoal.job.randomness import CannotPlace
 from shoal.parallel.engine import NonFinite
 from shoal.strategy import ModelFacts, Strategy, contract, is_legal, parse, recompute
@@ -40,6 +38,7 @@ from shoal.train.setup import job_from, prepare
 from shoal.train.step import build_model
 from shoal.train.verify.coupling import SamplesCoupled, couples_samples, refusal, splits_batches
 from shoal.train.verify.data_reads import reads_differ, why_data_differ
+from shoal.train.verify.drawing import drawing_alike
 from shoal.train.verify.fingerprint import fingerprint
 from shoal.train.verify.float64 import KeepFloat64, model_in_float64, to_float64
 from shoal.train.verify.gate_compare import Comparison, GradientWatch, Kind, Row, save_serial, worst
@@ -48,7 +47,8 @@ from shoal.train.verify.gate_model import gate_model
 from shoal.train.verify.gate_serial import FACTORS, STEPS, serial_steps
 from shoal.train.verify.model_fails import naming_what_cut_it
 from shoal.train.verify.undropped import Undropped
-from shoal.workload.experts.rehearsal import rehearsing
+from shoal.workload.experts.rehearsal import ParametersKept, rehearsing
+from shoal.workload.held_outside import Outside
 from shoal.workload.held_state import HeldNow
 
 COPIES = 4
@@ -109,6 +109,8 @@ def _optimizer(job: Job) -> str:
 def _updates_compare(job: Job) -> bool:
     """Whether two runs of the optimiser on the same gradients agree: not if it draws random numbers, or computes the
     loss again by itself (LBFGS). Tried on a small parameter."""
+    if draws_numbers(job.optimizer):
+        return False  # Also from a generator of its own: ranks draw by their rule.
     ends = []
     with torch.random.fork_rng(devices=[]):
         for seed in (1, 2):
@@ -149,7 +151,7 @@ def require_independent(job: Job, strategy: Strategy, facts: ModelFacts) -> list
     if not splits_batches(strategy):
         return []
     with running_eagerly():
-        found = couples_samples(job, within_s=MORE_SAMPLES_S)
+        found = couples_samples(job, within_s=MORE_SAMPLES_S, strategy=strategy)
     if found.kind in ("unchecked", "random"):
         return [{"event": "warning", "text": found.reason}]
     if wrong := refusal(found, strategy):
@@ -199,6 +201,7 @@ def compared(job: Job, asked: dict[str, Any], me: Rank) -> dict[str, Any]:
     """The difference that decides, of what kind and where, over all ranks; or why there is none."""
     strategy = parse(asked["strategy"])
     steps = STEPS if asked["updates"] else 1
+    beyond, given = Outside(job), job.global_batch
     job = replace(
         job, model=gate_model(job), global_batch=asked["batch"], schedule=FACTORS.__getitem__, batch_norm="sync"
     )
@@ -208,17 +211,24 @@ def compared(job: Job, asked: dict[str, Any], me: Rank) -> dict[str, Any]:
     hosts = [row["host"] for row in about]
     writer = hosts.index(hosts[me.rank])
     with ExitStack() as stack:
-        mine: dict[str, Any] = {"path": "", "skip": ""}
-        if me.rank == writer:
-            # One rank of each host: the reference is a file.
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-gate-"))
-            mine = _serial(job, strategy, Path(folder) / "reference.safetensors", steps)
-        reports = exchange(mine)
-        skip = next((row["skip"] for row in reports if row["skip"]), "")
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-gate-"))
+        # A small batch may count nothing, or be too small for the model: then the job's own is taken.
+        for batch in dict.fromkeys((asked["batch"], given)):
+            job = replace(job, global_batch=batch)
+            mine: dict[str, Any] = {"path": "", "skip": ""}
+            if me.rank == writer:
+                # One rank of each host: the reference is a file.
+                with beyond.kept():
+                    mine = _serial(job, strategy, Path(folder) / "reference.safetensors", steps)
+            reports = exchange(mine)
+            skip = next((row["skip"] for row in reports if row["skip"]), "")
+            if not skip:
+                break
         if skip:
             return {"skip": skip}
         serial = reports[writer]
         stack.enter_context(running_eagerly())
+        stack.enter_context(beyond.kept())
         ready = prepare(job, strategy, rank=me.rank, backend=me.backend, device=me.device, dtype=torch.float64)
         # A rank that stopped here would leave the others waiting.
         ready.runner.randomness.notes_only = True
@@ -324,29 +334,19 @@ def _examined(job: Job, model: nn.Module) -> tuple[bool, list[str]]:
     """Whether two calls of the model on the same samples differ, and what a call changes of what modules hold, by name.
     The model is as it was afterwards."""
     model.train()
-    batch = {name: to_float64(entry) for name, entry in job.train.batch(job.order().indices(0)[:2]).items()}
+    batch = {name: to_float64(entry) for name, entry in job.train.batch(job.order().indices(0)).items()}
     losses, changed = [], []
+    outside = Outside(job)
     for _ in range(2):
-        with rehearsing(model), drawing_alike():
-            before = HeldNow(model.modules())
+        with ParametersKept(model), rehearsing(model), outside.kept(), drawing_alike():
+            before, beyond = HeldNow(model.modules()), HeldNow((), outside.held)
+            params = {name: param.detach().clone() for name, param in model.named_parameters()}
             losses.append(float(job.loss_of(job.run_model(model, batch), batch)[0].detach()))
             changed = before.changed_names(model)
+            changed += [name for name, param in model.named_parameters() if not torch.equal(params[name], param)]
+            if beyond.changed()[0]:
+                changed.append("what the loss, a closure or a global holds")
     return losses[0] != losses[1] and not all(math.isnan(loss) for loss in losses), changed
-
-
-@contextmanager
-def drawing_alike() -> Iterator[None]:
-    """Inside, whatever draws random numbers draws the same each time."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    random.seed(1)
-    np.random.seed(1)
-    torch.manual_seed(1)
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
 
 
 def _data_digest(job: Job) -> str:

@@ -328,7 +328,7 @@ def _elementwise_state(
     """State with a value for each element. Of a scalar parameter only `keys` tell it from a number such as the step."""
     state: dict[str, Any] = optimizer.state.get(param, {})
     return {
-        k: v
+        k: v.to_dense()
         for k, v in state.items()
-        if isinstance(v, torch.Tensor) and v.numel() == param.numel() and (v.dim() > 0 or (keys and k in keys))
+        if isinstance(v, torch.Tensor) and v.shape == param.shape and (v.dim() > 0 or (keys and k in keys))
     }

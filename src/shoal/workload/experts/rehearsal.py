@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from shoal.workload.held_state import copy_of, found_in, values_in, with_copies
+from shoal.workload.held_state import found_in, on_copies
 
 
 def random_state(device: torch.device) -> list[torch.Tensor]:
@@ -36,22 +37,41 @@ def set_random_state(states: list[torch.Tensor], device: torch.device) -> None:
 def rehearsing(module: nn.Module, *, but: Collection[nn.Module] = ()) -> Iterator[None]:
     """Inside, `module` works on copies of its state. Modules in `but`, and what lies in them, are left alone."""
     left_alone = {id(part) for each in but for part in each.modules()}
-    held = found_in(part for part in module.modules() if id(part) not in left_alone)
-    before = [(each, each.content()) for each in held]
-    copies: dict[int, Any] = {}
-    # Unseen by modes that count operations: a repetition under selective recomputation must be made of the same ones.
-    with torch.no_grad(), _disable_current_modes():
-        for _, content in before:
-            for value in values_in(content):
-                # One that carries a gradient is the result of an earlier forward, and is replaced, not changed.
-                if id(value) not in copies and not (isinstance(value, torch.Tensor) and value.requires_grad):
-                    copies[id(value)] = copy_of(value)[0]
-    for each, content in before:
-        if any(id(value) in copies for value in values_in(content)):
-            each.put(with_copies(content, copies))
-    try:
+    with on_copies(found_in(part for part in module.modules() if id(part) not in left_alone)):
         yield
-    finally:
-        for each, content in before:
-            if not each.has(content):
-                each.put(content)
+
+
+class ParametersKept(TorchDispatchMode):
+    """Inside, parameters that a forward writes to (a teacher that follows its student, weights that are clipped) are
+    copied before the first write; at the end all have their values again."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._held = [(param, param.data) for param in model.parameters()]
+        self._storages = {data.untyped_storage()._cdata: data for _, data in self._held}
+        self._copies: dict[int, torch.Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable:
+            given = [*zip(func._schema.arguments, args, strict=False)]
+            given += [(each, (kwargs or {}).get(each.name)) for each in func._schema.arguments[len(args) :]]
+            for declared, value in given:
+                if declared.alias_info is not None and declared.alias_info.is_write:
+                    for tensor in tree_leaves(value):
+                        self._keep(tensor)
+        return func(*args, **(kwargs or {}))
+
+    def _keep(self, tensor: Any) -> None:
+        if isinstance(tensor, torch.Tensor):
+            key: int = tensor.untyped_storage()._cdata
+            if key in self._storages and key not in self._copies:
+                self._copies[key] = self._storages[key].clone()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        for param, data in self._held:
+            if param.data_ptr() != data.data_ptr():
+                param.data = data
+        with torch.no_grad():
+            for key, copy in self._copies.items():
+                self._storages[key].copy_(copy)
