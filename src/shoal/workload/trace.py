@@ -67,7 +67,8 @@ class Recorder(TorchDispatchMode):
         number = len(self.values)
         shape = tuple(int(size) for size in tensor.shape)
         strides = tuple(int(step) for step in tensor.stride()) if tensor.layout is torch.strided else ()
-        self.values.append(Value(number, shape, tensor.dtype, source, name, producer, learned, strides))
+        storage = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
+        self.values.append(Value(number, shape, tensor.dtype, source, name, producer, learned, strides, storage))
         self._known[id(tensor)] = number
         if source == "constant":
             self.constants[number] = _digest(tensor)
@@ -91,7 +92,7 @@ class Recorder(TorchDispatchMode):
             if getattr(func, "overloadpacket", None) in READS_VALUES:
                 learned = any(self.values[value].learned for value in inputs)
                 where = self.open[-1].path if self.open else ""
-                self.questions.append(Question(len(self.ops), where, learned))
+                self.questions.append(Question(len(self.ops), where, learned, inputs))
             return result  # A question about a tensor, such as its device.
         learned = any(self.values[value].learned for value in inputs)
         number = len(self.ops)
@@ -175,7 +176,8 @@ def _watching(model: nn.Module, recorder: Recorder) -> Iterator[None]:
         def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             recorder.leave(output)
 
-        hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        # First of all pre-hooks: what those of the model make of the arguments belongs to the call.
+        hooks.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
         hooks.append(module.register_forward_hook(after, with_kwargs=True))
     try:
         yield
@@ -241,12 +243,14 @@ def _record(job: Job, model: nn.Module, batch: dict[str, torch.Tensor], samples:
         sized = stack.enter_context(SizedCalls(recorder.running, recorder.known))
         output = job.run_model(model, batch)
         model_stop = len(recorder.ops)
+        behind = {name: recorder.value_of(buffer) for name, buffer in model.named_buffers()}
         loss, _ = job.loss_of(output, batch)
     return Trace(
         model=model, fake=fake, samples=samples, values=recorder.values, ops=recorder.ops, calls=recorder.calls,
         parameters=parameters, buffers=buffers, output=recorder.flat(output),
         loss=recorder.value_of(loss) if isinstance(loss, torch.Tensor) else None, model_stop=model_stop,
         attention=attention.found, questions=recorder.questions, sized_calls=sized.found, constants=recorder.constants,
+        buffers_behind=behind,
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
 from shoal.comm.points import reach
 from shoal.parallel.engine import Engine, StepResult
+from shoal.parallel.pipeline.arrival import Arrival
 from shoal.parallel.pipeline.borders import Borders, Message
 from shoal.parallel.pipeline.deferred import DeferredWeights
 from shoal.parallel.pipeline.stages import StagedModel
@@ -31,7 +32,7 @@ Loss = Callable[[int, Any], tuple[torch.Tensor, Any]]
 class InFlight:
     """A micro-batch between its forward and its backward through one stage."""
 
-    received: list[torch.Tensor]
+    received: list[Arrival]
     sent: list[torch.Tensor]
     loss: torch.Tensor | None
 
@@ -140,11 +141,11 @@ class Pipeline:
 
         def run() -> None:
             if roots:
-                torch.autograd.backward(roots, gradients)
+                with self.staged.at(stage, flight.received):
+                    torch.autograd.backward(roots, gradients)
             # Sent before the last reductions: the stage before waits for it.
             if stage > 0:
-                back = [t for t in flight.received if t.requires_grad]
-                given = [t.grad if t.grad is not None else torch.zeros_like(t) for t in back]
+                given = [each.gradient_or_zeros() for each in flight.received if each.learns]
                 self.borders.send_gradients(stage, micro, given)
 
         reach("stage: backward")

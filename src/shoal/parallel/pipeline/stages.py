@@ -9,7 +9,9 @@ rotary tables, positions) is thus computed by the model's own code, where it is 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,11 +23,14 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.utils import swap_tensors
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from shoal.parallel.pipeline.arrival import Arrival
 from shoal.workload.chain import Chain
 from shoal.workload.experts.rehearsal import random_state, set_random_state
 from shoal.workload.held_state import results_held
+from shoal.workload.wires import Place, Wire
 
 Range = tuple[int, int]
 
@@ -50,12 +55,17 @@ class StagedModel:
         self.held = [name for name, _ in model.named_parameters() if self._holders(name) & set(mine)]
         self.absent = self._drop()
         self._now: Range = (0, len(chain.links))
-        self._begun = False
-        self._received: dict[tuple[int, int, bool], torch.Tensor] = {}
-        self._kept: dict[tuple[int, int], torch.Tensor] = {}
+        self._begun = self._running = False
+        self._calls: Counter[int] = Counter()
+        self._filled: dict[Place, torch.Tensor] = {}
+        """What was received of the results of pieces before the stage."""
+        self._kept: dict[Place, torch.Tensor] = {}
+        """Results that are to be sent on."""
+        self._given: list[tuple[Wire, torch.Tensor]] = []
+        """What was received of the first piece's arguments, where no piece before gave it."""
         self._shapes: dict[Any, Any] = {}
-        wanted = {(wire.piece, wire.leaf) for link in chain.links for wire in link.wires if not wire.is_argument}
-        self._wanted = wanted
+        borders = [chain.links[stop] for _, stop in stages if stop < len(chain.links)]
+        self._wanted = {wire.results[0] for link in borders for wire in link.wires if not wire.arguments}
 
     def install(self) -> None:
         """Wraps the pieces, outside of whatever else wraps them."""
@@ -63,6 +73,7 @@ class StagedModel:
             module = self.model.get_submodule(link.path)
             module.forward = partial(self._forward, number, module.forward)  # type: ignore[method-assign]
             module.register_forward_pre_hook(partial(self._before, number), prepend=True, with_kwargs=True)
+            module.register_forward_hook(partial(self._after, number))
 
         for path in self.chain.uncalled:
             self.model.get_submodule(path).register_forward_pre_hook(partial(_unexpected, path))
@@ -102,37 +113,49 @@ class StagedModel:
             if number not in local:
                 names = self.model.get_submodule(link.path).named_buffers()
                 absent |= {f"{link.path}.{name}" for name, _ in names}
-        absent |= {name for name, piece in self.chain.written.items() if piece not in local}
+        for name, change in self.chain.written.items():
+            made_here = change.piece in local if change.own else change.piece <= max(local)
+            absent |= set() if made_here else {name}
         return frozenset(absent)
 
+    @contextmanager
+    def at(self, stage: int, received: Sequence[Arrival]) -> Iterator[None]:
+        """While pieces are called for a stage: in its forward, and in a backward that repeats parts of it."""
+        first, _ = self._now = self.stages[stage]
+        self._begun, self._running, self._calls = False, True, Counter()
+        self._filled, self._given = {}, []
+        for wire, arrival in zip(self.chain.links[first].wires if first else (), received, strict=True):
+            tensor = arrival.enter()
+            self._filled |= dict.fromkeys(wire.results, tensor)
+            if not wire.results:
+                self._given.append((wire, tensor))
+        self._kept = dict(self._filled)
+        try:
+            yield
+        finally:
+            self._filled, self._kept, self._given = {}, {}, []
+            self._running, self._now = False, (0, len(self.chain.links))
+
     def run(
-        self, stage: int, call: Callable[[], Any], received: Sequence[torch.Tensor]
+        self, stage: int, call: Callable[[], Any], received: Sequence[Arrival]
     ) -> tuple[Any, list[torch.Tensor]]:
         """The stage's part of a forward: (what the model gave back, if it is the last stage; what goes on)."""
-        first, _ = self._now = self.stages[stage]
-        wires = self.chain.links[first].wires if first else ()
-        self._begun = False
-        self._received = {
-            (wire.piece, wire.leaf, wire.is_argument): tensor for wire, tensor in zip(wires, received, strict=True)
-        }
-        self._kept = {(p, leaf): t for (p, leaf, is_argument), t in self._received.items() if not is_argument}
+        first, stop = self.stages[stage]
         elsewhere = self._written_elsewhere(stage)
-        _, stop = self._now
-        try:
-            result = call()
-            self._require_called(first)
-            if stop < len(self.chain.links):
-                raise Branched(self._was_called(stop, "was not called"))
-            return result, []
-        except StageDone as done:
-            self._require_called(first)
-            return None, done.tensors
-        finally:
-            with torch.no_grad():
-                for buffer, before in elsewhere:
-                    buffer.copy_(before)
-            self._received, self._kept = {}, {}
-            self._now = (0, len(self.chain.links))
+        with self.at(stage, received):
+            try:
+                result = call()
+                self._require_called(first)
+                if stop < len(self.chain.links):
+                    raise Branched(self._was_called(stop, "was not called"))
+                return result, []
+            except StageDone as done:
+                self._require_called(first)
+                return None, done.tensors
+            finally:
+                with torch.no_grad():
+                    for buffer, before in elsewhere:
+                        buffer.copy_(before)
 
     def _require_called(self, first: int) -> None:
         if first and not self._begun:
@@ -147,7 +170,7 @@ class StagedModel:
     def _crossing(self, number: int, leaves: list[Any]) -> list[torch.Tensor]:
         """What goes on to the next stage, which must be what was found when the model was cut."""
         wires = self.chain.links[number].wires
-        sent = [leaves[w.leaf] if w.is_argument else self._kept.get((w.piece, w.leaf)) for w in wires]
+        sent = [_at(leaves, w.arguments[0]) if w.arguments else self._kept.get(w.results[0]) for w in wires]
         absent = sum(not isinstance(x, torch.Tensor) for x in sent)
         if absent:
             found = f"is given {len(sent) - absent} of the {len(sent)} tensors that crossed to it"
@@ -164,7 +187,8 @@ class StagedModel:
         first, stop = self.stages[stage]
         if not self.model.training:
             return []
-        others = [name for name, piece in self.chain.written.items() if not first <= piece < stop]
+        own = {name: change.piece for name, change in self.chain.written.items() if change.own}
+        others = [name for name, piece in own.items() if not first <= piece < stop]
         return [(buffer, buffer.clone()) for buffer in map(self.model.get_buffer, others)]
 
     def _before(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -174,42 +198,62 @@ class StagedModel:
             raise StageDone(self._crossing(number, tree_leaves((args, kwargs))))
         if number == first and first and not self._begun:
             self._begun = True  # A piece that runs several times gets what was sent the first time.
-            leaves, shape = tree_flatten((args, kwargs))
-            for wire in self.chain.links[number].wires:
-                if wire.is_argument:
-                    tensor = self._received[wire.piece, wire.leaf, True]
-                    if wire.beside:
-                        # The code around holds this very tensor: it must see the values too.
-                        leaves[wire.leaf].copy_(tensor)
-                    else:
-                        leaves[wire.leaf] = tensor
-            return tree_unflatten(leaves, shape)
-        return None
+            leaves = tree_leaves((args, kwargs))
+            for wire, tensor in self._given:
+                _become(leaves[wire.arguments[0]], tensor)
+            self._given = []
 
     def _forward(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._calls[number] += 1
         if number >= self._now[0]:
-            output = forward(*args, **kwargs)
-            if any(piece == number for piece, _ in self._wanted):
-                for leaf, value in enumerate(tree_leaves(output)):
-                    if (number, leaf) in self._wanted:
-                        self._kept[number, leaf] = value
-            return output
-        return self._stand_in(number, args, kwargs)
+            return forward(*args, **kwargs)
+        return self._placeholder(number, args, kwargs)
 
-    def _stand_in(self, number: int, args: Any, kwargs: Any) -> Any:
+    def _after(self, number: int, module: nn.Module, args: Any, output: Any) -> Any:
+        """Behind the hooks of the model, which may have changed what the piece gave back."""
+        if not self._running:
+            return None
+        call = self._calls[number] - 1
+        if number < self._now[0]:
+            return self._fill(number, call, output)
+        if any(place[:2] == (number, call) for place in self._wanted):
+            leaves = enumerate(tree_leaves(output))
+            self._kept |= {(number, call, leaf): t for leaf, t in leaves if (number, call, leaf) in self._wanted}
+        return None
+
+    def _fill(self, number: int, call: int, output: Any) -> Any:
+        """An output with what was received of it in its places."""
+        filled = {leaf: t for (piece, which, leaf), t in self._filled.items() if (piece, which) == (number, call)}
+        if not filled:
+            return output
+        leaves, shape = tree_flatten(output)
+        return tree_unflatten([filled.get(leaf, value) for leaf, value in enumerate(leaves)], shape)
+
+    def _placeholder(self, number: int, args: Any, kwargs: Any) -> Any:
         """Something of the shape that the piece would give back; what was received of it, if anything was."""
-        link = self.chain.links[number]
-        received = {leaf: t for (piece, leaf, is_arg), t in self._received.items() if piece == number and not is_arg}
+        link, call = self.chain.links[number], self._calls[number] - 1
         leaves = tree_leaves((args, kwargs))
         if link.same_as_argument is not None:
-            return received.get(0, leaves[link.same_as_argument])
+            received = self._filled.get((number, call, 0))
+            # Never the argument itself: the code behind may write into it.
+            return torch.zeros_like(leaves[link.same_as_argument]) if received is None else received
         key = (number, tuple(tuple(x.shape) if isinstance(x, torch.Tensor) else None for x in leaves))
         if key not in self._shapes:
             self._shapes[key] = _shapes_of(self._skeleton.get_submodule(link.path), args, kwargs)
-        outputs, shape = tree_flatten(tree_map(_zeros, self._shapes[key], is_leaf=lambda x: isinstance(x, _Like)))
-        for leaf, tensor in received.items():
-            outputs[leaf] = tensor
-        return tree_unflatten(outputs, shape)
+        output = tree_map(_zeros, self._shapes[key], is_leaf=lambda x: isinstance(x, _Like))
+        return self._fill(number, call, output)
+
+
+def _at(leaves: Sequence[Any], place: int) -> Any:
+    return leaves[place] if place < len(leaves) else None
+
+
+def _become(placeholder: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Code of the model may hold this very tensor, and use it again behind the piece: it becomes the other one."""
+    try:
+        swap_tensors(placeholder, tensor)
+    except RuntimeError:  # Something else holds its memory.
+        placeholder.copy_(tensor)
 
 
 def _without_nested_tensors(model: nn.Module) -> None:
