@@ -31,6 +31,16 @@ class Written:
     """Whether only that stage can do it; otherwise all stages do that come to it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What one call of a piece gives back, laid flat."""
+
+    passed: Mapping[int, int]
+    """Results that are an argument itself -> which."""
+    learning: frozenset[int]
+    """Results that require a gradient."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
     """One piece of the model."""
@@ -47,6 +57,8 @@ class Link:
     """Why there can be no cut just before it; empty if there can."""
     same_as_argument: int | None
     """If it gives back one tensor, of the same shape and type as one of its arguments: which."""
+    calls: tuple[Given, ...] = ()
+    """What its calls give back, one for each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +70,8 @@ class Chain:
     """Parameters that are read by more than one piece."""
     written: Mapping[str, Written]
     """Buffers outside the pieces that a forward changes."""
+    renewed: tuple[str, ...] = ()
+    """Buffers that a forward changes and reads: backward of a micro-batch may need what they were in its forward."""
     uncalled: tuple[str, ...] = ()
     """Modules with parameters, outside the pieces, that the forward did not call."""
 
@@ -165,6 +179,7 @@ def chain(trace: Trace) -> Chain:
                 wires=wires,
                 why_not=why_not,
                 same_as_argument=_same_as_argument(trace, call),
+                calls=tuple(map(_given, calls[path])),
             )
         )
     seen: dict[str, int] = {}
@@ -172,7 +187,10 @@ def chain(trace: Trace) -> Chain:
         for name in link.parameters:
             seen[name] = seen.get(name, 0) + 1
     tied = frozenset(name for name, times in seen.items() if times > 1)
-    return Chain(links=tuple(links), tied=tied, written=_written(crossing), uncalled=_uncalled(trace, order))
+    return Chain(
+        links=tuple(links), tied=tied, written=_written(crossing), uncalled=_uncalled(trace, order),
+        renewed=tuple(name for name, change in crossing.changed.items() if change.reads),
+    )  # fmt: skip
 
 
 def _branch_before(crossing: Crossing, start: int) -> Question | None:
@@ -248,6 +266,11 @@ def _largest(model: nn.Module, holders: set[str], block_paths: set[str], called:
 
     walk("", model)
     return found
+
+
+def _given(call: Call) -> Given:
+    known = {value: leaf for leaf, value in reversed(list(enumerate(call.arguments))) if value is not None}
+    return Given({n: known[value] for n, value in enumerate(call.results) if value in known}, call.learning)
 
 
 def _same_as_argument(trace: Trace, call: Call) -> int | None:

@@ -40,6 +40,8 @@ class Value:
     """How it lies in memory: code may view it or have to copy it."""
     storage: int = 0
     """Which memory it lies in, shared by views; 0 if that is not known."""
+    reached: bool = True
+    """Whether the gradient of the loss comes to it."""
 
     @property
     def numel(self) -> int:
@@ -83,6 +85,8 @@ class Call:
     """(args, kwargs) as called, with every tensor replaced by a Ref: enough to call it again."""
     number: int = -1
     """Its own, among all calls."""
+    learning: frozenset[int] = frozenset()
+    """Which results require a gradient."""
     bare: bool = False
     """Whether it gave back one tensor, and not something that holds tensors."""
 

@@ -121,7 +121,21 @@ class Recorder(TorchDispatchMode):
     def leave(self, output: Any) -> None:
         call = self.open.pop()
         call.stop, call.results = len(self.ops), self.flat(output)
+        leaves = enumerate(tree_leaves(output))
+        call.learning = frozenset(n for n, leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
         call.bare = isinstance(output, torch.Tensor)
+
+    def note_reached(self, loss: Any) -> None:
+        """Which values the gradient of the loss comes to, as far as it has one."""
+        if not isinstance(loss, torch.Tensor) or loss.grad_fn is None:
+            return
+        reached, ahead = {loss.grad_fn}, [loss.grad_fn]
+        while ahead:
+            behind = {node for node, _ in ahead.pop().next_functions if node is not None} - reached
+            reached |= behind
+            ahead += behind
+        for value, tensor in zip(self.values, self._alive, strict=True):
+            value.reached = not tensor.requires_grad or tensor.is_leaf or tensor.grad_fn in reached
 
 
 def _digest(tensor: torch.Tensor) -> str:
@@ -245,6 +259,7 @@ def _record(job: Job, model: nn.Module, batch: dict[str, torch.Tensor], samples:
         model_stop = len(recorder.ops)
         behind = {name: recorder.value_of(buffer) for name, buffer in model.named_buffers()}
         loss, _ = job.loss_of(output, batch)
+    recorder.note_reached(loss)
     return Trace(
         model=model, fake=fake, samples=samples, values=recorder.values, ops=recorder.ops, calls=recorder.calls,
         parameters=parameters, buffers=buffers, output=recorder.flat(output),

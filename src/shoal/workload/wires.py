@@ -1,9 +1,9 @@
 """What crosses a cut between two pipeline stages, read off a trace.
 
-A value is a stage's own if it depends on a parameter, is made inside a piece, or is computed from such a value, also by a
-write into its memory. All others (masks, rotary tables) every stage computes for itself, with the model's own code. What
-is an earlier stage's own and still needed has to be sent, so both stages must be able to find it: as an argument of the
-piece behind the cut, or as the result of a piece before it.
+A value is a stage's own if it depends on a parameter, is made inside a piece, or is computed from such a value or from
+a buffer that such values change; also by a write into its memory. All others (masks, rotary tables) every stage makes
+for itself, with the model's own code. What is an earlier stage's own and still needed has to be sent, so both stages
+must be able to find it: as an argument of the piece behind the cut, or as the result of a piece before it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ class Wire:
     """Where pieces before the cut give it back."""
     arguments: tuple[int, ...]
     """Which arguments of the piece behind the cut it is, laid flat."""
+    beside: bool
+    """Whether code around that piece uses it as well, behind the cut."""
+    learns: bool
+    """Whether the gradient of the loss comes to it."""
     shape: tuple[int, ...]
     itemsize: int
 
@@ -55,27 +59,34 @@ class Crossing:
     def __init__(self, trace: Trace, order: Sequence[str], calls: dict[str, list[Call]]) -> None:
         self.trace, self.order, self.calls = trace, order, calls
         self.starts = [calls[path][0].first for path in order]
-        self.since = self._since()
+        self._in_memory: dict[int, list[int]] = {}
+        for value in trace.values:
+            if value.storage:
+                self._in_memory.setdefault(value.storage, []).append(value.number)
+        self.since = self._since(frozenset())
+        self.changed = _changed_buffers(trace, self.since)
+        # What is read of a buffer that only one stage can change is that stage's as well.
+        own = frozenset(trace.buffers[name] for name, change in self.changed.items() if change.own)
+        if own:
+            self.since = self._since(own)
+            self.changed = _changed_buffers(trace, self.since)
         self.last_use = {value: max(ops) for value, ops in trace.users().items()}
         for question in trace.questions:
-            for value in question.values:
-                self.last_use[value] = max(self.last_use.get(value, -1), question.op)
+            for each in question.values:
+                self.last_use[each] = max(self.last_use.get(each, -1), question.op)
         for number in [*trace.output, trace.loss]:
             if number is not None:
                 self.last_use[number] = len(trace.ops)
-        self.changed = _changed_buffers(trace, self.since)
 
-    def _since(self) -> list[float]:
-        """For each value the operation that made it a stage's own; infinity if every stage can compute it."""
+    def _since(self, buffers: frozenset[int]) -> list[float]:
+        """For each value the operation that made it a stage's own; infinity if every stage can compute it. `buffers`
+        are a stage's own from the start."""
         trace = self.trace
-        since = [inf] * len(trace.values)
+        since = [-1.0 if number in buffers else inf for number in range(len(trace.values))]
         inside = [False] * len(trace.ops)
         for path in self.order:
             for call in self.calls[path]:
                 inside[call.first : call.stop] = [True] * (call.stop - call.first)
-        in_memory: dict[int, list[int]] = {}
-        for value in trace.values:
-            in_memory.setdefault(value.storage, []).append(value.number)
         for op in trace.ops:
             learned = any(trace.values[each].learned for each in op.inputs)
             if not (learned or inside[op.number] or any(since[each] < op.number for each in op.inputs)):
@@ -83,7 +94,7 @@ class Crossing:
             touched = list(op.outputs)
             for written in written_by(op):
                 if trace.values[written].storage:
-                    touched += [v for v in in_memory[trace.values[written].storage] if v < op.outputs[0]]
+                    touched += [v for v in self._in_memory[trace.values[written].storage] if v < op.outputs[0]]
             for number in touched:
                 since[number] = min(since[number], op.number)
         return since
@@ -94,17 +105,20 @@ class Crossing:
         if not number:
             return (), ""
         trace, arguments = self.trace, self.calls[self.order[number]][0].arguments
+        stop = self.calls[self.order[number]][0].stop
         given: dict[int, list[Place]] = {}
+        made: set[int] = set()
         for piece in range(number):
             for which, call in enumerate(self.calls[self.order[piece]]):
                 for leaf, result in enumerate(call.results):
                     if result is not None and call.stop <= start:
                         given.setdefault(result, []).append((piece, which, leaf))
+                        made |= set() if result in call.arguments else {result}
         wires = []
         for value in trace.values:
             own = value.source == "op" and value.producer < start and self.since[value.number] < start
-            is_argument = value.number in arguments
-            if not own or not (is_argument or self.last_use.get(value.number, -1) >= start):
+            last = self.last_use.get(value.number, -1)
+            if not (own or value.number in made) or not (value.number in arguments or last >= start):
                 continue
             places = tuple(given.get(value.number, ()))
             leaves = tuple(leaf for leaf, argument in enumerate(arguments) if argument == value.number)
@@ -112,7 +126,9 @@ class Crossing:
                 maker = trace.ops[value.producer]
                 where = maker.module or type(trace.model).__name__
                 return (), f"needs more than it is given: a result of {maker.name} in {where} is used behind it as well"
-            wires.append(Wire(places, leaves, value.shape, value.dtype.itemsize))
+            same_memory = self._in_memory.get(value.storage, [value.number])
+            beside = any(self.last_use.get(each, -1) >= stop for each in same_memory)
+            wires.append(Wire(places, leaves, beside, value.reached, value.shape, value.dtype.itemsize))
         for name, change in self.changed.items():
             if change.is_cut_at(start):
                 return (), f"lies between two uses of the buffer {name}, which the forward changes"

@@ -9,6 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils import swap_tensors
+
+
+class Branched(RuntimeError):
+    """A micro-batch takes another way through the model than the one that was cut into stages."""
+
+    for_user = True
 
 
 class Arrival:
@@ -18,12 +25,12 @@ class Arrival:
         self._values, self.learns = tensor, learns
         self.gradient: torch.Tensor | None = None
 
-    def enter(self) -> torch.Tensor:
-        """The tensor, for one forward."""
-        if not (self.learns and torch.is_grad_enabled()):
+    def enter(self, *, expected: bool = True) -> torch.Tensor:
+        """The tensor, for one forward. `expected`: whether a gradient comes to it, as far as the trace knows."""
+        if not ((self.learns or not expected) and torch.is_grad_enabled()):
             return self._values.detach()
         anchor = torch.empty(0, device=self._values.device, requires_grad=True)
-        entered: torch.Tensor = _Enter.apply(anchor, self)
+        entered: torch.Tensor = _Enter.apply(anchor, self, expected)
         return entered
 
     def gradient_or_zeros(self) -> torch.Tensor:
@@ -32,12 +39,27 @@ class Arrival:
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, arrival: Arrival) -> torch.Tensor:
-        ctx.arrival = arrival
+    def forward(ctx: Any, anchor: torch.Tensor, arrival: Arrival, expected: bool) -> torch.Tensor:
+        ctx.arrival, ctx.expected = arrival, expected
         return arrival._values.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        if not ctx.expected:
+            raise Branched(
+                "a gradient comes to a tensor at a stage boundary to which none came when the model was cut into "
+                "stages: the model or its loss branches on its data, which stages on other ranks cannot follow; leave "
+                "pp out"
+            )
         seen = ctx.arrival.gradient
         ctx.arrival.gradient = gradient if seen is None else seen + gradient
-        return None, None
+        return None, None, None
+
+
+def become(placeholder: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Makes one tensor the other, wherever code holds it; False where something else holds its memory as well."""
+    try:
+        swap_tensors(placeholder, tensor)
+    except RuntimeError:
+        return False
+    return True

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
-from shoal.parallel.pipeline.arrival import Arrival
+from shoal.parallel.pipeline.arrival import Arrival, Branched
 
 PLAIN = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool, torch.uint8,
@@ -33,7 +33,7 @@ DTYPES = (
     torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
 )  # fmt: skip
 MOST_DIMS = 8
-MOST_TENSORS = 64
+MOST_TENSORS = 128
 KINDS = ("specs", "forward", "backward", "numbers")
 
 
@@ -132,7 +132,7 @@ class Borders:
             with BOOK.during("shapes"):
                 self._post("specs", border, micro, [_written(specs).to(self.device)], to)
         elif self.specs[known] != specs:
-            raise RuntimeError(
+            raise Branched(
                 f"a micro-batch crosses to stage {border} as {_as_text(specs)}, but one of the same input shapes "
                 f"crossed as {_as_text(self.specs[known])}: the model branches on its data, or its shapes depend on "
                 "values, which a pipeline cannot carry; put the branch inside one block, or leave pp out"
@@ -285,7 +285,7 @@ class Borders:
         return room
 
 
-class CannotCross(RuntimeError):
+class CannotCross(ValueError):
     """What crosses a stage boundary is more than a message holds."""
 
 
