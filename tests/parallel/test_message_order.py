@@ -21,6 +21,7 @@ import torch
 
 from shoal.comm.mesh import Members
 from shoal.parallel.pipeline import borders
+from shoal.parallel.pipeline.arrival import Arrival
 from shoal.parallel.pipeline.executor import Pipeline
 from shoal.strategy import pp
 from shoal.strategy.legality import IllegalStrategy, require_legal
@@ -87,7 +88,10 @@ class Stages:
         self.shapes = shapes
         self.leaves: dict[int, torch.Tensor] = {}
 
-    def run(self, stage: int, forward: Any, received: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
+    def at(self, stage: int, received: list[Arrival]) -> Any:
+        return nullcontext()
+
+    def run(self, stage: int, forward: Any, received: list[Arrival]) -> tuple[Any, list[torch.Tensor]]:
         micro = forward()
         value = float(micro + 1)
         if stage == 0:
@@ -96,7 +100,7 @@ class Stages:
             x = self.leaves[micro] * 1.0
             numbers = torch.full((3,), micro)
         else:
-            x, numbers = received
+            x, numbers = (each.enter() for each in received)
             assert numbers.tolist() == [micro] * 3, f"stage {stage}: {numbers[0]} in the place of micro-batch {micro}"
             assert x[0].item() == value * prod(PRIMES[:stage]), f"stage {stage}, micro-batch {micro}"
         y = x * PRIMES[stage]

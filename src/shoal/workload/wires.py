@@ -73,7 +73,7 @@ class Crossing:
         self.last_use = {value: max(ops) for value, ops in trace.users().items()}
         for question in trace.questions:
             for each in question.values:
-                self.last_use[each] = max(self.last_use.get(each, -1), question.op)
+                self.last_use[each] = max(self.last_use.get(each, -1), question.op - 1)
         for number in [*trace.output, trace.loss]:
             if number is not None:
                 self.last_use[number] = len(trace.ops)
