@@ -19,6 +19,12 @@ from shoal.workload.recorded import Call, Op, Ref, Trace
 Place = tuple[int, int, int]
 """(piece, which of its calls, which of its results laid flat)"""
 
+SHAPE_ALONE = frozenset({
+    "zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full",
+    "new_empty_strided",
+})  # fmt: skip
+"""Operations that read the shape of a tensor and none of its numbers."""
+
 
 @dataclass(frozen=True, slots=True)
 class Wire:
@@ -82,14 +88,14 @@ class Crossing:
         """For each value the operation that made it a stage's own; infinity if every stage can compute it. `buffers`
         are a stage's own from the start."""
         trace = self.trace
-        since = [-1.0 if number in buffers else inf for number in range(len(trace.values))]
+        since = [-1.0 if v.source == "parameter" or v.number in buffers else inf for v in trace.values]
         inside = [False] * len(trace.ops)
         for path in self.order:
             for call in self.calls[path]:
                 inside[call.first : call.stop] = [True] * (call.stop - call.first)
         for op in trace.ops:
-            learned = any(trace.values[each].learned for each in op.inputs)
-            if not (learned or inside[op.number] or any(since[each] < op.number for each in op.inputs)):
+            depends = op.name not in SHAPE_ALONE and any(since[each] < op.number for each in op.inputs)
+            if not (inside[op.number] or depends):
                 continue
             touched = list(op.outputs)
             for written in written_by(op):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import CheckpointError
 
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
@@ -22,6 +23,7 @@ from shoal.parallel.pipeline.arrival import Arrival
 from shoal.parallel.pipeline.borders import Borders, Message
 from shoal.parallel.pipeline.deferred import DeferredWeights
 from shoal.parallel.pipeline.stages import StagedModel
+from shoal.parallel.runnable import NotRunnable
 from shoal.strategy import pp
 from shoal.strategy.schedule import Action, actions, last_backward, stage_rank
 
@@ -151,7 +153,13 @@ class Pipeline:
         reach("stage: backward")
         whole = action.kind == "BW"
         if self.deferred is not None and not whole:
-            self.deferred.collect(run, part=self.parts[stage])
+            try:
+                self.deferred.collect(run, part=self.parts[stage])
+            except CheckpointError as error:
+                raise NotRunnable(
+                    f"{self.term}: the model uses torch.utils.checkpoint, but zero-bubble splits the backward, and "
+                    "would repeat the forward again and again; use 1f1b, or leave the checkpoints out"
+                ) from error
             if self.engine.gathering is not None:
                 self.engine.gathering.finish(root=False)
         else:

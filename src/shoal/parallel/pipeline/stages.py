@@ -28,6 +28,7 @@ from shoal.workload.wires import Place, Wire
 
 Range = tuple[int, int]
 
+
 class StageDone(BaseException):
     """Ends a forward where the next stage begins. Not an Exception: the model's code must not catch it."""
 
@@ -119,9 +120,7 @@ class StagedModel:
             self._arriving, self._kept = [], {}
             self._running, self._now = False, (0, len(self.chain.links))
 
-    def run(
-        self, stage: int, call: Callable[[], Any], received: Sequence[Arrival]
-    ) -> tuple[Any, list[torch.Tensor]]:
+    def run(self, stage: int, call: Callable[[], Any], received: Sequence[Arrival]) -> tuple[Any, list[torch.Tensor]]:
         """The stage's part of a forward: (what the model gave back, if it is the last stage; what goes on)."""
         first, stop = self.stages[stage]
         self._renew_buffers()
@@ -136,6 +135,15 @@ class StagedModel:
             except StageDone as done:
                 self._require_called(first)
                 return None, done.tensors
+            except Exception as error:
+                if not first or self._begun or getattr(error, "for_user", isinstance(error, Reentrant)):
+                    raise
+                raise NotStaged(
+                    f"a stage begins at {self.chain.links[first].path}, but the model's own code in front of it fails "
+                    f"with {type(error).__name__}: {error}. It may read what an earlier block leaves behind (an "
+                    "attribute, an entry that a hook makes): return that from the block, or cut elsewhere with "
+                    "LayoutHints(stages=...)"
+                ) from error
             finally:
                 with torch.no_grad():
                     for buffer, before in elsewhere:
@@ -263,6 +271,10 @@ def _require_no_reentrant_checkpoint(path: str) -> None:
                 "what a stage has received; use use_reentrant=False there, or recompute('full') instead"
             )
         frame = frame.f_back
+
+
+class NotStaged(ValueError):
+    """Code between pieces cannot run in a stage."""
 
 
 class Reentrant(ValueError):
