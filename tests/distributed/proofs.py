@@ -28,6 +28,7 @@ from shoal.train.verify.certify import _train, compare, serial_run
 from shoal.train.verify.conditions import for_proof
 
 JOBS = str(Path(__file__).parent / "jobs" / "odd.py")
+CROSSING = str(Path(__file__).parent / "jobs" / "crossing.py")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,7 @@ class Proof:
         """What `serial_run` needs to know; proofs for which this is equal share a serial run."""
         normed = bool(batch_norms(self.job.model()))
         # Some odd models count their calls.
-        couples = normed or self.spec.startswith(JOBS)
+        couples = normed or self.spec.startswith((JOBS, CROSSING))
         # Where samples do not see each other, any cut into micro-batches gives the same sums.
         micro_batches = self.strategy.micro_batches if couples else 1
         return {

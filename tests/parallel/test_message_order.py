@@ -21,6 +21,7 @@ import torch
 
 from shoal.comm.mesh import Members
 from shoal.parallel.pipeline import borders
+from shoal.parallel.pipeline.arrival import Arrival
 from shoal.parallel.pipeline.executor import Pipeline
 from shoal.strategy import pp
 from shoal.strategy.legality import IllegalStrategy, require_legal
@@ -87,7 +88,10 @@ class Stages:
         self.shapes = shapes
         self.leaves: dict[int, torch.Tensor] = {}
 
-    def run(self, stage: int, forward: Any, received: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
+    def at(self, stage: int, received: list[Arrival]) -> Any:
+        return nullcontext()
+
+    def run(self, stage: int, forward: Any, received: list[Arrival]) -> tuple[Any, list[torch.Tensor]]:
         micro = forward()
         value = float(micro + 1)
         if stage == 0:
@@ -96,7 +100,7 @@ class Stages:
             x = self.leaves[micro] * 1.0
             numbers = torch.full((3,), micro)
         else:
-            x, numbers = received
+            x, numbers = (each.enter() for each in received)
             assert numbers.tolist() == [micro] * 3, f"stage {stage}: {numbers[0]} in the place of micro-batch {micro}"
             assert x[0].item() == value * prod(PRIMES[:stage]), f"stage {stage}, micro-batch {micro}"
         y = x * PRIMES[stage]
@@ -155,8 +159,9 @@ def train(term: pp, *, eager: bool, shapes: int, monkeypatch: pytest.MonkeyPatch
             def loss(micro: int, output: torch.Tensor) -> tuple[torch.Tensor, int]:
                 return output.sum() * (micro + 1), 1
 
+            work: Any = SimpleNamespace(key=lambda micro: micro % shapes, forward=lambda micro: micro, loss=loss)
             for _ in range(2):
-                pipeline.step(lambda micro: micro % shapes, lambda micro: micro, loss, lr_factor=1.0)
+                pipeline.step(work, lr_factor=1.0)
                 for micro, leaf in pipeline.staged.leaves.items():  # type: ignore[attr-defined]
                     expected = (micro + 1) * prod(PRIMES[: last + 1])
                     assert leaf.grad is not None

@@ -128,8 +128,8 @@ def test_pieces_are_layers_and_what_stands_beside_them_in_the_order_they_run() -
 
 def test_one_argument_crosses_the_cuts_of_a_straight_chain() -> None:
     for number, each in enumerate(chain_of(Straight).links):
-        wires = [(wire.piece, wire.leaf, wire.is_argument) for wire in each.wires]
-        assert wires == ([(number, 0, True)] if number else [])
+        wires = [(wire.results, wire.arguments) for wire in each.wires]
+        assert wires == ([(((number - 1, 0, 0),), (0,))] if number else [])
 
 
 def test_a_skip_crosses_every_cut_that_it_jumps_over() -> None:
@@ -138,7 +138,7 @@ def test_a_skip_crosses_every_cut_that_it_jumps_over() -> None:
     # Before layers.1 the skip is also its argument; one tensor crosses, as the result of layers.0.
     for number, crossing in ((1, 1), (2, 2), (3, 1)):
         assert len(found.links[number].wires) == crossing, found.links[number]
-    assert (0, 0, False) in [(wire.piece, wire.leaf, wire.is_argument) for wire in found.links[2].wires]
+    assert (((0, 0, 0),), ()) in [(wire.results, wire.arguments) for wire in found.links[2].wires]
 
 
 def test_a_tensor_that_is_no_argument_and_no_result_forbids_the_cut_and_is_named() -> None:

@@ -16,6 +16,7 @@ from shoal.parallel.data import SHARED
 from shoal.parallel.expert.deal_out import deal_out
 from shoal.parallel.pipeline.stages import StagedModel
 from shoal.parallel.placement import Family, Placement
+from shoal.parallel.runnable import NotRunnable
 from shoal.parallel.tensor.cut import cut_tensors, split_stream
 from shoal.parallel.tensor.regions import Between
 from shoal.parallel.tensor.vocabulary import cut_vocabulary
@@ -95,6 +96,12 @@ def _stages(cut: CutModel, model: nn.Module, strategy: Strategy, layout: Layout,
     if term is None:
         return
     assert layout.chain is not None
+    shared = next((name for name, change in layout.chain.written.items() if not change.own), None)
+    if term.chunks > 1 and shared is not None:
+        raise NotRunnable(
+            f"{term}: the model's forward changes the buffer {shared} outside its blocks, and the {term.chunks} stages "
+            "of a rank would each do so; use chunks=1, or change the buffer inside a block"
+        )
     stages = layout.stages(term.n * term.chunks)
     mine = rank_stages(placement.pipeline.index, term.n, term.chunks, term.schedule)
     cut.staged = StagedModel(model, layout.chain, stages, mine)

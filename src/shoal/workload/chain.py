@@ -1,9 +1,7 @@
 """Where a model may be cut into pipeline stages: its pieces in the order in which they run, and what lies between.
 
-A piece is a module with parameters: a block, or what stands beside the blocks (an embedding, a final norm, a head). A
-cut before a piece is possible if everything computed so far that is still needed reaches this piece as an argument,
-or is what an earlier piece gave back (a skip connection). What depends on no parameter (masks, rotary tables) need
-not be sent: every stage computes it for itself, with the model's own code.
+A piece is a module with parameters: a block, or what stands beside the blocks (an embedding, a final norm, a head).
+What crosses a cut before a piece, and what forbids one, is found in `wires.py`.
 """
 
 from __future__ import annotations
@@ -20,21 +18,27 @@ from shoal.job.errors import did_you_mean
 from shoal.workload.blocks import blocks
 from shoal.workload.cost import cost
 from shoal.workload.recorded import Call, Question, Trace
+from shoal.workload.wires import Crossing, Wire
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
-    """A tensor that crosses a cut: an argument of the piece behind it, or the result of a piece before it."""
+class Written:
+    """Where the code between pieces changes a buffer."""
 
     piece: int
-    """The piece that is given it, or gave it."""
-    leaf: int
-    """Which of its arguments (or results), laid flat."""
-    is_argument: bool
-    beside: bool
-    """An argument that the code around the piece uses as well, behind the cut: it has to be filled in place."""
-    shape: tuple[int, ...]
-    itemsize: int
+    """Behind which it does, the last time."""
+    own: bool
+    """Whether only that stage can do it; otherwise all stages do that come to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What one call of a piece gives back, laid flat."""
+
+    passed: Mapping[int, int]
+    """Results that are an argument itself -> which."""
+    learning: frozenset[int]
+    """Results that require a gradient."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +57,8 @@ class Link:
     """Why there can be no cut just before it; empty if there can."""
     same_as_argument: int | None
     """If it gives back one tensor, of the same shape and type as one of its arguments: which."""
+    calls: tuple[Given, ...] = ()
+    """What its calls give back, one for each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,8 +68,10 @@ class Chain:
     links: tuple[Link, ...]
     tied: frozenset[str]
     """Parameters that are read by more than one piece."""
-    written: Mapping[str, int]
-    """Buffers outside the pieces that a forward changes -> the piece behind which that happens."""
+    written: Mapping[str, Written]
+    """Buffers outside the pieces that a forward changes."""
+    renewed: tuple[str, ...] = ()
+    """Buffers that a forward changes and reads: backward of a micro-batch may need what they were in its forward."""
     uncalled: tuple[str, ...] = ()
     """Modules with parameters, outside the pieces, that the forward did not call."""
 
@@ -135,17 +143,10 @@ def chain(trace: Trace) -> Chain:
     order = sorted((path for path in paths if calls[path]), key=lambda path: calls[path][0].first)
     if not order:
         return Chain(links=(), tied=frozenset(), written={})
-    starts = [calls[path][0].first for path in order]
+    crossing = Crossing(trace, order, calls)
+    starts = crossing.starts
     again = [max(call.stop for call in calls[path]) for path in order]
-    inside = _inside(trace, [call for path in order for call in calls[path]])
-    users = trace.users()
     names = trace.parameter_names()
-    local = [value.learned or value.number in inside for value in trace.values]
-    last_use = {value: max(ops) for value, ops in users.items()}
-    end = len(trace.ops)
-    for number in [*trace.output, trace.loss]:
-        if number is not None:
-            last_use[number] = end
     costs = [0.0] * len(order)
     read: list[set[str]] = [set() for _ in order]
     for at, path in enumerate(order):
@@ -158,8 +159,8 @@ def chain(trace: Trace) -> Chain:
     links = []
     for number, path in enumerate(order):
         call = calls[path][0]
-        wires, why_not = _wires(trace, number, order, calls, starts, local, last_use)
-        asked = _branch_before(trace, call.first, order) if number else None
+        wires, why_not = crossing.before(number)
+        asked = _branch_before(crossing, call.first) if number else None
         if asked is not None:
             where = asked.module or f"the model itself (class {type(trace.model).__name__})"
             why_not = (
@@ -178,6 +179,7 @@ def chain(trace: Trace) -> Chain:
                 wires=wires,
                 why_not=why_not,
                 same_as_argument=_same_as_argument(trace, call),
+                calls=tuple(map(_given, calls[path])),
             )
         )
     seen: dict[str, int] = {}
@@ -186,15 +188,17 @@ def chain(trace: Trace) -> Chain:
             seen[name] = seen.get(name, 0) + 1
     tied = frozenset(name for name, times in seen.items() if times > 1)
     return Chain(
-        links=tuple(links), tied=tied, written=_written(trace, order, starts), uncalled=_uncalled(trace, order)
-    )
+        links=tuple(links), tied=tied, written=_written(crossing), uncalled=_uncalled(trace, order),
+        renewed=tuple(name for name, change in crossing.changed.items() if change.reads),
+    )  # fmt: skip
 
 
-def _branch_before(trace: Trace, start: int, order: list[str]) -> Question | None:
-    """A value computed with parameters that the code between pieces reads before an operation."""
-    for question in trace.questions:
-        inside = any(question.module == path or question.module.startswith(path + ".") for path in order)
-        if question.op <= start and question.learned and not inside:
+def _branch_before(crossing: Crossing, start: int) -> Question | None:
+    """A value that one stage alone has, and that the code between pieces reads before an operation."""
+    for question in crossing.trace.questions:
+        inside = any(question.module == path or question.module.startswith(path + ".") for path in crossing.order)
+        own = question.learned or any(crossing.since[value] < question.op for value in question.values)
+        if question.op <= start and own and not inside:
             return question
     return None
 
@@ -211,16 +215,13 @@ def _uncalled(trace: Trace, order: list[str]) -> tuple[str, ...]:
     )
 
 
-def _written(trace: Trace, order: list[str], starts: list[int]) -> dict[str, int]:
-    names = {value: name for name, value in trace.buffers.items()}
-    found = {}
-    for op in trace.ops:
-        if op.overload._schema.is_mutable:
-            for value in op.inputs[:1]:
-                name = names.get(value)
-                if name is not None and not any(name.startswith(path + ".") for path in order):
-                    found[name] = max(bisect_right(starts, op.number) - 1, 0)
-    return found
+def _written(crossing: Crossing) -> dict[str, Written]:
+    """Of buffers outside the pieces."""
+    pieces = tuple(f"{path}." for path in crossing.order)
+    return {
+        name: Written(max(bisect_right(crossing.starts, change.writes[-1]) - 1, 0), change.own)
+        for name, change in crossing.changed.items() if not name.startswith(pieces)
+    }  # fmt: skip
 
 
 def _pieces(trace: Trace) -> tuple[list[str], set[str]]:
@@ -267,47 +268,9 @@ def _largest(model: nn.Module, holders: set[str], block_paths: set[str], called:
     return found
 
 
-def _inside(trace: Trace, calls: Sequence[Call]) -> set[int]:
-    """Values made inside a piece."""
-    return {value for call in calls for op in trace.ops[call.first : call.stop] for value in op.outputs}
-
-
-def _wires(
-    trace: Trace,
-    number: int,
-    order: list[str],
-    calls: dict[str, list[Call]],
-    starts: list[int],
-    local: list[bool],
-    last_use: dict[int, int],
-) -> tuple[tuple[Wire, ...], str]:
-    """What crosses the cut before a piece, or why there can be none."""
-    start = starts[number]
-    arguments = calls[order[number]][0].arguments
-    given: dict[int, tuple[int, int]] = {}
-    for before in range(number):
-        for leaf, result in enumerate(calls[order[before]][0].results):
-            if result is not None:
-                given[result] = (before, leaf)
-    wires = []
-    for value in trace.values:
-        made = value.source == "op" and value.producer < start
-        if not (made and local[value.number] and last_use.get(value.number, -1) >= start):
-            continue
-        call = calls[order[number]][0]
-        is_argument = value.number in arguments
-        beside = not is_argument or last_use[value.number] >= call.stop
-        if value.number in given and beside:
-            piece, leaf = given[value.number]
-            wires.append(Wire(piece, leaf, False, False, value.shape, value.dtype.itemsize))
-        elif is_argument:
-            leaf = arguments.index(value.number)
-            wires.append(Wire(number, leaf, True, beside, value.shape, value.dtype.itemsize))
-        else:
-            maker = trace.ops[value.producer]
-            where = maker.module or type(trace.model).__name__
-            return (), f"needs more than it is given: a result of {maker.name} in {where} is used behind it as well"
-    return tuple(wires), ""
+def _given(call: Call) -> Given:
+    known = {value: leaf for leaf, value in reversed(list(enumerate(call.arguments))) if value is not None}
+    return Given({n: known[value] for n, value in enumerate(call.results) if value in known}, call.learning)
 
 
 def _same_as_argument(trace: Trace, call: Call) -> int | None:

@@ -38,6 +38,10 @@ class Value:
     """Whether it depends on a parameter."""
     strides: tuple[int, ...] = ()
     """How it lies in memory: code may view it or have to copy it."""
+    storage: int = 0
+    """Which memory it lies in, shared by views; 0 if that is not known."""
+    reached: bool = True
+    """Whether the gradient of the loss comes to it."""
 
     @property
     def numel(self) -> int:
@@ -81,6 +85,8 @@ class Call:
     """(args, kwargs) as called, with every tensor replaced by a Ref: enough to call it again."""
     number: int = -1
     """Its own, among all calls."""
+    learning: frozenset[int] = frozenset()
+    """Which results require a gradient."""
     bare: bool = False
     """Whether it gave back one tensor, and not something that holds tensors."""
 
@@ -110,6 +116,8 @@ class Question:
     module: str
     learned: bool
     """Whether the value depends on a parameter."""
+    values: tuple[int, ...] = ()
+    """What is read."""
 
 
 @dataclass(slots=True)
@@ -136,6 +144,8 @@ class Trace:
     """Calls of functions that name sizes, in order."""
     constants: dict[int, str] = field(default_factory=dict)
     """Value -> digest of a tensor that is neither parameter, buffer, batch nor computed: a constant of the code."""
+    buffers_behind: dict[str, int] = field(default_factory=dict)
+    """Name -> the value that a buffer has after the forward."""
 
     def users(self) -> dict[int, list[int]]:
         """Value -> the operations that read it."""

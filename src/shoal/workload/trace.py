@@ -69,7 +69,8 @@ class Recorder(TorchDispatchMode):
         number = len(self.values)
         shape = tuple(int(size) for size in tensor.shape)
         strides = tuple(int(step) for step in tensor.stride()) if tensor.layout is torch.strided else ()
-        self.values.append(Value(number, shape, tensor.dtype, source, name, producer, learned, strides))
+        storage = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
+        self.values.append(Value(number, shape, tensor.dtype, source, name, producer, learned, strides, storage))
         self._known[id(tensor)] = number
         if source == "constant":
             self.constants[number] = _digest(tensor)
@@ -93,7 +94,7 @@ class Recorder(TorchDispatchMode):
             if getattr(func, "overloadpacket", None) in READS_VALUES:
                 learned = any(self.values[value].learned for value in inputs)
                 where = self.open[-1].path if self.open else ""
-                self.questions.append(Question(len(self.ops), where, learned))
+                self.questions.append(Question(len(self.ops), where, learned, inputs))
             return result  # A question about a tensor, such as its device.
         learned = any(self.values[value].learned for value in inputs)
         number = len(self.ops)
@@ -122,7 +123,21 @@ class Recorder(TorchDispatchMode):
     def leave(self, output: Any) -> None:
         call = self.open.pop()
         call.stop, call.results = len(self.ops), self.flat(output)
+        leaves = enumerate(tree_leaves(output))
+        call.learning = frozenset(n for n, leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
         call.bare = isinstance(output, torch.Tensor)
+
+    def note_reached(self, loss: Any) -> None:
+        """Which values the gradient of the loss comes to, as far as it has one."""
+        if not isinstance(loss, torch.Tensor) or loss.grad_fn is None:
+            return
+        reached, ahead = {loss.grad_fn}, [loss.grad_fn]
+        while ahead:
+            behind = {node for node, _ in ahead.pop().next_functions if node is not None} - reached
+            reached |= behind
+            ahead += behind
+        for value, tensor in zip(self.values, self._alive, strict=True):
+            value.reached = not tensor.requires_grad or tensor.is_leaf or tensor.grad_fn in reached
 
 
 def _digest(tensor: torch.Tensor) -> str:
@@ -177,7 +192,8 @@ def _watching(model: nn.Module, recorder: Recorder) -> Iterator[None]:
         def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             recorder.leave(output)
 
-        hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        # First of all pre-hooks: what those of the model make of the arguments belongs to the call.
+        hooks.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
         hooks.append(module.register_forward_hook(after, with_kwargs=True))
     try:
         yield
@@ -257,12 +273,15 @@ def _record(job: Job, model: nn.Module, batch: dict[str, torch.Tensor], samples:
         sized = stack.enter_context(SizedCalls(recorder.running, recorder.known))
         output = job.run_model(model, batch)
         model_stop = len(recorder.ops)
+        behind = {name: recorder.value_of(buffer) for name, buffer in model.named_buffers()}
         loss, _ = job.loss_of(output, batch)
+    recorder.note_reached(loss)
     return Trace(
         model=model, fake=fake, samples=samples, values=recorder.values, ops=recorder.ops, calls=recorder.calls,
         parameters=parameters, buffers=buffers, output=recorder.flat(output),
         loss=recorder.value_of(loss) if isinstance(loss, torch.Tensor) else None, model_stop=model_stop,
         attention=attention.found, questions=recorder.questions, sized_calls=sized.found, constants=recorder.constants,
+        buffers_behind=behind,
     )  # fmt: skip
 
 

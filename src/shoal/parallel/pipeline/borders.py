@@ -22,12 +22,18 @@ import torch.distributed as dist
 
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
+from shoal.parallel.pipeline.arrival import Arrival, Branched
 
-DTYPES = (
+PLAIN = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool, torch.uint8,
 )  # fmt: skip
+"""What every backend carries; all others travel as bytes."""
+DTYPES = (
+    *PLAIN, torch.complex64, torch.complex128, torch.complex32, torch.int16, torch.int8, torch.uint16, torch.uint32,
+    torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
+)  # fmt: skip
 MOST_DIMS = 8
-MOST_TENSORS = 16
+MOST_TENSORS = 128
 KINDS = ("specs", "forward", "backward", "numbers")
 
 
@@ -116,7 +122,9 @@ class Borders:
         to = self._ranks[border]
         self.crossed.setdefault(border, []).append(specs)
         if to == self._me:
-            self._local["forward", border, micro] = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
+            self._local["forward", border, micro] = [
+                Arrival(t.detach(), learns=spec.learns) for t, spec in zip(tensors, specs, strict=True)
+            ]
             return
         known = (border, key, learning)
         if known not in self.specs:
@@ -124,14 +132,14 @@ class Borders:
             with BOOK.during("shapes"):
                 self._post("specs", border, micro, [_written(specs).to(self.device)], to)
         elif self.specs[known] != specs:
-            raise RuntimeError(
+            raise Branched(
                 f"a micro-batch crosses to stage {border} as {_as_text(specs)}, but one of the same input shapes "
                 f"crossed as {_as_text(self.specs[known])}: the model branches on its data, or its shapes depend on "
                 "values, which a pipeline cannot carry; put the branch inside one block, or leave pp out"
             )
         self._post("forward", border, micro, [t.detach() for t in tensors], to)
 
-    def receive(self, stage: int, micro: int, key: Any) -> list[torch.Tensor]:
+    def receive(self, stage: int, micro: int, key: Any) -> list[Arrival]:
         """What the stage before has sent."""
         if stage == 0:
             return []
@@ -144,7 +152,7 @@ class Borders:
         specs = self._learn(stage, micro, key, source)
         self.crossed.setdefault(stage, []).append(specs)
         tensors = self._fetch("forward", stage, micro, self._room(specs), source)
-        return [tensor.requires_grad_(spec.learns) for tensor, spec in zip(tensors, specs, strict=True)]
+        return [Arrival(tensor, learns=spec.learns) for tensor, spec in zip(tensors, specs, strict=True)]
 
     def _learn(self, border: int, micro: int, key: Any, source: int) -> list[Spec]:
         """What crosses a border; the first time it is received."""
@@ -219,7 +227,7 @@ class Borders:
         room = self._room([spec for spec in specs if kind == "forward" or spec.learns])
         with BOOK.during(kind):
             self._expected[message] = [
-                (dist.irecv(t, src=source, group=self._lane(kind, source, self._me), tag=tag), t)
+                (dist.irecv(_plain(t), src=source, group=self._lane(kind, source, self._me), tag=tag), t)
                 for t, tag in zip(room, self._tags(kind, border, micro), strict=False)
             ]
         self._received(message, source)
@@ -261,8 +269,8 @@ class Borders:
         sent = self._sends.setdefault((kind, border, micro), [])
         group = self._lane(kind, self._me, to)
         for tensor, tag in zip(tensors, self._tags(kind, border, micro), strict=False):
-            dense = tensor.contiguous()
-            sent.append((dist.isend(dense, dst=to, group=group, tag=tag), dense))
+            dense = tensor.contiguous().resolve_conj().resolve_neg()
+            sent.append((dist.isend(_plain(dense), dst=to, group=group, tag=tag), dense))
 
     def _fetch(self, kind: str, border: int, micro: int, room: list[torch.Tensor], source: int) -> list[torch.Tensor]:
         expected = self._expected.pop((kind, border, micro), None)
@@ -272,16 +280,35 @@ class Borders:
             return [tensor for _, tensor in expected]
         group = self._lane(kind, source, self._me)
         for tensor, tag in zip(room, self._tags(kind, border, micro), strict=False):
-            dist.recv(tensor, src=source, group=group, tag=tag)
+            dist.recv(_plain(tensor), src=source, group=group, tag=tag)
         self._received((kind, border, micro), source)
         return room
+
+
+class CannotCross(ValueError):
+    """What crosses a stage boundary is more than a message holds."""
 
 
 _HEADER = 1 + MOST_TENSORS * (3 + MOST_DIMS)
 
 
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a type that every backend carries."""
+    if tensor.dtype in PLAIN:
+        return tensor
+    flat = tensor.detach().reshape(-1)
+    return (torch.view_as_real(flat) if flat.is_complex() else flat).view(torch.uint8)
+
+
 def _written(specs: Sequence[Spec]) -> torch.Tensor:
     """Specs as numbers, in a message of fixed size."""
+    for spec in specs:
+        if len(specs) > MOST_TENSORS or len(spec.shape) > MOST_DIMS or spec.dtype not in DTYPES:
+            raise CannotCross(
+                f"{len(specs)} tensors cross a stage boundary, one of them of {len(spec.shape)} dimensions and type "
+                f"{spec.dtype}; a pipeline carries {MOST_TENSORS} tensors of {MOST_DIMS} dimensions, not quantised; "
+                "cut elsewhere with LayoutHints(stages=...), or use fewer stages"
+            )
     numbers = [len(specs)]
     for spec in specs:
         numbers += [DTYPES.index(spec.dtype), int(spec.learns), len(spec.shape), *spec.shape]

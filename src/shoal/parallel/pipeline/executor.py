@@ -13,15 +13,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import CheckpointError
 
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
 from shoal.comm.points import reach
 from shoal.parallel.engine import Engine, StepResult
 from shoal.parallel.executor import Executor, MicroBatches
+from shoal.parallel.pipeline.arrival import Arrival
 from shoal.parallel.pipeline.borders import Borders, Message
 from shoal.parallel.pipeline.deferred import DeferredWeights
 from shoal.parallel.pipeline.stages import StagedModel
+from shoal.parallel.runnable import NotRunnable
 from shoal.strategy import pp
 from shoal.strategy.schedule import Action, actions, last_backward, stage_rank
 
@@ -30,7 +33,7 @@ from shoal.strategy.schedule import Action, actions, last_backward, stage_rank
 class InFlight:
     """A micro-batch between its forward and its backward through one stage."""
 
-    received: list[torch.Tensor]
+    received: list[Arrival]
     sent: list[torch.Tensor]
     loss: torch.Tensor | None
 
@@ -126,17 +129,23 @@ class Pipeline(Executor):
 
         def run() -> None:
             if roots:
-                torch.autograd.backward(roots, gradients)
+                with self.staged.at(stage, flight.received):
+                    torch.autograd.backward(roots, gradients)
             # Sent before the last reductions: the stage before waits for it.
             if stage > 0:
-                back = [t for t in flight.received if t.requires_grad]
-                given = [t.grad if t.grad is not None else torch.zeros_like(t) for t in back]
+                given = [each.gradient_or_zeros() for each in flight.received if each.learns]
                 self.borders.send_gradients(stage, micro, given)
 
         reach("stage: backward")
         whole = action.kind == "BW"
         if self.deferred is not None and not whole:
-            self.deferred.collect(run, part=self.parts[stage])
+            try:
+                self.deferred.collect(run, part=self.parts[stage])
+            except CheckpointError as error:
+                raise NotRunnable(
+                    f"{self.term}: the model uses torch.utils.checkpoint, but zero-bubble splits the backward, and "
+                    "would repeat the forward again and again; use 1f1b, or leave the checkpoints out"
+                ) from error
             if self.engine.gathering is not None:
                 self.engine.gathering.finish(root=False)
         else:

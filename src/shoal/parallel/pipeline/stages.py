@@ -8,29 +8,25 @@ rotary tables, positions) is thus computed by the model's own code, where it is 
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.checkpoint import CheckpointFunction
 
+from shoal.parallel.pipeline.arrival import Arrival, Branched, become
+from shoal.parallel.pipeline.placeholder import Like, learning, shapes_of, skeleton, zeros
 from shoal.workload.chain import Chain
-from shoal.workload.experts.rehearsal import random_state, set_random_state
-from shoal.workload.held_state import results_held
+from shoal.workload.wires import Place, Wire
 
 Range = tuple[int, int]
-
-LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
-"""What a fake raises when it is asked for a value."""
 
 
 class StageDone(BaseException):
@@ -46,16 +42,19 @@ class StagedModel:
     def __init__(self, model: nn.Module, chain: Chain, stages: Sequence[Range], mine: Sequence[int]) -> None:
         self.model, self.chain, self.stages, self.mine = model, chain, list(stages), list(mine)
         _without_nested_tensors(model)
-        self._skeleton = _skeleton(model)
+        self._skeleton = skeleton(model)
         self.held = [name for name, _ in model.named_parameters() if self._holders(name) & set(mine)]
         self.absent = self._drop()
         self._now: Range = (0, len(chain.links))
-        self._begun = False
-        self._received: dict[tuple[int, int, bool], torch.Tensor] = {}
-        self._kept: dict[tuple[int, int], torch.Tensor] = {}
+        self._begun = self._running = self._learning = False
+        self._calls: Counter[int] = Counter()
+        self._arriving: list[tuple[Wire, Arrival]] = []
+        self._kept: dict[Place, Any] = {}
+        """Results of pieces that were received, or are to be sent on."""
         self._shapes: dict[Any, Any] = {}
-        wanted = {(wire.piece, wire.leaf) for link in chain.links for wire in link.wires if not wire.is_argument}
-        self._wanted = wanted
+        borders = [chain.links[stop] for _, stop in stages if stop < len(chain.links)]
+        self._wanted = {place for link in borders for wire in link.wires for place in wire.results}
+        self._renewed = [_places_of(model, name) for name in chain.renewed]
 
     def install(self) -> None:
         """Wraps the pieces, outside of whatever else wraps them."""
@@ -63,6 +62,7 @@ class StagedModel:
             module = self.model.get_submodule(link.path)
             module.forward = partial(self._forward, number, module.forward)  # type: ignore[method-assign]
             module.register_forward_pre_hook(partial(self._before, number), prepend=True, with_kwargs=True)
+            module.register_forward_hook(partial(self._after, number))
 
         for path in self.chain.uncalled:
             self.model.get_submodule(path).register_forward_pre_hook(partial(_unexpected, path))
@@ -102,37 +102,52 @@ class StagedModel:
             if number not in local:
                 names = self.model.get_submodule(link.path).named_buffers()
                 absent |= {f"{link.path}.{name}" for name, _ in names}
-        absent |= {name for name, piece in self.chain.written.items() if piece not in local}
+        for name, change in self.chain.written.items():
+            made_here = change.piece in local if change.own else change.piece <= max(local)
+            absent |= set() if made_here else {name}
         return frozenset(absent)
 
-    def run(
-        self, stage: int, call: Callable[[], Any], received: Sequence[torch.Tensor]
-    ) -> tuple[Any, list[torch.Tensor]]:
-        """The stage's part of a forward: (what the model gave back, if it is the last stage; what goes on)."""
+    @contextmanager
+    def at(self, stage: int, received: Sequence[Arrival]) -> Iterator[None]:
+        """While pieces are called for a stage: in its forward, and in a backward that repeats parts of it."""
         first, _ = self._now = self.stages[stage]
-        wires = self.chain.links[first].wires if first else ()
-        self._begun = False
-        self._received = {
-            (wire.piece, wire.leaf, wire.is_argument): tensor for wire, tensor in zip(wires, received, strict=True)
-        }
-        self._kept = {(p, leaf): t for (p, leaf, is_argument), t in self._received.items() if not is_argument}
-        elsewhere = self._written_elsewhere(stage)
-        _, stop = self._now
+        self._begun, self._running, self._learning = False, True, torch.is_grad_enabled()
+        self._calls = Counter()
+        self._arriving = list(zip(self.chain.links[first].wires if first else (), received, strict=True))
         try:
-            result = call()
-            self._require_called(first)
-            if stop < len(self.chain.links):
-                raise Branched(self._was_called(stop, "was not called"))
-            return result, []
-        except StageDone as done:
-            self._require_called(first)
-            return None, done.tensors
+            yield
         finally:
-            with torch.no_grad():
-                for buffer, before in elsewhere:
-                    buffer.copy_(before)
-            self._received, self._kept = {}, {}
-            self._now = (0, len(self.chain.links))
+            self._arriving, self._kept = [], {}
+            self._running, self._now = False, (0, len(self.chain.links))
+
+    def run(self, stage: int, call: Callable[[], Any], received: Sequence[Arrival]) -> tuple[Any, list[torch.Tensor]]:
+        """The stage's part of a forward: (what the model gave back, if it is the last stage; what goes on)."""
+        first, stop = self.stages[stage]
+        self._renew_buffers()
+        elsewhere = self._written_elsewhere(stage)
+        with self.at(stage, received):
+            try:
+                result = call()
+                self._require_called(first)
+                if stop < len(self.chain.links):
+                    raise Branched(self._was_called(stop, "was not called"))
+                return result, []
+            except StageDone as done:
+                self._require_called(first)
+                return None, done.tensors
+            except Exception as error:
+                if not first or self._begun or getattr(error, "for_user", isinstance(error, Reentrant)):
+                    raise
+                raise NotStaged(
+                    f"a stage begins at {self.chain.links[first].path}, but the model's own code in front of it fails "
+                    f"with {type(error).__name__}: {error}. It may read what an earlier block leaves behind (an "
+                    "attribute, an entry that a hook makes): return that from the block, or cut elsewhere with "
+                    "LayoutHints(stages=...)"
+                ) from error
+            finally:
+                with torch.no_grad():
+                    for buffer, before in elsewhere:
+                        buffer.copy_(before)
 
     def _require_called(self, first: int) -> None:
         if first and not self._begun:
@@ -147,8 +162,9 @@ class StagedModel:
     def _crossing(self, number: int, leaves: list[Any]) -> list[torch.Tensor]:
         """What goes on to the next stage, which must be what was found when the model was cut."""
         wires = self.chain.links[number].wires
-        sent = [leaves[w.leaf] if w.is_argument else self._kept.get((w.piece, w.leaf)) for w in wires]
-        absent = sum(not isinstance(x, torch.Tensor) for x in sent)
+        sent = [_at(leaves, w.arguments[0]) if w.arguments else self._kept.get(w.results[0]) for w in wires]
+        tensors = [x for x in sent if isinstance(x, torch.Tensor)]
+        absent = len(sent) - len(tensors)
         if absent:
             found = f"is given {len(sent) - absent} of the {len(sent)} tensors that crossed to it"
             raise Branched(self._was_called(number, found))
@@ -157,59 +173,116 @@ class StagedModel:
         if learned:
             found = f"is given {len(sent) + len(learned)} tensors instead of {len(sent)}"
             raise Branched(self._was_called(number, found))
-        return sent
+        return [t if w.learns else t.detach() for w, t in zip(wires, tensors, strict=True)]
+
+    def _renew_buffers(self) -> None:
+        """A buffer that the forward changes is another tensor in each: backward of an earlier micro-batch needs it as
+        it was."""
+        if self.model.training and torch.is_grad_enabled():
+            for places in self._renewed:
+                module, name = places[0]
+                fresh = module._buffers[name].clone()  # type: ignore[union-attr]
+                for module, name in places:
+                    module._buffers[name] = fresh
 
     def _written_elsewhere(self, stage: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Buffers that the code between pieces changes, and whose change belongs to another stage; as they are now."""
         first, stop = self.stages[stage]
         if not self.model.training:
             return []
-        others = [name for name, piece in self.chain.written.items() if not first <= piece < stop]
+        own = {name: change.piece for name, change in self.chain.written.items() if change.own}
+        others = [name for name, piece in own.items() if not first <= piece < stop]
         return [(buffer, buffer.clone()) for buffer in map(self.model.get_buffer, others)]
 
     def _before(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """At the stage's borders: ends the forward, or puts in what the stage before sent."""
         first, stop = self._now
+        if self._learning and not torch.is_grad_enabled():
+            _require_no_reentrant_checkpoint(self.chain.links[number].path)
         if number == stop:
             raise StageDone(self._crossing(number, tree_leaves((args, kwargs))))
         if number == first and first and not self._begun:
             self._begun = True  # A piece that runs several times gets what was sent the first time.
-            leaves, shape = tree_flatten((args, kwargs))
-            for wire in self.chain.links[number].wires:
-                if wire.is_argument:
-                    tensor = self._received[wire.piece, wire.leaf, True]
-                    if wire.beside:
-                        # The code around holds this very tensor: it must see the values too.
-                        leaves[wire.leaf].copy_(tensor)
-                    else:
-                        leaves[wire.leaf] = tensor
-            return tree_unflatten(leaves, shape)
+            return self._arrive(args, kwargs)
         return None
 
-    def _forward(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if number >= self._now[0]:
-            output = forward(*args, **kwargs)
-            if any(piece == number for piece, _ in self._wanted):
-                for leaf, value in enumerate(tree_leaves(output)):
-                    if (number, leaf) in self._wanted:
-                        self._kept[number, leaf] = value
-            return output
-        return self._stand_in(number, args, kwargs)
+    def _arrive(self, args: Any, kwargs: Any) -> Any:
+        """What was received takes the place of all that stood for it: code may use that very tensor again, behind the
+        stage's first piece."""
+        leaves, shape = tree_flatten((args, kwargs))
+        for wire, arrival in self._arriving:
+            standing = [self._kept.get(place) for place in wire.results]
+            standing += [_at(leaves, place) for place in wire.arguments]
+            for each in {id(each): each for each in standing if isinstance(each, torch.Tensor)}.values():
+                entered = arrival.enter(expected=wire.learns)
+                if become(each, entered):
+                    continue
+                if wire.beside:
+                    each.copy_(entered)
+                else:
+                    leaves = [entered if leaf is each else leaf for leaf in leaves]
+        return tree_unflatten(leaves, shape)
 
-    def _stand_in(self, number: int, args: Any, kwargs: Any) -> Any:
-        """Something of the shape that the piece would give back; what was received of it, if anything was."""
+    def _forward(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._calls[number] += 1
+        if number >= self._now[0]:
+            return forward(*args, **kwargs)
+        return self._placeholder(number, args, kwargs)
+
+    def _after(self, number: int, module: nn.Module, args: Any, output: Any) -> None:
+        """Behind the hooks of the model, which may have changed what the piece gave back."""
+        call = self._calls[number] - 1
+        if self._running and any(place[:2] == (number, call) for place in self._wanted):
+            leaves = enumerate(tree_leaves(output))
+            self._kept |= {(number, call, leaf): t for leaf, t in leaves if (number, call, leaf) in self._wanted}
+
+    def _placeholder(self, number: int, args: Any, kwargs: Any) -> Any:
+        """Something of the shape that the piece would give back."""
         link = self.chain.links[number]
-        received = {leaf: t for (piece, leaf, is_arg), t in self._received.items() if piece == number and not is_arg}
+        given = link.calls[min(self._calls[number], len(link.calls)) - 1]
         leaves = tree_leaves((args, kwargs))
         if link.same_as_argument is not None:
-            return received.get(0, leaves[link.same_as_argument])
+            like = leaves[link.same_as_argument]
+            # Otherwise not the argument itself: the code behind may write into it.
+            return like if given.passed else learning(torch.zeros_like(like), 0 in given.learning)
         key = (number, tuple(tuple(x.shape) if isinstance(x, torch.Tensor) else None for x in leaves))
         if key not in self._shapes:
-            self._shapes[key] = _shapes_of(self._skeleton.get_submodule(link.path), args, kwargs)
-        outputs, shape = tree_flatten(tree_map(_zeros, self._shapes[key], is_leaf=lambda x: isinstance(x, _Like)))
-        for leaf, tensor in received.items():
-            outputs[leaf] = tensor
-        return tree_unflatten(outputs, shape)
+            self._shapes[key] = shapes_of(self._skeleton.get_submodule(link.path), args, kwargs)
+        outputs, shape = tree_flatten(self._shapes[key], is_leaf=lambda x: isinstance(x, Like))
+        made = [
+            leaves[given.passed[n]] if n in given.passed else learning(zeros(like), n in given.learning)
+            for n, like in enumerate(outputs)
+        ]
+        return tree_unflatten(made, shape)
+
+
+def _places_of(model: nn.Module, name: str) -> list[tuple[nn.Module, str]]:
+    """Where modules hold a buffer."""
+    buffer = model.get_buffer(name)
+    return [(m, key) for m in model.modules() for key, value in m._buffers.items() if value is buffer]
+
+
+def _require_no_reentrant_checkpoint(path: str) -> None:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            raise Reentrant(
+                f"{path} is called inside torch.utils.checkpoint with use_reentrant=True, whose backward does not see "
+                "what a stage has received; use use_reentrant=False there, or recompute('full') instead"
+            )
+        frame = frame.f_back
+
+
+class NotStaged(ValueError):
+    """Code between pieces cannot run in a stage."""
+
+
+class Reentrant(ValueError):
+    """The model's own checkpointing hides a piece from its stage."""
+
+
+def _at(leaves: Sequence[Any], place: int) -> Any:
+    return leaves[place] if place < len(leaves) else None
 
 
 def _without_nested_tensors(model: nn.Module) -> None:
@@ -220,67 +293,8 @@ def _without_nested_tensors(model: nn.Module) -> None:
             module.enable_nested_tensor = module.use_nested_tensor = False
 
 
-class Branched(RuntimeError):
-    """A micro-batch takes another way through the model than the one that was cut into stages."""
-
-
 def _unexpected(path: str, module: nn.Module, args: Any) -> None:
-    raise RuntimeError(
+    raise Branched(
         f"{path} is called now, but was not when the model was cut into stages: a pipeline needs a model that calls "
         "the same layers in every step; leave pp out"
     )
-
-
-class _Like:
-    """The shape and type of a tensor."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape, self.dtype, self.device = tuple(tensor.shape), tensor.dtype, tensor.device
-
-
-def _zeros(like: Any) -> Any:
-    return torch.zeros(like.shape, dtype=like.dtype, device=like.device) if isinstance(like, _Like) else like
-
-
-def _skeleton(model: nn.Module) -> nn.Module:
-    """A copy of the model as it was built, of fakes: it computes nothing but shapes."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    known: dict[int, Any] = {}
-    with mode:
-        for tensor in [*model.parameters(), *model.buffers()]:
-            like = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-            known[id(tensor)] = nn.Parameter(like, requires_grad=False) if isinstance(tensor, nn.Parameter) else like
-        for tensor in results_held(model):
-            known[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    # Copied around its tensors: each is known already, as its fake.
-    return copy.deepcopy(model, known)
-
-
-def _shapes_of(piece: nn.Module, args: Any, kwargs: Any) -> Any:
-    """What a piece would give back, found on fakes: nothing is computed. A piece whose code looks at values (which
-    tokens chose an expert) cannot run on fakes; it runs once on zeros."""
-    fakes = [p for p in piece.parameters() if isinstance(p, FakeTensor)]
-    mode = fakes[0].fake_mode if fakes else FakeTensorMode(allow_non_fake_inputs=True)
-    faked = tree_map(lambda x: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x, (args, kwargs))
-    device = next((p.device for p in piece.parameters()), torch.device("cpu"))
-    before = random_state(device)
-    with torch.no_grad():
-        try:
-            with mode:
-                output = piece(*faked[0], **faked[1])
-        except LOOKS_AT_VALUES:
-            given = tree_map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, (args, kwargs))
-            output = _of_zeros(piece)(*given[0], **given[1])
-        finally:
-            set_random_state(before, device)
-    return tree_map(lambda x: _Like(x) if isinstance(x, torch.Tensor) else x, output)
-
-
-def _of_zeros(piece: nn.Module) -> nn.Module:
-    """A copy of a piece of fakes, with zeros in their place."""
-    known: dict[int, Any] = {}
-    for tensor in [*piece.parameters(), *piece.buffers()]:
-        zeros = torch.zeros(tuple(tensor.shape), dtype=tensor.dtype, device=tensor.device)
-        known[id(tensor)] = nn.Parameter(zeros, requires_grad=False) if isinstance(tensor, nn.Parameter) else zeros
-    known |= {id(tensor): tensor.detach() for tensor in results_held(piece)}
-    return copy.deepcopy(piece, known)
