@@ -93,6 +93,8 @@ class StepRunner:
         self.job = job
         self.engine = engine
         self.randomness = randomness
+        if engine.pipeline is not None:
+            randomness.steps_in_flight = engine.pipeline.steps_in_flight
         self.order = job.order()
         self.strategy = strategy
         self.micro_batches = strategy.micro_batches

@@ -44,6 +44,8 @@ class Pipeline:
 
     first_steady_step = 1
     """The first step (from 0) whose ledger is that of every later one."""
+    steps_in_flight = 1
+    """Steps whose micro-batches may wait for their backward at a time."""
 
     def __init__(self, engine: Engine, staged: StagedModel, members: Members, term: pp) -> None:
         self.engine, self.staged, self.members, self.term = engine, staged, members, term
