@@ -45,6 +45,24 @@ def beside_the_simulation(arguments: dict[str, Any], channel: Any) -> list[dict[
     return rows
 
 
+def curves(arguments: dict[str, Any], channel: Any) -> list[list[float]]:
+    """The losses of a job's steps under each of some strategies, without a drain in between."""
+    me = join()
+    found = []
+    for text in arguments["strategies"]:
+        job = job_from({"job": arguments["job"]})
+        ready = prepare(job, parse(text), rank=me.rank, backend=me.backend, device=me.device, dtype=torch.float64)
+        counter, losses = 0, []
+        for step in range(arguments["steps"]):
+            losses.append(ready.runner.step(step, counter).loss)
+            counter = ready.runner.order.next(counter)
+        ready.engine.settle()
+        ready.engine.close()
+        found.append(losses)
+    leave()
+    return found
+
+
 def _beside(me: Any, job_name: str, text: str, steps: int, drained_after: list[int]) -> dict[str, Any]:
     ready = _prepare(me, job_name, text)
     engine, runner = ready.engine, ready.runner

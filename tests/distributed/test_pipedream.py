@@ -269,3 +269,12 @@ def test_the_losses_told_in_a_step_are_all_but_those_on_their_way_back() -> None
     # Fewer micro-batches than ranks: the loss of the step's first is waited for.
     assert [micros_told(ranks=4, micro=2, steps=steps) for steps in range(4)] == [0, 1, 3, 5]
     assert [micros_told(ranks=9, micro=1, steps=steps) for steps in range(3)] == [0, 1, 2]
+
+
+def test_recomputation_across_steps_draws_the_masks_of_its_forward(ranks: Ranks) -> None:
+    """Micro-batches of one step have their backward in the next: what dropout drew must still be known."""
+    job = str(Path(__file__).parent / "jobs" / "odd.py:dropout_inside")
+    pipe = 'pp(2, "pipedream", micro=2)'
+    asked = {"job": job, "strategies": [pipe, f'{pipe} * recompute("full")'], "steps": 6}
+    for plain, recomputed in ranks(f"{TARGETS}:curves", asked, ranks=2):
+        assert recomputed == pytest.approx(plain, rel=1e-12)

@@ -132,8 +132,10 @@ class Randomness:
         self._mode = _Draws(self)
         self._open = 0
         self._log: dict[int, tuple[Forward, Place]] = {}
-        self._bases: set[int] = set()
-        self._step: int | None = None
+        self._bases: dict[int, int] = {}
+        """Where the cursor of each forward begins -> the step it belongs to."""
+        self.steps_in_flight = 1
+        """Steps whose draws a backward may still repeat: more than one in a pipeline that is never flushed."""
         self._plans: dict[tuple[Place, tuple[int, ...], int, int], _Plan] = {}
         self._numbers = Numbers()
         self.notes_only = False
@@ -175,12 +177,12 @@ class Randomness:
     def forward(self, samples: Sequence[int], step: int, gathered: Sequence[int] = ()) -> Iterator[None]:
         """Around one call of the model (and its loss) on the samples with these counters, in a step that starts at
         counter `step`. What is recomputed later in backward draws the same again."""
-        if step != self._step:
-            self._log, self._bases, self._step = {}, set(), step
+        self._forget_before(step)
         current = Forward(tuple(samples), tuple(gathered), step)
         first = samples[0] if len(samples) else step
-        base = key_of(self.seed, first, len(self._bases), *self.cuts.salt) >> (CURSOR_BITS + 1)
-        self._bases.add(base)
+        number = sum(each == step for each in self._bases.values())
+        base = key_of(self.seed, first, number, *self.cuts.salt) >> (CURSOR_BITS + 1)
+        self._bases[base] = step
         torch.default_generator.manual_seed(base << CURSOR_BITS)
         if self.exact or self.places.other_generators:
             # Draws of Python and NumPy have no place; at least all ranks and the serial run draw the same in a step.
@@ -194,6 +196,14 @@ class Randomness:
                 "a module that drew no random numbers when the model was called on a few samples draws some now (in a "
                 "later step, or by a condition): no serial run draws the same; for a proof leave them out"
             )
+
+    def _forget_before(self, step: int) -> None:
+        """Of steps that no backward can belong to any more."""
+        known = dict.fromkeys(self._bases.values())
+        if step not in known:
+            kept = set([*known, step][-self.steps_in_flight :])
+            self._bases = {base: each for base, each in self._bases.items() if each in kept}
+            self._log = {cursor: what for cursor, what in self._log.items() if cursor >> CURSOR_BITS in self._bases}
 
     @contextmanager
     def resumed(self) -> Iterator[None]:

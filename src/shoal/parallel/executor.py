@@ -37,6 +37,8 @@ class Executor(ABC):
 
     first_steady_step = 1
     """The first step (from 0) whose ledger is that of every later one."""
+    steps_in_flight = 1
+    """Steps whose micro-batches may wait for their backward at a time."""
     holds_loss = True
     """Whether this rank computes the end of the model."""
     update_group: Members | None = None

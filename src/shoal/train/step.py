@@ -95,6 +95,7 @@ class StepRunner:
         self.executor = executor
         self.engine = engine = executor.engine
         self.randomness = randomness
+        randomness.steps_in_flight = executor.steps_in_flight
         self.order = job.order()
         self.strategy = strategy
         self.micro_batches = strategy.micro_batches

@@ -378,6 +378,23 @@ class Dropping(nn.Module):
         return self.head(x)
 
 
+class DropsInside(nn.Module):
+    """A block whose recomputation needs its mask again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.drop, self.down = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.drop(self.up(x))))
+
+
+class DroppingInside(Dropping):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(DropsInside() for _ in range(3))
+
+
 class Late(Chain):
     """A layer that takes no part until the second step."""
 
@@ -453,6 +470,7 @@ JOBS: dict[str, Callable[[], Job]] = {
     "rmsprop": lambda: make(Chain, optimizer=partial(torch.optim.RMSprop, lr=0.01, momentum=0.5, centered=True)),
     "trust": lambda: make(Chain, optimizer=TrustRatio),
     "dropout": lambda: make(Dropping),
+    "dropout_inside": lambda: make(DroppingInside, clip=None),
     "tied": lambda: make(Tied, train=tokens()),
     "unused": lambda: make(Unused),
     "frozen": lambda: make(partly_frozen),

@@ -72,6 +72,7 @@ class PipeDream(Pipeline):
         self.updates_ahead = self.num_stages - 1 - self.stage
         """Updates between the forward and the backward of a micro-batch, once the pipeline is full."""
         self.first_steady_step = max(1, -(-(term.n - 1) // term.micro))
+        self.steps_in_flight = 1 + -(-(term.n - 1) // term.micro)
         place, mesh = engine.placement, engine.placement.mesh
         self.update_group: Members = mesh.along(*(name for name, _ in mesh.axes if name != members.axis))
         """The ranks that work on this stage: its replicas, and those that hold other parts of it."""
