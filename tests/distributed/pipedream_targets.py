@@ -56,8 +56,7 @@ def curves(arguments: dict[str, Any], channel: Any) -> list[list[float]]:
         for step in range(arguments["steps"]):
             losses.append(ready.runner.step(step, counter).loss)
             counter = ready.runner.order.next(counter)
-        ready.engine.settle()
-        ready.engine.close()
+        ready.close()
         found.append(losses)
     leave()
     return found

@@ -130,6 +130,8 @@ def couples_samples(
             shares = strategy.replicas * strategy.micro_batches if strategy is not None else job.global_batch
             trial = _Trial(job, model, job.order().indices(0)[:num], share=-(-job.global_batch // shares))
             found = trial.found()
+            if found.independent and not math.isfinite(within_s):  # A proof asks; before training nobody does.
+                found = replace(found, ordered=trial.is_ordered())
             if not found.independent or (strategy is not None and shares == 1):
                 return found  # Where no batch is split, how it would be matters little.
             more = min(most, int(num * within_s / trial.seconds)) if math.isfinite(within_s) else most
@@ -202,8 +204,7 @@ class _Trial:
                 "random", apart, "the model or the loss draws random numbers other than dropout, so that no two passes "
                 "over a batch are alike; only a strategy that leaves the batch in one piece can be compared",
             )  # fmt: skip
-        found = self._in_parts(whole, batch, state)
-        return replace(found, ordered=self._is_ordered()) if found.independent else found
+        return self._in_parts(whole, batch, state)
 
     def of_more(self, indices: np.ndarray, found: Coupling) -> Coupling:
         """The same for more samples, after `found` was found for the first."""
@@ -232,7 +233,7 @@ class _Trial:
             self.indices = given
         return found
 
-    def _is_ordered(self) -> bool:
+    def is_ordered(self) -> bool:
         """Whether a batch computes something else when its samples are read in reverse, batch norm included."""
         forwards = range(len(self.indices))
         one, other = (

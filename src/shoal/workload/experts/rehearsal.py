@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -52,13 +53,9 @@ class ParametersKept(TorchDispatchMode):
         self._copies: dict[int, torch.Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.is_mutable:
-            given = [*zip(func._schema.arguments, args, strict=False)]
-            given += [(each, (kwargs or {}).get(each.name)) for each in func._schema.arguments[len(args) :]]
-            for declared, value in given:
-                if declared.alias_info is not None and declared.alias_info.is_write:
-                    for tensor in tree_leaves(value):
-                        self._keep(tensor)
+        for place, name in _written(func):
+            for tensor in tree_leaves(args[place] if place < len(args) else (kwargs or {}).get(name)):
+                self._keep(tensor)
         return func(*args, **(kwargs or {}))
 
     def _keep(self, tensor: Any) -> None:
@@ -75,3 +72,10 @@ class ParametersKept(TorchDispatchMode):
         with torch.no_grad():
             for key, copy in self._copies.items():
                 self._storages[key].copy_(copy)
+
+
+@cache
+def _written(func: Any) -> tuple[tuple[int, str], ...]:
+    """The arguments that an operation writes to: their places and names."""
+    declared = enumerate(func._schema.arguments)
+    return tuple((at, each.name) for at, each in declared if each.alias_info is not None and each.alias_info.is_write)
