@@ -23,8 +23,9 @@ from shoal.parallel.placement import mesh_of
 from shoal.strategy import Strategy, amp
 from shoal.train.checkpoint.exchange import exchange
 from shoal.train.draws import cuts_of, places_of
+from shoal.train.routing import Routing
 from shoal.train.step import StepRunner, build_model
-from shoal.train.traffic import shard_table
+from shoal.train.traffic import Expected
 from shoal.workload.layout import layout_of
 
 OVERRIDES = ("steps", "global_batch", "seed", "evaluate_every")
@@ -41,13 +42,20 @@ class Prepared:
     runner: StepRunner
     optimizer: Probe
     """What was found out about the job's optimiser."""
+    expected: Expected
+    """What its steps should send."""
     watched: Any = None
     """In a proof: what it keeps of each step for its comparison."""
 
     @property
     def table(self) -> ShardTable:
-        """What the traffic formulas read. The first step settles it: only then is it known how blocks are used."""
-        return shard_table(self.job, self.strategy, self.engine, self.runner.calls)
+        """What the traffic formulas read of the step just made. All ranks ask for it alike."""
+        batches, total = self.runner.last_batches, self.runner.last_total
+        if not batches:  # No step was made.
+            indices = self.runner.order.indices(0)
+            parts = [self.runner.part(micro, indices, 0) for micro in range(self.strategy.micro_batches)]
+            batches, total = [part.batch for part in parts], len(indices)
+        return self.expected.table(batches, total)
 
     @property
     def predicted(self) -> Ledger:
@@ -83,17 +91,23 @@ def prepare(job: Job, strategy: Strategy, *, rank: int, backend: str | None, dev
     tried = probe(without_draws(job.optimizer), model, job.options)
     _require_schedule(job, tried)
     randomness = Randomness(job.seed, places_of(job, model, dtype), exact=dtype is not None)
+    layout = layout_of(job, strategy)
     engine = parallelize(
         model, strategy, mesh, optimizer=job.optimizer, options=job.options, clip=job.clip,
         elementwise=tried.elementwise, coupled=tried.coupled, batch_norm=job.batch_norm,
-        layout=layout_of(job, strategy), seed=job.seed, randomness=randomness,
+        layout=layout, seed=job.seed, randomness=randomness,
         update_draws=UpdateDraws(job.seed) if draws_numbers(job.optimizer) else None,
     )  # fmt: skip
     modes = buffer_modes(job.buffers, model)
     engine.buffers = buffer_exchange(model, engine.placement, modes, engine.absent)
     randomness.cuts = cuts_of(engine)
     runner = StepRunner(job, engine, strategy, randomness, autocast=strategy.modifier(amp) is not None, dtype=dtype)
-    return Prepared(job, strategy, engine, runner, tried)
+    expected = Expected(job, strategy, layout, engine, dtype)
+    if layout.experts is not None and engine.placement.experts.size > 1:
+        mine = [layer for layer in layout.experts.layers if expected.held.runs(layer.owner)]
+        expected.routing = runner.routing = Routing(engine.placement.experts)
+        expected.routing.watch(model, mine)
+    return Prepared(job, strategy, engine, runner, tried, expected)
 
 
 def _require_schedule(job: Job, optimizer: Probe) -> None:

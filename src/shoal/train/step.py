@@ -18,7 +18,6 @@ from torch import nn
 
 from shoal.comm.ledger import BOOK
 from shoal.comm.points import reach
-from shoal.estimate.traffic import Call
 from shoal.job import Batch, Job, share
 from shoal.job.draw_rules import key_of
 from shoal.job.facts import require_initialised
@@ -29,7 +28,7 @@ from shoal.parallel.global_loss import GlobalLoss
 from shoal.parallel.zero import ReadsOutside
 from shoal.strategy import Strategy
 from shoal.train.checkpoint.exchange import exchange
-from shoal.train.traffic import axis_calls, forget_calls, global_loss_calls
+from shoal.train.routing import Routing
 
 
 def seed_at(seed: int, sample: int) -> int:
@@ -96,8 +95,12 @@ class StepRunner:
         self.order = job.order()
         self.strategy = strategy
         self.micro_batches = strategy.micro_batches
-        self.calls: list[Call] = []
-        """What the axes other than dp sent in the last step, by their formulas."""
+        self.last_batches: list[Batch] = []
+        """The micro-batches of the last step: their shapes say what it should send."""
+        self.last_total = 0
+        """Samples of the last global batch."""
+        self.routing: Routing | None = None
+        """Where experts are split: how the last step's tokens were routed."""
         self.autocast = autocast
         self.dtype = dtype
         self.device = next(engine.model.parameters()).device
@@ -115,12 +118,10 @@ class StepRunner:
         job, engine = self.job, self.engine
         indices = self.order.indices(counter)
         engine.model.train()
-        forget_calls(engine)
+        self._forget()
         if engine.update_draws is not None:
             engine.update_draws.begin(counter)
-        if self.global_loss is not None:
-            self.global_loss.crossings.take()
-        parts = [self._part(micro, indices, counter) for micro in range(self.micro_batches)]
+        parts = [self.part(micro, indices, counter) for micro in range(self.micro_batches)]
         if engine.buffers is not None:
             engine.buffers.begin(sum(part.num_samples for part in parts))
         if engine.pipeline is not None:
@@ -137,10 +138,18 @@ class StepRunner:
 
             compute()
             result = engine.step(job.schedule(step), again=compute)
-        self.calls = list(axis_calls(self.strategy, engine))
-        if self.global_loss is not None:
-            self.calls += global_loss_calls(self.global_loss)
+        self.last_batches, self.last_total = [part.batch for part in parts], len(indices)
         return result
+
+    def _forget(self) -> None:
+        """Before a step: what was seen until now (in an evaluation) is not the step's."""
+        self.engine.cut.crossings.take()
+        if self.engine.pipeline is not None:
+            self.engine.pipeline.borders.forget()
+        if self.engine.cut.sequence is not None:
+            self.engine.cut.sequence.take()
+        if self.routing is not None:
+            self.routing.forget()
 
     def read_outside(self, counter: int) -> list[str]:
         """Under zero=3, parameters that a forward of the batch at `counter` reads outside of their block's own forward,
@@ -149,14 +158,14 @@ class StepRunner:
         if engine.gathering is None or engine.pipeline is not None:
             return []
         reads = ReadsOutside(engine.gathering)
-        part = self._part(0, self.order.indices(counter), counter)
+        part = self.part(0, self.order.indices(counter), counter)
         with torch.no_grad(), reads:
             self._loss(part, self._forward(part))
         engine.gathering.finish()
         BOOK.take()
         return sorted({name for row in exchange({"names": reads.names}) for name in row["names"]})
 
-    def _part(self, micro: int, indices: np.ndarray, counter: int) -> Part:
+    def part(self, micro: int, indices: np.ndarray, counter: int) -> Part:
         """This rank's part of a micro-batch."""
         samples = self.engine.placement.samples
         positions = np.arange(len(indices))

@@ -1,148 +1,82 @@
-"""What the traffic formulas need to know of a rank, read off its engine: the shard table, what other axes sent."""
+"""What a rank is expected to send in a step: the formulas of `estimate`, on what the layout and the batch show.
+
+Nothing here is read off a running engine but what only it can know: which parameters had no gradient in a step that
+compresses, and how the router of a mixture of experts decided (`routing.py`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import torch
 
-from shoal.comm.compress.traffic import Transfer, joined
-from shoal.comm.mesh import Members
-from shoal.estimate.attention_traffic import attention_calls
-from shoal.estimate.expert_traffic import expert_traffic
-from shoal.estimate.pipeline_traffic import pipeline_traffic
+from shoal.estimate.axis_calls import axis_calls, buffer_calls
+from shoal.estimate.held import Held
+from shoal.estimate.shard_table import shard_table
 from shoal.estimate.tensor_traffic import crossing_calls
-from shoal.estimate.traffic import NUMBER_BYTES, Buffer, Call, Compressed, Group, Norm, ShardTable
-from shoal.job import Job
-from shoal.parallel.batch_norm import batch_norms, take_calls_by_others
-from shoal.parallel.compression import working_type
-from shoal.parallel.data import Bucket
+from shoal.estimate.traffic import Call, Group, ShardTable
+from shoal.job import Batch, Job
 from shoal.parallel.engine import Engine
-from shoal.parallel.expert.deal_out import take_routed
-from shoal.parallel.global_loss import GlobalLoss
-from shoal.parallel.pipeline.pipedream import PipeDream
-from shoal.strategy import Strategy, recompute
-from shoal.workload.blocks import blocks
+from shoal.strategy import Strategy, amp, pp
+from shoal.train.routing import Routing
+from shoal.workload.forward import Forward, JobShapes
+from shoal.workload.layout import Layout
+from shoal.workload.observe import job_shapes, observe
 
 
-def shard_table(job: Job, strategy: Strategy, engine: Engine, calls: Sequence[Call]) -> ShardTable:
-    """What the traffic formulas need to know, read off the engine's buffers and the model's batch norms."""
-    placement = engine.placement
-    again = strategy.modifier(recompute) is not None
-    in_blocks = tuple(name for name, _ in blocks(engine.model)) if again else ()
-    norms = []
-    if job.batch_norm == "sync" and placement.samples.size > 1:
-        for name, module in batch_norms(engine.model):
-            if not module.training and module.running_mean is not None:
-                continue  # The model keeps it as it was pretrained.
-            if f"{name}.running_mean" in engine.absent:
-                continue
-            inside = any(name == block or name.startswith(block + ".") for block in in_blocks)
-            width = torch.promote_types(next(engine.model.parameters()).dtype, torch.float32).itemsize
-            norms.append(Norm(channels=module.num_features, itemsize=width, recomputed=inside))
-        for (channels, itemsize), (asked, repeated) in engine.norms_by_others.items():
-            norms += (asked // strategy.micro_batches) * [
-                Norm(channels=channels, itemsize=itemsize, recomputed=repeated > 0)
-            ]
-    unflushed = engine.pipeline if isinstance(engine.pipeline, PipeDream) else None
-    return ShardTable(
-        zero=placement.zero,
-        one_memory=placement.one_memory,
-        micro_batches=strategy.micro_batches,
-        num_parameters=len(unflushed.names if unflushed else engine.names),
-        world=_group(placement.world),
-        norm=_group(unflushed.norm if unflushed else placement.norm),
-        stage=_group(unflushed.colleagues) if unflushed else None,
-        samples=_group(placement.samples),
-        buffers=tuple(_buffers(strategy, engine)),
-        norms=tuple(norms),
-        calls=tuple(calls),
-    )
+@dataclass
+class Expected:
+    """The traffic of one rank's steps, from the job, its layout and the strategy."""
 
+    job: Job
+    strategy: Strategy
+    layout: Layout
+    engine: Engine
+    dtype: torch.dtype | None = None
+    routing: Routing | None = None
+    _forwards: dict[Any, Forward] = field(default_factory=dict)
+    """By the shapes of a micro-batch."""
 
-def _group(members: Members) -> Group:
-    return Group(axis=members.axis, ranks=members.size)
+    @cached_property
+    def shapes(self) -> JobShapes:
+        term = self.strategy.term(pp)
+        stages = () if term is None else (term.n * term.chunks,)
+        return job_shapes(self.job, self.layout, stages=stages, dtype=self.dtype)
 
+    @cached_property
+    def held(self) -> Held:
+        return Held(self.shapes, self.strategy, self.engine.placement.mesh.rank)
 
-def _buffers(strategy: Strategy, engine: Engine) -> Iterator[Buffer]:
-    """The engine's flat buffers, and how often each moves in a step."""
-    micro, pipelined = strategy.micro_batches, engine.pipelined
-    every_micro = isinstance(engine.pipeline, PipeDream)
-    forward: dict[int, int] = {}
-    backward: dict[int, int] = {}
-    for unit in engine.gathering.units if engine.gathering is not None else ():
-        stays = unit.is_root or unit.held
-        for shard in unit.shards:
-            forward[id(shard.buffer)] = 1 if pipelined and stays else micro
-            backward[id(shard.buffer)] = 0 if stays or unit.is_last else micro
-    for bucket in engine.buckets:
-        replicas = bucket.replicas
-        yield Buffer(
-            padded_bytes=bucket.buffer.bytes,
-            replicas=_group(replicas.everyone),
-            sharding=_group(replicas.sharding),
-            copies=_group(replicas.copies),
-            compressed=_compressed(engine, bucket),
-            reductions=micro if every_micro or (replicas.zero >= 2 and not pipelined) else 1,
-            forward_gathers=forward.get(id(bucket.buffer), 0),
-            backward_gathers=backward.get(id(bucket.buffer), 0),
-        )
+    def forward(self, batch: Batch) -> Forward:
+        """The serial forward of a micro-batch of these shapes."""
+        key = tuple((name, tuple(entry.shape), entry.dtype) for name, entry in batch.items())
+        if key not in self._forwards:
+            narrow = self.strategy.modifier(amp) is not None
+            self._forwards[key] = observe(self.job, batch, dtype=self.dtype, autocast=narrow)
+        return self._forwards[key]
 
-
-def _compressed(engine: Engine, bucket: Bucket) -> Compressed | None:
-    """What the step just made sent of a bucket, where a level of dp compresses."""
-    compression, route = engine.compression, bucket.route
-    if compression is None or route is None:
-        return None
-    itemsize = working_type(bucket.buffer.dtype).itemsize
-    reductions = [
-        compression.method.sent_bytes(
-            each.shape, itemsize, route.between.size, compression.step - 1, rank=route.between.index
-        )
-        for each in compression.sent(bucket)
-    ]
-    transfers = joined(calls for calls in reductions if calls is not None)
-    dense = sum(high - low for low, high in compression.dense_ranges(bucket)) * bucket.buffer.dtype.itemsize
-    if dense:
-        transfers.append(Transfer("all_reduce", dense))
-    return Compressed(
-        inside=_group(route.inside), between=_group(route.between), outside=_group(route.outside), whole=route.whole,
-        transfers=tuple(transfers),
-    )  # fmt: skip
-
-
-def axis_calls(strategy: Strategy, engine: Engine) -> Iterator[Call]:
-    """What the axes other than dp sent in the step just made, by their formulas."""
-    engine.norms_by_others = take_calls_by_others(engine.model)
-    pipeline, cut, placement = engine.pipeline, engine.cut, engine.placement
-    if pipeline is not None:
-        yield from pipeline_traffic(
-            axis=pipeline.members.axis, ranks=pipeline.members.size,
-            before=pipeline.crossings(before=True), behind=pipeline.crossings(before=False),
-            numbers_bytes=2 * NUMBER_BYTES if isinstance(pipeline, PipeDream) else 0,
+    def table(self, batches: Sequence[Batch], total: int) -> ShardTable:
+        """For a step of these micro-batches, of a global batch of `total` samples. Collective where experts are
+        split: how many tokens come from others, only they know."""
+        forwards = [self.forward(batch) for batch in batches]
+        compression = self.engine.compression
+        return shard_table(
+            self.held, self.strategy, forwards[0], calls=list(self._calls(forwards, total)),
+            step=0 if compression is None else compression.step - 1,
+            unused=() if compression is None else compression.unused,
         )  # fmt: skip
-    yield from crossing_calls(_group(placement.tensor), cut.crossings.take())
-    if cut.sequence is not None:
-        calls, gathered = cut.sequence.take()
-        yield from attention_calls(calls, cut.sequence.method, _group(placement.context))
-        for crossing in gathered:
-            yield from crossing_calls(_group(placement.context), {crossing: 1})
-    yield from expert_traffic(take_routed(engine.model))
-    if engine.buffers is not None:
-        yield from engine.buffers.calls()
 
-
-def global_loss_calls(loss: GlobalLoss) -> Iterator[Call]:
-    """What a loss over the global batch gathered since this was last asked."""
-    yield from crossing_calls(_group(loss.samples), loss.crossings.take())
-
-
-def forget_calls(engine: Engine) -> None:
-    """Before a step: what was sent until now (in an evaluation) is not the step's."""
-    engine.cut.crossings.take()
-    take_calls_by_others(engine.model)
-    if engine.pipeline is not None:
-        engine.pipeline.borders.forget()
-    if engine.cut.sequence is not None:
-        engine.cut.sequence.take()
-    take_routed(engine.model)
+    def _calls(self, forwards: Sequence[Forward], total: int) -> Iterator[Call]:
+        yield from (call for _, call in axis_calls(self.held, forwards, total=total))
+        yield from buffer_calls(self.held)
+        if self.routing is not None:
+            yield from self.routing.calls(forwards[0])
+        sequence = self.engine.cut.sequence
+        if sequence is not None:
+            context = self.engine.placement.context
+            group = Group(axis=context.axis, ranks=context.size)
+            for crossing in sequence.gathered_in_views:
+                yield from crossing_calls(group, {crossing: 1})

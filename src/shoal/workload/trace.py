@@ -193,7 +193,7 @@ def trace(job: Job, *, samples: int = SAMPLES, model: nn.Module | None = None) -
         if model is None:
             mode = FakeTensorMode(allow_non_fake_inputs=True)
             try:
-                built = _faked(build_without_memory(job), mode)
+                built = faked(build_without_memory(job), mode)
                 with mode:
                     return _record(job, built, {k: mode.from_tensor(v) for k, v in batch.items()}, len(indices), True)
             except Exception:
@@ -204,7 +204,7 @@ def trace(job: Job, *, samples: int = SAMPLES, model: nn.Module | None = None) -
             raise CannotTrace(f"job {job.name!r}: the model raised on a sample of its data: {error}") from error
 
 
-def _faked(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+def faked(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     """The same model with fakes for its parameters and buffers, tied ones still tied."""
     made: dict[int, Any] = {}
 
