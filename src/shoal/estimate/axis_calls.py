@@ -29,19 +29,41 @@ Placed = tuple[str, Call]
 """The module at which it happens, and the collective."""
 
 
-def axis_calls(held: Held, forwards: Sequence[Forward], *, total: int = 0) -> Iterator[Placed]:
+def axis_calls(
+    held: Held, forwards: Sequence[Forward], *, total: int = 0, regions: bool = True
+) -> Iterator[Placed]:
     """The collectives of a step whose micro-batches are these, with the modules they belong to. `total`: samples of the
-    global batch, where the loss is one of all of them."""
+    global batch, where the loss is one of all of them. `regions`: with those of tensor parallelism's regions."""
     for forward in forwards:
-        yield from _Step(held, forward).calls(total)
+        yield from _Step(held, forward, regions=regions).calls(total)
     yield from (("", call) for call in _pipeline(held, forwards))
+
+
+def lies_between(held: Held, region: Region) -> str:
+    """How the stream lies around a region: "whole" on every rank, or cut along the "sequence" or the "batch"."""
+    column, stream = region.columns[0], held.shapes.stream
+    if held.between != "sequence":
+        return held.between
+    inside = any(column == block or column.startswith(block + ".") for block in stream)
+    return "sequence" if inside else "whole"
+
+
+def sends_between(between: str) -> tuple[str, str]:
+    """How tensors get into a region's columns, and out of its rows."""
+    return ("copy_in", "sum_out") if between == "whole" else ("gather", "scatter_sum")
+
+
+def gathered_at_entry(region: Region, between: str) -> bool:
+    """Whether a region's input is gathered once for all columns, at the module around them."""
+    return between != "whole" and region.entry is not None and region.entry not in region.columns
 
 
 class _Step:
     """One micro-batch."""
 
-    def __init__(self, held: Held, forward: Forward) -> None:
+    def __init__(self, held: Held, forward: Forward, *, regions: bool = True) -> None:
         self.held, self.forward, self.place = held, forward, held.placing
+        self.regions = held.regions if regions else ()
         shapes = held.shapes
         self._spans = [
             (call.start, call.stop) for call in forward.calls if held.recomputes and call.path in shapes.blocks
@@ -99,24 +121,17 @@ class _Step:
         return prod(part.shape) * (narrow if narrow and part.itemsize == 4 else part.itemsize)
 
     def _crossings(self) -> Iterator[tuple[float, str, Crossing]]:
-        for region in self.held.regions:
+        for region in self.regions:
             yield from self._region(region)
         yield from self._words()
         if self.held.between == "sequence":
             yield from self._stream()
 
-    def _between(self, region: Region) -> str:
-        column, stream = region.columns[0], self.held.shapes.stream
-        if self.held.between != "sequence":
-            return self.held.between
-        inside = any(column == block or column.startswith(block + ".") for block in stream)
-        return "sequence" if inside else "whole"
-
     def _region(self, region: Region) -> Iterator[tuple[float, str, Crossing]]:
-        between = self._between(region)
+        between = lies_between(self.held, region)
         times = self.place.tensor.ranks if between == "batch" else 1
-        into, out = ("copy_in", "sum_out") if between == "whole" else ("gather", "scatter_sum")
-        by_entry = between != "whole" and region.entry is not None and region.entry not in region.columns
+        into, out = sends_between(between)
+        by_entry = gathered_at_entry(region, between)
         entered: set[int] = set()
         for at, call, role in self._events(region, by_entry=by_entry):
             if role == "row":

@@ -58,10 +58,10 @@ class _Slot:
 
 def shard_table(
     held: Held, strategy: Strategy, forward: Forward, *, calls: Sequence[Call] = (), step: int = LONG_AFTER,
-    unused: Collection[str] = (), bucket_bytes: int = BUCKET_BYTES,
+    unused: Collection[str] = (), bucket_bytes: int | None = None,
 ) -> ShardTable:  # fmt: skip
     """What the formulas need to know of the rank that holds this. `step` and `unused` matter to compression only: the
-    step of training, and parameters without a gradient in it."""
+    step of training, and parameters without a gradient in it. `bucket_bytes`: if not BUCKET_BYTES."""
     placing, term = held.placing, strategy.term(pp)
     unflushed = term is not None and term.schedule == "pipedream"
     names = [each.name for each in held.shapes.parameters if each.trains]
@@ -76,7 +76,7 @@ def shard_table(
         norm=placing.parts_of_stage().group if unflushed else placing.norm.group,
         stage=placing.colleagues().group if unflushed else None,
         samples=placing.samples.group,
-        buffers=tuple(_buffers(held, strategy, forward, step, unused, bucket_bytes)),
+        buffers=tuple(_buffers(held, strategy, forward, step, unused, bucket_bytes or BUCKET_BYTES)),
         norms=tuple(_norms(held, forward)),
         calls=tuple(calls),
     )

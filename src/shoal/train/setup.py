@@ -23,7 +23,6 @@ from shoal.parallel.placement import mesh_of
 from shoal.strategy import Strategy, amp
 from shoal.train.checkpoint.exchange import exchange
 from shoal.train.draws import cuts_of, places_of
-from shoal.train.routing import Routing
 from shoal.train.step import StepRunner, build_model
 from shoal.train.traffic import Expected
 from shoal.workload.layout import layout_of
@@ -103,10 +102,8 @@ def prepare(job: Job, strategy: Strategy, *, rank: int, backend: str | None, dev
     randomness.cuts = cuts_of(engine)
     runner = StepRunner(job, engine, strategy, randomness, autocast=strategy.modifier(amp) is not None, dtype=dtype)
     expected = Expected(job, strategy, layout, engine, dtype)
-    if layout.experts is not None and engine.placement.experts.size > 1:
-        mine = [layer for layer in layout.experts.layers if expected.held.runs(layer.owner)]
-        expected.routing = runner.routing = Routing(engine.placement.experts)
-        expected.routing.watch(model, mine)
+    expected.watch()
+    runner.before_step = expected.forget
     return Prepared(job, strategy, engine, runner, tried, expected)
 
 

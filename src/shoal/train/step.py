@@ -28,7 +28,6 @@ from shoal.parallel.global_loss import GlobalLoss
 from shoal.parallel.zero import ReadsOutside
 from shoal.strategy import Strategy
 from shoal.train.checkpoint.exchange import exchange
-from shoal.train.routing import Routing
 
 
 def seed_at(seed: int, sample: int) -> int:
@@ -99,8 +98,8 @@ class StepRunner:
         """The micro-batches of the last step: their shapes say what it should send."""
         self.last_total = 0
         """Samples of the last global batch."""
-        self.routing: Routing | None = None
-        """Where experts are split: how the last step's tokens were routed."""
+        self.before_step: Callable[[], None] = lambda: None
+        """Called first in every step."""
         self.autocast = autocast
         self.dtype = dtype
         self.device = next(engine.model.parameters()).device
@@ -118,7 +117,7 @@ class StepRunner:
         job, engine = self.job, self.engine
         indices = self.order.indices(counter)
         engine.model.train()
-        self._forget()
+        self.before_step()
         if engine.update_draws is not None:
             engine.update_draws.begin(counter)
         parts = [self.part(micro, indices, counter) for micro in range(self.micro_batches)]
@@ -140,16 +139,6 @@ class StepRunner:
             result = engine.step(job.schedule(step), again=compute)
         self.last_batches, self.last_total = [part.batch for part in parts], len(indices)
         return result
-
-    def _forget(self) -> None:
-        """Before a step: what was seen until now (in an evaluation) is not the step's."""
-        self.engine.cut.crossings.take()
-        if self.engine.pipeline is not None:
-            self.engine.pipeline.borders.forget()
-        if self.engine.cut.sequence is not None:
-            self.engine.cut.sequence.take()
-        if self.routing is not None:
-            self.routing.forget()
 
     def read_outside(self, counter: int) -> list[str]:
         """Under zero=3, parameters that a forward of the batch at `counter` reads outside of their block's own forward,

@@ -1,7 +1,8 @@
 """What a rank is expected to send in a step: the formulas of `estimate`, on what the layout and the batch show.
 
-Nothing here is read off a running engine but what only it can know: which parameters had no gradient in a step that
-compresses, and how the router of a mixture of experts decided (`routing.py`).
+Nothing here is read off a running engine but what only a run can know: which parameters had no gradient in a step that
+compresses, how routers of a mixture of experts decided (`routing.py`, `regions_seen.py`), and what attention written by
+hand gathers under cp.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from shoal.estimate.traffic import Call, Group, ShardTable
 from shoal.job import Batch, Job
 from shoal.parallel.engine import Engine
 from shoal.strategy import Strategy, amp, pp
+from shoal.train.regions_seen import RegionsSeen
 from shoal.train.routing import Routing
 from shoal.workload.forward import Forward, JobShapes
 from shoal.workload.layout import Layout
@@ -37,8 +39,30 @@ class Expected:
     engine: Engine
     dtype: torch.dtype | None = None
     routing: Routing | None = None
+    regions: RegionsSeen | None = None
     _forwards: dict[Any, Forward] = field(default_factory=dict)
     """By the shapes of a micro-batch."""
+
+    def watch(self) -> None:
+        """Puts hooks where data decide what is sent, so that the prediction can be made from what they see."""
+        experts, model = self.layout.experts, self.engine.model
+        if experts is not None and self.engine.placement.experts.size > 1:
+            self.routing = Routing(self.engine.placement.experts)
+            self.routing.watch(model, [layer for layer in experts.layers if self.held.runs(layer.owner)])
+        if self.layout.chooses and self.engine.placement.tensor.size > 1:
+            self.regions = RegionsSeen(model, self.held)
+
+    def forget(self) -> None:
+        """Before a step: what was seen until now (in an evaluation) is not the step's."""
+        cut, pipeline = self.engine.cut, self.engine.pipeline
+        cut.crossings.take()
+        if pipeline is not None:
+            pipeline.borders.forget()
+        if cut.sequence is not None:
+            cut.sequence.take()
+        for seen in (self.routing, self.regions):
+            if seen is not None:
+                seen.forget()
 
     @cached_property
     def shapes(self) -> JobShapes:
@@ -70,7 +94,10 @@ class Expected:
         )  # fmt: skip
 
     def _calls(self, forwards: Sequence[Forward], total: int) -> Iterator[Call]:
-        yield from (call for _, call in axis_calls(self.held, forwards, total=total))
+        placed = axis_calls(self.held, forwards, total=total, regions=self.regions is None)
+        yield from (call for _, call in placed)
+        if self.regions is not None:
+            yield from self.regions.calls()
         yield from buffer_calls(self.held)
         if self.routing is not None:
             yield from self.routing.calls(forwards[0])
