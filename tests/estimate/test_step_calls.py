@@ -1,5 +1,5 @@
-"""What is priced is what the ledger's formulas predict, call by call, for any legal strategy of up to 8 ranks; and known
-numbers of calls that earlier prices got wrong."""
+"""What is priced is what the ledger's formulas predict, call by call, for any legal strategy of up to 8 ranks; and
+known numbers of calls that earlier prices got wrong."""
 
 from __future__ import annotations
 

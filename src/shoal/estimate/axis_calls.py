@@ -221,7 +221,8 @@ class _Step:
         assert term is not None
         assert sequence is not None
         for seen in self.forward.attention:
-            if not self.held.runs(seen.module):
+            by_hand = any(seen.module == path or seen.module.startswith(f"{path}.") for path in sequence.views)
+            if by_hand or not self.held.runs(seen.module):
                 continue
             heads = self.place.tensor.ranks if self._in_heads(seen.at) else 1
             batch, num_heads, length, head_dim = seen.query.shape

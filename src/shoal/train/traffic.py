@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from shoal.estimate.attention_traffic import attention_calls
 from shoal.estimate.axis_calls import axis_calls, buffer_calls
 from shoal.estimate.held import Held
 from shoal.estimate.shard_table import shard_table
@@ -21,7 +22,7 @@ from shoal.estimate.tensor_traffic import crossing_calls
 from shoal.estimate.traffic import Call, Group, ShardTable
 from shoal.job import Batch, Job
 from shoal.parallel.engine import Engine
-from shoal.strategy import Strategy, amp, pp
+from shoal.strategy import Strategy, amp, cp, pp
 from shoal.train.regions_seen import RegionsSeen
 from shoal.train.routing import Routing
 from shoal.workload.forward import Forward, JobShapes
@@ -79,8 +80,12 @@ class Expected:
         key = tuple((name, tuple(entry.shape), entry.dtype) for name, entry in batch.items())
         if key not in self._forwards:
             narrow = self.strategy.modifier(amp) is not None
-            self._forwards[key] = observe(self.job, batch, dtype=self.dtype, autocast=narrow)
+            self._forwards[key] = observe(self.job, batch, dtype=self.dtype, autocast=narrow, real=self._real)
         return self._forwards[key]
+
+    @property
+    def _real(self) -> bool:
+        return self.strategy.term(cp) is not None
 
     def table(self, batches: Sequence[Batch], total: int) -> ShardTable:
         """For a step of these micro-batches, of a global batch of `total` samples. Collective where experts are
@@ -105,5 +110,6 @@ class Expected:
         if sequence is not None:
             context = self.engine.placement.context
             group = Group(axis=context.axis, ranks=context.size)
+            yield from attention_calls(sequence.calls_in_views, sequence.method, group)
             for crossing in sequence.gathered_in_views:
                 yield from crossing_calls(group, {crossing: 1})

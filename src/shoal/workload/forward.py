@@ -179,8 +179,8 @@ class SequenceShape:
     blocks: tuple[str, ...]
     gathers: bool
     """Whether the stream is gathered behind the last block."""
-    views: bool
-    """Whether attention is written by hand somewhere: what is gathered there follows from the model's own code."""
+    views: tuple[str, ...]
+    """Modules that write attention out themselves: what they send follows from their own code."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

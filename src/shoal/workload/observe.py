@@ -154,16 +154,19 @@ def _watching(model: nn.Module, watch: _Watch) -> Iterator[None]:
 
 def observe(
     job: Job, batch: Mapping[str, torch.Tensor] | None = None, *, dtype: torch.dtype | None = None,
-    autocast: bool = False,
+    autocast: bool = False, real: bool = False,
 ) -> Forward:  # fmt: skip
     """The forward of a batch (of a few samples of the job's own, if none is given), on fakes where the model allows
-    it. `dtype`: of the model, where it is not its own."""
+    it. `dtype`: of the model, where it is not its own. `real`: not on fakes (libraries choose between ways to call
+    attention by whether they are traced)."""
     if batch is None:
         batch = job.train.batch(np.arange(min(TYPICAL, len(job.train))))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(job.seed)
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         try:
+            if real:
+                raise CannotTrace("real tensors were asked for")
             model = _as_type(faked(build_without_memory(job), mode), dtype, mode)
             with mode:
                 return _observed(job, model, {k: mode.from_tensor(v.cpu()) for k, v in batch.items()}, autocast)
@@ -231,7 +234,7 @@ def job_shapes(
         tensor=layout.tensor,
         stream=stream_blocks(model, layout.tensor) if layout.tensor is not None else (),
         sequence=None if context is None else SequenceShape(
-            length=context.length, blocks=context.blocks, gathers=context.batch is None, views=bool(context.holders)
+            length=context.length, blocks=context.blocks, gathers=context.batch is None, views=tuple(context.holders)
         ),
         experts=tuple(
             ExpertShape(
