@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import shoal.estimate.shard_table as shard_table
 import shoal.parallel.apply as apply
 import shoal.parallel.data as data
 import shoal.train.setup as setup
@@ -29,6 +30,7 @@ SMALL_BUCKET_BYTES = 512
 def honest_in_small_buckets(arguments: dict[str, Any], channel: Any) -> Any:
     """No fault: what `skipped_bucket` departs from."""
     setup.parallelize = partial(apply.parallelize, bucket_bytes=SMALL_BUCKET_BYTES)
+    shard_table.BUCKET_BYTES = SMALL_BUCKET_BYTES
     return parallel_run(arguments, channel)
 
 

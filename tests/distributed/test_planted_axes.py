@@ -64,3 +64,22 @@ def test_a_fault_in_an_axis_is_rejected_by_the_numbers(name: str, job: str, stra
 def test_a_dropped_micro_batch_leaves_the_traffic_as_it_was() -> None:
     found = certificate("distributed.axis_faults:drops_a_micro_batch", "odd:plain", "pp(2, micro=4)")
     assert found.ledger_matches, found.ledger_differences
+
+
+@pytest.mark.parametrize(
+    ("name", "job", "strategy", "axis"),
+    [
+        ("out_of_regions", "uneven:language_unclipped", "tp(2)", "tp/forward/all_reduce"),
+        ("attention", "uneven:language", "cp(2)", "cp/forward/send"),
+        ("rows_of_experts", "plain:moe", "ep(2)", "ep/forward/all_to_all"),
+        ("activations", "odd:plain", "pp(2, micro=4)", "pp/forward/send"),
+    ],
+)
+def test_a_collective_that_is_neither_counted_nor_noted_is_rejected_by_the_ledger(
+    name: str, job: str, strategy: str, axis: str
+) -> None:
+    """The numbers are right: only traffic that was predicted before the run can tell."""
+    found = certificate(f"distributed.hidden_faults:{name}", job, strategy)
+    assert not found.passed
+    assert found.max_rel_diff <= EXACT
+    assert any(axis in line for line in found.ledger_differences), found.ledger_differences

@@ -35,7 +35,7 @@ def test_a_calibrated_machine_has_its_own_seconds() -> None:
     measured = price_step(model, parse("dp(2, compress=ternary())"), here).step_split["codec"]
     tensor_s, element_s = here.codecs["ternary()"]
     # Matrices: vectors are too small to pay.
-    large = [prod(shape) for shape in model.shapes if len(shape) > 1]
+    large = [prod(shape) for shape in (each.shape for each in model.shapes.parameters) if len(shape) > 1]
     assert measured == pytest.approx(tensor_s * len(large) + element_s * sum(large))
     passes = price_step(model, parse("dp(2, compress=int8())"), here).step_split["codec"]
     assert passes == codec_s(int8(), model.parameter_bytes / 4, ranks=2, stream_bytes_per_s=here.memory_bytes_per_s)

@@ -19,6 +19,10 @@ from shoal.strategy import ModelFacts, is_legal, parse
 from shoal.train.job_model import job_model
 
 
+def with_norms(model: JobModel, *, synchronised: bool) -> JobModel:
+    return replace(model, shapes=replace(model.shapes, synchronised_norms=synchronised))
+
+
 @cache
 def model_of(name: str) -> tuple[JobModel, ModelFacts]:
     return job_model(load_job(name))
@@ -57,7 +61,7 @@ def test_operations_do_the_work_that_the_analysis_counts(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["language:tiny", "image:tiny", "image:resnet:tiny"])
 def test_two_replicas_take_half_the_time_of_one_where_messages_cost_nothing(name: str) -> None:
-    model = replace(model_of(name)[0], synchronised_norms=False)
+    model = with_norms(model_of(name)[0], synchronised=False)
     times = {
         text: price_step(model, parse(text), machine()).step_s for text in ("serial", "dp(2)", "dp(2) * accumulate(3)")
     }
@@ -69,13 +73,13 @@ def test_two_replicas_take_half_the_time_of_one_where_messages_cost_nothing(name
 def test_batch_norms_over_all_replicas_cost_more_than_their_own() -> None:
     model, _ = model_of("image:tiny")
     own, every = (
-        price_step(replace(model, synchronised_norms=each), parse("dp(2)"), machine()).step_s for each in (False, True)
+        price_step(with_norms(model, synchronised=each), parse("dp(2)"), machine()).step_s for each in (False, True)
     )
     assert own is not None
     assert every is not None
     assert own < every
     assert step_s("image:tiny", "serial") == price_step(
-        replace(model, synchronised_norms=False), parse("serial"), machine()
+        with_norms(model, synchronised=False), parse("serial"), machine()
     ).step_s  # fmt: skip
 
 
@@ -102,7 +106,7 @@ def test_even_stages_idle_as_long_as_the_formula_says() -> None:
     blocks = [piece.name for piece in model.pieces if piece.is_block]
     bare = replace(
         model, operations=tuple(each for each in model.operations if each.piece in blocks),
-        stages={2: ((0, 3), (3, len(model.pieces)))},
+        shapes=replace(model.shapes, stages={2: ((0, 3), (3, len(model.pieces)))}),
     )  # fmt: skip
     for micro in (2, 4, 8):
         found = price_step(bare, parse(f'pp(2, "gpipe", micro={micro})'), machine())

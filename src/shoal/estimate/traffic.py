@@ -110,11 +110,20 @@ class ShardTable:
 
 def predict(table: ShardTable, choose: Choose = lambda axis, kind, payload_bytes, ranks: None) -> Ledger:
     """What one rank sends in a steady-state step; `choose` names the backend's algorithms, where it has several."""
-    calls = (*_loss(table), *_gradients(table), *_parameters(table), *_norm(table), *_batch_norm(table), *table.calls)
-    return ledger_of((call for call in calls if call[-1] > 1), choose)
+    return ledger_of(calls_of(table), choose)
 
 
-def _loss(table: ShardTable) -> Iterator[Call]:
+def calls_of(table: ShardTable) -> list[Call]:
+    """Every collective of a steady-state step, those of the other axes included."""
+    found = (
+        *loss_calls(table), *gradient_calls(table), *parameter_calls(table), *norm_calls(table),
+        *batch_norm_calls(table), *table.calls,
+    )  # fmt: skip
+    return [call for call in found if call[-1] > 1]
+
+
+def loss_calls(table: ShardTable) -> Iterator[Call]:
+    """Of what steers a step: loss, count, stop flag."""
     if table.stage is None:
         yield table.world.axis, "loss", "all_reduce", (3 + table.num_parameters) * NUMBER_BYTES, table.world.ranks
         return
@@ -123,7 +132,8 @@ def _loss(table: ShardTable) -> Iterator[Call]:
         yield table.stage.axis, "loss", "all_reduce", (2 + table.num_parameters) * NUMBER_BYTES, table.stage.ranks
 
 
-def _gradients(table: ShardTable) -> Iterator[Call]:
+def gradient_calls(table: ShardTable) -> Iterator[Call]:
+    """Of gradients."""
     if table.one_memory:
         yield table.buffers[0].sharding.axis, "gradient", "barrier", 0, table.buffers[0].sharding.ranks
     for buffer in table.buffers:
@@ -158,7 +168,8 @@ def _compressed(table: ShardTable, buffer: Buffer, way: Compressed) -> Iterator[
     yield way.outside.axis, "gradient", "all_reduce", shard, way.outside.ranks
 
 
-def _parameters(table: ShardTable) -> Iterator[Call]:
+def parameter_calls(table: ShardTable) -> Iterator[Call]:
+    """Of parameters that are sharded."""
     if table.one_memory:
         yield table.buffers[0].sharding.axis, "optimizer", "barrier", 0, table.buffers[0].sharding.ranks
         return
@@ -172,12 +183,14 @@ def _parameters(table: ShardTable) -> Iterator[Call]:
             yield axis, "backward", "all_gather", buffer.padded_bytes, ranks
 
 
-def _norm(table: ShardTable) -> Iterator[Call]:
+def norm_calls(table: ShardTable) -> Iterator[Call]:
+    """Of the norm of the gradient."""
     for _ in range(table.micro_batches if table.stage is not None else 1):
         yield table.norm.axis, "optimizer", "all_reduce", NUMBER_BYTES, table.norm.ranks
 
 
-def _batch_norm(table: ShardTable) -> Iterator[Call]:
+def batch_norm_calls(table: ShardTable) -> Iterator[Call]:
+    """Of synchronised batch norms."""
     axis, ranks = table.samples.axis, table.samples.ranks
     for norm in table.norms:
         statistics = ranks * (2 * norm.channels + 1) * norm.itemsize

@@ -15,9 +15,10 @@ from shoal.comm.network import LinkTimes
 from shoal.estimate.codecs import named
 from shoal.estimate.crossover import Bucket, Codec, Computing, Ends, Setting
 from shoal.estimate.estimate import Estimate
+from shoal.estimate.shard_table import BUCKET_BYTES
 from shoal.estimate.steps.machine import Machine
 from shoal.estimate.steps.model import JobModel
-from shoal.estimate.steps.price import BUCKET_BYTES, price_step
+from shoal.estimate.steps.price import price_step
 from shoal.strategy import (
     CompressTerm,
     ModelFacts,
@@ -145,7 +146,7 @@ def crossings_here(model: JobModel, machine: Machine, link: LinkTimes) -> dict[s
 def _buckets(model: JobModel, compute_s: float) -> tuple[Bucket, ...]:
     """Filled from the last parameter on, as backward meets them; ready when it has come so far."""
     groups: list[list[tuple[int, ...]]] = [[]]
-    for shape in reversed(model.shapes):
+    for shape in reversed([each.shape for each in model.shapes.parameters]):
         if groups[-1] and 4 * sum(map(prod, [*groups[-1], shape])) > BUCKET_BYTES:
             groups.append([])
         groups[-1].append(shape)

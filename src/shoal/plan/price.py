@@ -107,7 +107,7 @@ def price_candidates(
 
 
 def unplayed(rows: Candidates) -> Column:
-    """Rows whose schedule has no closed form: `price_candidates` takes their stages for even."""
+    """Rows with a pipeline: `price_candidates` takes their stages for even where there are more than `FEW` rows."""
     return np.asarray(rows.pp > 1)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from math import prod
 
 from torch import nn
 
@@ -13,8 +12,9 @@ from shoal.estimate.steps.operations import operations
 from shoal.job import Job
 from shoal.job.facts import build_without_memory
 from shoal.strategy import ModelFacts
-from shoal.workload.chain import CannotCut, Link
+from shoal.workload.chain import CannotCut
 from shoal.workload.layout import Layout, facts_of, layout_of
+from shoal.workload.observe import job_shapes, observe
 from shoal.workload.trace import trace
 
 MOST_STAGES = 16
@@ -38,39 +38,29 @@ def job_model(job: Job) -> tuple[JobModel, ModelFacts]:
         own = sorted(link.parameters - taken)
         taken |= link.parameters
         pieces.append(
-            Piece(
-                name=link.path, is_block=link.is_block, parameter_bytes=sum(sizes.get(name, 0) for name in own),
-                crossing_bytes=_crossing(link),
-            )
-        )  # fmt: skip
+            Piece(name=link.path, is_block=link.is_block, parameter_bytes=sum(sizes.get(name, 0) for name in own))
+        )
     words = layout.tensor.vocabulary
-    crossing = [piece.crossing_bytes for piece in pieces if piece.is_block and piece.crossing_bytes]
     return (
         JobModel(
             name=job.name, global_batch=job.global_batch, samples=samples,
             operations=operations(network_of_trace(recorded, name=job.name)), pieces=tuple(pieces),
-            stages=_stages(layout), tensor_cut=_tensor_cut(layout), tensor_inputs=len(layout.tensor.regions),
-            vocabulary_cut=words is not None, loss_cut=words is not None and words.loss_parallel,
+            tensor_cut=_tensor_cut(layout), loss_cut=words is not None and words.loss_parallel,
             context_loss_cut=layout.context is not None and layout.context.batch is not None,
-            stream_bytes=max(crossing, default=0), synchronised_norms=job.batch_norm == "sync",
-            optimizer=_optimizer(job, model),
-            shapes=tuple(tuple(param.shape) for param in model.parameters()),
+            optimizer=_optimizer(job, model), shapes=job_shapes(job, layout, stages=_possible_stages(layout)),
+            forward=observe(job),
         ),
         facts_of(job, layout),
     )  # fmt: skip
 
 
-def _crossing(link: Link) -> int:
-    """Bytes of one sample; the layout is of its own trace, so its samples are read off the wires."""
-    return round(sum(prod(wire.shape[1:]) * wire.itemsize for wire in link.wires if wire.shape))
-
-
-def _stages(layout: Layout) -> dict[int, tuple[tuple[int, int], ...]]:
-    found = {}
+def _possible_stages(layout: Layout) -> tuple[int, ...]:
+    found = []
     for num in range(1, MOST_STAGES + 1):
         with contextlib.suppress(CannotCut):
-            found[num] = tuple(layout.stages(num))
-    return found
+            layout.stages(num)
+            found.append(num)
+    return tuple(found)
 
 
 def _tensor_cut(layout: Layout) -> dict[str, str]:

@@ -29,7 +29,7 @@ from shoal.train.compiled import require_uncompiled, running_eagerly
 from shoal.train.draws import cuts_of, places_of
 from shoal.train.launch.devices import devices_here
 from shoal.train.step import StepRunner, build_model
-from shoal.train.traffic import shard_table
+from shoal.train.traffic import Expected
 from shoal.workload.held_outside import Outside
 from shoal.workload.layout import layout_of
 
@@ -47,6 +47,8 @@ class Prepared:
     runner: StepRunner
     optimizer: Probe
     """What was found out about the job's optimiser."""
+    expected: Expected
+    """What its steps should send."""
     watched: Any = None
     """In a proof: what it keeps of each step for its comparison."""
 
@@ -61,8 +63,13 @@ class Prepared:
 
     @property
     def table(self) -> ShardTable:
-        """What the traffic formulas read. The first step settles it: only then is it known how blocks are used."""
-        return shard_table(self.job, self.strategy, self.executor, self.runner.calls)
+        """What the traffic formulas read of the step just made. All ranks ask for it alike."""
+        batches, total = self.runner.last_batches, self.runner.last_total
+        if not batches:  # No step was made.
+            indices = self.runner.order.indices(0)
+            parts = [self.runner.part(micro, indices, 0) for micro in range(self.strategy.micro_batches)]
+            batches, total = [part.batch for part in parts], len(indices)
+        return self.expected.table(batches, total)
 
     @property
     def predicted(self) -> Ledger:
@@ -124,7 +131,10 @@ def prepare(job: Job, strategy: Strategy, *, rank: int, backend: str | None, dev
     randomness.cuts = cuts_of(engine)
     executor = executor_for(engine, strategy)
     runner = StepRunner(job, executor, strategy, randomness, autocast=strategy.modifier(amp) is not None, dtype=dtype)
-    return Prepared(job, strategy, executor, runner, tried)
+    expected = Expected(job, strategy, layout, executor, dtype)
+    expected.watch()
+    runner.before_step = expected.forget
+    return Prepared(job, strategy, executor, runner, tried, expected)
 
 
 def _require_schedule(job: Job, optimizer: Probe) -> None:

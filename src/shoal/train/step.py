@@ -18,7 +18,6 @@ from torch import nn
 
 from shoal.comm.ledger import BOOK
 from shoal.comm.points import reach
-from shoal.estimate.traffic import Call
 from shoal.job import Batch, Job, share
 from shoal.job.draw_rules import key_of
 from shoal.job.facts import require_initialised
@@ -30,7 +29,6 @@ from shoal.parallel.global_loss import GlobalLoss
 from shoal.parallel.zero import ReadsOutside
 from shoal.strategy import Strategy
 from shoal.train.checkpoint.exchange import exchange
-from shoal.train.traffic import axis_calls, forget_calls, global_loss_calls
 
 
 def seed_at(seed: int, sample: int) -> int:
@@ -99,8 +97,12 @@ class StepRunner:
         self.order = job.order()
         self.strategy = strategy
         self.micro_batches = strategy.micro_batches
-        self.calls: list[Call] = []
-        """What the axes other than dp sent in the last step, by their formulas."""
+        self.last_batches: list[Batch] = []
+        """The micro-batches of the last step: their shapes say what it should send."""
+        self.last_total = 0
+        """Samples of the last global batch."""
+        self.before_step: Callable[[], None] = lambda: None
+        """Called first in every step."""
         self.autocast = autocast
         self.dtype = dtype
         self.device = next(engine.model.parameters()).device
@@ -118,20 +120,14 @@ class StepRunner:
         job, engine = self.job, self.engine
         indices = self.order.indices(counter)
         engine.model.train()
-        forget_calls(self.executor)
+        self.before_step()
         if engine.update_draws is not None:
             engine.update_draws.begin(counter)
-        if self.global_loss is not None:
-            self.global_loss.crossings.take()
-        parts = [self._part(micro, indices, counter) for micro in range(self.micro_batches)]
+        parts = [self.part(micro, indices, counter) for micro in range(self.micro_batches)]
         if engine.buffers is not None:
             engine.buffers.begin(sum(part.num_samples for part in parts))
         result = self.executor.step(_MicroBatches(self, parts), lr_factor=job.schedule(step))
-        self.calls = list(axis_calls(self.strategy, self.executor))
-        if self.global_loss is not None:
-            self.calls += global_loss_calls(self.global_loss)
-        if engine.outer is not None:
-            self.calls += engine.outer.calls(engine.clock - 1)
+        self.last_batches, self.last_total = [part.batch for part in parts], len(indices)
         return result
 
     def read_outside(self, counter: int) -> list[str]:
@@ -141,14 +137,14 @@ class StepRunner:
         if engine.gathering is None or engine.pipelined:
             return []
         reads = ReadsOutside(engine.gathering)
-        part = self._part(0, self.order.indices(counter), counter)
+        part = self.part(0, self.order.indices(counter), counter)
         with torch.no_grad(), reads:
             self.loss(part, self.forward(part))
         engine.gathering.finish()
         BOOK.take()
         return sorted({name for row in exchange({"names": reads.names}) for name in row["names"]})
 
-    def _part(self, micro: int, indices: np.ndarray, counter: int) -> Part:
+    def part(self, micro: int, indices: np.ndarray, counter: int) -> Part:
         """This rank's part of a micro-batch."""
         samples = self.engine.placement.split
         positions = np.arange(len(indices))

@@ -1,154 +1,123 @@
-"""What the traffic formulas need to know of a rank, read off its engine: the shard table, what other axes sent."""
+"""What a rank is expected to send in a step: the formulas of `estimate`, on what the layout and the batch show.
+
+Nothing here is read off a running engine but what only a run can know: which parameters had no gradient in a step that
+compresses, how routers of a mixture of experts decided (`routing.py`, `regions_seen.py`), and what attention written by
+hand gathers under cp.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import torch
 
-from shoal.comm.compress.traffic import Transfer, joined
-from shoal.comm.mesh import Members
 from shoal.estimate.attention_traffic import attention_calls
-from shoal.estimate.expert_traffic import expert_traffic
-from shoal.estimate.pipeline_traffic import pipeline_traffic
+from shoal.estimate.axis_calls import axis_calls, buffer_calls
+from shoal.estimate.held import Held
+from shoal.estimate.shard_table import shard_table
 from shoal.estimate.tensor_traffic import crossing_calls
-from shoal.estimate.traffic import NUMBER_BYTES, Buffer, Call, Compressed, Group, Norm, ShardTable
-from shoal.job import Job
-from shoal.parallel.batch_norm import batch_norms, take_calls_by_others
-from shoal.parallel.compression import working_type
-from shoal.parallel.data import Bucket
+from shoal.estimate.traffic import Call, Group, ShardTable
+from shoal.job import Batch, Job
 from shoal.parallel.engine import Engine
 from shoal.parallel.executor import Executor
-from shoal.parallel.expert.deal_out import take_routed
-from shoal.parallel.global_loss import GlobalLoss
 from shoal.parallel.pipeline.executor import Pipeline
-from shoal.parallel.pipeline.pipedream import PipeDream
-from shoal.strategy import Strategy, recompute
-from shoal.workload.blocks import blocks
+from shoal.strategy import Strategy, amp, cp, pp
+from shoal.train.regions_seen import RegionsSeen
+from shoal.train.routing import Routing
+from shoal.workload.forward import Forward, JobShapes
+from shoal.workload.layout import Layout
+from shoal.workload.observe import job_shapes, observe
 
 
-def shard_table(job: Job, strategy: Strategy, executor: Executor, calls: Sequence[Call]) -> ShardTable:
-    """What the traffic formulas need to know, read off the engine's buffers and the model's batch norms."""
-    engine = executor.engine
-    placement = engine.placement
-    again = strategy.modifier(recompute) is not None
-    in_blocks = tuple(name for name, _ in blocks(engine.model)) if again else ()
-    norms = []
-    if job.batch_norm == "sync" and placement.samples.size > 1:
-        for name, module in batch_norms(engine.model):
-            if not module.training and module.running_mean is not None:
-                continue  # The model keeps it as it was pretrained.
-            if f"{name}.running_mean" in engine.absent:
-                continue
-            inside = any(name == block or name.startswith(block + ".") for block in in_blocks)
-            width = torch.promote_types(next(engine.model.parameters()).dtype, torch.float32).itemsize
-            norms.append(Norm(channels=module.num_features, itemsize=width, recomputed=inside))
-        for (channels, itemsize), (asked, repeated) in engine.norms_by_others.items():
-            norms += (asked // strategy.micro_batches) * [
-                Norm(channels=channels, itemsize=itemsize, recomputed=repeated > 0)
-            ]
-    unflushed = executor if isinstance(executor, PipeDream) else None
-    return ShardTable(
-        zero=placement.zero,
-        one_memory=placement.one_memory,
-        micro_batches=strategy.micro_batches,
-        num_parameters=len(unflushed.names if unflushed else engine.names),
-        world=_group(placement.island),
-        norm=_group(unflushed.norm if unflushed else placement.norm),
-        stage=_group(unflushed.update_group) if unflushed else None,
-        samples=_group(placement.samples),
-        buffers=tuple(_buffers(strategy, executor)),
-        norms=tuple(norms),
-        calls=tuple(calls),
-    )
+@dataclass
+class Expected:
+    """The traffic of one rank's steps, from the job, its layout and the strategy."""
 
+    job: Job
+    strategy: Strategy
+    layout: Layout
+    executor: Executor
+    dtype: torch.dtype | None = None
+    routing: Routing | None = None
+    regions: RegionsSeen | None = None
+    _forwards: dict[Any, Forward] = field(default_factory=dict)
+    """By the shapes of a micro-batch."""
 
-def _group(members: Members) -> Group:
-    return Group(axis=members.axis, ranks=members.size)
+    @property
+    def engine(self) -> Engine:
+        return self.executor.engine
 
+    def watch(self) -> None:
+        """Puts hooks where data decide what is sent, so that the prediction can be made from what they see."""
+        experts, model = self.layout.experts, self.engine.model
+        if experts is not None and self.engine.placement.experts.size > 1:
+            self.routing = Routing(self.engine.placement.experts)
+            self.routing.watch(model, [layer for layer in experts.layers if self.held.runs(layer.owner)])
+        if self.layout.chooses and self.engine.placement.tensor.size > 1:
+            self.regions = RegionsSeen(model, self.held)
 
-def _buffers(strategy: Strategy, executor: Executor) -> Iterator[Buffer]:
-    """The engine's flat buffers, and how often each moves in a step."""
-    engine = executor.engine
-    micro, pipelined = strategy.micro_batches, engine.pipelined
-    every_micro = executor.update_group is not None
-    forward: dict[int, int] = {}
-    backward: dict[int, int] = {}
-    for unit in engine.gathering.units if engine.gathering is not None else ():
-        stays = unit.is_root or unit.held
-        for shard in unit.shards:
-            forward[id(shard.buffer)] = 1 if pipelined and stays else micro
-            backward[id(shard.buffer)] = 0 if stays or unit.is_last else micro
-    for bucket in engine.buckets:
-        replicas = bucket.replicas
-        yield Buffer(
-            padded_bytes=bucket.buffer.bytes,
-            replicas=_group(replicas.everyone),
-            sharding=_group(replicas.sharding),
-            copies=_group(replicas.copies),
-            compressed=_compressed(engine, bucket),
-            reductions=micro if every_micro or (replicas.zero >= 2 and not pipelined) else 1,
-            forward_gathers=forward.get(id(bucket.buffer), 0),
-            backward_gathers=backward.get(id(bucket.buffer), 0),
-        )
+    def forget(self) -> None:
+        """Before a step: what was seen until now (in an evaluation) is not the step's."""
+        cut = self.engine.cut
+        cut.crossings.take()
+        if isinstance(self.executor, Pipeline):
+            self.executor.borders.forget()
+        if cut.sequence is not None:
+            cut.sequence.take()
+        for seen in (self.routing, self.regions):
+            if seen is not None:
+                seen.forget()
 
+    @cached_property
+    def shapes(self) -> JobShapes:
+        term = self.strategy.term(pp)
+        stages = () if term is None else (term.n * term.chunks,)
+        return job_shapes(self.job, self.layout, stages=stages, dtype=self.dtype)
 
-def _compressed(engine: Engine, bucket: Bucket) -> Compressed | None:
-    """What the step just made sent of a bucket, where a level of dp compresses."""
-    compression, route = engine.compression, bucket.route
-    if compression is None or route is None:
-        return None
-    itemsize = working_type(bucket.buffer.dtype).itemsize
-    reductions = [
-        compression.method.sent_bytes(
-            each.shape, itemsize, route.between.size, compression.step - 1, rank=route.between.index
-        )
-        for each in compression.sent(bucket)
-    ]
-    transfers = joined(calls for calls in reductions if calls is not None)
-    dense = sum(high - low for low, high in compression.dense_ranges(bucket)) * bucket.buffer.dtype.itemsize
-    if dense:
-        transfers.append(Transfer("all_reduce", dense))
-    return Compressed(
-        inside=_group(route.inside), between=_group(route.between), outside=_group(route.outside), whole=route.whole,
-        transfers=tuple(transfers),
-    )  # fmt: skip
+    @cached_property
+    def held(self) -> Held:
+        return Held(self.shapes, self.strategy, self.engine.placement.mesh.rank)
 
+    def forward(self, batch: Batch) -> Forward:
+        """The serial forward of a micro-batch of these shapes."""
+        key = tuple((name, tuple(entry.shape), entry.dtype) for name, entry in batch.items())
+        if key not in self._forwards:
+            narrow = self.strategy.modifier(amp) is not None
+            self._forwards[key] = observe(self.job, batch, dtype=self.dtype, autocast=narrow, real=self._real)
+        return self._forwards[key]
 
-def axis_calls(strategy: Strategy, executor: Executor) -> Iterator[Call]:
-    """What the axes other than dp sent in the step just made, by their formulas."""
-    engine = executor.engine
-    engine.norms_by_others = take_calls_by_others(engine.model)
-    cut, placement = engine.cut, engine.placement
-    if isinstance(executor, Pipeline):
-        yield from pipeline_traffic(
-            axis=executor.members.axis, ranks=executor.members.size,
-            before=executor.crossings(before=True), behind=executor.crossings(before=False),
-            numbers_bytes=2 * NUMBER_BYTES if executor.update_group is not None else 0,
+    @property
+    def _real(self) -> bool:
+        return self.strategy.term(cp) is not None
+
+    def table(self, batches: Sequence[Batch], total: int) -> ShardTable:
+        """For a step of these micro-batches, of a global batch of `total` samples. Collective where experts are
+        split: how many tokens come from others, only they know."""
+        forwards = [self.forward(batch) for batch in batches]
+        compression = self.engine.compression
+        return shard_table(
+            self.held, self.strategy, forwards[0], calls=list(self._calls(forwards, total)),
+            step=0 if compression is None else compression.step - 1,
+            unused=() if compression is None else compression.unused,
         )  # fmt: skip
-    yield from crossing_calls(_group(placement.tensor), cut.crossings.take())
-    if cut.sequence is not None:
-        calls, gathered = cut.sequence.take()
-        yield from attention_calls(calls, cut.sequence.method, _group(placement.context))
-        for crossing in gathered:
-            yield from crossing_calls(_group(placement.context), {crossing: 1})
-    yield from expert_traffic(take_routed(engine.model))
-    if engine.buffers is not None:
-        yield from engine.buffers.calls()
 
-
-def global_loss_calls(loss: GlobalLoss) -> Iterator[Call]:
-    """What a loss over the global batch gathered since this was last asked."""
-    yield from crossing_calls(_group(loss.samples), loss.crossings.take())
-
-
-def forget_calls(executor: Executor) -> None:
-    """Before a step: what was sent until now (in an evaluation) is not the step's."""
-    engine = executor.engine
-    engine.cut.crossings.take()
-    take_calls_by_others(engine.model)
-    if isinstance(executor, Pipeline):
-        executor.borders.forget()
-    if engine.cut.sequence is not None:
-        engine.cut.sequence.take()
-    take_routed(engine.model)
+    def _calls(self, forwards: Sequence[Forward], total: int) -> Iterator[Call]:
+        placed = axis_calls(self.held, forwards, total=total, regions=self.regions is None)
+        yield from (call for _, call in placed)
+        if self.regions is not None:
+            yield from self.regions.calls()
+        yield from buffer_calls(self.held)
+        if self.routing is not None:
+            yield from self.routing.calls(forwards[0])
+        sequence = self.engine.cut.sequence
+        if sequence is not None:
+            context = self.engine.placement.context
+            group = Group(axis=context.axis, ranks=context.size)
+            yield from attention_calls(sequence.calls_in_views, sequence.method, group)
+            for crossing in sequence.gathered_in_views:
+                yield from crossing_calls(group, {crossing: 1})
+        if self.engine.outer is not None:
+            yield from self.engine.outer.calls(self.engine.clock - 1)

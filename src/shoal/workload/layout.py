@@ -37,6 +37,8 @@ class Layout:
     context: ContextPlan | None = None
     why_no_context: str = ""
     experts: Survey | None = None
+    chooses: bool = False
+    """Whether the model's code looks at values, so that what it computes depends on the data (a mixture of experts)."""
 
     def stages(self, num: int) -> list[tuple[int, int]]:
         assert self.chain is not None
@@ -75,6 +77,7 @@ def layout_of(job: Job, strategy: Strategy | None = None) -> Layout:
         context=context,
         why_no_context=why,
         experts=experts if hints.experts else _kept_together(experts),
+        chooses=chooses,
     )
     if over_samples and experts is not None and layout.tensor is not None:
         layout = replace(layout, tensor=_without_experts(layout.tensor, experts))

@@ -212,9 +212,9 @@ def trace(job: Job, *, samples: int = SAMPLES, model: nn.Module | None = None) -
         if model is None:
             mode = FakeTensorMode(allow_non_fake_inputs=True)
             try:
-                faked = _faked(build_without_memory(job), mode)
+                fakes = faked(build_without_memory(job), mode)
                 with mode:
-                    return _record(job, faked, {k: mode.from_tensor(v) for k, v in batch.items()}, len(indices), True)
+                    return _record(job, fakes, {k: mode.from_tensor(v) for k, v in batch.items()}, len(indices), True)
             except Exception:
                 model = built(job)
         try:
@@ -236,7 +236,7 @@ def _quiet_fakes() -> Iterator[None]:
         log.setLevel(before)
 
 
-def _faked(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+def faked(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     """The same model with fakes for its parameters and buffers, tied ones still tied."""
     made: dict[int, Any] = {}
 

@@ -82,7 +82,8 @@ def passes_of(
 
 
 def spans_s(inputs: Inputs, passes: Passes, *, play: bool) -> Column:
-    """The span of every row of a pipeline that has a closed form or (`play`) can be played; else not a number."""
+    """The span of every row of a pipeline whose schedule is known; not a number for the others, and for all of them
+    without `play`."""
     size = len(inputs)
     found = np.full(size, np.nan)
     if not play:
@@ -100,14 +101,13 @@ def spans_s(inputs: Inputs, passes: Passes, *, play: bool) -> Column:
                 forward, backward, _ = parts.stages(SCHEDULES[code], ranks=num, chunks=1)
                 span = _gpipe_s if code == GPIPE else _in_turns_s
                 found[here] = span(forward, backward, parts.message_s, micro[here])
-    if play:
-        rounds = np.where(schedule == INTERLEAVED, (micro % ranks == 0) & (chunks > 1), schedule == ZERO_BUBBLE)
-        here = np.flatnonzero(rounds & (micro == np.floor(micro)) & (ranks > 1))
-        keys, which = np.unique(
-            np.stack([each[here] for each in (schedule, ranks, chunks, micro)]).astype(int), axis=1, return_inverse=True
-        )
-        groups = [here[which.reshape(-1) == place] for place in range(keys.shape[1])]
-        _play(found, passes, {tuple(key): rows for key, rows in zip(keys.T.tolist(), groups, strict=True)})
+    rounds = np.where(schedule == INTERLEAVED, (micro % ranks == 0) & (chunks > 1), schedule == ZERO_BUBBLE)
+    here = np.flatnonzero(rounds & (micro == np.floor(micro)) & (ranks > 1))
+    keys, which = np.unique(
+        np.stack([each[here] for each in (schedule, ranks, chunks, micro)]).astype(int), axis=1, return_inverse=True
+    )
+    groups = [here[which.reshape(-1) == place] for place in range(keys.shape[1])]
+    _play(found, passes, {tuple(key): rows for key, rows in zip(keys.T.tolist(), groups, strict=True)})
     return found
 
 

@@ -1,8 +1,9 @@
 """Plays a pipeline schedule against a clock: when each action starts and stops, who idles, what is kept in memory.
 
 A rank takes its actions in order and waits for what the next one needs (a blocking receive); what it has computed is
-on its way at once and holds nobody up (an asynchronous send). A schedule that plays to its end under these rules cannot
-deadlock in an executor that keeps them; one that does not is refused with the sentence that says who waits for whom.
+on its way at once (an asynchronous send), and a message keeps both ends busy, as measured (docs/simulate.md). A
+schedule that plays to its end under these rules cannot deadlock in an executor that keeps them; one that does not is
+refused with the sentence that says who waits for whom.
 """
 
 from __future__ import annotations
@@ -197,6 +198,7 @@ def _clock(
 ) -> list[list[Box]]:
     """Each rank goes on until it must wait; a result wakes those who wait for it. What is left asleep is a deadlock."""
     lanes: list[list[Box]] = [[] for _ in per_rank]
+    free_s: list[float] = [0] * len(per_rank)  # Whole numbers: costs may be exact fractions.
     there_s: dict[Needed, float] = {}
     asleep: dict[Needed, list[int]] = defaultdict(list)
     awake = list(range(len(per_rank)))
@@ -210,13 +212,17 @@ def _clock(
             if missing is not None:
                 asleep[missing].append(rank)
                 break
-            arrivals = [there_s[need] + (transfer_s if homes[need[1]] != rank else 0) for need in needs]
-            start_s = max([lane[-1].stop_s if lane else 0, *arrivals])
-            lane.append(Box(action=action, start_s=start_s, stop_s=start_s + costs[action.kind][action.stage]))
+            sent = [there_s[need] for need in needs if homes[need[1]] != rank]
+            start_s = max([free_s[rank], *sent]) + (transfer_s if sent else 0)
+            stop_s = free_s[rank] = start_s + costs[action.kind][action.stage]
+            lane.append(Box(action=action, start_s=start_s, stop_s=stop_s))
             if action.kind != "W":
                 result = (action.kind[0], action.stage, action.micro)
-                there_s[result] = lane[-1].stop_s
+                there_s[result] = stop_s
                 awake += asleep.pop(result, [])
+                onward = action.stage + (1 if action.kind == "F" else -1)
+                if 0 <= onward < len(homes) and homes[onward] != rank:
+                    free_s[rank] = stop_s + transfer_s
     waiting = {rank: need for need, sleepers in asleep.items() for rank in sleepers}
     if waiting:
         raise ScheduleDeadlock(_who_waits(waiting, per_rank, [len(lane) for lane in lanes], homes))

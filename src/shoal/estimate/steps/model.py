@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shoal.estimate.steps.operations import Operation
+from shoal.workload.forward import Forward, JobShapes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,8 +16,6 @@ class Piece:
     name: str
     is_block: bool
     parameter_bytes: int
-    crossing_bytes: int
-    """Of one sample, across a cut just before it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,22 +28,25 @@ class JobModel:
     """Of the traced forward, which `operations` are of."""
     operations: tuple[Operation, ...]
     pieces: tuple[Piece, ...]
-    stages: Mapping[int, tuple[tuple[int, int], ...]]
-    """Number of stages -> the pieces of each, as the engine would cut."""
     tensor_cut: Mapping[str, str]
     """Module -> the side of its product that tensor parallelism cuts; "between" for what lies between."""
-    tensor_inputs: int
-    """Regions: each sends a stream's worth of activations, twice forward and backward in all."""
-    vocabulary_cut: bool
     loss_cut: bool
     context_loss_cut: bool
-    stream_bytes: int
-    """Of one sample: what flows from block to block."""
-    synchronised_norms: bool
-    """Whether batch norms see the samples of all replicas."""
     optimizer: str
-    shapes: tuple[tuple[int, ...], ...]
-    """Of all parameters."""
+    shapes: JobShapes
+    """What its traffic follows from: parameters, and where the model may be cut."""
+    forward: Forward
+    """Of a typical micro-batch."""
+
+    @property
+    def stages(self) -> Mapping[int, tuple[tuple[int, int], ...]]:
+        """Number of stages -> the pieces of each, as the engine would cut."""
+        return self.shapes.stages
+
+    @property
+    def synchronised_norms(self) -> bool:
+        """Whether batch norms see the samples of all replicas."""
+        return self.shapes.synchronised_norms
 
     @property
     def parameter_bytes(self) -> int:

@@ -47,6 +47,10 @@ class SequenceCut:
         self.gathered: list[Crossing] = []
         """What was gathered since the last `take`: keys and values of attention written by hand, the stream behind the
         last block."""
+        self.gathered_in_views: list[Crossing] = []
+        """Those of them that attention written by hand has gathered: its own code decides about these."""
+        self.calls_in_views: list[AttentionCall] = []
+        """Those of `calls` that modules which write attention out themselves have made."""
         self._programs: dict[Any, Any] = {}
         self._attending = False
         self._cut: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -180,7 +184,10 @@ class SequenceCut:
         if BOOK.phase != "evaluate":
             learns = x.requires_grad and torch.is_grad_enabled()
             size = x.numel() * x.element_size() * n
-            self.gathered.append(Crossing(how="gather", whole_bytes=size, gradient=learns, again=recomputing()))
+            crossing = Crossing(how="gather", whole_bytes=size, gradient=learns, again=recomputing())
+            self.gathered.append(crossing)
+            if GlobalView.active:
+                self.gathered_in_views.append(crossing)
         together = gather(x, self.members, dim)
         balanced = self.balanced(length)
         if not balanced:
@@ -198,6 +205,8 @@ class SequenceCut:
                 again=recomputing(), evaluating=BOOK.phase == "evaluate",
             )
         )  # fmt: skip
+        if GlobalView.active:
+            self.calls_in_views.append(self.calls[-1])
         if k.shape[1] == 1 and q.shape[1] > 1:
             given["enable_gqa"] = True  # One head of keys for all: plain attention broadcasts it.
         length = q.shape[-2] * self.members.size
@@ -210,7 +219,7 @@ class SequenceCut:
     def take(self) -> tuple[list[AttentionCall], list[Crossing]]:
         """What crossed the ranks since the last take."""
         taken = self.calls, self.gathered
-        self.calls, self.gathered = [], []
+        self.calls, self.gathered, self.gathered_in_views, self.calls_in_views = [], [], [], []
         return taken
 
 

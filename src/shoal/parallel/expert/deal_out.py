@@ -27,6 +27,7 @@ REMEMBERED_RUNS = 1024
 """Runs of layers whose routing is kept for `take_routed`; older ones are forgotten."""
 
 _HISTORY = "_shoal_routed"
+_CALLERS = "_shoal_callers"
 
 
 def deal_out(model: nn.Module, layers: Sequence[ExpertLayer], members: Members) -> list[str]:
@@ -54,6 +55,9 @@ def deal_out(model: nn.Module, layers: Sequence[ExpertLayer], members: Members) 
     for owner, lists in by_owner.items():
         Owner(model.get_submodule(owner), lists)
     setattr(model, _HISTORY, history)
+    setattr(model, _CALLERS, {
+        each.layer.path: list(each.stand_ins.values()) for lists in by_owner.values() for each in lists
+    })  # fmt: skip
     after = dict(model.named_parameters())
     return [name for name, param in before.items() if after.get(name) is not param]
 
@@ -64,3 +68,9 @@ def take_routed(model: nn.Module) -> list[Routed]:
     taken = list(history)
     history.clear()
     return taken
+
+
+def callers(model: nn.Module, path: str) -> list[nn.Module]:
+    """For a list of experts that is split: what takes each expert's calls while the module that routes runs."""
+    found: dict[str, list[nn.Module]] = getattr(model, _CALLERS, {})
+    return found.get(path, [])

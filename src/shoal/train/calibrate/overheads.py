@@ -30,8 +30,9 @@ COUNTS = {
     "passes": MANY - 1,
     # Of tensor parallelism in a pass: two in and two out of each block, embedding, head, and two of the loss.
     "crossings": 4 * LAYERS + 4,
-    # Of ZeRO-3 in a pass: every block and the rest, twice gathered and once reduced.
-    "gathers": 3 * (LAYERS + 1),
+    # Of ZeRO-3 in a pass: every block and the rest once gathered and once reduced, and gathered again all but the last
+    # block and the rest (`estimate/traffic.py`).
+    "gathers": 2 * (LAYERS + 1) + LAYERS - 1,
     "attentions": LAYERS,
     "norms": NORMS,
 }

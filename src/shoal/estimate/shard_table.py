@@ -1,0 +1,212 @@
+"""The table of flat buffers of a rank, from the model's parameters and the strategy: what `traffic.predict` reads.
+
+Nothing of a running engine is asked. Parameters are cut as the layout says, laid into buckets from the last to the
+first (stage 3: one buffer for each block), aligned and padded as `parallel/flat.py` documents it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from math import lcm, prod
+
+from shoal.comm.compress import traffic as compressed
+from shoal.comm.compress.traffic import Transfer
+from shoal.estimate.held import Held
+from shoal.estimate.placing import Family, Replicas
+from shoal.estimate.traffic import Buffer, Call, Compressed, Norm, ShardTable
+from shoal.strategy import Strategy, pp
+from shoal.strategy.compress import powersgd
+from shoal.workload.forward import Forward, ParameterShape
+
+BUCKET_BYTES = 8 << 20
+"""Gradients travel in buckets of at most this size (`parallel/data.py`)."""
+ALIGN = 16
+"""Elements to which every parameter of a buffer is aligned (`parallel/flat.py`)."""
+LONG_AFTER = 10**9
+"""A step far from the start, when what a compression sends has settled."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A parameter as this rank holds it."""
+
+    parameter: ParameterShape
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        return self.numel * self.parameter.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """Where a parameter lies in its buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + prod(self.shape)
+
+
+def shard_table(
+    held: Held, strategy: Strategy, forward: Forward, *, calls: Sequence[Call] = (), step: int = LONG_AFTER,
+    unused: Collection[str] = (), bucket_bytes: int | None = None,
+) -> ShardTable:  # fmt: skip
+    """What the formulas need to know of the rank that holds this. `step` and `unused` matter to compression only: the
+    step of training, and parameters without a gradient in it. `bucket_bytes`: if not BUCKET_BYTES."""
+    placing, term = held.placing, strategy.term(pp)
+    unflushed = term is not None and term.schedule == "pipedream"
+    names = [each.name for each in held.shapes.parameters if each.trains]
+    if unflushed:
+        names = [name for name in names if set(held.holders(name)) & set(held.stages)]
+    return ShardTable(
+        zero=placing.zero,
+        one_memory=placing.one_memory,
+        micro_batches=strategy.micro_batches,
+        num_parameters=len(names),
+        world=placing.island.group,
+        norm=placing.parts_of_stage().group if unflushed else placing.norm.group,
+        stage=placing.colleagues().group if unflushed else None,
+        samples=placing.samples.group,
+        buffers=tuple(_buffers(held, strategy, forward, step, unused, bucket_bytes or BUCKET_BYTES)),
+        norms=tuple(_norms(held, forward)),
+        calls=tuple(calls),
+    )
+
+
+def _norms(held: Held, forward: Forward) -> Iterator[Norm]:
+    if not held.shapes.synchronised_norms or held.placing.samples.ranks == 1:
+        return
+    for norm in forward.norms:
+        if held.runs(norm.module):
+            again = held.recomputes and held.shapes.in_block(norm.module)
+            yield Norm(channels=norm.channels // held.channel_parts(norm.module), itemsize=norm.itemsize,
+                       recomputed=again)  # fmt: skip
+
+
+def _buffers(
+    held: Held, strategy: Strategy, forward: Forward, step: int, unused: Collection[str], bucket_bytes: int
+) -> Iterator[Buffer]:
+    placing, micro = held.placing, strategy.micro_batches
+    term = strategy.term(pp)
+    pipelined, unflushed = term is not None, term is not None and term.schedule == "pipedream"
+    entries = [_Entry(each, held.shape_of(each)) for each in held.own() if each.trains]
+    reductions = micro if unflushed or (placing.zero >= 2 and not pipelined) else 1
+    if placing.zero < 3:
+        for group in _groups(held, entries[::-1], bucket_bytes):
+            yield _buffer(held, group, step, unused, reductions=reductions)
+        return
+    blocks = sorted({each.parameter.block for each in entries} - {-1})
+    for block in [-1, *blocks]:
+        inside = [each for each in entries if each.parameter.block == block]
+        stays = block == -1 or _kept_whole(held.shapes.blocks[block], forward)
+        is_last = not pipelined and block == blocks[-1] if blocks else False
+        for group in _groups(held, inside, None):
+            yield _buffer(
+                held, group, step, unused, reductions=reductions, forward_gathers=1 if pipelined and stays else micro,
+                backward_gathers=0 if stays or (is_last and block != -1) else micro,
+            )  # fmt: skip
+
+
+def _kept_whole(block: str, forward: Forward) -> bool:
+    """Whether a block's parameters stay gathered from forward to backward: it is used several times, or what it gives
+    back hides its tensors."""
+    calls = forward.calls_of(block)
+    return len(calls) > 1 or any(call.opaque for call in calls)
+
+
+def _groups(held: Held, entries: Sequence[_Entry], most_bytes: int | None) -> list[list[_Entry]]:
+    """Consecutive parameters of one kind, up to `most_bytes` together (a larger one stands alone)."""
+    open_groups: dict[tuple[str, Family, int], list[_Entry]] = {}
+    done: list[list[_Entry]] = []
+    for entry in entries:
+        name = entry.parameter.name
+        key = (entry.parameter.dtype, held.family(entry.parameter), held.part(name))
+        group = open_groups.setdefault(key, [])
+        if group and most_bytes is not None and sum(each.bytes for each in group) + entry.bytes > most_bytes:
+            done.append(group)
+            group = open_groups[key] = []
+        group.append(entry)
+    return done + [group for group in open_groups.values() if group]
+
+
+def _up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+def _buffer(
+    held: Held, group: Sequence[_Entry], step: int, unused: Collection[str], *, reductions: int,
+    forward_gathers: int = 0, backward_gathers: int = 0,
+) -> Buffer:  # fmt: skip
+    replicas = held.placing.replicas(held.family(group[0].parameter))
+    itemsize = group[0].parameter.itemsize
+    slots, start = [], 0
+    for entry in sorted(group, key=lambda entry: entry.parameter.options):
+        slots.append(_Slot(entry.parameter.name, entry.shape, start))
+        start = _up(start + entry.numel, ALIGN)
+    parts = replicas.route.inside.ranks if replicas.route is not None else 1
+    padded = _up(start, ALIGN * lcm(replicas.sharding.ranks, parts))
+    return Buffer(
+        padded_bytes=padded * itemsize, replicas=replicas.everyone.group, sharding=replicas.sharding.group,
+        copies=replicas.copies.group, compressed=_compressed(held, replicas, slots, padded, itemsize, step, unused),
+        reductions=reductions, forward_gathers=forward_gathers, backward_gathers=backward_gathers,
+    )  # fmt: skip
+
+
+def _compressed(
+    held: Held, replicas: Replicas, slots: Sequence[_Slot], padded: int, itemsize: int, step: int,
+    unused: Collection[str],
+) -> Compressed | None:  # fmt: skip
+    route, term = replicas.route, held.placing.compression
+    if route is None or term is None:
+        return None
+    low, high = 0, padded
+    if not route.whole:
+        over = replicas.sharding if held.placing.zero else route.inside
+        size = padded // over.ranks
+        low, high = over.index * size, (over.index + 1) * size
+    working = max(itemsize, 4)
+    ranks = route.between.ranks
+    reductions, dense = [], 0
+    for slot in slots:
+        first, last = max(slot.start, low) - slot.start, min(slot.stop, high) - slot.start
+        if first >= last:
+            continue
+        body = None
+        if compressed.pays(term, slot.shape, working, ranks=ranks):
+            body = _body(isinstance(term, powersgd), slot.shape, first, last)
+            if body[0] >= body[1] or not compressed.pays(term, body[2], working, ranks=ranks):
+                body = None
+        dense += last - first - (body[1] - body[0] if body is not None else 0)
+        if body is not None and slot.name not in unused:
+            reductions.append(
+                compressed.sent_bytes(term, body[2], working, ranks, step, rank=route.between.index)
+            )  # fmt: skip
+    transfers = compressed.joined(calls for calls in reductions if calls is not None)
+    if dense:
+        transfers.append(Transfer("all_reduce", dense * itemsize))
+    return Compressed(
+        inside=route.inside.group, between=route.between.group, outside=route.outside.group, whole=route.whole,
+        transfers=tuple(transfers),
+    )  # fmt: skip
+
+
+def _body(
+    in_rows: bool, shape: tuple[int, ...], low: int, high: int
+) -> tuple[int, int, tuple[int, ...]]:
+    """What of a range of a parameter is compressed, and in which shape: PowerSGD needs full rows of a matrix."""
+    if (low, high) == (0, prod(shape)):
+        return low, high, shape
+    if not in_rows:
+        return low, high, (1, high - low)
+    _, columns = compressed.matrix_of(shape)
+    first, last = -(-low // columns), high // columns
+    return first * columns, last * columns, (max(0, last - first), columns)
