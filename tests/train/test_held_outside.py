@@ -143,6 +143,19 @@ def test_parameters_that_a_forward_writes_to_are_put_back() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_a_parameter_that_the_first_forward_makes_is_not_made_by_what_is_tried_before() -> None:
+    class Making(coupled.Plain):
+        def forward(self, x: Tensor) -> Any:
+            if not hasattr(self, "gain"):
+                self.gain = nn.Parameter(torch.ones(coupled.WIDTH))
+            return super().forward(x) * self.gain
+
+    job = coupled.make(Making)
+    model = build_model(job)
+    places_of(job, model)
+    assert "gain" not in dict(model.named_parameters())
+
+
 @pytest.mark.parametrize("name", sorted(STATEFUL))
 def test_what_a_checkpoint_would_lose_is_refused_by_name(name: str) -> None:
     named = {"attribute": "calls", "buffer that is not saved": "calls", "late": "calls"}

@@ -343,10 +343,14 @@ def _examined(job: Job, model: nn.Module) -> tuple[bool, list[str]]:
             params = {name: param.detach().clone() for name, param in model.named_parameters()}
             losses.append(float(job.loss_of(job.run_model(model, batch), batch)[0].detach()))
             changed = before.changed_names(model)
-            changed += [name for name, param in model.named_parameters() if not torch.equal(params[name], param)]
+            changed += [name for name, param in model.named_parameters() if not _same(params.get(name), param)]
             if beyond.changed()[0]:
                 changed.append("what the loss, a closure or a global holds")
     return losses[0] != losses[1] and not all(math.isnan(loss) for loss in losses), changed
+
+
+def _same(one: torch.Tensor | None, other: torch.Tensor) -> bool:
+    return one is not None and torch.equal(one, other)
 
 
 def _data_digest(job: Job) -> str:

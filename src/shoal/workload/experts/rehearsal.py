@@ -44,10 +44,11 @@ def rehearsing(module: nn.Module, *, but: Collection[nn.Module] = ()) -> Iterato
 
 class ParametersKept(TorchDispatchMode):
     """Inside, parameters that a forward writes to (a teacher that follows its student, weights that are clipped) are
-    copied before the first write; at the end all have their values again."""
+    copied before the first write; at the end all have their values again, and new ones are gone."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
+        self._registered = [(module._parameters, dict(module._parameters)) for module in model.modules()]
         self._held = [(param, param.data) for param in model.parameters()]
         self._storages = {data.untyped_storage()._cdata: data for _, data in self._held}
         self._copies: dict[int, torch.Tensor] = {}
@@ -66,6 +67,10 @@ class ParametersKept(TorchDispatchMode):
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
+        for now, before in self._registered:
+            if now.keys() != before.keys() or any(now[name] is not param for name, param in before.items()):
+                now.clear()
+                now.update(before)
         for param, data in self._held:
             if param.data_ptr() != data.data_ptr():
                 param.data = data
