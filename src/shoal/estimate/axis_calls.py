@@ -29,9 +29,7 @@ Placed = tuple[str, Call]
 """The module at which it happens, and the collective."""
 
 
-def axis_calls(
-    held: Held, forwards: Sequence[Forward], *, total: int = 0, regions: bool = True
-) -> Iterator[Placed]:
+def axis_calls(held: Held, forwards: Sequence[Forward], *, total: int = 0, regions: bool = True) -> Iterator[Placed]:
     """The collectives of a step whose micro-batches are these, with the modules they belong to. `total`: samples of the
     global batch, where the loss is one of all of them. `regions`: with those of tensor parallelism's regions."""
     for forward in forwards:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm, prod
+from typing import Protocol
 
 from shoal.comm.compress import traffic as compressed
 from shoal.comm.compress.traffic import Transfer
@@ -16,7 +17,7 @@ from shoal.estimate.held import Held
 from shoal.estimate.placing import Family, Replicas
 from shoal.estimate.traffic import Buffer, Call, Compressed, Norm, ShardTable
 from shoal.strategy import Strategy, pp
-from shoal.strategy.compress import powersgd
+from shoal.strategy.compress import CompressTerm, powersgd
 from shoal.workload.forward import Forward, ParameterShape
 
 BUCKET_BYTES = 8 << 20
@@ -25,6 +26,42 @@ ALIGN = 16
 """Elements to which every parameter of a buffer is aligned (`parallel/flat.py`)."""
 LONG_AFTER = 10**9
 """A step far from the start, when what a compression sends has settled."""
+
+
+class Sends(Protocol):
+    """The formulas of a compression, as `comm/compress/method.py` has them."""
+
+    term: CompressTerm
+
+    def pays(self, shape: Sequence[int], itemsize: int, *, ranks: int = 2) -> bool: ...
+
+    def sent_bytes(
+        self, shape: Sequence[int], itemsize: int, ranks: int, step: int, *, rank: int = 0
+    ) -> list[Transfer] | None: ...
+
+
+@dataclass(slots=True)
+class _OfTerm:
+    """Those of a term."""
+
+    term: CompressTerm
+
+    def pays(self, shape: Sequence[int], itemsize: int, *, ranks: int = 2) -> bool:
+        return compressed.pays(self.term, shape, itemsize, ranks=ranks)
+
+    def sent_bytes(
+        self, shape: Sequence[int], itemsize: int, ranks: int, step: int, *, rank: int = 0
+    ) -> list[Transfer] | None:
+        return compressed.sent_bytes(self.term, shape, itemsize, ranks, step, rank=rank)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What compression depends on beside the strategy."""
+
+    number: int
+    unused: Collection[str]
+    method: Sends | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +95,15 @@ class _Slot:
 
 def shard_table(
     held: Held, strategy: Strategy, forward: Forward, *, calls: Sequence[Call] = (), step: int = LONG_AFTER,
-    unused: Collection[str] = (), bucket_bytes: int | None = None,
+    unused: Collection[str] = (), method: Sends | None = None, bucket_bytes: int | None = None,
 ) -> ShardTable:  # fmt: skip
-    """What the formulas need to know of the rank that holds this. `step` and `unused` matter to compression only: the
-    step of training, and parameters without a gradient in it. `bucket_bytes`: if not BUCKET_BYTES."""
+    """What the formulas need to know of the rank that holds this. `step`, `unused` and `method` matter to compression
+    only: the step of training, parameters without a gradient in it, and formulas other than those of the term.
+    `bucket_bytes`: if not BUCKET_BYTES."""
     placing, term = held.placing, strategy.term(pp)
+    if method is None and placing.compression is not None:
+        method = _OfTerm(placing.compression)
+    now = _Step(step, unused, method)
     unflushed = term is not None and term.schedule == "pipedream"
     names = [each.name for each in held.shapes.parameters if each.trains]
     if unflushed:
@@ -76,7 +117,7 @@ def shard_table(
         norm=placing.parts_of_stage().group if unflushed else placing.norm.group,
         stage=placing.colleagues().group if unflushed else None,
         samples=placing.samples.group,
-        buffers=tuple(_buffers(held, strategy, forward, step, unused, bucket_bytes or BUCKET_BYTES)),
+        buffers=tuple(_buffers(held, strategy, forward, now, bucket_bytes or BUCKET_BYTES)),
         norms=tuple(_norms(held, forward)),
         calls=tuple(calls),
     )
@@ -92,9 +133,7 @@ def _norms(held: Held, forward: Forward) -> Iterator[Norm]:
                        recomputed=again)  # fmt: skip
 
 
-def _buffers(
-    held: Held, strategy: Strategy, forward: Forward, step: int, unused: Collection[str], bucket_bytes: int
-) -> Iterator[Buffer]:
+def _buffers(held: Held, strategy: Strategy, forward: Forward, now: _Step, bucket_bytes: int) -> Iterator[Buffer]:
     placing, micro = held.placing, strategy.micro_batches
     term = strategy.term(pp)
     pipelined, unflushed = term is not None, term is not None and term.schedule == "pipedream"
@@ -102,7 +141,7 @@ def _buffers(
     reductions = micro if unflushed or (placing.zero >= 2 and not pipelined) else 1
     if placing.zero < 3:
         for group in _groups(held, entries[::-1], bucket_bytes):
-            yield _buffer(held, group, step, unused, reductions=reductions)
+            yield _buffer(held, group, now, reductions=reductions)
         return
     blocks = sorted({each.parameter.block for each in entries} - {-1})
     for block in [-1, *blocks]:
@@ -111,7 +150,7 @@ def _buffers(
         is_last = not pipelined and block == blocks[-1] if blocks else False
         for group in _groups(held, inside, None):
             yield _buffer(
-                held, group, step, unused, reductions=reductions, forward_gathers=1 if pipelined and stays else micro,
+                held, group, now, reductions=reductions, forward_gathers=1 if pipelined and stays else micro,
                 backward_gathers=0 if stays or (is_last and block != -1) else micro,
             )  # fmt: skip
 
@@ -143,7 +182,7 @@ def _up(value: int, step: int) -> int:
 
 
 def _buffer(
-    held: Held, group: Sequence[_Entry], step: int, unused: Collection[str], *, reductions: int,
+    held: Held, group: Sequence[_Entry], now: _Step, *, reductions: int,
     forward_gathers: int = 0, backward_gathers: int = 0,
 ) -> Buffer:  # fmt: skip
     replicas = held.placing.replicas(held.family(group[0].parameter))
@@ -156,17 +195,16 @@ def _buffer(
     padded = _up(start, ALIGN * lcm(replicas.sharding.ranks, parts))
     return Buffer(
         padded_bytes=padded * itemsize, replicas=replicas.everyone.group, sharding=replicas.sharding.group,
-        copies=replicas.copies.group, compressed=_compressed(held, replicas, slots, padded, itemsize, step, unused),
+        copies=replicas.copies.group, compressed=_compressed(held, replicas, slots, padded, itemsize, now),
         reductions=reductions, forward_gathers=forward_gathers, backward_gathers=backward_gathers,
     )  # fmt: skip
 
 
 def _compressed(
-    held: Held, replicas: Replicas, slots: Sequence[_Slot], padded: int, itemsize: int, step: int,
-    unused: Collection[str],
-) -> Compressed | None:  # fmt: skip
-    route, term = replicas.route, held.placing.compression
-    if route is None or term is None:
+    held: Held, replicas: Replicas, slots: Sequence[_Slot], padded: int, itemsize: int, now: _Step
+) -> Compressed | None:
+    route, method = replicas.route, now.method
+    if route is None or method is None:
         return None
     low, high = 0, padded
     if not route.whole:
@@ -181,15 +219,13 @@ def _compressed(
         if first >= last:
             continue
         body = None
-        if compressed.pays(term, slot.shape, working, ranks=ranks):
-            body = _body(isinstance(term, powersgd), slot.shape, first, last)
-            if body[0] >= body[1] or not compressed.pays(term, body[2], working, ranks=ranks):
+        if method.pays(slot.shape, working, ranks=ranks):
+            body = _body(isinstance(method.term, powersgd), slot.shape, first, last)
+            if body[0] >= body[1] or not method.pays(body[2], working, ranks=ranks):
                 body = None
         dense += last - first - (body[1] - body[0] if body is not None else 0)
-        if body is not None and slot.name not in unused:
-            reductions.append(
-                compressed.sent_bytes(term, body[2], working, ranks, step, rank=route.between.index)
-            )  # fmt: skip
+        if body is not None and slot.name not in now.unused:
+            reductions.append(method.sent_bytes(body[2], working, ranks, now.number, rank=route.between.index))
     transfers = compressed.joined(calls for calls in reductions if calls is not None)
     if dense:
         transfers.append(Transfer("all_reduce", dense * itemsize))
@@ -199,9 +235,7 @@ def _compressed(
     )  # fmt: skip
 
 
-def _body(
-    in_rows: bool, shape: tuple[int, ...], low: int, high: int
-) -> tuple[int, int, tuple[int, ...]]:
+def _body(in_rows: bool, shape: tuple[int, ...], low: int, high: int) -> tuple[int, int, tuple[int, ...]]:
     """What of a range of a parameter is compressed, and in which shape: PowerSGD needs full rows of a matrix."""
     if (low, high) == (0, prod(shape)):
         return low, high, shape

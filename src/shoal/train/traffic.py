@@ -102,6 +102,7 @@ class Expected:
             self.held, self.strategy, forwards[0], calls=list(self._calls(forwards, total)),
             step=0 if compression is None else compression.step - 1,
             unused=() if compression is None else compression.unused,
+            method=None if compression is None else compression.method,
         )  # fmt: skip
 
     def _calls(self, forwards: Sequence[Forward], total: int) -> Iterator[Call]:
