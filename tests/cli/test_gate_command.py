@@ -19,7 +19,7 @@ from torch import nn
 from shoal.job import Job, TensorData
 
 class Layer(nn.Module):
-    notes = {}
+    notes = {"x": torch.zeros(1, 1).numpy()}
 
     def __init__(self, number):
         super().__init__()
@@ -29,7 +29,7 @@ class Layer(nn.Module):
         if self.number == 0:
             Layer.notes["x"] = x.detach().double().numpy()
         elif BROKEN:
-            x = x + torch.from_numpy(Layer.notes["x"]).to(x.dtype).mean(1, keepdim=True)
+            x = x + torch.from_numpy(Layer.notes["x"]).to(x.dtype).mean()
         return torch.tanh(self.line(x) * 3)
 
 def loss(output, batch):
