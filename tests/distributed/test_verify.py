@@ -50,7 +50,7 @@ ODD = [
     "buffers", "one_linear", "repeated", "structures", "primes", "in_place", "loose", "recurrent", "sparse", "norm",
     "cumulative_norm", "frozen_norm", "short", "short_norm", "uneven", "uneven_norm", "late", "sometimes",
     "own_norms", "short_own_norms", "spectral", "replaced", "counting", "returning",
-    "rare_inside",
+    "rare_inside", "tensor_rate",
 ]  # fmt: skip
 MODIFIERS = ("", " * accumulate(2)", ' * recompute("full")', ' * recompute("selective") * accumulate(3)')
 

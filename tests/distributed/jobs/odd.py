@@ -466,6 +466,10 @@ JOBS: dict[str, Callable[[], Job]] = {
     "momentum": lambda: make(Chain, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True)),
     "decay": lambda: make(Chain, options=DecayMatrices(weight_decay=0.2)),
     "rates": lambda: make(Chain, options=_own_rates, schedule=lambda step: 1 / (1 + step)),
+    "tensor_rate": lambda: make(
+        Chain, optimizer=lambda groups: torch.optim.AdamW(groups, lr=torch.tensor(1e-2)),
+        schedule=lambda step: 1 / (1 + step),
+    ),
     "adagrad": lambda: make(Chain, optimizer=partial(torch.optim.Adagrad, lr=0.05)),
     "rmsprop": lambda: make(Chain, optimizer=partial(torch.optim.RMSprop, lr=0.01, momentum=0.5, centered=True)),
     "trust": lambda: make(Chain, optimizer=TrustRatio),

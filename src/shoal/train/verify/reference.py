@@ -169,7 +169,7 @@ class _Copy:
         self.randomness = serial_randomness(job, self.model, dtype)
         self.drawn = UpdateDraws(job.seed) if draws_numbers(job.optimizer) else None
         self.optimizer = job.optimizer(_groups(job, self.model))
-        self.base = [float(group.get("lr", 0.0)) for group in self.optimizer.param_groups]
+        self.base = [_copied(group.get("lr", 0.0)) for group in self.optimizer.param_groups]
         self.factor = 1.0
         self.named = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
         self.largest = {name: torch.zeros_like(param.abs()) for name, param in self.named.items()}
@@ -187,6 +187,7 @@ class _Copy:
             move_by_rounding(self.named.values(), self.noise)
         for group, lr in zip(optimizer.param_groups, self.base, strict=True):
             if job.schedule(step) != self.factor:
+                # A tensor keeps its own precision, as PyTorch's schedulers leave it.
                 group["lr"] = lr * job.schedule(step)
         self.factor = job.schedule(step)
         if needs_closure(optimizer):
@@ -243,6 +244,10 @@ class _Copy:
             if job.clip is not None:
                 nn.utils.clip_grad_norm_(self.named.values(), job.clip)
         return total, count
+
+
+def _copied(rate: Any) -> Any:
+    return rate.detach().clone() if isinstance(rate, torch.Tensor) else float(rate)
 
 
 def _average_copies(copies: Sequence[_Copy]) -> None:
