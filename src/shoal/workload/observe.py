@@ -271,8 +271,9 @@ def _parameters(job: Job, model: nn.Module, dtype: torch.dtype | None) -> Iterat
         options = job.options(name, param)
         if options not in known:
             known.append(options)
-        own = param.dtype
-        kept = own if dtype is None or not own.is_floating_point else dtype
+        kept = param.dtype
+        if dtype is not None and (kept.is_floating_point or kept.is_complex):
+            kept = dtype.to_complex() if kept.is_complex else dtype
         yield ParameterShape(
             names=tuple(names[id(param)]), shape=tuple(param.shape), itemsize=kept.itemsize, dtype=str(kept),
             options=known.index(options), block=block_of.get(name, -1), trains=param.requires_grad,
