@@ -179,6 +179,17 @@ def observe(
             raise CannotTrace(f"job {job.name!r}: the model raised on a batch of its data: {error}") from error
 
 
+@contextmanager
+def _norms_of_one_sample() -> Iterator[None]:
+    """A rank's part of a batch may be one sample. Ranks share their statistics, so batch norm need not refuse it."""
+    check = F._verify_batch_size
+    F._verify_batch_size = lambda size: None
+    try:
+        yield
+    finally:
+        F._verify_batch_size = check
+
+
 def _as_type(model: nn.Module, dtype: torch.dtype | None, mode: Any) -> nn.Module:
     if dtype is None:
         return model
@@ -201,6 +212,7 @@ def _observed(job: Job, model: nn.Module, batch: dict[str, torch.Tensor], autoca
         stack.enter_context(_Functions(watch))
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(watch.pack, lambda kept: kept))
         stack.enter_context(precision)
+        stack.enter_context(_norms_of_one_sample())
         output = job.run_model(model, batch)
         outputs = watch.flows(output)
         if job.loss_over != "batch":  # A loss of the global batch reads what was gathered, not this.
