@@ -200,6 +200,9 @@ SAMPLES: dict[str, list[Sample]] = {
     "batch-loss-has-full-sequences": [
         Sample("cp(2)", "dp(2)", ModelFacts(loss_over="batch"), ModelFacts(loss_over="batch")),
     ],
+    "batch-loss-waits-for-all-replicas": [
+        Sample("dp(2, sync=local(4))", "dp(2)", ModelFacts(loss_over="batch"), ModelFacts(loss_over="batch")),
+    ],
     "micro-batch-loss-keeps-parts-separate": [
         Sample("dp(2)", "dp(2)", ModelFacts(loss_over="micro-batch", batch_norm="sync"),
                ModelFacts(loss_over="micro-batch", batch_norm="local")),
