@@ -37,9 +37,9 @@ class Contestant:
         import torch.distributed as dist
         from torch.nn.parallel import DistributedDataParallel
 
+        from shoal.runtime.setup import prepare
+        from shoal.runtime.step import build_model
         from shoal.strategy import parse
-        from shoal.train.setup import prepare
-        from shoal.train.step import build_model
 
         self.me, self.job, self.number = me, job_of(me.world, width, blocks), 0
         self.ready, self.ddp = None, None
@@ -114,8 +114,8 @@ def watched(processes: list[int], highest: list[int]) -> Iterator[None]:
 
 def of_host(settings: dict[str, Any], channel: Any) -> dict[str, float]:
     """On every rank: its tensors between two steps and what is shared; on the first also the peak of all ranks."""
-    from shoal.train.checkpoint.exchange import exchange
-    from shoal.train.launch.join import join, leave
+    from shoal.comm.json_exchange import exchange
+    from shoal.launch.join import join, leave
 
     me = join()
     processes = [row["process"] for row in exchange({"process": os.getpid()})]
@@ -148,7 +148,7 @@ def host_formula(name: str, ranks: int) -> float:
 
 
 def host_rows(ranks: int) -> list[dict[str, Any]]:
-    from shoal.train.launch import run_ranks
+    from shoal.launch import run_ranks
 
     rows: list[dict[str, Any]] = []
     for name in (DDP, LEAN, f"dp({ranks}, via=shared())"):

@@ -78,8 +78,8 @@ def held(settings: dict[str, Any], channel: Any) -> list[dict[str, Any]]:
     peak of resident memory in another step."""
     from peers.common import gpt_job, shoal_runner
 
+    from shoal.launch.join import join, leave
     from shoal.strategy import parse
-    from shoal.train.launch.join import join, leave
 
     me = join()
     rows = []
@@ -148,7 +148,7 @@ def main() -> None:
         parser.add_argument("--quick", action="store_true", help="a tiny model: shows that all cases run, nothing else")
 
     asked = arguments(__doc__ or "", extend)
-    from shoal.train.launch import run_ranks
+    from shoal.launch import run_ranks
 
     wanted = strategies([int(number) for number in asked.micro.split(",")])
     order = list(dict.fromkeys(name for strategy, alone, _ in wanted for name in (alone, strategy)))

@@ -31,7 +31,7 @@ def contest(settings: dict[str, Any], channel: Any) -> dict[str, list[float]]:
     import torch.distributed as dist
 
     from shoal.comm.group import BACKENDS
-    from shoal.train.launch.join import join, leave
+    from shoal.launch.join import join, leave
 
     me = join(backend=BACKENDS[settings["backend"]])
     groups = {PEER: dist.new_group(backend="gloo"), "mine": dist.new_group(backend=me.backend)}
@@ -71,7 +71,7 @@ def main() -> None:
         parser.add_argument("--rounds", type=int, default=20)
 
     asked = arguments(__doc__ or "", extend)
-    from shoal.train.launch import run_ranks
+    from shoal.launch import run_ranks
 
     kinds = asked.only.split(",")
     unknown = [kind for kind in kinds if kind not in KINDS]

@@ -1,6 +1,6 @@
 """VGG-16 of the comparison of Nichols et al. 2021: replicated on Lassen and ThetaGPU, and on one device in GPipe's
-micro-batches. Work, outputs and parameters are counted by `shoal.analyze`; times are those of `estimate/replicated.py`,
-whose constants were fitted on other networks.
+micro-batches. Work, outputs and parameters are counted by `shoal.analysis`; times are those of
+`estimate/replicated.py`, whose constants were fitted on other networks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from functools import cache
 
 import numpy as np
 
-from shoal.analyze import preset_network
+from shoal.analysis import preset_network
 from shoal.cluster import cluster
 from shoal.estimate.replicated import HABITS, KINDS, PRECISIONS, WORKS, Work, step_times
 

@@ -14,10 +14,10 @@ from benchmarks import comparison_images as images
 
 from shoal.cluster import cluster
 from shoal.estimate.cost import PROFILES
-from shoal.plan.candidates import of_strategies
-from shoal.plan.price import price_candidates
+from shoal.planning.candidates import of_strategies
+from shoal.planning.price import price_candidates
+from shoal.shapes.presets import preset
 from shoal.strategy import parse
-from shoal.workload.presets import preset
 
 SAMPLES = 32
 """A device, as published."""

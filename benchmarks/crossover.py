@@ -43,7 +43,7 @@ DISTURBED, FEW_TURNS = 0.1, 4
 def found_by_ranks(settings: dict[str, Any]) -> dict[str, Any]:
     """What rank 0 found."""
     if not settings["real"]:
-        from shoal.train.launch import run_ranks
+        from shoal.launch import run_ranks
 
         def listen(rank: int, message: dict[str, Any]) -> None:
             print(message.get("text", ""), file=sys.stderr, flush=True)

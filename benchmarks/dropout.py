@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from shoal.job import load_job
 from shoal.job.draw_places import Places
 from shoal.job.models.gpt import GPT, MLP, GPTConfig
+from shoal.runtime.setup import Prepared, prepare
 from shoal.strategy import parse
-from shoal.train.setup import Prepared, prepare
 
 RATE = 0.1
 

@@ -79,9 +79,9 @@ def job_of(world: int, width: int, blocks: int) -> Any:
 
 def peak(settings: dict[str, Any], channel: Any) -> dict[str, float]:
     """On every rank: peak resident bytes over the start, and tensor bytes between two steps."""
+    from shoal.launch.join import join, leave
+    from shoal.runtime.setup import prepare
     from shoal.strategy import parse
-    from shoal.train.launch.join import join, leave
-    from shoal.train.setup import prepare
 
     me = join()
 
@@ -108,7 +108,7 @@ def peak(settings: dict[str, Any], channel: Any) -> dict[str, float]:
 
 
 def rank_rows(ranks: int) -> list[dict[str, Any]]:
-    from shoal.train.launch import run_ranks
+    from shoal.launch import run_ranks
 
     rows = []
     for zero in range(4):

@@ -32,7 +32,7 @@ def contest(settings: dict[str, Any], channel: Any) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from shoal.train.launch.join import join, leave
+    from shoal.launch.join import join, leave
 
     me = join()
     plain = dist.new_group(backend="gloo")
@@ -87,7 +87,7 @@ def measure_bubble(settings: dict[str, Any], channel: Any) -> dict[str, dict[str
     from peers.common import gpt_job
     from peers.pipeline import bubble
 
-    from shoal.train.launch.join import join, leave
+    from shoal.launch.join import join, leave
 
     me = join()
     plain = dist.new_group(backend="gloo")
@@ -159,7 +159,7 @@ def main() -> None:
         parser.add_argument("--quick", action="store_true", help="a tiny model: shows that all cases run, nothing else")
 
     asked = arguments(__doc__ or "", extend)
-    from shoal.train.launch import run_ranks
+    from shoal.launch import run_ranks
 
     cases = asked.only.split(",")
     unknown = [case for case in cases if case not in CASES]

@@ -31,7 +31,7 @@ def contest(settings: dict[str, Any], channel: Any) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from shoal.train.launch.join import join, leave
+    from shoal.launch.join import join, leave
 
     me = join()
     group = dist.new_group([0, 1], backend=me.backend)
@@ -72,7 +72,7 @@ def _extend(parser: argparse.ArgumentParser) -> None:
 
 def main() -> None:
     asked = arguments(__doc__ or "", _extend)
-    from shoal.train.launch import run_ranks
+    from shoal.launch import run_ranks
 
     both = run_ranks("pipeline_messages:contest", {"rounds": asked.rounds}, ranks=2)
 

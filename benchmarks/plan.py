@@ -18,13 +18,13 @@ from _report import arguments, report
 
 from shoal.cluster import cluster
 from shoal.estimate.simulate import Disturbance, Straggler, play_step
-from shoal.plan.candidates import of_strategies
-from shoal.plan.enumerate import enumerate_legal
-from shoal.plan.legal import facts_of
-from shoal.plan.price import price_candidates, step_costs_of
-from shoal.plan.rank import make_plan, price_all, question_for
+from shoal.planning.candidates import of_strategies
+from shoal.planning.enumerate import enumerate_legal
+from shoal.planning.legal import facts_of
+from shoal.planning.price import price_candidates, step_costs_of
+from shoal.planning.rank import make_plan, price_all, question_for
+from shoal.shapes.presets import preset
 from shoal.strategy import parse
-from shoal.workload.presets import preset
 
 LARGE = 'pp(64, micro=192) * dp(32, zero=1) * tp(8, sequence=True) * amp("bf16")'
 COLD = ("plan", "gpt:175b", "--cluster", "dgx-a100", "--devices", "1024")

@@ -44,9 +44,9 @@ def contest(settings: dict[str, Any], channel: Any) -> dict[str, Any]:
 
     from shoal.comm.ledger import BOOK
     from shoal.job import load_job
+    from shoal.launch.join import join, leave
+    from shoal.runtime.setup import prepare
     from shoal.strategy import parse
-    from shoal.train.launch.join import join, leave
-    from shoal.train.setup import prepare
 
     me = join()
     plain = dist.new_group(backend="gloo")
@@ -83,11 +83,11 @@ def contest(settings: dict[str, Any], channel: Any) -> dict[str, Any]:
 
 def predictions(job: str, strategies: Sequence[str]) -> dict[str, Any]:
     """Estimates by strategy, from the calibration file."""
+    from shoal.calibration.job_model import job_model
     from shoal.estimate.steps.price import price_step
     from shoal.estimate.steps.read import machine_here
     from shoal.job import load_job
     from shoal.strategy import parse
-    from shoal.train.job_model import job_model
 
     machine = machine_here()
     if machine is None:
@@ -113,7 +113,7 @@ def main() -> None:
         parser.add_argument("--steps", type=int, default=2, help="steps of each strategy in a round")
 
     asked = arguments(__doc__ or "", extend)
-    from shoal.train.launch import run_ranks
+    from shoal.launch import run_ranks
 
     strategies = LANGUAGE if asked.job.startswith("language") else IMAGE
     estimates = predictions(asked.job, strategies)

@@ -88,7 +88,7 @@ def chosen(only: str | None) -> list[str]:
 def on_two_hosts(settings: dict[str, Any], rate: float | None, *, emulated: bool, limit_s: float) -> dict[str, Any]:
     """What rank 0 found, on two hosts joined by a wire of that rate (None: as fast as it goes)."""
     if emulated:
-        from shoal.train.launch import run_ranks
+        from shoal.launch import run_ranks
 
         text = None if rate is None else f"2x1, 10us, 20GB/s | 50us, {rate / 1e6:g}Mb/s"
         told = {**settings, "emulate": text}

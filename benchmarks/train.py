@@ -33,7 +33,7 @@ def contest(settings: dict[str, Any], channel: Any) -> dict[str, list[float]]:
     import torch
     import torch.distributed as dist
 
-    from shoal.train.launch.join import join, leave
+    from shoal.launch.join import join, leave
 
     me = join()
     plain = dist.new_group(backend="gloo")
@@ -68,10 +68,10 @@ def _contestants(settings: dict[str, Any], me: Any, plain: Any) -> dict[str, Any
     from torch.nn.parallel import DistributedDataParallel
 
     from shoal.job import load_job, share
+    from shoal.layout.blocks import blocks
+    from shoal.runtime.setup import prepare
+    from shoal.runtime.step import build_model
     from shoal.strategy import parse
-    from shoal.train.setup import prepare
-    from shoal.train.step import build_model
-    from shoal.workload.blocks import blocks
 
     job = replace(load_job(settings["job"]), global_batch=settings["batch"])
     order = job.order()
@@ -154,7 +154,7 @@ def main() -> None:
         parser.add_argument("--steps", type=int, default=2, help="steps of each contestant in a round")
 
     asked = arguments(__doc__ or "", extend)
-    from shoal.train.launch import run_ranks
+    from shoal.launch import run_ranks
 
     settings = {"job": asked.job, "batch": asked.batch, "rounds": asked.rounds, "steps": asked.steps}
 

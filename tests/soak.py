@@ -27,9 +27,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from distributed.training_targets import checkpoint_bytes, curve
+from shoal.checkpoint.files import checkpoints
+from shoal.launch import RankFailed, run_ranks
 from shoal.strategy import parse
-from shoal.train.checkpoint.files import checkpoints
-from shoal.train.launch import RankFailed, run_ranks
 
 JOB = str(Path(__file__).parent / "distributed" / "jobs" / "residual.py") + ":job"
 TARGET = "distributed.training_targets:train_and_tell_pid"

@@ -17,8 +17,8 @@ from shoal.job import Job, TextData, load_job
 from shoal.job.data.text import standard_library
 from shoal.job.models.gpt import GPT, GPTConfig
 from shoal.job.schedule import constant
+from shoal.runtime.setup import prepare
 from shoal.strategy import parse
-from shoal.train.setup import prepare
 
 Step = Callable[[], float | None]
 Contestants = dict[str, Callable[[], Step]]

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from peers.common import LIMIT, Contestants, Step, batches, clip_by, optimizer_of, shoal_step, squares, sum_over
 from shoal.job import Job
 from shoal.job.models.gpt import GPT, Attention
-from shoal.train.step import build_model
+from shoal.runtime.step import build_model
 
 PEERS = {"cp(2, 'ring')": "gathered keys and values, DDP", "cp(2, 'ulysses')": "all-to-all of heads, DDP"}
 

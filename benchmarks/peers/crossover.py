@@ -25,15 +25,15 @@ import torch.distributed as dist
 from _hosts import limit_words
 
 from peers.slow_link import ByShoal
+from shoal.calibration.codecs import measure_codecs
+from shoal.calibration.pilot import measure_computing, measure_ends, slower, with_background
 from shoal.comm.emulate import Emulation
 from shoal.comm.group import BACKENDS
 from shoal.comm.transport import emulated
 from shoal.estimate.crossover import FRAMED, Codec, Setting
 from shoal.job import load_job
+from shoal.launch.join import join, leave
 from shoal.strategy import parse
-from shoal.train.calibrate.codecs import measure_codecs
-from shoal.train.calibrate.pilot import measure_computing, measure_ends, slower, with_background
-from shoal.train.launch.join import join, leave
 
 LATENCY_S = 50e-6
 FREE = 1e12

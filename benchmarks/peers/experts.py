@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from peers.common import LIMIT, Contestants, Step, batches, clip_by, optimizer_of, shoal_step, squares, sum_over
 from shoal.job import Job, share
 from shoal.job.models.gpt import GPT, MLP, GPTConfig
-from shoal.train.step import build_model
+from shoal.runtime.step import build_model
 
 PEERS = {"ep(2)": "all_to_all_single, DDP"}
 EXPERTS, CHOICES = 8, 2

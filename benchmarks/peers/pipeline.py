@@ -35,10 +35,10 @@ from peers.common import (
 )  # fmt: skip
 from shoal.job import Job, LayoutHints
 from shoal.job.models.gpt import GPT, MLP, GPTConfig
+from shoal.runtime.step import build_model
 from shoal.strategy import parse
 from shoal.strategy.schedule import stage_rank
 from shoal.strategy.terms import pp
-from shoal.train.step import build_model
 
 SCHEDULES: dict[str, Any] = {
     "pp(2, 'gpipe', micro=4)": ScheduleGPipe,

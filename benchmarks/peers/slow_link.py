@@ -31,12 +31,12 @@ from shoal.comm.ledger import BOOK
 from shoal.job import Job, load_job, share
 from shoal.job.job import Target
 from shoal.job.schedule import WarmupCosine
+from shoal.launch.join import Rank, join, leave
 from shoal.parallel.engine import NonFinite
 from shoal.parallel.runnable import require_runnable
+from shoal.runtime.setup import prepare
+from shoal.runtime.step import build_model
 from shoal.strategy import dgc, parse, require_legal
-from shoal.train.launch.join import Rank, join, leave
-from shoal.train.setup import prepare
-from shoal.train.step import build_model
 
 Say = Callable[[str], None]
 

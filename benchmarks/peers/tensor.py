@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 
 from peers.common import LIMIT, Contestants, Step, batches, clip_by, gradients, optimizer_of, shoal_step, squares
 from shoal.job import Job
-from shoal.train.step import build_model
+from shoal.runtime.step import build_model
 
 PEERS = {"tp(2)": "DTensor plan", "tp(2, sequence=True)": "DTensor plan, SequenceParallel"}
 

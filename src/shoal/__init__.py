@@ -13,11 +13,11 @@ __version__ = "0.1.0"
 
 _LATER = {
     "LayoutHints": "shoal.job.hints",
-    "engine": "shoal.train.own_loop",
-    "layout_of": "shoal.workload.layout",
-    "train_job": "shoal.train.local",
-    "verify": "shoal.train.verify",
-    "Certificate": "shoal.train.verify",
+    "engine": "shoal.training.own_loop",
+    "layout_of": "shoal.layout.layout",
+    "train_job": "shoal.training.local",
+    "verify": "shoal.proof",
+    "Certificate": "shoal.proof",
 }
 
 

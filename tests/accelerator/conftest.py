@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from accelerator.build import CannotBuild, variables
-from shoal.train.launch import run_ranks
+from shoal.launch import run_ranks
 
 
 @pytest.fixture(scope="session")

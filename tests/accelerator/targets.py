@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shoal.launch.join import join, leave
 from shoal.parallel.engine import Engine
 from shoal.parallel.pipeline.executor import Pipeline, _needs
+from shoal.runtime.setup import job_from, prepare
 from shoal.strategy import parse
-from shoal.train.launch.join import join, leave
-from shoal.train.setup import job_from, prepare
 
 
 def surroundings(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def barriers_know_their_device(arguments: dict[str, Any], channel: Any) -> list[
 def waits_of_steps(arguments: dict[str, Any], channel: Any) -> list[dict[str, Any]]:
     """For each strategy: how often the host waits for the device in a steady step, before the end of the last backward
     and after it; and peak memory as the run would record it."""
-    from shoal.train.launch.devices import peak_memory_bytes
+    from shoal.launch.devices import peak_memory_bytes
 
     me = join()
     rows = []

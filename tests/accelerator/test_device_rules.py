@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from accelerator.test_axes_on_device import DROPPING, JOBS, LANGUAGE, MOE
-from shoal.strategy.compress import CompressTerm
-from shoal.train.launch.failure import RankFailed
+from shoal.launch.failure import RankFailed
+from shoal.strategy.terms.compress import CompressTerm
 
 On = Callable[..., Any]
 A_MISS = 1e-6

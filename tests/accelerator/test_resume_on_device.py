@@ -21,7 +21,7 @@ STEPS = 4
 def train(on_device: On, folder: Path, job: str, strategy: str, *, host: bool = False, **changes: Any) -> Any:
     asked = {"job": job, "strategy": strategy, "steps": STEPS, "checkpoint_every": 2, "folder": str(folder), **changes}
     environment = {"SHOAL_BACKEND": "shoal"} if host else {}
-    outcome = on_device("shoal.train.loop:train_run", asked, ranks=parse(strategy).world, environment=environment)[0]
+    outcome = on_device("shoal.training.loop:train_run", asked, ranks=parse(strategy).world, environment=environment)[0]
     assert outcome["status"] == "finished"
     return outcome
 

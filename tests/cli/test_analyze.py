@@ -10,8 +10,8 @@ import pytest
 
 from cli.command import Place
 from cli.conftest import Shoal
-from shoal.analyze import preset_network
-from shoal.analyze.network import intensity, parallelism
+from shoal.analysis import preset_network
+from shoal.analysis.network import intensity, parallelism
 from shoal.cli.analyze import short
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -14,7 +14,7 @@ from cli.command import Place
 from cli.conftest import Shoal
 from cli.jobs import write_job
 from shoal.comm.calibration import read_calibration
-from shoal.train.record.run import read_run
+from shoal.training.record.run import read_run
 
 
 @pytest.mark.slow
@@ -104,7 +104,7 @@ def test_the_command_itself_imports_no_torch(place: Place) -> None:
 def test_figures_of_a_machine_that_others_use_are_shown_and_not_written(
     shoal: Shoal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.train.calibrate.findings.TOO_MUCH_DISTURBED", -1.0)
+    monkeypatch.setattr("shoal.calibration.findings.TOO_MUCH_DISTURBED", -1.0)
     done = shoal("calibrate", "--quick", "--links", "--ranks", "2", "--output", "file.toml")
     assert done.status == 1
     assert "inside a host: " in done.out

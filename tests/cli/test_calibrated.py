@@ -7,13 +7,13 @@ import json
 from pathlib import Path
 
 import pytest
+from train.test_calibrate_machine import LINKS
 
 from cli.conftest import Shoal
 from cli.jobs import write_job
 from estimate.machines import machine
+from shoal.calibration.machine import machine_toml
 from shoal.estimate.cost.profile_file import read_profile
-from shoal.train.calibrate.machine import machine_toml
-from train.test_calibrate_machine import LINKS
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import pytest
 from cli.command import Place
 from cli.conftest import Shoal
 from cli.jobs import write_job
-from shoal.train.checkpoint.saved import open_checkpoint
-from shoal.train.record.run import read_run
+from shoal.checkpoint.saved import open_checkpoint
+from shoal.training.record.run import read_run
 
 ON_RANK_1 = "os.environ['RANK'] == '1'"
 

@@ -17,7 +17,7 @@ from cli.command import COMMAND, Place
 from cli.conftest import Shoal
 from cli.jobs import write_job
 from shoal.comm.ledger import Ledger
-from shoal.train.record.run import read_run
+from shoal.training.record.run import read_run
 
 FILES = {".lock", "run.json", "steps.jsonl", "validation.jsonl", "ledger.json", "events", "trace.json", "checkpoints"}
 
@@ -65,7 +65,7 @@ def test_tensorboard_reads_the_curves(shoal: Shoal, tmp_path: Path) -> None:
         data = data[16 + size :]
     values = {(value.tag, event.step): value.simple_value for event in events for value in event.summary.value}
     rows = [json.loads(line) for line in (tmp_path / "run" / "steps.jsonl").read_text().splitlines()]
-    assert [values["train/loss", step] for step in (1, 2, 3)] == pytest.approx([row["loss"] for row in rows])
+    assert [values["training/loss", step] for step in (1, 2, 3)] == pytest.approx([row["loss"] for row in rows])
     assert ("validation/loss", 3) in values
 
 

@@ -13,8 +13,8 @@ from shoal.comm.compress.feedback import MomentumCorrection
 from shoal.comm.compress.given import CompressError, Draw, Over, State
 from shoal.comm.compress.method import Method
 from shoal.comm.compress.table import method_of
-from shoal.strategy import compress as terms
-from shoal.strategy.term import REGISTRY
+from shoal.strategy.terms import compress as terms
+from shoal.strategy.terms.term import REGISTRY
 
 DTYPES = (torch.float32, torch.float64)
 FEEDBACK = [

@@ -11,7 +11,7 @@ from shoal.comm.compress.given import Over, State
 from shoal.comm.compress.powersgd import PowerSgd
 from shoal.comm.compress.sketch import CountSketch, median
 from shoal.comm.compress.table import method_of
-from shoal.strategy import compress as terms
+from shoal.strategy.terms import compress as terms
 
 
 def counted(rows: int, columns: int, n: int, step: int = 0) -> CountSketch:

@@ -16,7 +16,7 @@ from shoal.comm.compress.codec import Codec
 from shoal.comm.compress.given import Over
 from shoal.comm.compress.half import Half
 from shoal.comm.compress.table import codec_of, method_of
-from shoal.strategy import compress as terms
+from shoal.strategy.terms import compress as terms
 
 CODES = [terms.int8(), terms.qsgd(1), terms.qsgd(4), terms.qsgd(8), terms.qsgd(16), terms.ternary(), terms.onebit(),
          terms.sign(), terms.topk(0.01), terms.mstopk(0.01)]  # fmt: skip

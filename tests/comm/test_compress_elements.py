@@ -14,7 +14,7 @@ from shoal.comm.compress.mstopk import bisected
 from shoal.comm.compress.randomk import RandomK
 from shoal.comm.compress.table import method_of
 from shoal.comm.compress.topk import largest
-from shoal.strategy import compress as terms
+from shoal.strategy.terms import compress as terms
 
 FEW_VALUES = some.lists(some.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-45, 3e38, -2.5, 1e-3]), min_size=1, max_size=200)
 

@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from distributed import attention_faults
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members, Mesh
+from shoal.launch.join import join, leave
 from shoal.parallel.context import ring
 from shoal.parallel.context.attention import BY_METHOD, positions
 from shoal.parallel.recompute import _contexts, _kept_products
-from shoal.train.launch.join import join, leave
 
 DEFAULTS = {
     "method": "ring", "B": 2, "H": 4, "kv": None, "L": 24, "D": 8, "Dv": None, "dtype": "float64", "causal": False,

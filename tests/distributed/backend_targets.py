@@ -20,11 +20,11 @@ from shoal.comm.backend import ShoalGroup
 from shoal.comm.collectives.algorithms import ALL_REDUCE
 from shoal.comm.ledger import BOOK
 from shoal.comm.transport.link import PeerLost
+from shoal.launch.channel import Channel
+from shoal.launch.join import join, leave
 from shoal.parallel.apply import parallelize
 from shoal.parallel.placement import mesh_of
 from shoal.strategy import parse
-from shoal.train.launch.channel import Channel
-from shoal.train.launch.join import join, leave
 
 
 def _joined(arguments: dict[str, Any]) -> Any:

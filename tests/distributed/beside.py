@@ -16,10 +16,10 @@ from shoal.comm.ledger import BOOK, Ledger, ledger_of
 from shoal.comm.mesh import Members, Mesh
 from shoal.estimate.tensor_traffic import crossing_calls
 from shoal.estimate.traffic import Group
+from shoal.launch.join import join
+from shoal.layout.tensor.tokens import stream_blocks
 from shoal.parallel.tensor.cut import Applied, cut_tensors, split_stream
 from shoal.parallel.tensor.vocabulary import cut_vocabulary
-from shoal.train.launch.join import join
-from shoal.workload.tensor.tokens import stream_blocks
 
 
 def everyone() -> Members:

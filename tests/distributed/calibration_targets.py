@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.network import agreed
-from shoal.train.launch.channel import Channel
-from shoal.train.launch.join import current, join, leave
+from shoal.launch.channel import Channel
+from shoal.launch.join import current, join, leave
 
 SIZES = (4, 1 << 14, 1 << 18)
 

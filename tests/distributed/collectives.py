@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.comm.group import BACKENDS, PLAIN_SENDS_BYTES
 from shoal.comm.ledger import BOOK
-from shoal.train.launch.channel import Channel
-from shoal.train.launch.join import join
+from shoal.launch.channel import Channel
+from shoal.launch.join import join
 
 N = 6
 Call = Callable[[Any, int, int], Sequence[Tensor]]

@@ -15,10 +15,10 @@ from shoal.comm.compress.method import Method
 from shoal.comm.compress.table import method_of
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Mesh
-from shoal.strategy.compress import CompressTerm
+from shoal.launch.channel import Channel
+from shoal.launch.join import join
+from shoal.strategy.terms.compress import CompressTerm
 from shoal.strategy.text import parse
-from shoal.train.launch.channel import Channel
-from shoal.train.launch.join import join
 
 
 def parse_term(text: str) -> CompressTerm:

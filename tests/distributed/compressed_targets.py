@@ -15,20 +15,20 @@ import torch
 import torch.distributed as dist
 
 from distributed import proofs
+from shoal.checkpoint.restore import restore
+from shoal.checkpoint.save import open_checkpoint, save
 from shoal.comm.compress.dense import Dense
 from shoal.comm.compress.method import Method
 from shoal.comm.ledger import BOOK
 from shoal.job import constant, no_options
+from shoal.launch.join import Rank, join, leave
 from shoal.parallel import apply
 from shoal.parallel.kept_errors import errors
+from shoal.runtime.setup import Prepared, job_from, prepare
 from shoal.strategy import parse
-from shoal.strategy.compress import none
 from shoal.strategy.contract import Contract, contract
-from shoal.train import setup
-from shoal.train.checkpoint.restore import restore
-from shoal.train.checkpoint.save import open_checkpoint, save
-from shoal.train.launch.join import Rank, join, leave
-from shoal.train.setup import Prepared, job_from, prepare
+from shoal.strategy.terms.compress import none
+from shoal.training import setup
 
 
 class Lossless(Dense):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shoal.train.launch import run_ranks
+from shoal.launch import run_ranks
 
 TIMEOUT_S = 60.0
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from shoal.comm.ledger import BOOK
 from shoal.job import load_job
+from shoal.launch.join import join, leave
+from shoal.runtime.setup import prepare
 from shoal.strategy import parse
-from shoal.train.launch.join import join, leave
-from shoal.train.setup import prepare
 
 
 def counted(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:

@@ -13,16 +13,16 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shoal.checkpoint.contents import contents_of
+from shoal.checkpoint.restore import restore
+from shoal.checkpoint.save import averaged_buffers, save
+from shoal.checkpoint.saved import open_checkpoint
+from shoal.comm.json_exchange import exchange
 from shoal.comm.points import on_reach
+from shoal.launch.join import join, leave
+from shoal.runtime.setup import job_from, prepare
 from shoal.strategy import parse
-from shoal.train.checkpoint.contents import contents_of
-from shoal.train.checkpoint.exchange import exchange
-from shoal.train.checkpoint.restore import restore
-from shoal.train.checkpoint.save import averaged_buffers, save
-from shoal.train.checkpoint.saved import open_checkpoint
-from shoal.train.launch.join import join, leave
-from shoal.train.loop import train_run
-from shoal.train.setup import job_from, prepare
+from shoal.training.loop import train_run
 
 DELAY_S = 0.06
 TIMES = 2

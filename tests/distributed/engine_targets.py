@@ -13,11 +13,11 @@ from torch import nn
 
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members, Mesh
+from shoal.launch.join import join, leave
 from shoal.parallel.apply import parallelize
 from shoal.parallel.batch_norm import release, synchronise
 from shoal.parallel.engine import Engine, NonFinite
 from shoal.strategy import parse
-from shoal.train.launch.join import join, leave
 
 WIDTH = 64
 

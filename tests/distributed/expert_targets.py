@@ -20,10 +20,10 @@ from shoal.comm.choice import on_one_host
 from shoal.comm.ledger import BOOK, ledger_of
 from shoal.comm.mesh import Members, Mesh
 from shoal.estimate.expert_traffic import expert_traffic
+from shoal.launch.join import join, leave
+from shoal.layout.experts.find import ExpertError, find_experts
 from shoal.parallel.expert.deal_out import deal_out, take_routed
 from shoal.parallel.recompute import recompute_blocks
-from shoal.train.launch.join import join, leave
-from shoal.workload.experts.find import ExpertError, find_experts
 
 
 def forward(model: nn.Module, tokens: torch.Tensor, rank: int) -> tuple[list[torch.Tensor], torch.Tensor]:

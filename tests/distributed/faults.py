@@ -15,14 +15,14 @@ import torch.distributed as dist
 import shoal.estimate.shard_table as shard_table
 import shoal.parallel.apply as apply
 import shoal.parallel.data as data
-import shoal.train.setup as setup
+import shoal.runtime.setup as setup
 from shoal.comm.counted import CountedGroup
 from shoal.job import Order
 from shoal.parallel.data import Bucket, GradientReduction
 from shoal.parallel.engine import Engine
 from shoal.parallel.optimizer import SlicedOptimizer
-from shoal.train.step import StepRunner
-from shoal.train.verify.certify import parallel_run
+from shoal.proof.certify import parallel_run
+from shoal.runtime.step import StepRunner
 
 SMALL_BUCKET_BYTES = 512
 

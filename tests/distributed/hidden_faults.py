@@ -12,7 +12,7 @@ import shoal.parallel.tensor.regions as regions
 from shoal.comm.ledger import BOOK
 from shoal.parallel.context.cut import SequenceCut
 from shoal.parallel.pipeline.borders import Borders
-from shoal.train.verify.certify import parallel_run
+from shoal.proof.certify import parallel_run
 
 
 def _leave_out(axis: str, *kinds: str) -> None:
@@ -69,7 +69,7 @@ def attention(arguments: dict[str, Any], channel: Any) -> Any:
 def rows_of_experts(arguments: dict[str, Any], channel: Any) -> Any:
     """All exchanges of tokens, answers and their gradients."""
     deal_out.take_routed = lambda model: []
-    import shoal.train.traffic as traffic
+    import shoal.runtime.traffic as traffic
 
     traffic.take_routed = deal_out.take_routed  # type: ignore[attr-defined]
     _leave_out("ep", "all_to_all")

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from distributed.proofs import JOBS, _barrier, _from_rank_0
+from shoal.checkpoint.restore import restore
+from shoal.checkpoint.save import open_checkpoint, save
 from shoal.comm.ledger import BOOK
+from shoal.launch.join import join, leave
+from shoal.proof.certify import _train, compare, serial_run
+from shoal.proof.conditions import Conditions, for_proof
+from shoal.runtime.setup import Prepared, job_from, prepare
 from shoal.strategy import parse
-from shoal.train.checkpoint.restore import restore
-from shoal.train.checkpoint.save import open_checkpoint, save
-from shoal.train.launch.join import join, leave
-from shoal.train.setup import Prepared, job_from, prepare
-from shoal.train.verify.certify import _train, compare, serial_run
-from shoal.train.verify.conditions import Conditions, for_proof
 
 
 def _ready(me: Any, name: str, strategy: str) -> Prepared:

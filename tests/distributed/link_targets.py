@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from shoal.job.models.gpt import GPT, GPTConfig
 from shoal.job.tasks.language import language
+from shoal.launch.join import join, leave
+from shoal.runtime.setup import prepare
 from shoal.strategy import parse
-from shoal.train.launch.join import join, leave
-from shoal.train.setup import prepare
 
 SIZES_BYTES = (1_000_000, 4_000_000)
 """The smaller takes 8 ms at 1 Gb/s: there bandwidth counts, and what waking up costs hardly."""

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from distributed.optimizer_zoo import EVERY, ONE_GROUP, Net
+from shoal.checkpoint.save import open_checkpoint, require_savable, restore, save
 from shoal.job import Job, TensorData
 from shoal.job.facts import infer_facts
 from shoal.job.probe_run import needs_closure
+from shoal.launch.join import join, leave
+from shoal.runtime.setup import Prepared, prepare
 from shoal.strategy import parse, require_legal
-from shoal.train.checkpoint.save import open_checkpoint, require_savable, restore, save
-from shoal.train.launch.join import join, leave
-from shoal.train.setup import Prepared, prepare
 
 STEPS, MIDDLE, BATCH = 6, 3, 6
 

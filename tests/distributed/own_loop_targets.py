@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shoal
-from shoal.train.launch.join import leave
+from shoal.launch.join import leave
 
 SAMPLES = 12
 

@@ -8,17 +8,17 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shoal.calibration.codecs import measure_codecs
+from shoal.calibration.pilot import measure_computing, measure_ends, slower, with_background
 from shoal.comm.emulate import parse_emulation
 from shoal.comm.group import BACKENDS
 from shoal.comm.network import DEFAULT
 from shoal.estimate.crossover import FRAMED, Bucket, Codec, Computing, Ends, Setting
 from shoal.job import load_job
+from shoal.launch.join import join, leave
+from shoal.runtime.setup import prepare
 from shoal.strategy import parse
-from shoal.strategy.compress import int8
-from shoal.train.calibrate.codecs import measure_codecs
-from shoal.train.calibrate.pilot import measure_computing, measure_ends, slower, with_background
-from shoal.train.launch.join import join, leave
-from shoal.train.setup import prepare
+from shoal.strategy.terms.compress import int8
 
 SLOW = "2x1, 10us, 20GB/s | 50us, 20Mb/s"
 

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from shoal.job import Job, param_groups, share
+from shoal.layout.layout import layout_of
+from shoal.runtime.step import build_model, cast, seed_at
 from shoal.strategy import Strategy, pp
-from shoal.train.step import build_model, cast, seed_at
-from shoal.workload.layout import layout_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,12 +13,12 @@ import shoal.parallel.pipeline.stash as stash
 from distributed.pipedream_serial import Simulated, simulate, stages_of
 from distributed.watched_layer import SEEN, mark
 from shoal.comm.ledger import BOOK
+from shoal.launch.join import join, leave
 from shoal.parallel.engine import NonFinite
 from shoal.parallel.pipeline.pipedream import PipeDream
+from shoal.runtime.float64 import KeepFloat64
+from shoal.runtime.setup import Prepared, job_from, prepare
 from shoal.strategy import parse, pp
-from shoal.train.launch.join import join, leave
-from shoal.train.setup import Prepared, job_from, prepare
-from shoal.train.verify.float64 import KeepFloat64
 
 JOBS = str(Path(__file__).parent / "jobs" / "unflushed.py")
 

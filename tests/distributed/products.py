@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from shoal.job import Job, load_job
+from shoal.layout.layout import facts_of, layout_of
 from shoal.strategy import ModelFacts, Strategy, Term, accumulate, cp, dp, ep, is_legal, pp, recompute, tp
-from shoal.workload.layout import facts_of, layout_of
 
 SIZES = ((2, 2), (4, 2), (2, 4), (2, 2, 2), (2, 2, 2))
 """Factors of 4 and 8; three axes are as likely as two."""

@@ -1,7 +1,7 @@
 """Many proofs on ranks that are started once: what `verify` does, for a list of jobs and strategies.
 
 Starting ranks costs more than training a model of fifty parameters, so sweeps over odd models run here; the
-comparison is that of `shoal.train.verify.certify`, function for function. Serial runs are shared among the ranks, and
+comparison is that of `shoal.proof.certify`, function for function. Serial runs are shared among the ranks, and
 with `references` (a folder) among calls as well: each is made once.
 """
 
@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 
 from shoal.job import Job
+from shoal.launch.join import join, leave
 from shoal.parallel.batch_norm import batch_norms
 from shoal.parallel.runnable import NotRunnable
+from shoal.proof.certify import _train, compare, serial_run
+from shoal.proof.conditions import for_proof
+from shoal.runtime.setup import job_from, prepare
 from shoal.strategy import Strategy, contract, parse
-from shoal.train.launch.join import join, leave
-from shoal.train.setup import job_from, prepare
-from shoal.train.verify.certify import _train, compare, serial_run
-from shoal.train.verify.conditions import for_proof
 
 JOBS = str(Path(__file__).parent / "jobs" / "odd.py")
 CROSSING = str(Path(__file__).parent / "jobs" / "crossing.py")

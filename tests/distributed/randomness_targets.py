@@ -10,9 +10,9 @@ import torch
 
 from shoal.job.draw_places import Place
 from shoal.job.randomness import Cuts, Randomness
+from shoal.launch.join import join, leave
+from shoal.runtime.setup import job_from, prepare
 from shoal.strategy import parse
-from shoal.train.launch.join import join, leave
-from shoal.train.setup import job_from, prepare
 
 _honest_draw = Randomness._draw
 _honest_parts = Cuts.parts

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from distributed.proofs import Proof
+from shoal.checkpoint.restore import restore
+from shoal.checkpoint.save import open_checkpoint, save
+from shoal.launch.join import join, leave
+from shoal.proof.certify import compare
+from shoal.proof.conditions import Conditions, for_proof
+from shoal.runtime.setup import Prepared, job_from, prepare
 from shoal.strategy import parse
-from shoal.train.checkpoint.restore import restore
-from shoal.train.checkpoint.save import open_checkpoint, save
-from shoal.train.launch.join import join, leave
-from shoal.train.setup import Prepared, job_from, prepare
-from shoal.train.verify.certify import compare
-from shoal.train.verify.conditions import Conditions, for_proof
 
 
 def _ready(me: Any, spec: str, strategy: str) -> Prepared:

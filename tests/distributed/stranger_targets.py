@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.transport import connect as connect_module
-from shoal.train.launch.channel import Channel
-from shoal.train.launch.join import join, leave
+from shoal.launch.channel import Channel
+from shoal.launch.join import join, leave
 
 HELLO_BYTES = 28 + 32
 """What a caller says before its link is made."""

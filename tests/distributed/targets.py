@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.ledger import BOOK
-from shoal.train.launch.channel import Channel
-from shoal.train.launch.join import JoinError, join, leave
+from shoal.launch.channel import Channel
+from shoal.launch.join import JoinError, join, leave
 
 FOREVER_S = 600.0
 

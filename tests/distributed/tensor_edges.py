@@ -17,11 +17,11 @@ import shoal.parallel.collectives as c
 from distributed.beside import everyone, laid_over
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
+from shoal.launch.join import leave
+from shoal.layout.cuts import Cut
 from shoal.parallel.recompute import recompute_blocks
 from shoal.parallel.tensor.cut import cut_tensors, require_even_batch
 from shoal.parallel.tensor.vocabulary import cut_vocabulary
-from shoal.train.launch.join import leave
-from shoal.workload.cuts import Cut
 
 
 def collectives(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from shoal.workload.cuts import Cut
-from shoal.workload.tensor.plan import Region, TensorPlan, Vocabulary
+from shoal.layout.cuts import Cut
+from shoal.layout.tensor.plan import Region, TensorPlan, Vocabulary
 
 
 def gpt2() -> nn.Module:

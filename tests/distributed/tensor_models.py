@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shoal.workload.cuts import Cut
-from shoal.workload.tensor.plan import Region, TensorPlan, Vocabulary
+from shoal.layout.cuts import Cut
+from shoal.layout.tensor.plan import Region, TensorPlan, Vocabulary
 
 WIDTH, HEADS, HEAD, HIDDEN = 24, 12, 4, 48
 

@@ -15,12 +15,12 @@ import distributed.tensor_models as models
 from distributed.beside import apart, everyone, gradients_apart, laid_over, pair, predicted, step
 from distributed.tensor_libraries import FAMILIES
 from shoal.comm.ledger import BOOK
+from shoal.launch.join import leave
+from shoal.layout.tensor.tokens import stream_blocks
 from shoal.parallel.recompute import recompute_blocks
 from shoal.parallel.tensor.cut import cut_tensors, split_stream
 from shoal.parallel.tensor.logits import CutLogits
-from shoal.train.launch.join import leave
-from shoal.train.verify.float64 import KeepFloat64
-from shoal.workload.tensor.tokens import stream_blocks
+from shoal.runtime.float64 import KeepFloat64
 
 
 def case(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:

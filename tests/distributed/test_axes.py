@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from shoal.job import Job, load_job
+from shoal.launch import run_ranks
+from shoal.layout.layout import facts_of, layout_of
+from shoal.proof.certify import EXACT
 from shoal.strategy import ModelFacts, Refusal, check, is_legal, parse
-from shoal.train.launch import run_ranks
-from shoal.train.verify.certify import EXACT
-from shoal.workload.layout import facts_of, layout_of
 
 HERE = Path(__file__).parent
 QUICK_STEPS, STEPS = 6, 20

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shoal.train.launch import RankFailed
+from shoal.launch import RankFailed
 
 Ranks = Callable[..., list[Any]]
 TARGETS = "distributed.backend_targets"
@@ -136,7 +136,7 @@ def test_gathers_and_scatters_over_emulated_hosts_and_over_hosts_of_unequal_size
 def test_gloo_is_not_asked_for_an_algorithm_it_does_not_have(ranks: Ranks) -> None:
     settings = {"job": "language:tiny", "strategy": "dp(2, via=allreduce('tree'))", "backend": "gloo", "folder": None}
     with pytest.raises(RankFailed, match="use --backend shoal") as caught:
-        ranks("shoal.train.loop:train_run", settings, ranks=2)
+        ranks("shoal.training.loop:train_run", settings, ranks=2)
     assert caught.value.for_user
 
 

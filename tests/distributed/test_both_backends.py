@@ -13,9 +13,9 @@ import pytest
 
 from distributed import test_axes, test_products, test_verify
 from shoal.comm.group import BACKENDS
+from shoal.launch import run_ranks
+from shoal.proof.certify import EXACT
 from shoal.strategy import parse
-from shoal.train.launch import run_ranks
-from shoal.train.verify.certify import EXACT
 
 STEPS = 4
 CARRIERS = ("shoal", "gloo")

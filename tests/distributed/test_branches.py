@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.train.local import train_job
+from shoal.training.local import train_job
 
 JOBS = Path(__file__).parent / "jobs" / "branches.py"
 

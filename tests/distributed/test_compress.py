@@ -11,7 +11,7 @@ from shoal.comm.compress.table import method_of
 from shoal.comm.compress.traffic import joined
 from shoal.comm.group import BACKENDS
 from shoal.comm.ledger import ledger_of
-from shoal.strategy import compress as terms
+from shoal.strategy.terms import compress as terms
 
 Ranks = Callable[..., list[Any]]
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from shoal.launch import run_ranks
 from shoal.strategy import contract, parse
-from shoal.train.launch import run_ranks
 
 METHODS = [
     "fp16()", "int8()", "qsgd(4)", "ternary()", "onebit()", "sign()", "topk(0.01)", "randomk(0.05)", "threshold(0.001)",
@@ -32,7 +32,7 @@ def trained(task: str, strategy: str, folder: Path) -> float:
     asked: dict[str, Any] = {
         "job": task, "size": "tiny", "strategy": strategy, "folder": str(folder), "checkpoint_every": 0,
     }  # fmt: skip
-    run_ranks("shoal.train.loop:train_run", asked, ranks=parse(strategy).world)
+    run_ranks("shoal.training.loop:train_run", asked, ranks=parse(strategy).world)
     last = json.loads((folder / "validation.jsonl").read_text().splitlines()[-1])
     return float(last["metrics"][METRIC[task]])
 

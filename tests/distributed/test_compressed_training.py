@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from shoal.checkpoint.save import latest
 from shoal.parallel.runnable import cannot_run
+from shoal.proof.certify import EXACT
 from shoal.strategy import parse
-from shoal.train.checkpoint.save import latest
-from shoal.train.verify.certify import EXACT
 
 Ranks = Callable[..., list[Any]]
 

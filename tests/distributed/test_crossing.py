@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from shoal.job import load_job
-from shoal.train.launch import run_ranks
-from shoal.train.local import train_job
-from shoal.train.verify.certify import EXACT
-from shoal.workload.chain import CannotCut
-from shoal.workload.layout import layout_of
+from shoal.launch import run_ranks
+from shoal.layout.chain import CannotCut
+from shoal.layout.layout import layout_of
+from shoal.proof.certify import EXACT
+from shoal.training.local import train_job
 
 JOBS = Path(__file__).parent / "jobs" / "crossing.py"
 EVERYWHERE = (

@@ -10,8 +10,8 @@ import pytest
 
 from distributed.training_targets import checkpoint_bytes
 from shoal.comm.points import POINTS
+from shoal.launch import RankFailed
 from shoal.strategy import parse
-from shoal.train.launch import RankFailed
 
 Ranks = Callable[..., list[Any]]
 

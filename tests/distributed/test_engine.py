@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shoal.train.launch import RankFailed
+from shoal.launch import RankFailed
 
 Run = Callable[..., list[Any]]
 TARGETS = "distributed.engine_targets"
@@ -176,7 +176,7 @@ def test_a_parameter_read_outside_its_block_is_named_by_the_training_loop(ranks:
     job = str(Path(__file__).parent / "jobs" / "odd.py") + ":reaching"
     asked = {"job": job, "strategy": "dp(2, zero=3)", "steps": 2, "folder": str(tmp_path)}
     with pytest.raises(RankFailed) as caught:
-        ranks("shoal.train.loop:train_run", asked, ranks=2)
+        ranks("shoal.training.loop:train_run", asked, ranks=2)
     assert str(caught.value).endswith(
         "The cause: the model reads the parameter blocks.0.up.weight outside of the forward of the block that it "
         "belongs to, where zero=3 has not gathered it; read it inside, or train with zero=2"
@@ -187,6 +187,6 @@ def test_a_loss_that_grows_without_bound_under_zero_3_is_not_blamed_on_reads(ran
     job = str(Path(__file__).parent / "jobs" / "odd.py") + ":diverging"
     asked = {"job": job, "strategy": "dp(2, zero=3)", "steps": 60, "folder": str(tmp_path)}
     with pytest.raises(RankFailed) as caught:
-        ranks("shoal.train.loop:train_run", asked, ranks=2)
+        ranks("shoal.training.loop:train_run", asked, ranks=2)
     assert "A lower learning rate" in str(caught.value)
     assert "zero=3" not in str(caught.value).replace("dp(2, zero=3)", "")

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from shoal.train.launch import RankFailed, RankHung, run_ranks
-from shoal.train.launch.rendezvous import PREFIX
+from shoal.launch import RankFailed, RankHung, run_ranks
+from shoal.launch.rendezvous import PREFIX
 
 Ranks = Callable[..., list[Any]]
 TARGETS = "distributed.targets"
@@ -74,7 +74,7 @@ def test_a_users_mistake_keeps_its_own_words(ranks: Ranks, said: list[dict[str, 
     assert caught.value.message == "this is for the person who started it\nand has two lines"
     assert caught.value.for_user
     assert caught.value.rank == failing
-    assert caught.value.error_type == "shoal.train.launch.join.JoinError"
+    assert caught.value.error_type == "shoal.launch.join.JoinError"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT])
@@ -151,7 +151,7 @@ def test_a_long_computation_within_the_time_allowed_is_no_hang(ranks: Ranks) -> 
 
 PARENT = """
 import json, sys
-from shoal.train.launch import run_ranks
+from shoal.launch import run_ranks
 
 def tell(rank, message):
     print(json.dumps({"rank": rank, **message}), flush=True)
@@ -183,7 +183,7 @@ def test_ctrl_c_while_the_server_still_loads(tmp_path: Path, interrupts: int) ->
 
 FIRST_INTERRUPT = """
 import os, signal, threading
-from shoal.train.launch import supervise
+from shoal.launch import supervise
 start = supervise.Supervision._start
 def start_and_interrupt(self, rank, order):
     start(self, rank, order)

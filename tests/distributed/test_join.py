@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from shoal.train.launch.script import LaunchError, launch_script
+from shoal.launch.script import LaunchError, launch_script
 
 Ranks = Callable[..., list[Any]]
 
 SUM = """
 import torch, torch.distributed as dist
-from shoal.train.launch.join import join, leave
+from shoal.launch.join import join, leave
 me = join(meet_s={meet_s})
 value = torch.tensor([float(me.rank + 1)])
 dist.all_reduce(value)
@@ -115,7 +115,7 @@ def test_a_meeting_place_nobody_holds_is_told(ranks: Ranks, port: int) -> None:
 def test_variables_that_make_no_sense_are_named(
     own: dict[str, object], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from shoal.train.launch import join
+    from shoal.launch import join
 
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"} if len(own) > 1 else {}
     with pytest.raises(join.JoinError, match=expected):
@@ -140,8 +140,8 @@ def test_torchrun_with_join_works(tmp_path: Path) -> None:
 
 HANGS = """
 import time, torch, torch.distributed as dist
-from shoal.train.launch.channel import standalone_channel
-from shoal.train.launch.join import join
+from shoal.launch.channel import standalone_channel
+from shoal.launch.join import join
 standalone_channel(hang_after_s=1.5)
 me = join()
 dist.barrier()
@@ -164,7 +164,7 @@ dist.init_process_group("gloo")
 value = torch.ones(1); dist.all_reduce(value)
 with open(sys.argv[1] + os.environ["LOCAL_RANK"], "w") as file:
     file.write(f"{value.item()} {sys.argv[2]} {os.environ['LOCAL_WORLD_SIZE']}")
-from shoal.train.launch.join import join, leave
+from shoal.launch.join import join, leave
 me = join()
 assert (me.rank, me.world, me.backend) == (dist.get_rank(), 2, "shoal")
 leave()
@@ -223,7 +223,7 @@ def test_a_script_that_is_not_there_is_named() -> None:
 
 LAUNCHER = """
 import sys
-from shoal.train.launch.script import launch_script
+from shoal.launch.script import launch_script
 sys.exit(launch_script(sys.argv[1], [], ranks=2))
 """
 

@@ -14,15 +14,15 @@ import pytest
 from distributed.pipedream_targets import JOBS
 from distributed.training_targets import checkpoint_bytes, curve
 from shoal.comm.ledger import Ledger
+from shoal.launch import RankFailed
 from shoal.parallel.pipeline.pipedream import micros_told
+from shoal.proof.certify import verify
 from shoal.strategy import parse
-from shoal.train.launch import RankFailed
-from shoal.train.verify.certify import verify
 
 Ranks = Callable[..., list[Any]]
 TARGETS = "distributed.pipedream_targets"
 BESIDE = f"{TARGETS}:beside_the_simulation"
-TRAIN = "shoal.train.loop:train_run"
+TRAIN = "shoal.training.loop:train_run"
 EXACT = 1e-10
 
 CASES: list[tuple[str, str, int, list[int]]] = [

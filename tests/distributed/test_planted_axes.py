@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from shoal.proof.certify import EXACT, Certificate, verify
 from shoal.strategy import parse
-from shoal.train.verify.certify import EXACT, Certificate, verify
 
 FOLDER = Path(__file__).parent / "jobs"
-HONEST = "shoal.train.verify.certify:parallel_run"
+HONEST = "shoal.proof.certify:parallel_run"
 STEPS = 2
 """Few: a wrong gradient is still where it was made. With more steps it has spread, and the worst may lie anywhere."""
 A_MISS = 1e-6

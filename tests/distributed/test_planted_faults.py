@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from distributed.proofs import JOBS
+from shoal.proof.certify import EXACT, Certificate, verify
 from shoal.strategy import parse
-from shoal.train.verify.certify import EXACT, Certificate, verify
 
-HONEST = "shoal.train.verify.certify:parallel_run"
+HONEST = "shoal.proof.certify:parallel_run"
 STEPS = 3
 
 NUMBERS = [

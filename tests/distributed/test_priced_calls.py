@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from shoal.calibration.job_model import job_model
 from shoal.comm.ledger import Entry, Key, Ledger, ledger_of
 from shoal.estimate.step_calls import step_calls
 from shoal.estimate.traffic import calls_of
 from shoal.job import load_job
-from shoal.plan.here import legal_here
+from shoal.planning.here import legal_here
 from shoal.strategy import parse
-from shoal.train.job_model import job_model
 
 Ranks = Callable[..., list[Any]]
 

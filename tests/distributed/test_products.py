@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from distributed.products import drawn, is_legal_for
+from shoal.launch import run_ranks
+from shoal.proof.certify import EXACT
 from shoal.strategy import Strategy, contract, dp, parse, pp
-from shoal.train.launch import run_ranks
-from shoal.train.verify.certify import EXACT
 
 HERE = Path(__file__).parent
 QUICK_STEPS, STEPS = 6, 20

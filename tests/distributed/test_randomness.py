@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from distributed.training_targets import checkpoint_bytes, curve
+from shoal.proof.certify import EXACT, verify
 from shoal.strategy import IllegalStrategy, parse
-from shoal.train.verify.certify import EXACT, verify
 
 Ranks = Callable[..., list[Any]]
 HERE = Path(__file__).parent

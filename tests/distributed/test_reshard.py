@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 
 from distributed.training_targets import curve
+from shoal.launch import run_ranks
+from shoal.proof.certify import EXACT
+from shoal.proof.compare import GRADIENT
 from shoal.strategy import parse
-from shoal.train.launch import run_ranks
-from shoal.train.verify.certify import EXACT
-from shoal.train.verify.compare import GRADIENT
 
 FOLDER = Path(__file__).parent / "jobs"
 HALF, STEPS = 3, 6

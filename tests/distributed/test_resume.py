@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from distributed.training_targets import checkpoint_bytes, curve
+from shoal.launch import RankFailed
 from shoal.strategy import parse
-from shoal.train.launch import RankFailed
 
 Ranks = Callable[..., list[Any]]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from shoal.train.launch import RankFailed, run_ranks
+from shoal.launch import RankFailed, run_ranks
 
 Ranks = Callable[..., list[Any]]
 
@@ -145,7 +145,7 @@ def _is_lost_pipe(name: str) -> bool:
 
 
 def test_the_parent_needs_no_torch() -> None:
-    code = "import sys, shoal.train.launch.start; sys.exit('torch' in sys.modules)"
+    code = "import sys, shoal.launch.start; sys.exit('torch' in sys.modules)"
     paths = os.pathsep.join(path for path in sys.path if path)
     assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths}).returncode == 0
 

@@ -11,12 +11,12 @@ import pytest
 
 from distributed.training_targets import curve
 from shoal.comm.ledger import Ledger
+from shoal.launch import RankHung
 from shoal.strategy import parse
-from shoal.train.launch import RankHung
 
 Ranks = Callable[..., list[Any]]
 
-TRAIN = "shoal.train.loop:train_run"
+TRAIN = "shoal.training.loop:train_run"
 STEPS = 8
 STRATEGIES = [
     "dp(2)",

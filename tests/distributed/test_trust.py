@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from shoal.launch.failure import RankFailed
+from shoal.proof.certify import EXACT, Certificate, verify
+from shoal.proof.coupling import SamplesCoupled
 from shoal.strategy import parse
-from shoal.train.launch.failure import RankFailed
-from shoal.train.local import train_job
-from shoal.train.verify.certify import EXACT, Certificate, verify
-from shoal.train.verify.coupling import SamplesCoupled
+from shoal.training.local import train_job
 
 JOBS = Path(__file__).parent / "jobs" / "coupled.py"
 
@@ -43,7 +43,7 @@ def test_a_count_with_a_gradient_is_refused_under_any_strategy() -> None:
 def test_ranks_refuse_a_count_with_a_gradient_by_themselves(ranks) -> None:  # type: ignore[no-untyped-def]
     arguments = {"job": f"{JOBS}:weighted", "strategy": "dp(1)", "steps_to_verify": 1, "exact": False}
     with pytest.raises(RankFailed, match="the count requires a gradient"):
-        ranks("shoal.train.verify.certify:parallel_run", arguments, ranks=1)
+        ranks("shoal.proof.certify:parallel_run", arguments, ranks=1)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from shoal.proof.certify import EXACT, verify
 from shoal.strategy import parse
-from shoal.strategy.legality import IllegalStrategy
-from shoal.train.verify.certify import EXACT, verify
+from shoal.strategy.legality.check import IllegalStrategy
 
 JOBS = Path(__file__).parent / "jobs" / "two_cuts.py"
 

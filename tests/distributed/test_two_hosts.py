@@ -109,7 +109,7 @@ def test_a_job_trains_across_hosts_and_the_kernel_counts_what_the_ledger_says(
 
     alone = place.folder / "alone"
     settings = {"job": job, "strategy": strategy, "folder": str(alone), "checkpoint_every": 0}
-    ranks("shoal.train.loop:train_run", settings, ranks=2 * ranks_a_host)
+    ranks("shoal.training.loop:train_run", settings, ranks=2 * ranks_a_host)
     assert curve(run) == curve(alone)
     assert len(curve(run)) == STEPS
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [f"step-{STEPS:08d}"]

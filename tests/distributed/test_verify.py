@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from distributed.proofs import JOBS
+from shoal.launch import run_ranks
+from shoal.proof.certify import EXACT, Certificate, verify
 from shoal.strategy import parse
-from shoal.train.launch import run_ranks
-from shoal.train.verify.certify import EXACT, Certificate, verify
 
 HERE = Path(__file__).parent
 STEPS = 4

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from shoal.job import load_job
+from shoal.layout.layout import layout_of
+from shoal.proof.certify import EXACT
 from shoal.strategy import parse
-from shoal.train.verify.certify import EXACT
-from shoal.workload.layout import layout_of
 
 Ranks = Callable[..., Any]
 

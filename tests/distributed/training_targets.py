@@ -9,8 +9,8 @@ from typing import Any
 
 from safetensors import safe_open
 
-from shoal.train.launch.channel import Channel
-from shoal.train.loop import train_run
+from shoal.launch.channel import Channel
+from shoal.training.loop import train_run
 
 
 def train_and_tell_pid(arguments: dict[str, Any], channel: Channel) -> dict[str, Any]:

@@ -12,11 +12,11 @@ from torch import nn
 import distributed.tensor_models as models
 from distributed.beside import apart, everyone, gradients_apart, pair, step
 from shoal.comm.ledger import BOOK
+from shoal.launch.join import leave
+from shoal.layout.crossings import Tally
+from shoal.layout.cuts import Cut
 from shoal.parallel.tensor.logits import CutLogits
 from shoal.parallel.tensor.vocabulary import cut_vocabulary
-from shoal.train.launch.join import leave
-from shoal.workload.crossings import Tally
-from shoal.workload.cuts import Cut
 
 
 def logits(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:

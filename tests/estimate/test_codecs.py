@@ -7,12 +7,12 @@ from math import prod
 import pytest
 
 from estimate.machines import machine
+from shoal.calibration.job_model import job_model
 from shoal.estimate.codecs import CODEC_PASSES, codec_s
 from shoal.estimate.steps.price import price_step
 from shoal.job import load_job
 from shoal.strategy import parse
-from shoal.strategy.compress import int8, none, powersgd
-from shoal.train.job_model import job_model
+from shoal.strategy.terms.compress import int8, none, powersgd
 
 
 def test_passes_become_seconds_by_the_memory_bandwidth_and_grow_with_the_payloads() -> None:

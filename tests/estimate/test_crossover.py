@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shoal.comm.network import LinkTimes
 from shoal.estimate.crossover import Bucket, Codec, Computing, Ends, Setting, collective_s, crossing, crossings
-from shoal.strategy.compress import fp16, gtopk, int8, powersgd, sign, ternary, threshold, topk
+from shoal.strategy.terms.compress import fp16, gtopk, int8, powersgd, sign, ternary, threshold, topk
 
 NO_ENDS = Ends(times=LinkTimes(0.0, 1e-15, 0.0), framed=1.0)
 SHAPE = (1024, 1024)

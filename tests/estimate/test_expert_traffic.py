@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shoal.comm.ledger import Entry, Key, ledger_of
 from shoal.estimate.expert_traffic import even_routing, expert_traffic
-from shoal.workload.routed import Routed
+from shoal.layout.routed import Routed
 
 RUN = Routed(
     axis="ep", index=1, phase="forward", trained=True, counts_bytes=3 * 48, sent_rows=(5, 7, 2),

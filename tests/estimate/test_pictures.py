@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.estimate.pictures import MOST_RANKS, NothingToDraw, picture_svg
-from shoal.estimate.pictures.context import holder, hop
-from shoal.estimate.pictures.data import held_bytes
-from shoal.estimate.pictures.svg import Drawing, rank_colour
+from shoal.pictures import MOST_RANKS, NothingToDraw, picture_svg
+from shoal.pictures.context import holder, hop
+from shoal.pictures.data import held_bytes
+from shoal.pictures.svg import Drawing, rank_colour
 from shoal.strategy import parse
-from shoal.strategy.axes import dp, pp
+from shoal.strategy.terms.axes import dp, pp
 
 SVG = "{http://www.w3.org/2000/svg}"
 DOCS = Path(__file__).parents[2] / "docs"

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.estimate.pipeline import play_term, timeline_svg, timeline_text
-from shoal.estimate.pipeline.picture import MOST_COLUMNS, captions, timeline_rows
+from shoal.estimate.pipeline import play_term
+from shoal.pictures.timeline import MOST_COLUMNS, captions, timeline_rows, timeline_svg, timeline_text
 from shoal.strategy import parse
 from shoal.strategy.terms import pp
 from strategy.test_schedule import pipelines

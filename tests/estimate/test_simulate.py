@@ -27,8 +27,8 @@ from shoal.estimate.simulate import (
 from shoal.estimate.simulate.costs import StepCosts
 from shoal.estimate.simulate.disturb import BadDisturbance
 from shoal.estimate.simulate.goodput import played_goodput, young_interval_s
-from shoal.workload.presets import preset
-from shoal.workload.shape import Transformer
+from shoal.shapes.presets import preset
+from shoal.shapes.shape import Transformer
 
 DRAWN = (Phase.explicit, Phase.generate)
 

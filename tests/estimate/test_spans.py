@@ -17,9 +17,9 @@ from shoal.estimate.cost.schedule import dealt_by_cost, layers_of_stages, stages
 from shoal.estimate.cost.span import Passes
 from shoal.estimate.pipeline.spans import Pipelines, passes_of, spans_s
 from shoal.estimate.simulate import StepCosts, play_step
+from shoal.shapes.presets import preset
 from shoal.strategy.schedule import rank_stages, stage_rank
 from shoal.strategy.terms import pp
-from shoal.workload.presets import preset
 
 DRAWN = (Phase.explicit, Phase.generate)
 SCHEDULES = ("gpipe", "1f1b", "zero-bubble", "interleaved")

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from estimate.machines import machine
+from shoal.calibration.job_model import job_model
 from shoal.estimate.axis_calls import axis_calls, buffer_calls
 from shoal.estimate.held import Held
 from shoal.estimate.shard_table import shard_table
@@ -22,12 +23,11 @@ from shoal.estimate.steps.price import price_step, representatives
 from shoal.estimate.steps.timed_calls import activation_calls, data_calls
 from shoal.estimate.traffic import Call, calls_of
 from shoal.job import Job, load_job, share
+from shoal.layout.forward import Forward
+from shoal.layout.observe import observe
 from shoal.strategy import ModelFacts, Strategy, accumulate, cp, dp, ep, is_legal, parse, pp, recompute, tp
-from shoal.strategy.compress import fp16, gtopk, int8, none, powersgd, topk
-from shoal.strategy.term import Term
-from shoal.train.job_model import job_model
-from shoal.workload.forward import Forward
-from shoal.workload.observe import observe
+from shoal.strategy.terms.compress import fp16, gtopk, int8, none, powersgd, topk
+from shoal.strategy.terms.term import Term
 
 MOE = f"{Path(__file__).parents[1] / 'distributed' / 'jobs' / 'plain.py'}:moe"
 JOBS = ["language:tiny", MOE, "image:tiny"]

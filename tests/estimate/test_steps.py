@@ -8,15 +8,15 @@ from functools import cache
 import pytest
 
 from estimate.machines import line, machine
-from shoal.analyze.traced import traced_network
+from shoal.analysis.traced import traced_network
+from shoal.calibration.job_model import job_model
 from shoal.estimate.steps.machine import Curve, Product
 from shoal.estimate.steps.model import JobModel
 from shoal.estimate.steps.operations import PRODUCTS, operations
 from shoal.estimate.steps.price import price_step
 from shoal.job import load_job
-from shoal.plan.here import legal_here, plan_here
+from shoal.planning.here import legal_here, plan_here
 from shoal.strategy import ModelFacts, is_legal, parse
-from shoal.train.job_model import job_model
 
 
 def with_norms(model: JobModel, *, synchronised: bool) -> JobModel:

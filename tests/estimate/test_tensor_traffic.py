@@ -16,7 +16,7 @@ from shoal.estimate.tensor_traffic import (
     vocabulary_calls,
 )
 from shoal.estimate.traffic import Group
-from shoal.workload.crossings import Crossing, Tally
+from shoal.layout.crossings import Crossing, Tally
 
 TP = Group(axis="tp", ranks=4)
 

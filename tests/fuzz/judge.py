@@ -15,9 +15,9 @@ from typing import Any
 
 from fuzz import oracle
 from fuzz.cases import Case, case_of, strategy_of
+from shoal.launch import RankFailed
 from shoal.strategy import Strategy, StrategyError, TermError, parse
-from shoal.train.launch import RankFailed
-from shoal.train.local import train_job
+from shoal.training.local import train_job
 
 TOLERANCE = 1e-8
 """Of a relative difference in float64. Faults measure 1e-5 and more."""
@@ -115,14 +115,14 @@ def _train(case: Case, chain: tuple[str, ...], work: Path) -> Path:
 
 
 def _last_loss(folder: Path) -> float:
-    from shoal.train.record.run import read_run
+    from shoal.training.record.run import read_run
 
     return float(read_run(folder).losses[-1])
 
 
 def _by_proof(case: Case, chain: tuple[str, ...]) -> Verdict:
     """With dropout only a proof draws the same masks as a serial run."""
-    from shoal.train.verify import verify
+    from shoal.proof import verify
 
     with tempfile.TemporaryDirectory(prefix="shoal-fuzz-") as work:
         file = Path(work) / "fuzzed.py"

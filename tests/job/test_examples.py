@@ -49,9 +49,9 @@ COMMAND = re.compile(r'^shoal (train|verify) examples/(\S+) --strategy "(.+?)"',
 def test_the_strategies_that_an_example_names_are_legal_and_can_be_trained(name: str) -> None:
     if name == "context.py":
         pytest.importorskip("transformers")
+    from shoal.layout.layout import facts_of, layout_of
     from shoal.parallel.runnable import require_runnable
     from shoal.strategy import check, parse
-    from shoal.workload.layout import facts_of, layout_of
 
     path = EXAMPLES / name
     commands = COMMAND.findall(path.read_text(encoding="utf-8"))

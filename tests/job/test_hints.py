@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.job import Job, JobError, LayoutHints, TensorData, cross_entropy, load_job
+from shoal.layout.blocks import blocks, units
+from shoal.layout.layout import facts_of, layout_of
 from shoal.strategy import check, parse
-from shoal.workload.blocks import blocks, units
-from shoal.workload.layout import facts_of, layout_of
 
 
 class Step(nn.Module):

@@ -12,7 +12,7 @@ from torch import nn
 
 from shoal.job import Job, JobError, Target, TensorData, infer_facts
 from shoal.job.own_code import require_runs
-from shoal.workload.trace import CannotTrace, trace
+from shoal.layout.trace import CannotTrace, trace
 
 X = torch.randn(12, 5, generator=torch.Generator().manual_seed(1))
 

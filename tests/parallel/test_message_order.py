@@ -24,7 +24,7 @@ from shoal.parallel.pipeline import borders
 from shoal.parallel.pipeline.arrival import Arrival
 from shoal.parallel.pipeline.executor import Pipeline
 from shoal.strategy import pp
-from shoal.strategy.legality import IllegalStrategy, require_legal
+from shoal.strategy.legality.check import IllegalStrategy, require_legal
 from shoal.strategy.schedule import rank_stages
 
 PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)

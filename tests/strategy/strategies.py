@@ -8,7 +8,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from shoal.strategy import REGISTRY, Strategy, Term, check, dp, offload
-from shoal.strategy.arguments import Argument, Choice, Flag, Nested, Real, Whole
+from shoal.strategy.terms.arguments import Argument, Choice, Flag, Nested, Real, Whole
 
 
 def argument_values(argument: Argument) -> st.SearchStrategy[Any]:

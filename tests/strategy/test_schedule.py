@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from shoal.estimate.pipeline import Action, actions, last_backward, rank_stages, stage_rank, steady
-from shoal.strategy.legality import IllegalStrategy
+from shoal.strategy.legality.check import IllegalStrategy
 from shoal.strategy.terms import pp
 
 

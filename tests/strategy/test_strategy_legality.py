@@ -23,7 +23,7 @@ from shoal.strategy import (
     serial,
     tp,
 )
-from shoal.strategy.rule import around, divisors
+from shoal.strategy.legality.rule import around, divisors
 from strategy.strategies import legal_strategies, strategies
 
 

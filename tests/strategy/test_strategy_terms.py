@@ -236,8 +236,8 @@ def test_a_strategy_answers_for_its_terms() -> None:
     assert strategy.data_parallel == 6
     assert strategy.replicas == 24
     assert strategy.micro_batches == 6
-    assert strategy.modifier(recompute) == recompute("full")
-    assert strategy.modifier(amp) is None
+    assert strategy.term(recompute) == recompute("full")
+    assert strategy.term(amp) is None
     assert strategy.term(tp) is None
     assert len(strategy.all_of(offload)) == 2
     assert (dp(2) * accumulate(4)).micro_batches == 4

@@ -33,8 +33,8 @@ class CannotAnalyze(ValueError):
 
 def analyze_command(text: str, *, batch: int | None, as_json: bool, picture_file: str | None) -> None:
     """Prints the analysis of a preset or a job, and draws it where a file is named."""
-    from shoal.analyze import preset_network, report
-    from shoal.analyze.presets import is_preset
+    from shoal.analysis import preset_network, report
+    from shoal.analysis.presets import is_preset
 
     if is_preset(text):
         told = report(preset_network(text, batch=batch))
@@ -47,7 +47,7 @@ def analyze_command(text: str, *, batch: int | None, as_json: bool, picture_file
 
     with only_json() if as_json else nullcontext(_print) as show:
         with Console(stderr=True).status("importing torch") as status:
-            from shoal.analyze.traced import traced_network
+            from shoal.analysis.traced import traced_network
             from shoal.job import load_job
 
             job = load_job(text)
@@ -63,7 +63,7 @@ def _require_job(text: str) -> None:
     try:
         names.parse_name(text)
     except JobError:
-        from shoal.analyze import preset_names
+        from shoal.analysis import preset_names
 
         known = preset_names()
         raise CannotAnalyze(
@@ -75,7 +75,7 @@ def _require_job(text: str) -> None:
 def _show(told: dict[str, Any], *, picture_file: str | None, show: Callable[[dict[str, Any]], None]) -> None:
     if picture_file is not None:
         from shoal.cli.explain import write_picture
-        from shoal.estimate.pictures.analysis import analysis_svg
+        from shoal.pictures.analysis import analysis_svg
 
         write_picture(analysis_svg(told), picture_file, option="--picture")
         told["picture"] = {"file": picture_file}

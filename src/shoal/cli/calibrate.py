@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from shoal.calibration.findings import CannotCalibrate, Findings, findings_of, write_findings
 from shoal.comm.calibration import calibration_path
-from shoal.train.calibrate.findings import CannotCalibrate, Findings, findings_of, write_findings
 
 SIZES = [1 << power for power in range(10, 25, 2)]
 THOROUGH = {"sizes": SIZES, "rounds": 9, "seconds": 20.0, "machine": 4}
@@ -68,7 +68,7 @@ def calibrate_command(
 
 
 def _on_ranks(arguments: dict[str, Any], ranks: int) -> dict[str, Any]:
-    from shoal.train.launch import run_ranks
+    from shoal.launch import run_ranks
 
     with _progress() as moved:
 
@@ -78,15 +78,15 @@ def _on_ranks(arguments: dict[str, Any], ranks: int) -> dict[str, Any]:
             if rank == 0:
                 moved(said)
 
-        target = "shoal.train.calibrate.measure:measure"
+        target = "shoal.calibration.measure:measure"
         measured: dict[str, Any] = run_ranks(target, arguments, ranks=ranks, on_message=message)[0]
     return measured
 
 
 def _as_one_rank(arguments: dict[str, Any]) -> dict[str, Any] | None:
     """What was measured on rank 0, None on the others."""
-    from shoal.train.calibrate.measure import measure
-    from shoal.train.launch.channel import Channel
+    from shoal.calibration.measure import measure
+    from shoal.launch.channel import Channel
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world < 2:

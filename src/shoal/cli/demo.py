@@ -19,8 +19,8 @@ def run_demo() -> int:
     from rich.console import Console
     from rich.table import Table
 
+    from shoal.launch import run_ranks, warm_up
     from shoal.strategy import parse
-    from shoal.train.launch import run_ranks, warm_up
 
     console = Console()
     started = time.perf_counter()
@@ -32,7 +32,7 @@ def run_demo() -> int:
     explain_strategy(EXPLAINED, as_json=False, world=None)
 
     console.rule("2. shoal verify, and 3. shoal train, on two tasks and several strategies")
-    from shoal.train.verify import verify
+    from shoal.proof import verify
 
     table = Table(title="The same model, trained in different ways", title_justify="left")
     for column in ("strategy", "proof", "validation", "ms/step", "MB/step"):
@@ -58,7 +58,7 @@ def run_demo() -> int:
                     "folder": str(Path(folder) / f"{job}-{number}"),
                     "stop_at_target": False,
                 }
-                outcome = run_ranks("shoal.train.loop:train_run", arguments, ranks=strategy.world)[0]
+                outcome = run_ranks("shoal.training.loop:train_run", arguments, ranks=strategy.world)[0]
                 metrics = "  ".join(f"{name} {value:.3f}" for name, value in list(outcome["metrics"].items())[-1:])
                 sent = sum(row["bytes"] for row in outcome["ledger"]) / 1e6
                 table.add_row(str(strategy), proof, metrics, f"{1000 * outcome['step_s']:.1f}", f"{sent:.3f}")

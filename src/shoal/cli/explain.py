@@ -62,7 +62,7 @@ def explain_strategy(
     told = explanation(strategy, world=world)
     played = None if timeline_file is None else _draw(strategy, timeline_file)
     if picture_file is not None:
-        from shoal.estimate.pictures import picture_svg
+        from shoal.pictures import picture_svg
 
         write_picture(picture_svg(strategy), picture_file, option="--picture")
     if as_json:
@@ -83,7 +83,8 @@ def explain_strategy(
 
 def _draw(strategy: Strategy, path: str) -> Played:
     """Plays the strategy's pipeline with a forward of one unit and a backward of two, and writes the picture."""
-    from shoal.estimate.pipeline import play_term, timeline_svg
+    from shoal.estimate.pipeline import play_term
+    from shoal.pictures.timeline import timeline_svg
     from shoal.strategy.terms import pp
 
     term = strategy.term(pp)
@@ -116,7 +117,8 @@ def write_picture(svg: str, path: str, *, option: str) -> None:
 
 
 def _timeline_values(strategy: Strategy, played: Played) -> dict[str, Any]:
-    from shoal.estimate.pipeline import bubble_formula, bubble_formula_text, timeline_text
+    from shoal.estimate.pipeline import bubble_formula, bubble_formula_text
+    from shoal.pictures.timeline import timeline_text
     from shoal.strategy.terms import pp
 
     term = strategy.term(pp)
@@ -149,7 +151,7 @@ def _print_timeline(played: Played, path: str) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from shoal.estimate.pipeline.picture import captions, timeline_rows
+    from shoal.pictures.timeline import captions, timeline_rows
 
     console = Console(highlight=False)
     console.print()

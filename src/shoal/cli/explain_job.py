@@ -49,9 +49,9 @@ def explain_job(
     with only_json() if as_json else nullcontext(_print) as show:
         with Console(stderr=True).status("importing torch") as status:
             from shoal.job import load_job
+            from shoal.layout.described import describe, describe_strategy
+            from shoal.layout.layout import layout_of
             from shoal.parallel.runnable import cannot_run
-            from shoal.workload.described import describe, describe_strategy
-            from shoal.workload.layout import layout_of
 
             job = load_job(text, size=size)
             status.update(f"tracing {job.name}")
@@ -92,7 +92,7 @@ def _print_chain(console: Console, told: dict[str, Any]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from shoal.workload.described import span
+    from shoal.layout.described import span
 
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     table.add_column("")
@@ -164,7 +164,7 @@ def _expert_lines(told: dict[str, Any]) -> Iterator[str]:
 
 
 def _strategy_lines(told: dict[str, Any]) -> Iterator[str]:
-    from shoal.workload.described import span
+    from shoal.layout.described import span
 
     if told["legal"] and not told["cannot_run"]:
         yield f"{told['strategy']}: legal for this model"

@@ -312,7 +312,7 @@ def launch(
     port: Annotated[int | None, typer.Option(help="Port of the rendezvous on loopback (default: a free one).")] = None,
 ) -> None:
     """Start a script of your own on several local ranks. What follows the script's name is the script's."""
-    from shoal.train.launch.script import launch_script
+    from shoal.launch.script import launch_script
 
     sys.exit(launch_script(script, context.args, ranks=ranks, port=port))
 
@@ -354,7 +354,7 @@ def _tell(error: Exception) -> int:
         if "RANK" not in os.environ or os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"shoal: {shown() if shown is not None else error}", file=sys.stderr)
         return 2
-    if type(error).__module__ == "shoal.train.launch.failure":
+    if type(error).__module__ == "shoal.launch.failure":
         # One rank's failure ends all; its own traceback is the one that helps.
         if not error.for_user and error.traceback_text:  # type: ignore[attr-defined]
             print(error.traceback_text, file=sys.stderr)  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ def only_json() -> Iterator[Callable[[dict[str, Any]], None]]:
     """Standard output is for one JSON object: what a job or a library prints there goes to standard error."""
     import json
 
-    from shoal.train.record.run import plain
+    from shoal.training.record.run import plain
 
     sys.stdout.flush()
     kept = os.dup(1)

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from shoal.cluster import Cluster, cluster, presets, read_cluster
 from shoal.cluster.presets import THIS
 from shoal.job import names
-from shoal.plan.counterfactual import changes, what_would_fit
-from shoal.plan.rank import Plan, cheapest, make_plan, question_for
-from shoal.plan.told import NothingFits, amount, gigabytes, told_plan
-from shoal.workload.presets import preset
-from shoal.workload.shape import Transformer
+from shoal.planning.counterfactual import changes, what_would_fit
+from shoal.planning.rank import Plan, cheapest, make_plan, question_for
+from shoal.planning.told import NothingFits, amount, gigabytes, told_plan
+from shoal.shapes.presets import preset
+from shoal.shapes.shape import Transformer
 
 if TYPE_CHECKING:
     from shoal.strategy import ModelFacts
@@ -62,7 +62,7 @@ def plan_command(
         raise NothingFits("\n".join(what_would_fit(plan)))
     told = told_plan(plan, top=top, changes=changes(plan))
     if html_file is not None:
-        from shoal.plan.page import plan_page
+        from shoal.planning.page import plan_page
 
         _write(plan_page(plan, told), html_file)
     if as_json and not run:
@@ -134,7 +134,7 @@ def _model(what: str, *, size: str | None, run: bool) -> tuple[Transformer, Mode
 
     require_known(what, size)
     from shoal.job import load_job
-    from shoal.workload.job_shape import shape_of
+    from shoal.layout.job_shape import shape_of
 
     job = load_job(what, size=size)
     shape, facts = shape_of(job)

@@ -21,11 +21,11 @@ def plan_here_command(
         raise BadCluster("this machine has not been calibrated; run `shoal calibrate` first")
     from dataclasses import replace
 
+    from shoal.calibration.job_model import job_model
     from shoal.cli.only_json import only_json
     from shoal.job import load_job
     from shoal.parallel.runnable import cannot_run
-    from shoal.plan.here import crossings_here, plan_here
-    from shoal.train.job_model import job_model
+    from shoal.planning.here import crossings_here, plan_here
 
     world = devices or machine.ranks
     with only_json() if as_json and not run else contextlib.nullcontext(_print) as tell:
@@ -77,7 +77,7 @@ def _print(told: dict[str, Any]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from shoal.plan.told import seconds
+    from shoal.planning.told import seconds
 
     console = Console(highlight=False)
     console.print(Text(told["title"], style="bold"))

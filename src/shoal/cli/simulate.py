@@ -18,13 +18,13 @@ from shoal.cli.plan import CannotPlan, samples_of, the_cluster
 from shoal.estimate.simulate import Disturbance, Links, Step, Straggler, goodput, perfetto, play_steps
 from shoal.estimate.simulate.disturb import BadDisturbance
 from shoal.estimate.simulate.goodput import DEVICE_MTBF_H, RESTART_S, checkpoint_time_s
-from shoal.plan.candidates import of_strategies
-from shoal.plan.legal import facts_of
-from shoal.plan.price import price_candidates, step_costs_of
-from shoal.plan.told import GB, seconds
+from shoal.planning.candidates import of_strategies
+from shoal.planning.legal import facts_of
+from shoal.planning.price import price_candidates, step_costs_of
+from shoal.planning.told import GB, seconds
+from shoal.shapes.presets import preset
+from shoal.shapes.shape import Transformer
 from shoal.strategy import Strategy, parse, require_legal
-from shoal.workload.presets import preset
-from shoal.workload.shape import Transformer
 
 Found = TypeVar("Found")
 
@@ -112,7 +112,7 @@ def _slowest(step: Step) -> int:
 
 
 def _picture(step: Step, strategy: Strategy) -> str:
-    from shoal.estimate.pipeline import timeline_svg
+    from shoal.pictures.timeline import timeline_svg
 
     if len(step.order) > MOST_BOXES:
         raise CannotPlan(

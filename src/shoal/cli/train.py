@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shoal.cli.progress import LiveProgress, plain_lines, summary
-from shoal.train.local import CannotTrain, default_checkpoints, require_emulation, require_free, train_locally
+from shoal.training.local import CannotTrain, default_checkpoints, require_emulation, require_free, train_locally
 
 INHERITED = {"strategy": str, "size": str, "steps": int, "global_batch": int, "seed": int, "checkpoint_every": int}
 """What a resumed run takes from the run it goes on with, where the command line does not say."""
@@ -24,7 +24,7 @@ OPTION = {"global_batch": "batch"}
 def train_command(
     job: str, strategy_text: str | None, *, ranks: int | None, hang_after: float, as_json: bool, **given: Any
 ) -> int:
-    """`given`: the other options, by the names that `shoal.train.loop` knows them by."""
+    """`given`: the other options, by the names that `shoal.training.loop` knows them by."""
     from shoal.cli.echo import echoed
     from shoal.cli.only_json import only_json
     from shoal.comm.calibration import read_calibration
@@ -84,7 +84,7 @@ def _run_of(resume: str) -> Path | None:
 
 
 def _inherit(arguments: dict[str, Any], run: Path | None) -> dict[str, Any]:
-    from shoal.train.record.run import RUN, RunBroken, read_json
+    from shoal.training.record.run import RUN, RunBroken, read_json
 
     folder = arguments["folder"]
     if folder is not None and (run is None or Path(folder).resolve() != run.resolve()):
@@ -108,8 +108,8 @@ def _inherit(arguments: dict[str, Any], run: Path | None) -> dict[str, Any]:
 
 def _as_one_rank(arguments: dict[str, Any], *, hang_after: float, as_json: bool) -> NoReturn:
     from shoal.cli.only_json import only_json
-    from shoal.train.launch.channel import standalone_channel
-    from shoal.train.loop import check_run, train_run
+    from shoal.launch.channel import standalone_channel
+    from shoal.training.loop import check_run, train_run
 
     with only_json() if as_json else contextlib.nullcontext(summary) as show:
         # The ranks look for the checkpoint, and check the layout, together, once they have met.
@@ -132,9 +132,9 @@ def _as_one_rank(arguments: dict[str, Any], *, hang_after: float, as_json: bool)
 
 def _tell(rank: int, error: Exception) -> None:
     """Prints why this rank failed: not if another one is the cause, nor what another one has said already."""
-    from shoal.train.launch.failure import from_exception
-    from shoal.train.launch.join import current
-    from shoal.train.launch.rank import describe
+    from shoal.launch.failure import from_exception
+    from shoal.launch.join import current
+    from shoal.launch.rank import describe
 
     failure, place = from_exception(rank, describe(error)), current()
     if failure.is_echo:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from shoal.estimate.traffic import Call, Group
-from shoal.workload.attention import AttentionCall
+from shoal.layout.attention import AttentionCall
 
 SUM_BYTES = 4
 """Gradients are summed around the ring in at least float32."""

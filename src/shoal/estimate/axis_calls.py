@@ -1,6 +1,6 @@
 """What the axes that cut the model send in a step: tensor, context and pipeline parallelism, and a loss over the batch.
 
-From the layout and one serial forward of a micro-batch (`workload/forward.py`), before anything runs. Where each tensor
+From the layout and one serial forward of a micro-batch (`layout/forward.py`), before anything runs. Where each tensor
 crosses the ranks follows from the modules at the ends of a region; how large it is, and whether a gradient comes back,
 from what these modules are given in the serial model. The collectives themselves are those of `tensor_traffic.py`,
 `attention_traffic.py` and `pipeline_traffic.py`.
@@ -19,11 +19,11 @@ from shoal.estimate.held import Held
 from shoal.estimate.pipeline_traffic import pipeline_traffic
 from shoal.estimate.tensor_traffic import crossing_calls, gathered_logits_bytes
 from shoal.estimate.traffic import NUMBER_BYTES, Call, Group
+from shoal.layout.crossings import Crossing
+from shoal.layout.forward import Flow, Forward, ModuleCall
+from shoal.layout.tensor.plan import Region
 from shoal.strategy import cp
 from shoal.strategy.schedule import stage_rank
-from shoal.workload.crossings import Crossing
-from shoal.workload.forward import Flow, Forward, ModuleCall
-from shoal.workload.tensor.plan import Region
 
 Placed = tuple[str, Call]
 """The module at which it happens, and the collective."""

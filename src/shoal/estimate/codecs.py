@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shoal.strategy.compress import CompressTerm
+from shoal.strategy.terms.compress import CompressTerm
 
 PASS_BYTES = 4
 """A pass reads or writes each element once, in 32 bits."""
@@ -21,7 +21,7 @@ CODEC_PASSES: Mapping[str, tuple[float, float]] = {
     "powersgd(16)": (26, 0),
 }  # fmt: skip
 """Passes for a rank's own part, and for the payload of each rank that is added. Measured: seconds an element times the
-rate of a copy (`train/calibrate/codecs.measure_passes`) on one core of a Xeon that copies 25 GB/s. The bytes that the
+rate of a copy (`calibration/codecs.measure_passes`) on one core of a Xeon that copies 25 GB/s. The bytes that the
 kernels read and write, counted, give 0.65 to 1.03 of it. That it carries over to a GPU is assumed."""
 
 

@@ -3,7 +3,7 @@
 Dense buckets are reduced while backward still runs, each as soon as the one before it is through; what is not through
 by then shows, and moving it takes computing time from backward. Compressed ones are encoded, sent and decoded one after
 the other when backward is done. Both are played from what was measured: when the buckets of a step are ready, what
-codecs cost (`train/calibrate/codecs.py`), and what a link costs by itself. Where the two step times meet is the answer.
+codecs cost (`calibration/codecs.py`), and what a link costs by itself. Where the two step times meet is the answer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shoal.comm.choice import all_reduce_time, choose_all_reduce
 from shoal.comm.compress import traffic
 from shoal.comm.network import LinkTimes, Network
 from shoal.comm.wire import sent
-from shoal.strategy.compress import CompressTerm
+from shoal.strategy.terms.compress import CompressTerm
 
 ITEM_BYTES = 4
 """Gradients are compressed in 32 bits."""

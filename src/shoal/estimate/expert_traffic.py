@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 
 from shoal.comm.wire import even_payload
 from shoal.estimate.traffic import Call
-from shoal.workload.routed import Routed
+from shoal.layout.routed import Routed
 
 COUNT_BYTES = 8
 

@@ -7,11 +7,11 @@ from functools import cached_property
 
 from shoal.estimate.placing import Family, Placing
 from shoal.estimate.traffic import Group
+from shoal.layout.cuts import Cut
+from shoal.layout.forward import JobShapes, ParameterShape
+from shoal.layout.tensor.plan import Region, Vocabulary
 from shoal.strategy import Strategy, pp, recompute, tp
 from shoal.strategy.schedule import rank_stages, stage_rank
-from shoal.workload.cuts import Cut
-from shoal.workload.forward import JobShapes, ParameterShape
-from shoal.workload.tensor.plan import Region, Vocabulary
 
 SHARED = -1
 """The part of a parameter that several stages of one rank read."""
@@ -23,7 +23,7 @@ class Held:
     def __init__(self, shapes: JobShapes, strategy: Strategy, rank: int = 0) -> None:
         self.shapes, self.strategy, self.rank = shapes, strategy, rank
         self.placing = Placing(strategy, rank)
-        self.recomputes = strategy.modifier(recompute) is not None
+        self.recomputes = strategy.term(recompute) is not None
         self.term = strategy.term(pp)
         self.stages: tuple[int, ...] = ()
         """Numbers of the stages that this rank runs."""

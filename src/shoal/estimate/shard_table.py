@@ -16,9 +16,9 @@ from shoal.comm.compress.traffic import Transfer
 from shoal.estimate.held import Held
 from shoal.estimate.placing import Family, Replicas
 from shoal.estimate.traffic import Buffer, Call, Compressed, Norm, ShardTable
+from shoal.layout.forward import Forward, ParameterShape
 from shoal.strategy import Strategy, pp
-from shoal.strategy.compress import CompressTerm, powersgd
-from shoal.workload.forward import Forward, ParameterShape
+from shoal.strategy.terms.compress import CompressTerm, powersgd
 
 BUCKET_BYTES = 8 << 20
 """Gradients travel in buckets of at most this size (`parallel/data.py`)."""

@@ -14,8 +14,8 @@ from shoal.estimate.expert_traffic import even_routing, expert_traffic
 from shoal.estimate.held import Held
 from shoal.estimate.shard_table import shard_table
 from shoal.estimate.traffic import Call, ShardTable
+from shoal.layout.forward import ExpertShape, Forward, JobShapes
 from shoal.strategy import Strategy
-from shoal.workload.forward import ExpertShape, Forward, JobShapes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

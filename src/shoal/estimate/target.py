@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from shoal.shapes.shape import Transformer
 from shoal.strategy import REGISTRY, CompressTerm
-from shoal.workload.shape import Transformer
 
 TOKENS_A_PARAMETER = 20.0
 """Compute-optimal training (Hoffmann et al. 2022), for the parameters that a token meets."""

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
 from shoal.estimate.traffic import Call, Group
-from shoal.workload.crossings import Crossing
+from shoal.layout.crossings import Crossing
 
 Between = Literal["whole", "sequence", "batch"]
 

@@ -22,6 +22,8 @@ from shoal.comm.points import reach
 from shoal.comm.shared_block import SharedBlock
 from shoal.job.random_optimizer import UpdateDraws
 from shoal.job.randomness import Randomness
+from shoal.layout.blocks import units
+from shoal.layout.layout import Layout
 from shoal.parallel.batch_norm import count_once, synchronise
 from shoal.parallel.compression import Compression
 from shoal.parallel.cutting import CutModel, cut_model
@@ -40,8 +42,6 @@ from shoal.parallel.sync.outer import OuterLevel
 from shoal.parallel.sync.schemes import SCHEMES
 from shoal.parallel.zero import ParameterGathering, ShardedUnit
 from shoal.strategy import Strategy, bsp, dp, pp, recompute, shared, tp
-from shoal.workload.blocks import units
-from shoal.workload.layout import Layout
 
 Options = Callable[[str, torch.Tensor], dict[str, Any]]
 Entry = tuple[str, nn.Parameter, int]
@@ -96,7 +96,7 @@ def parallelize(
         count_once(model)
     if randomness is not None:
         randomness.install(model)
-    again = strategy.modifier(recompute)
+    again = strategy.term(recompute)
     if again is not None:
         recompute_blocks(model, again.kind)
     if cut.staged is not None:

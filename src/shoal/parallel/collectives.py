@@ -20,8 +20,8 @@ from torch.autograd.function import once_differentiable
 
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
+from shoal.layout.cuts import Cut
 from shoal.parallel.recompute import forward_phase
-from shoal.workload.cuts import Cut
 
 
 class UnevenParts(ValueError):

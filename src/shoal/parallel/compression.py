@@ -21,7 +21,7 @@ from shoal.comm.compress.method import Method
 from shoal.parallel.data import Bucket
 from shoal.parallel.flat import Slot
 from shoal.parallel.placement import Route
-from shoal.strategy.compress import powersgd
+from shoal.strategy.terms.compress import powersgd
 
 
 @dataclass

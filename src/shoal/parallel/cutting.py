@@ -11,6 +11,11 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
+from shoal.layout.crossings import Tally
+from shoal.layout.cuts import Cut
+from shoal.layout.layout import Layout
+from shoal.layout.tensor.plan import TensorPlan
+from shoal.layout.tensor.tokens import stream_blocks
 from shoal.parallel.context.cut import SequenceCut
 from shoal.parallel.data import SHARED
 from shoal.parallel.expert.deal_out import deal_out
@@ -22,11 +27,6 @@ from shoal.parallel.tensor.regions import Between
 from shoal.parallel.tensor.vocabulary import cut_vocabulary
 from shoal.strategy import Strategy, cp, ep, pp, tp
 from shoal.strategy.schedule import rank_stages, stage_rank
-from shoal.workload.crossings import Tally
-from shoal.workload.cuts import Cut
-from shoal.workload.layout import Layout
-from shoal.workload.tensor.plan import TensorPlan
-from shoal.workload.tensor.tokens import stream_blocks
 
 
 @dataclass

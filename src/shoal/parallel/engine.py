@@ -25,6 +25,7 @@ from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
 from shoal.comm.points import reach
 from shoal.job.random_optimizer import Stretch, UpdateDraws
+from shoal.layout.cuts import Part
 from shoal.parallel.batch_norm import release
 from shoal.parallel.buffers import BufferExchange
 from shoal.parallel.compression import Compression
@@ -34,7 +35,6 @@ from shoal.parallel.optimizer import Factory, Piece, SavedState, SlicedOptimizer
 from shoal.parallel.placement import Placement, Replicas
 from shoal.parallel.sync.outer import OuterLevel
 from shoal.parallel.zero import ParameterGathering
-from shoal.workload.cuts import Part
 
 
 class CountWithGradient(ValueError):

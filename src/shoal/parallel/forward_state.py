@@ -2,7 +2,7 @@
 
 Spectral norm iterates its vectors in forward, batch norm and moving averages update buffers, modules count their
 calls. A repetition in backward must start from the state that the first forward saw, and must leave the state as the
-forwards alone have made it. `workload/held_state.py` finds what there is to change.
+forwards alone have made it. `layout/held_state.py` finds what there is to change.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from shoal.workload.held_state import Held, HeldNow, copy_of, with_copies
+from shoal.layout.held_state import Held, HeldNow, copy_of, with_copies
 
 
 class ChangesParameters(ValueError):

@@ -14,8 +14,8 @@ import torch
 from torch.utils._pytree import tree_map
 
 from shoal.comm.mesh import Members
+from shoal.layout.crossings import Crossing, Tally
 from shoal.parallel.collectives import gather_whole
-from shoal.workload.crossings import Crossing, Tally
 
 
 class OutputNotGathered(ValueError):

@@ -17,9 +17,9 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shoal.comm.ledger import BOOK
+from shoal.layout.blocks import blocks
+from shoal.layout.held_state import GENERATORS, Held
 from shoal.parallel.forward_state import ForwardState
-from shoal.workload.blocks import blocks
-from shoal.workload.held_state import GENERATORS, Held
 
 _again = 0
 

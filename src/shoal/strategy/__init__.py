@@ -7,19 +7,19 @@ answered at once.
 
 from __future__ import annotations
 
-from shoal.strategy.arguments import TermError
 from shoal.strategy.contract import Contract, contract
 from shoal.strategy.explanation import explanation
 from shoal.strategy.expression import Axis, Strategy, as_strategy
 from shoal.strategy.facts import ModelFacts
-from shoal.strategy.legality import IllegalStrategy, Refusal, check, is_legal, require_legal
+from shoal.strategy.legality.check import IllegalStrategy, Refusal, check, is_legal, require_legal
+from shoal.strategy.legality.rules import RULES
 from shoal.strategy.place_in_text import StrategyError
-from shoal.strategy.rules import RULES
-from shoal.strategy.systems import SYSTEMS, Likeness, System, systems_like
-from shoal.strategy.taxonomy import SPECTRUM, Placement, place
-from shoal.strategy.techniques import Technique, techniques
+from shoal.strategy.taxonomy.place import SPECTRUM, Placement, place
+from shoal.strategy.taxonomy.systems import SYSTEMS, Likeness, System, systems_like
+from shoal.strategy.taxonomy.techniques import Technique, techniques
 from shoal.strategy.terms import *  # noqa: F403
 from shoal.strategy.terms import __all__ as _terms
+from shoal.strategy.terms.arguments import TermError
 from shoal.strategy.text import parse
 from shoal.strategy.words import in_words
 

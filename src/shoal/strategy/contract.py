@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from shoal.strategy.expression import Strategy, as_strategy
 from shoal.strategy.facts import ModelFacts
-from shoal.strategy.sync import SAME_TARGET
-from shoal.strategy.term import Kind, Promise, Term
 from shoal.strategy.terms import cp, dp, ep, local, pp, recompute, spatial, ssp, tp
+from shoal.strategy.terms.sync import SAME_TARGET
+from shoal.strategy.terms.term import Kind, Promise, Term
 
 KINDS: tuple[Kind, ...] = ("exact", "bounded", "statistical")
 """From the strongest promise to the weakest."""

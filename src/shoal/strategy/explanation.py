@@ -9,11 +9,11 @@ from typing import Any
 from shoal.strategy.contract import contract
 from shoal.strategy.expression import Strategy, as_strategy
 from shoal.strategy.facts import ModelFacts
-from shoal.strategy.legality import check
+from shoal.strategy.legality.check import check
 from shoal.strategy.mesh_picture import mesh_picture
-from shoal.strategy.systems import systems_like
-from shoal.strategy.taxonomy import SPECTRUM, place, spectrum_position
-from shoal.strategy.term import Term
+from shoal.strategy.taxonomy.place import SPECTRUM, place, spectrum_position
+from shoal.strategy.taxonomy.systems import systems_like
+from shoal.strategy.terms.term import Term
 from shoal.strategy.words import in_words
 
 

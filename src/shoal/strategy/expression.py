@@ -10,8 +10,8 @@ from __future__ import annotations
 from math import prod
 from typing import Any, NamedTuple, TypeVar
 
-from shoal.strategy.arguments import TermError
-from shoal.strategy.terms import REGISTRY, AxisTerm, ModifierTerm, Term, accumulate, dp, ensemble, ep, pp, ps, tp
+from shoal.strategy.terms import REGISTRY, AxisTerm, ModifierTerm, Term, accumulate, cp, dp, ensemble, ep, pp, ps, tp
+from shoal.strategy.terms.arguments import TermError
 
 MOST_LEVELS = 8
 """Levels of dp in one strategy. A network has three or four kinds of link; more levels than this is a slip.
@@ -99,6 +99,11 @@ class Strategy:
         return tuple(term for term in self.terms if isinstance(term, dp))
 
     @property
+    def cutting_axes(self) -> tuple[str, ...]:
+        """The names of the axes by which the model is cut: pp, tp, cp and ep of more than one rank."""
+        return tuple(axis.name for axis in self.axes if isinstance(axis.term, (pp, tp, cp, ep)) and axis.size > 1)
+
+    @property
     def modifiers(self) -> tuple[ModifierTerm, ...]:
         return tuple(term for term in self.terms if isinstance(term, ModifierTerm))
 
@@ -150,10 +155,6 @@ class Strategy:
     def term(self, cls: type[AnyTerm]) -> AnyTerm | None:
         """The first term of a class (the outermost level, for dp), or None."""
         return next((term for term in self.terms if isinstance(term, cls)), None)
-
-    def modifier(self, cls: type[AnyTerm]) -> AnyTerm | None:
-        """The modifier of a class, or None."""
-        return self.term(cls)
 
     def all_of(self, cls: type[AnyTerm]) -> tuple[AnyTerm, ...]:
         """Every term of a class, in order: levels of dp, kinds of offload."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from shoal.strategy.legality import require_legal
+from shoal.strategy.legality.check import require_legal
 from shoal.strategy.terms import pp
 from shoal.strategy.zero_bubble import zero_bubble
 

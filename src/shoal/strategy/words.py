@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from shoal.strategy.expression import Strategy, as_strategy
-from shoal.strategy.numerals import capital
-from shoal.strategy.term import Term
 from shoal.strategy.terms import dp
+from shoal.strategy.terms.numerals import capital
+from shoal.strategy.terms.term import Term
 
 
 def in_words(strategy: Strategy | Term) -> tuple[tuple[str, str], ...]:

@@ -6,9 +6,9 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from workload import sized_models as sized
 
 from shoal.job import Job, TensorData, cross_entropy
-from workload import sized_models as sized
 
 WORDS, TOKENS, SAMPLES = 31, 6, 48
 

@@ -13,7 +13,7 @@ from shoal.estimate.cost.data import gathered_again
 from shoal.estimate.cost.memory import activations
 from shoal.estimate.cost.schedule import in_flight, stages, weights_waiting
 from shoal.estimate.cost.weights import weights
-from shoal.workload.presets import preset
+from shoal.shapes.presets import preset
 
 SHAPE, PLACE = preset("gpt:13b"), cluster("a100", devices=64)
 

@@ -13,7 +13,7 @@ from shoal.cluster import cluster
 from shoal.estimate.cost import GOOD, PHYSICS, PROFILES, Inputs, gathered, inputs_for, price
 from shoal.estimate.cost.inputs import with_bandwidth
 from shoal.estimate.cost.price import SPLIT
-from shoal.workload.presets import preset
+from shoal.shapes.presets import preset
 
 SIZES = st.sampled_from([1, 2, 4, 8])
 

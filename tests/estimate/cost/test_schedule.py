@@ -9,8 +9,8 @@ from shoal.cluster import cluster
 from shoal.estimate.cost import PROFILES, inputs_for
 from shoal.estimate.cost.schedule import bubble_s, in_flight, stages, weights_waiting
 from shoal.estimate.pipeline.play import play_term
+from shoal.shapes.presets import preset
 from shoal.strategy.terms import pp
-from shoal.workload.presets import preset
 
 CASES = [
     ("gpipe", 4, 8, 1), ("1f1b", 4, 8, 1), ("1f1b", 8, 4, 1), ("interleaved", 4, 8, 2), ("interleaved", 4, 16, 3),
@@ -65,7 +65,7 @@ def test_even_stages_hold_all_layers_between_them(ranks: int) -> None:
 def test_stages_by_cost_count_the_head_as_layers() -> None:
     # 16 layers of 67.1 million weights and a head of four such layers: the last of four stages holds the head and one
     # layer.
-    from shoal.workload.shape import Transformer
+    from shoal.shapes.shape import Transformer
 
     shape = Transformer(layers=16, hidden=2048, heads=32, ffn=8192, gated=True, vocab=131_072, sequence=4096)
     held = stages(inputs_for(shape, cluster("h100", devices=8), 64, pp=4, dp=2), PROFILES["nanotron"])

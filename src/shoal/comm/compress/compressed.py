@@ -9,7 +9,7 @@ from shoal.comm.compress.exchange import Gather, Sum
 from shoal.comm.compress.feedback import Feedback
 from shoal.comm.compress.given import Draw, Over, State
 from shoal.comm.compress.method import Method, Total
-from shoal.strategy.compress import CompressTerm
+from shoal.strategy.terms.compress import CompressTerm
 
 
 class Compressed(Method):

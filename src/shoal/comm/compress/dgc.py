@@ -14,7 +14,7 @@ from shoal.comm.compress.compressed import Compressed
 from shoal.comm.compress.feedback import MomentumCorrection
 from shoal.comm.compress.topk import TopK
 from shoal.comm.compress.traffic import warm_up_fraction
-from shoal.strategy.compress import dgc
+from shoal.strategy.terms.compress import dgc
 
 
 class WarmedUp(TopK):

@@ -19,7 +19,7 @@ from shoal.comm.compress.feedback import Residual
 from shoal.comm.compress.given import Draw, Over, State
 from shoal.comm.compress.method import Method, Total
 from shoal.comm.compress.topk import TopK
-from shoal.strategy.compress import gtopk
+from shoal.strategy.terms.compress import gtopk
 
 Sparse = tuple[torch.Tensor, torch.Tensor]
 """Values and their places."""

@@ -17,7 +17,7 @@ from shoal.comm.compress.given import CompressError, Draw, Over, State
 from shoal.comm.compress.traffic import Transfer
 
 if TYPE_CHECKING:
-    from shoal.strategy.compress import CompressTerm
+    from shoal.strategy.terms.compress import CompressTerm
 
 Total = Generator[Ask, Any, torch.Tensor]
 

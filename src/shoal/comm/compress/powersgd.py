@@ -14,7 +14,7 @@ from shoal.comm.compress.feedback import Residual
 from shoal.comm.compress.given import Draw, Over, State
 from shoal.comm.compress.method import Method, Total, is_finite, or_nan
 from shoal.comm.compress.traffic import effective_rank, matrix_of
-from shoal.strategy.compress import powersgd
+from shoal.strategy.terms.compress import powersgd
 
 
 class PowerSgd(Method):

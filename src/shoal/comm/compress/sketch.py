@@ -19,7 +19,7 @@ from shoal.comm.compress.given import Draw, Over, State
 from shoal.comm.compress.method import Method, Total, is_finite, or_nan
 from shoal.comm.compress.topk import largest
 from shoal.comm.compress.traffic import sketch_count
-from shoal.strategy.compress import sketch
+from shoal.strategy.terms.compress import sketch
 
 FEW_ROWS = 9
 """Up to here exchanging rows in a network is faster than sorting a column for each element."""

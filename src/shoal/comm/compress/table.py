@@ -21,7 +21,7 @@ from shoal.comm.compress.sketch import Sketch
 from shoal.comm.compress.ternary import Ternary
 from shoal.comm.compress.threshold import Threshold
 from shoal.comm.compress.topk import TopK
-from shoal.strategy import compress as terms
+from shoal.strategy.terms import compress as terms
 
 
 def method_of(term: terms.CompressTerm, *, clip: float | None = None) -> Method:
@@ -64,4 +64,4 @@ def codec_of(term: terms.CompressTerm) -> Codec:
             return MsTopK(fraction=term.r)
         case terms.randomk():
             return RandomK(fraction=term.r)
-    raise ValueError(f"there is no compression for {term!r}; expected one of the terms of shoal.strategy.compress")
+    raise ValueError(f"there is no compression for {term!r}; expected a term of shoal.strategy.terms.compress")

@@ -27,7 +27,7 @@ from math import prod
 from typing import NamedTuple
 
 from shoal.comm.wire import sent
-from shoal.strategy.compress import (
+from shoal.strategy.terms.compress import (
     CompressTerm,
     dgc,
     fp16,

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from shoal.cluster import Cluster, Device
-from shoal.workload.shape import Transformer
+from shoal.shapes.shape import Transformer
 
 Column = NDArray[Any]
 

@@ -1,6 +1,5 @@
-"""Pipeline schedules: what each rank does in which order, how long that takes, and how it looks."""
+"""Pipeline schedules: what each rank does in which order, how long that takes."""
 
-from shoal.estimate.pipeline.picture import timeline_svg, timeline_text
 from shoal.estimate.pipeline.play import (
     Box,
     Played,
@@ -14,5 +13,5 @@ from shoal.strategy.schedule import Action, actions, last_backward, rank_stages,
 
 __all__ = [
     "Action", "Box", "Played", "ScheduleDeadlock", "actions", "bubble_formula", "bubble_formula_text", "last_backward",
-    "play", "play_term", "rank_stages", "stage_rank", "steady", "timeline_svg", "timeline_text",
+    "play", "play_term", "rank_stages", "stage_rank", "steady",
 ]  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shoal.estimate.steps.operations import Operation
-from shoal.workload.forward import Forward, JobShapes
+from shoal.layout.forward import Forward, JobShapes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,7 +20,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobModel:
-    """Built by `train/job_model.py`, which runs the job's forward once without memory."""
+    """Built by `calibration/job_model.py`, which runs the job's forward once without memory."""
 
     name: str
     global_batch: int

@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import prod
 
-from shoal.analyze.convolution import Convolution, TransposedConvolution
-from shoal.analyze.elementwise import Activation, Concatenation
-from shoal.analyze.lookup import Embedding
-from shoal.analyze.network import Network
-from shoal.analyze.operator import ELEMENT_BYTES, Operator
-from shoal.analyze.products import Attention, FullyConnected, MatrixProduct
-from shoal.analyze.reductions import BatchNorm, LayerNorm, Loss, Pooling, Softmax
+from shoal.analysis.convolution import Convolution, TransposedConvolution
+from shoal.analysis.elementwise import Activation, Concatenation
+from shoal.analysis.lookup import Embedding
+from shoal.analysis.network import Network
+from shoal.analysis.operator import ELEMENT_BYTES, Operator
+from shoal.analysis.products import Attention, FullyConnected, MatrixProduct
+from shoal.analysis.reductions import BatchNorm, LayerNorm, Loss, Pooling, Softmax
 from shoal.estimate.steps.machine import Machine
 
 PRODUCTS = ("linear", "convolution", "attention")

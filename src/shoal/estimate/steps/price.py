@@ -117,7 +117,7 @@ def _passes(
     """A micro-batch of this number of samples, by piece of the model."""
     ratio = samples / model.samples
     local = list(_local(model, strategy))
-    repeated = _repeated(model, strategy.modifier(recompute), local)
+    repeated = _repeated(model, strategy.term(recompute), local)
     found = {piece.name: Pass() for piece in model.pieces} | {"loss": Pass()}
     for number, operation in enumerate(local):
         each = operation.of_samples(ratio)

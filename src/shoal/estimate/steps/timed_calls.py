@@ -1,7 +1,7 @@
 """The collectives of a step with what they cost on a calibrated machine: the calls of `step_calls`, none added or left
 out, each with the overhead of the engine that comes with it.
 
-Overheads were measured on steps of next to nothing, their messages included (`train/calibrate/overheads.py`); so of a
+Overheads were measured on steps of next to nothing, their messages included (`calibration/overheads.py`); so of a
 call with an overhead only what its bytes take longer comes on top.
 """
 
@@ -22,7 +22,7 @@ from shoal.estimate.traffic import (
     norm_calls,
     parameter_calls,
 )
-from shoal.strategy.compress import threshold
+from shoal.strategy.terms.compress import threshold
 
 NOTHING_BYTES = 1024.0
 """Overheads were measured on messages of about this size."""

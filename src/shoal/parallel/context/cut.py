@@ -20,15 +20,15 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
+from shoal.layout.attention import AttentionCall
+from shoal.layout.context import ContextPlan, Holder, Places
+from shoal.layout.crossings import Crossing
+from shoal.layout.cuts import Cut
+from shoal.layout.global_view import factors
 from shoal.parallel.collectives import gather
 from shoal.parallel.context.attention import BY_METHOD, positions
 from shoal.parallel.context.global_view import GlobalView
 from shoal.parallel.recompute import recomputing
-from shoal.workload.attention import AttentionCall
-from shoal.workload.context import ContextPlan, Holder, Places
-from shoal.workload.crossings import Crossing
-from shoal.workload.cuts import Cut
-from shoal.workload.global_view import factors
 
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 

@@ -2,7 +2,7 @@
 
 Inside a module that holds attention written by hand, tensors that are cut along the sequence report the size of the
 full one, so that masks, tables and shapes which the code makes come out as in one process. Each function that is given
-a cut tensor is followed once, on tensors without memory (`workload/global_view.py`), and then run on the parts:
+a cut tensor is followed once, on tensors without memory (`layout/global_view.py`), and then run on the parts:
 keys and values are gathered, masks and tables sliced, sizes in views replaced. Queries, and with them the scores, stay
 cut. Autograd sees nothing but the parts.
 """
@@ -22,12 +22,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shoal.workload.cuts import Cut
-from shoal.workload.global_view import SIZED, Step, Walk, follow
-from shoal.workload.recorded import Op, Ref, Trace
-from shoal.workload.tensor.dims import bind
-from shoal.workload.tensor.spread import Graph
-from shoal.workload.trace import Recorder
+from shoal.layout.cuts import Cut
+from shoal.layout.global_view import SIZED, Step, Walk, follow
+from shoal.layout.recorded import Op, Ref, Trace
+from shoal.layout.tensor.dims import bind
+from shoal.layout.tensor.spread import Graph
+from shoal.layout.trace import Recorder
 
 if TYPE_CHECKING:
     from shoal.parallel.context.cut import SequenceCut

@@ -1,7 +1,7 @@
 """Expert parallelism: the experts of each mixture are dealt out over ranks, and tokens travel to them and back.
 
 The model is not rewritten. `deal_out` leaves each rank the experts [i*E/n, (i+1)*E/n) of each layer that
-`workload/experts/find.py` found, under the names they had, and puts the exchange of tokens around the layer's own code.
+`layout/experts/find.py` found, under the names they had, and puts the exchange of tokens around the layer's own code.
 What is routed stays the model's business: a model that drops tokens beyond a capacity does so before its experts are
 called, so the capacity is counted by rank (`strategy/contract.py` says `statistical` then), and a load-balancing loss
 that the model computes from its router is a mean over the tokens of each rank.
@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from torch import nn
 
 from shoal.comm.mesh import Members
+from shoal.layout.experts.find import ExpertError, ExpertLayer
+from shoal.layout.routed import Routed
 from shoal.parallel.expert.listed import ListedExperts, Owner
 from shoal.parallel.expert.stacked import StackedExperts
-from shoal.workload.experts.find import ExpertError, ExpertLayer
-from shoal.workload.routed import Routed
 
 REMEMBERED_RUNS = 1024
 """Runs of layers whose routing is kept for `take_routed`; older ones are forgotten."""

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
+from shoal.layout.experts.find import ExpertError
+from shoal.layout.routed import Routed
 from shoal.parallel.recompute import forward_phase
-from shoal.workload.experts.find import ExpertError
-from shoal.workload.routed import Routed
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """A rank that routes no token learns the type of the others' from its place here."""

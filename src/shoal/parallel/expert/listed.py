@@ -18,12 +18,12 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from shoal.comm.mesh import Members
+from shoal.layout.experts.find import ExpertError, ExpertLayer
+from shoal.layout.experts.listed import alike, only_tensor, replaced
+from shoal.layout.experts.rehearsal import random_state, rehearsing, set_random_state
+from shoal.layout.routed import Routed
 from shoal.parallel.expert.exchange import Round, first_thread, tied
 from shoal.parallel.recompute import recomputing
-from shoal.workload.experts.find import ExpertError, ExpertLayer
-from shoal.workload.experts.listed import alike, only_tensor, replaced
-from shoal.workload.experts.rehearsal import random_state, rehearsing, set_random_state
-from shoal.workload.routed import Routed
 
 
 class Elsewhere(nn.Module):

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from shoal.comm.mesh import Members
+from shoal.layout.experts.find import ExpertError, ExpertLayer
+from shoal.layout.experts.stacked import Routed as Asked
+from shoal.layout.experts.stacked import counting, routed
+from shoal.layout.routed import Routed
 from shoal.parallel.expert.exchange import Round, first_thread, tied
-from shoal.workload.experts.find import ExpertError, ExpertLayer
-from shoal.workload.experts.stacked import Routed as Asked
-from shoal.workload.experts.stacked import counting, routed
-from shoal.workload.routed import Routed
 
 
 class StackedExperts:

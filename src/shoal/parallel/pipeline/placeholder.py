@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_map
 
+from shoal.layout.experts.rehearsal import random_state, set_random_state
+from shoal.layout.held_state import results_held
 from shoal.parallel.pipeline.arrival import Arrival
-from shoal.workload.experts.rehearsal import random_state, set_random_state
-from shoal.workload.held_state import results_held
 
 LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 """What a fake raises when it is asked for a value."""

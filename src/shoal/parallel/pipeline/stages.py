@@ -21,10 +21,10 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import CheckpointFunction
 
+from shoal.layout.chain import Chain
+from shoal.layout.wires import Place, Wire
 from shoal.parallel.pipeline.arrival import Arrival, Branched, become
 from shoal.parallel.pipeline.placeholder import Like, learning, shapes_of, skeleton, zeros
-from shoal.workload.chain import Chain
-from shoal.workload.wires import Place, Wire
 
 Range = tuple[int, int]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shoal.parallel.sync.outer import Call, OuterLevel
-from shoal.strategy.sync import local
+from shoal.strategy.terms.sync import local
 
 
 class LocalSteps(OuterLevel):

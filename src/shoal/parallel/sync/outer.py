@@ -17,7 +17,7 @@ from torch import nn
 
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
-from shoal.strategy.sync import SyncTerm
+from shoal.strategy.terms.sync import SyncTerm
 
 Call = tuple[str, str, str, int, int]
 """(axis, phase, kind, payload bytes, ranks)"""

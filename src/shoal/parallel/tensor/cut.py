@@ -24,15 +24,15 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.utils.hooks import RemovableHandle
 
 from shoal.comm.mesh import Members
+from shoal.layout.crossings import Tally
+from shoal.layout.cuts import Cut
+from shoal.layout.tensor.plan import Region, TensorPlan, sizes_known_inside
+from shoal.layout.tensor.resized import divide_views
+from shoal.layout.tensor.tokens import stream_blocks
 from shoal.parallel.collectives import gather_whole, require_even, split
 from shoal.parallel.tensor import multihead
 from shoal.parallel.tensor.parameters import PlanDoesNotFit, cut_parameters, is_transposed
 from shoal.parallel.tensor.regions import Between, RunningRegion, note, with_first_tensor, working_precision
-from shoal.workload.crossings import Tally
-from shoal.workload.cuts import Cut
-from shoal.workload.tensor.plan import Region, TensorPlan, sizes_known_inside
-from shoal.workload.tensor.resized import divide_views
-from shoal.workload.tensor.tokens import stream_blocks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch.utils._pytree import tree_map
 
 from shoal.comm.mesh import Members
+from shoal.layout.crossings import Tally
+from shoal.layout.cuts import Cut
 from shoal.parallel.collectives import gather_whole
 from shoal.parallel.tensor.loss import cross_entropy
 from shoal.parallel.tensor.regions import note
-from shoal.workload.crossings import Tally
-from shoal.workload.cuts import Cut
 
 T = torch.Tensor
 

@@ -20,10 +20,10 @@ from torch.autograd.function import once_differentiable
 
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
+from shoal.layout.crossings import Tally
+from shoal.layout.cuts import Cut
 from shoal.parallel.recompute import forward_phase
 from shoal.parallel.tensor.regions import note
-from shoal.workload.crossings import Tally
-from shoal.workload.cuts import Cut
 
 
 def cross_entropy(

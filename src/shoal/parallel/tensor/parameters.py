@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from shoal.comm.mesh import Members
-from shoal.workload.cuts import Cut
+from shoal.layout.cuts import Cut
 
 
 class PlanDoesNotFit(ValueError):

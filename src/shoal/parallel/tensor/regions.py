@@ -20,10 +20,10 @@ from torch.utils.weak import TensorWeakRef
 
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
+from shoal.layout.crossings import Crossing, Tally
 from shoal.parallel.collectives import copy_in, gather, scatter_sum, sum_out
 from shoal.parallel.context.global_view import outside_global_view
 from shoal.parallel.recompute import recomputing
-from shoal.workload.crossings import Crossing, Tally
 
 Between = Literal["whole", "sequence", "batch"]
 

@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from shoal.comm.mesh import Members
+from shoal.layout.crossings import Tally
+from shoal.layout.cuts import Cut
+from shoal.layout.tensor.plan import Vocabulary
 from shoal.parallel.collectives import copy_in, sum_out
 from shoal.parallel.tensor.cut import Applied, transposed_product
 from shoal.parallel.tensor.logits import CutLogits
 from shoal.parallel.tensor.parameters import PlanDoesNotFit, cut_parameters, is_transposed
 from shoal.parallel.tensor.regions import note, with_first_tensor, working_precision
-from shoal.workload.crossings import Tally
-from shoal.workload.cuts import Cut
-from shoal.workload.tensor.plan import Vocabulary
 
 
 def cut_vocabulary(

@@ -1,0 +1,77 @@
+"""Reads a job into the plain `JobModel` that the step's price is made of: one forward without memory, its layout."""
+
+from __future__ import annotations
+
+import contextlib
+
+from torch import nn
+
+from shoal.analysis.traced import network_of_trace
+from shoal.estimate.steps.model import JobModel, Piece
+from shoal.estimate.steps.operations import operations
+from shoal.job import Job
+from shoal.job.facts import build_without_memory
+from shoal.layout.chain import CannotCut
+from shoal.layout.layout import Layout, facts_of, layout_of
+from shoal.layout.observe import job_shapes, observe
+from shoal.layout.trace import trace
+from shoal.strategy import ModelFacts
+
+MOST_STAGES = 16
+TRACED = 4
+"""Samples of the traced forward: all that grows with them is proportional."""
+
+
+def job_model(job: Job) -> tuple[JobModel, ModelFacts]:
+    """What is priced of a job, and what legality asks of it."""
+    layout = layout_of(job)
+    assert layout.chain is not None
+    assert layout.tensor is not None
+    samples = min(TRACED, len(job.train))
+    recorded = trace(job, samples=samples)
+    model = build_without_memory(job)
+    links = layout.chain.links
+    sizes = {name: param.numel() * param.element_size() for name, param in model.named_parameters()}
+    taken: set[str] = set()
+    pieces = []
+    for link in links:
+        own = sorted(link.parameters - taken)
+        taken |= link.parameters
+        pieces.append(
+            Piece(name=link.path, is_block=link.is_block, parameter_bytes=sum(sizes.get(name, 0) for name in own))
+        )
+    words = layout.tensor.vocabulary
+    return (
+        JobModel(
+            name=job.name, global_batch=job.global_batch, samples=samples,
+            operations=operations(network_of_trace(recorded, name=job.name)), pieces=tuple(pieces),
+            tensor_cut=_tensor_cut(layout), loss_cut=words is not None and words.loss_parallel,
+            context_loss_cut=layout.context is not None and layout.context.batch is not None,
+            optimizer=_optimizer(job, model), shapes=job_shapes(job, layout, stages=_possible_stages(layout)),
+            forward=observe(job),
+        ),
+        facts_of(job, layout),
+    )  # fmt: skip
+
+
+def _possible_stages(layout: Layout) -> tuple[int, ...]:
+    found = []
+    for num in range(1, MOST_STAGES + 1):
+        with contextlib.suppress(CannotCut):
+            layout.stages(num)
+            found.append(num)
+    return tuple(found)
+
+
+def _tensor_cut(layout: Layout) -> dict[str, str]:
+    assert layout.tensor is not None
+    found: dict[str, str] = {}
+    for region in layout.tensor.regions:
+        found |= dict.fromkeys(region.columns, "columns") | dict.fromkeys(region.rows, "inner")
+    if layout.tensor.vocabulary is not None:
+        found |= dict.fromkeys(layout.tensor.vocabulary.heads, "columns")
+    return found
+
+
+def _optimizer(job: Job, model: nn.Module) -> str:
+    return type(job.optimizer([{"params": list(model.parameters())[:1]}])).__name__

@@ -1,0 +1,134 @@
+"""What a rank is given to speak with whoever started it: messages up, a request to stop down.
+
+Messages are lines of JSON on a socket. A message goes out at once if the socket takes it; what it does not
+take is sent by a thread, so that a slow reader never holds up a step and nothing is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any
+
+from shoal.launch.lateness import Verdict
+from shoal.launch.watch import Watch
+
+Receiver = Callable[[dict[str, Any]], None]
+
+
+class Line:
+    """A socket that carries lines of JSON, written without ever waiting for the reader."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self._link = link
+        self._waiting: deque[bytes] = deque()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def write(self, kind: str, content: Any) -> None:
+        data = json.dumps([kind, content]).encode() + b"\n"
+        with self._lock:
+            if not self._waiting:
+                data = data[self._send_what_fits(data) :]
+            if data:
+                self._waiting.append(data)
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._drain, name="shoal-channel", daemon=True)
+                    self._thread.start()
+
+    def _send_what_fits(self, data: bytes) -> int:
+        try:
+            return self._link.send(data, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            return len(data)  # The reader is gone, and with it the reason to speak.
+
+    def _drain(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._thread = None
+                    return
+                data = self._waiting[0]
+            with contextlib.suppress(OSError):
+                self._link.sendall(data)
+            with self._lock:
+                self._waiting.popleft()
+
+    def flush(self, timeout_s: float | None = None) -> None:
+        """Returns when everything written so far has been handed to the kernel."""
+        thread = self._thread
+        if thread is not None:
+            thread.join(timeout_s)
+
+
+class Channel:
+    """One rank's line to its parent, or to a function where there is no parent of ours (under torchrun)."""
+
+    def __init__(self, *, rank: int, world: int, line: Line | None = None, receiver: Receiver | None = None) -> None:
+        self.rank = rank
+        self.world = world
+        self._line = line
+        self._receiver = receiver
+        self._stop = threading.Event()
+
+    @property
+    def is_local(self) -> bool:
+        """Whether `run_ranks` started this rank and listens at the other end."""
+        return self._line is not None
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether this rank was asked to end its work early. Ranks may learn it in different steps."""
+        return self._stop.is_set()
+
+    def request_stop(self) -> None:
+        self._stop.set()
+
+    def say(self, message: Mapping[str, Any]) -> None:
+        """Sends a message of JSON values to the parent; without a parent, to the receiver of rank 0."""
+        if self._line is not None:
+            self._line.write("say", dict(message))
+        elif self._receiver is not None and self.rank == 0:
+            self._receiver(dict(message))
+
+    def stop_on(self, *signals: signal.Signals) -> None:
+        """From now on these signals ask for a stop instead of ending the process. Main thread only."""
+
+        def handler(number: int, frame: FrameType | None) -> None:
+            self._stop.set()
+
+        for number in signals:
+            signal.signal(number, handler)
+
+
+def standalone_channel(*, on_message: Receiver | None = None, hang_after_s: float = 300.0) -> Channel:
+    """The channel of a process that someone else started as a rank, such as torchrun; a watch runs beside it.
+
+    Rank 0's messages go to `on_message`. SIGTERM and Ctrl-C ask for a stop. A hang is printed and ends the
+    process.
+    """
+
+    def report(verdict: Verdict) -> None:
+        print(f"shoal: {verdict.message}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    channel = Channel(
+        rank=int(os.environ.get("RANK", "0")),
+        world=int(os.environ.get("WORLD_SIZE", "1")),
+        receiver=on_message,
+    )
+    if threading.current_thread() is threading.main_thread():
+        channel.stop_on(signal.SIGTERM, signal.SIGINT)
+    # A signal is only a request here: a launcher could not end the ranks that are left, so they do.
+    Watch(hang_after_s=hang_after_s, report=report, on_verdict_of_another=lambda: os._exit(1)).start()
+    return channel

@@ -1,0 +1,88 @@
+"""Runs a function on several ranks of this machine: the order each rank gets, and the way back to the caller.
+
+Nothing here imports torch: ranks are forked off a server that has it (`forkserver.py`), and `supervise.py`
+answers for them until the last one is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shoal.launch.forkserver import server_for
+from shoal.launch.rendezvous import private_directory
+from shoal.launch.supervise import OnMessage, Supervision
+
+
+def warm_up(*, threads_per_rank: int | None = None, environment: Mapping[str, str] | None = None) -> None:
+    """Starts the server in the background, so that it has torch imported by the time ranks are asked for."""
+    server_for(_environment(threads_per_rank, environment))
+
+
+def run_ranks(
+    target: str,
+    arguments: dict[str, Any],
+    *,
+    ranks: int,
+    on_message: OnMessage | None = None,
+    hang_after_s: float = 300.0,
+    threads_per_rank: int | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Calls `function(arguments, channel)` of "package.module:function" on each rank; its results by rank.
+
+    Arguments, messages and results are JSON values. `threads_per_rank` is OMP_NUM_THREADS if that is set,
+    else 1. Ctrl-C asks the ranks to stop (`channel.stop_requested`) and waits for them; a second one kills
+    them. Raises RankFailed, or RankHung where no rank moved for `hang_after_s`.
+    """
+    if ranks < 1:
+        raise ValueError(f"ranks is {ranks}: expected at least 1")
+    variables = _environment(threads_per_rank, environment)
+    with private_directory() as directory:
+        orders = [
+            {
+                "target": target,
+                "arguments": arguments,
+                "rank": rank,
+                "world": ranks,
+                "hang_after_s": hang_after_s,
+                "threads": int(variables["OMP_NUM_THREADS"]),
+                "sys_path": [path or os.getcwd() for path in sys.path],
+                "argv": sys.argv,
+                "directory": os.getcwd(),
+                "environment": _rank_environment(variables, rank, ranks, directory, hang_after_s),
+            }
+            for rank in range(ranks)
+        ]
+        return Supervision(orders, on_message or _ignore, str(directory), server_for(variables)).run()
+
+
+def _ignore(rank: int, message: dict[str, Any]) -> None:
+    pass
+
+
+def _environment(threads: int | None, environment: Mapping[str, str] | None) -> dict[str, str]:
+    variables = {**os.environ, **(environment or {})}
+    if threads is None:
+        given = variables.get("OMP_NUM_THREADS", "")
+        threads = int(given) if given.isdecimal() else 1
+    if threads < 1:
+        raise ValueError(f"threads_per_rank is {threads}: expected at least 1")
+    variables["OMP_NUM_THREADS"] = str(threads)
+    return variables
+
+
+def _rank_environment(
+    variables: dict[str, str], rank: int, world: int, directory: Path, hang_after_s: float
+) -> dict[str, str]:
+    own = {k: v for k, v in variables.items() if not k.startswith(("TORCHELASTIC_", "MASTER_"))}
+    own |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world),
+    }
+    return own | {"SHOAL_RENDEZVOUS": str(directory / "store"), "SHOAL_HANG_AFTER_S": str(hang_after_s)}

@@ -1,0 +1,224 @@
+"""The parent's watch over the ranks of one run, from the first fork to the end of the last.
+
+It listens to each rank's line and to how its process ends. The first rank that fails ends them all and is
+the one that is named; Ctrl-C asks them to stop, and a second one kills them. Whatever happens, none is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from shoal.launch.failure import Failure, first_cause, from_exception, from_exit, from_hang
+from shoal.launch.forkserver import ForkServer
+
+OnMessage = Callable[[int, dict[str, Any]], None]
+
+ECHO_S = 2.0
+"""How long a failure that looks like an echo may wait for its cause to be told."""
+GRACE_S = 1.5
+"""Between the request to end (SIGTERM) and the end (SIGKILL), once a rank has failed."""
+LEAVE_S = 10.0
+"""How long ranks may take to leave once all results are here."""
+
+
+@dataclass
+class _Member:
+    """One rank as the parent sees it."""
+
+    rank: int
+    order: bytes
+    link: socket.socket
+    end: int
+    received: bytearray = field(default_factory=bytearray)
+    told: bytearray = field(default_factory=bytearray)
+    pid: int | None = None
+    ready: bool = False
+    done: bool = False
+    result: Any = None
+    ended: bool = False
+
+
+class Supervision:
+    """One call of run_ranks, from the first fork to the end of the last rank."""
+
+    def __init__(self, orders: list[dict[str, Any]], on_message: OnMessage, directory: str, server: ForkServer) -> None:
+        self._on_message = on_message
+        self._directory = directory
+        self._server = server
+        self._failures: list[Failure] = []
+        self._interrupts = 0
+        self._stopping = False
+        self._released = False
+        self._kill_at_s: float | None = None
+        self._killed = False
+        self._selector = selectors.DefaultSelector()
+        token = secrets.token_hex(16)
+        for order in orders:
+            order["environment"]["SHOAL_TOKEN"] = token
+        self._lines = [json.dumps(order).encode() + b"\n" for order in orders]
+        self._members: list[_Member] = []
+
+    def run(self) -> list[Any]:
+        with _interrupts_to(self._interrupt):
+            try:
+                for rank, order in enumerate(self._lines):
+                    self._start(rank, order)
+                while not all(member.ended for member in self._members):
+                    self._turn()
+            finally:
+                self._end_all()
+        if self._interrupts > 1:
+            raise KeyboardInterrupt
+        cause = first_cause(self._failures)
+        if cause is not None:
+            raise cause.error
+        return [member.result for member in self._members]
+
+    def _start(self, rank: int, order: bytes) -> None:
+        mine, theirs = socket.socketpair()
+        with theirs:
+            end = self._server.fork(link=theirs, directory=self._directory)
+        mine.setblocking(False)
+        member = _Member(rank, order, mine, end)
+        self._members.append(member)
+        self._selector.register(mine, selectors.EVENT_READ, lambda: self._hear(member))
+        self._selector.register(end, selectors.EVENT_READ, lambda: self._hear_of(member))
+
+    def _turn(self) -> None:
+        for key, _ in self._selector.select(timeout=0.1):
+            key.data()
+        if self._interrupts and not self._stopping:
+            self._stopping = True
+            self._on_message(-1, {"event": "stopping"})
+            self._signal(signal.SIGTERM, [member for member in self._members if member.ready])
+        now_s = time.monotonic()
+        if self._kill_at_s is None:
+            cause = first_cause(self._failures)
+            if self._interrupts > 1:
+                self._kill_at_s = now_s
+            elif cause is not None and (not cause.is_echo or now_s > cause.at_s + ECHO_S):
+                self._signal(signal.SIGTERM, [member for member in self._members if member.ready])
+                self._kill_at_s = now_s + GRACE_S
+            elif not self._released and all(member.done for member in self._members):
+                self._released = True
+                for member in self._members:
+                    with contextlib.suppress(OSError):
+                        member.link.send(b"end\n")
+                self._kill_at_s = now_s + LEAVE_S
+        elif not self._killed and (now_s >= self._kill_at_s or self._interrupts > 1):
+            self._killed = True
+            self._signal(signal.SIGKILL, self._members)
+            for member in self._members:
+                if member.pid is None:  # Not forked yet, and without an order it will end as soon as it is.
+                    self._selector.unregister(member.end)
+                    member.ended = True
+
+    def _signal(self, number: signal.Signals, members: list[_Member]) -> None:
+        with contextlib.suppress(OSError):  # The server is gone; its ranks went with it.
+            self._server.signal([m.pid for m in members if m.pid is not None and not m.ended], number)
+
+    def _interrupt(self) -> None:
+        self._interrupts += 1
+
+    def _hear(self, member: _Member) -> None:
+        """Takes what the rank has said so far."""
+        line_ended = False
+        while True:
+            try:
+                data = member.link.recv(1 << 20)
+            except BlockingIOError:
+                break
+            except OSError:
+                data = b""
+            if not data:
+                with contextlib.suppress(KeyError):
+                    self._selector.unregister(member.link)
+                break
+            member.received += data
+            line_ended |= b"\n" in data
+        if line_ended:  # Not looked for in all of a long line each time a piece of it comes.
+            *lines, rest = bytes(member.received).split(b"\n")
+            member.received = bytearray(rest)
+            for line in lines:
+                self._take(member, *json.loads(line))
+
+    def _take(self, member: _Member, kind: str, content: Any) -> None:
+        if kind == "say":
+            self._on_message(member.rank, content)
+        elif kind == "result":
+            member.done, member.result = True, content
+        elif kind == "failed":
+            self._failures.append(from_exception(member.rank, content))
+        elif kind == "hung":
+            self._failures.append(from_hang(member.rank, content, time.monotonic()))
+        elif kind == "ready":
+            member.ready = True
+            if self._stopping:
+                self._signal(signal.SIGTERM, [member])
+
+    def _hear_of(self, member: _Member) -> None:
+        """Takes what the server says of the rank's process: its pid, then how it ended."""
+        data = os.read(member.end, 64)
+        member.told += data
+        numbers = [int(line) for line in bytes(member.told).split(b"\n")[:-1]]
+        if numbers and member.pid is None:
+            member.pid = numbers[0]
+            member.link.setblocking(True)
+            with contextlib.suppress(OSError):
+                member.link.sendall(member.order)
+            member.link.setblocking(False)
+        if len(numbers) == 2 or not data:
+            self._selector.unregister(member.end)
+            self._hear(member)
+            member.ended = True
+            failed = any(failure.rank == member.rank for failure in self._failures)
+            if not member.done and not failed and self._kill_at_s is None:
+                code = numbers[1] if len(numbers) == 2 else None
+                self._failures.append(from_exit(member.rank, code, time.monotonic()))
+
+    def _end_all(self) -> None:
+        """Whatever happened above: no rank is left, nor a descriptor."""
+        self._signal(signal.SIGKILL, self._members)
+        for member in self._members:
+            member.link.close()  # A rank that is not forked yet will read nothing, and end.
+            while member.pid is not None and not member.ended:
+                member.ended = os.read(member.end, 64) == b""
+            os.close(member.end)
+        self._selector.close()
+        with contextlib.suppress(OSError):
+            self._server.forget(self._directory)
+
+
+@contextlib.contextmanager
+def _interrupts_to(call: Callable[[], None]) -> Iterator[None]:
+    """Turns Ctrl-C and SIGTERM into calls while the block runs, where nobody else has claimed them."""
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        call()
+
+    claimed: dict[signal.Signals, Any] = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+    }
+    if threading.current_thread() is not threading.main_thread():
+        claimed = {}
+    replaced = [number for number, default in claimed.items() if signal.getsignal(number) is default]
+    for number in replaced:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number in replaced:
+            signal.signal(number, claimed[number])

@@ -1,0 +1,180 @@
+"""`Layout`: how a job's model may be cut. Its pieces and where a pipeline may cut between them, the projections that
+tensor parallelism may cut, the sequence, the experts. Inferred from one traced forward; what the job declares wins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from shoal.job import Job, LayoutHints, infer_facts
+from shoal.job.facts import build_without_memory
+from shoal.layout.chain import Chain, chain
+from shoal.layout.context import CannotCutSequence, ContextPlan, context_plan, named
+from shoal.layout.experts.find import PassedOver, Survey, survey_experts
+from shoal.layout.experts.signs import may_hold_experts
+from shoal.layout.recorded import Trace
+from shoal.layout.tensor.plan import TensorPlan
+from shoal.layout.tensor.roles import tensor_plan
+from shoal.layout.tensor.tokens import stream_blocks
+from shoal.layout.trace import SAMPLES, trace
+from shoal.strategy import ModelFacts, Strategy, cp, ep, pp, tp
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What may be cut of a model, and how. None: not asked for."""
+
+    chain: Chain | None = None
+    balanced: bool = True
+    """Whether stages are balanced by estimated cost, or by the number of pieces."""
+    borders: tuple[str, ...] | None = None
+    """Pieces before which the job wants the pipeline cut; None: wherever stages come out balanced."""
+    tensor: TensorPlan | None = None
+    context: ContextPlan | None = None
+    why_no_context: str = ""
+    experts: Survey | None = None
+    chooses: bool = False
+    """Whether the model's code looks at values, so that what it computes depends on the data (a mixture of experts)."""
+
+    def stages(self, num: int) -> list[tuple[int, int]]:
+        assert self.chain is not None
+        return self.chain.stages(num, balanced=self.balanced, declared=self.borders)
+
+
+def layout_of(job: Job, strategy: Strategy | None = None) -> Layout:
+    """The parts of the Layout that the strategy needs; without one, all of it. What `job.layout` declares wins."""
+    hints = job.layout or LayoutHints()
+
+    def wanted(cls: type[Any]) -> bool:
+        return strategy is None or strategy.term(cls) is not None
+
+    if not any(wanted(cls) for cls in (pp, tp, cp, ep)):
+        return Layout()
+    samples = SAMPLES
+    if strategy is not None:
+        samples = max(SAMPLES, job.global_batch // (strategy.replicas * strategy.micro_batches))
+    traced = trace(job, samples=samples) if wanted(pp) or wanted(tp) or wanted(cp) else None
+    tensor = strategy.term(tp) if strategy is not None else None
+    over_samples = tensor is not None and tensor.batch
+    chooses = traced is not None and not traced.fake
+    experts = _experts(job, traced) if wanted(ep) or ((wanted(cp) or over_samples) and chooses) else None
+    context, why = None, ""
+    if wanted(cp):
+        assert traced is not None
+        try:
+            context = context_plan(traced, by_position=_by_position(experts))
+        except CannotCutSequence as refusal:
+            why = str(refusal)
+    layout = Layout(
+        chain=chain(traced) if traced is not None and wanted(pp) else None,
+        balanced=hints.balanced,
+        borders=hints.stages,
+        tensor=tensor_plan(traced, declared=hints.roles) if traced is not None and wanted(tp) else None,
+        context=context,
+        why_no_context=why,
+        experts=experts if hints.experts else _kept_together(experts),
+        chooses=chooses,
+    )
+    if over_samples and experts is not None and layout.tensor is not None:
+        layout = replace(layout, tensor=_without_experts(layout.tensor, experts))
+    pipeline = strategy.term(pp) if strategy is not None else None
+    if pipeline is not None and hints.stages is not None:
+        layout.stages(pipeline.n * pipeline.chunks)  # What is declared is refused here, before ranks start.
+    return layout
+
+
+def _without_experts(plan: TensorPlan, experts: Survey) -> TensorPlan:
+    """With batch=True each rank has samples of its own, of which other numbers choose an expert: what lies in experts
+    cannot meet what lies in them on other ranks."""
+    owners = tuple(f"{layer.owner}." for layer in experts.layers)
+    inside = [region for region in plan.regions if region.columns[0].startswith(owners)]
+    why = "which samples come here differs from rank to rank, and batch=True gathers equally many"
+    whole = {path: why for region in inside for path in (*region.columns, *region.rows)}
+    return replace(plan, regions=tuple(r for r in plan.regions if r not in inside), whole={**plan.whole, **whole})
+
+
+def _kept_together(experts: Survey | None) -> Survey | None:
+    """The survey of a job that declares experts=False."""
+    if experts is None:
+        return None
+    whole = tuple(
+        PassedOver(path=layer.path, reason=f"{layer.path}: the job declares experts=False") for layer in experts.layers
+    )
+    return Survey(layers=(), passed_over=(*whole, *experts.passed_over))
+
+
+def _experts(job: Job, traced: Trace | None) -> Survey:
+    """Who is chosen depends on values, so this is a run of a few real samples."""
+    if traced is not None and not may_hold_experts(traced):
+        return Survey(layers=(), passed_over=())
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(job.seed)
+        model = job.model()
+        batch = job.train.batch(np.arange(min(SAMPLES, len(job.train))))
+        return survey_experts(model, lambda: job.run_model(model, batch))
+
+
+def _by_position(experts: Survey | None) -> list[str]:
+    """A mixture of experts sends each position to its experts: whatever its code looks like, it mixes none."""
+    return [layer.owner for layer in experts.layers] if experts is not None else []
+
+
+def _why_no_tensor(job: Job, plan: TensorPlan) -> str:
+    """The reason of the module that holds most parameters: the others matter less."""
+    if not plan.whole:
+        return "it has no projections"
+    model = build_without_memory(job)
+    modules = dict(model.named_modules())
+
+    def size(path: str) -> int:
+        return sum(param.numel() for param in modules[path].parameters()) if path in modules else 0
+
+    path = max(plan.whole, key=size)
+    return f"{named(model, path)}: {plan.whole[path]}"
+
+
+def _why_not_within(context: ContextPlan, stream: tuple[str, ...]) -> str:
+    """tp cuts the stream after cp has, and makes it whole before cp does."""
+    if not stream or stream[0] not in context.blocks:
+        first = stream[0] if stream else "the model"
+        return f"tp begins at {first} and cp at {context.blocks[0]}, the first block that attends"
+    if context.batch is None and stream[-1] not in context.blocks:
+        return f"tp ends at {stream[-1]} and cp at {context.blocks[-1]}, the last block that attends"
+    return ""
+
+
+def facts_of(job: Job, layout: Layout) -> ModelFacts:
+    """What legality needs to know: the facts of the model, and what its layout adds to them."""
+    facts = infer_facts(job)
+    if layout.chain is not None:
+        facts = replace(facts, layers=len(layout.chain.cuts()) + 1, layers_why=layout.chain.why_not_more())
+    if layout.tensor is not None:
+        regions = layout.tensor.regions
+        parts = tuple((region.columns[0], region.kind, region.parts) for region in regions)
+        if layout.tensor.vocabulary is not None:
+            # Words are dealt out unevenly where they must be: any number of ranks will do.
+            parts += (((layout.tensor.vocabulary.heads or layout.tensor.vocabulary.embeddings)[0], "words", 0),)
+        why = "" if parts else _why_no_tensor(job, layout.tensor)
+        no_sequence = "" if layout.tensor.sequence_dim is not None else layout.tensor.why_no_sequence
+        tokens = layout.tensor.tokens or facts.sequence
+        if facts.heads is None:
+            # Attention that is written without a number of heads in an attribute shows them where it is cut.
+            found = max((count for _, kind, count in parts if kind == "heads"), default=0)
+            facts = replace(facts, heads=found or None, kv_heads=facts.kv_heads or found or None)
+        facts = replace(facts, tensor_parts=parts, tensor_why=why, sequence_why=no_sequence, sequence=tokens)
+    if layout.why_no_context:
+        facts = replace(facts, context_why=layout.why_no_context)
+    if layout.context is not None:
+        facts = replace(facts, sequence=layout.context.length)
+        if layout.tensor is not None and layout.tensor.sequence_dim is not None:
+            why = _why_not_within(layout.context, stream_blocks(build_without_memory(job), layout.tensor))
+            facts = replace(facts, sequence_under_cp_why=why)
+    if layout.experts is not None:
+        counts = [layer.count for layer in layout.experts.layers]
+        passed = next((row.reason for row in layout.experts.passed_over), "")
+        facts = replace(facts, experts=int(np.gcd.reduce(counts)) if counts else 0, experts_why=passed)
+    return facts

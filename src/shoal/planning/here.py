@@ -1,0 +1,160 @@
+"""Plans for a job on the machine at hand: every legal strategy of a few ranks, priced operator by operator.
+
+The job may be any model, not only a transformer. Ranks are few, so strategies are listed as expressions, and the rules
+of the algebra judge each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from shoal.comm.network import LinkTimes
+from shoal.estimate.codecs import named
+from shoal.estimate.crossover import Bucket, Codec, Computing, Ends, Setting
+from shoal.estimate.estimate import Estimate
+from shoal.estimate.shard_table import BUCKET_BYTES
+from shoal.estimate.steps.machine import Machine
+from shoal.estimate.steps.model import JobModel
+from shoal.estimate.steps.price import price_step
+from shoal.strategy import (
+    CompressTerm,
+    ModelFacts,
+    Strategy,
+    accumulate,
+    cp,
+    dp,
+    fp16,
+    int8,
+    is_legal,
+    powersgd,
+    pp,
+    recompute,
+    shared,
+    sign,
+    ternary,
+    topk,
+    tp,
+)  # fmt: skip
+from shoal.strategy.terms.term import Term
+
+MOST_RANKS = 16
+COMPRESSORS: tuple[CompressTerm, ...] = (fp16(), int8(), ternary(), sign(), topk(0.01), powersgd(4))
+MICRO = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+CHUNKS = (2, 4)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanHere:
+    """Strategies with their estimates, the fastest step first."""
+
+    model: JobModel
+    machine: Machine
+    world: int
+    ranked: tuple[tuple[Strategy, Estimate], ...]
+
+
+def plan_here(model: JobModel, facts: ModelFacts, machine: Machine, *, world: int) -> PlanHere:
+    """All that are legal, and fit into the host's memory."""
+    if world > machine.ranks:
+        raise ValueError(
+            f"{world} ranks were asked for, and {machine.ranks} were calibrated: more of them would share what was "
+            f"measured of each; run `shoal calibrate --ranks {world}` first"
+        )
+    found = []
+    for strategy in legal_here(facts, world=world):
+        estimate = price_step(model, strategy, machine)
+        if estimate.memory_bytes is None or estimate.memory_bytes * world <= machine.memory_bytes:
+            found.append((strategy, estimate))
+    found.sort(key=lambda pair: (pair[1].step_s, str(pair[0])))
+    return PlanHere(model=model, machine=machine, world=world, ranked=tuple(found))
+
+
+def legal_here(facts: ModelFacts, *, world: int) -> Iterator[Strategy]:
+    """Every legal product of dp, tp, cp and pp over so many ranks of one host, with micro-batches and recomputation."""
+    if not 1 <= world <= MOST_RANKS:
+        raise ValueError(f"{world} ranks of one host were asked for; expected 1 to {MOST_RANKS}")
+    seen = set()
+    for sizes in _factors(world, 4):
+        for terms in _axes(*sizes):
+            for again in (None, recompute("selective"), recompute("full")):
+                strategy = Strategy(*terms, *([again] if again is not None else []))
+                if str(strategy) not in seen and is_legal(strategy, world=world, facts=facts):
+                    seen.add(str(strategy))
+                    yield strategy
+
+
+def _axes(data: int, tensor: int, context: int, stages: int) -> Iterator[tuple[Term, ...]]:
+    datas: list[Term | None] = [None]
+    if data > 1:
+        datas = [dp(data, zero=stage) for stage in range(4)]
+        if tensor == context == stages == 1:
+            datas = [dp(data, via=shared()), *datas]
+    tensors: list[Term | None] = [None] if tensor == 1 else [tp(tensor), tp(tensor, sequence=True)]
+    contexts: list[Term | None] = [None] if context == 1 else [cp(context), cp(context, "ulysses")]
+    for one, two, three in product(datas, tensors, contexts):
+        inner: list[Term] = [each for each in (one, two, three) if each is not None]
+        if stages == 1:
+            for micro in MICRO:
+                yield (*inner, *([accumulate(micro)] if micro > 1 else []))
+            continue
+        for pipeline in _pipelines(stages):
+            yield (pipeline, *inner)
+
+
+def _pipelines(stages: int) -> Iterator[pp]:
+    for micro in MICRO:
+        for schedule in ("gpipe", "1f1b", "zero-bubble"):
+            yield pp(stages, schedule, micro=micro)
+        for chunks in CHUNKS:
+            if micro % stages == 0:
+                yield pp(stages, "interleaved", micro=micro, chunks=chunks)
+
+
+def _factors(number: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """All ways to write a number as an ordered product."""
+    if parts == 1:
+        yield (number,)
+        return
+    for first in range(1, number + 1):
+        if number % first == 0:
+            for rest in _factors(number // first, parts - 1):
+                yield (first, *rest)
+
+
+def crossings_here(model: JobModel, machine: Machine, link: LinkTimes) -> dict[str, float]:
+    """Bytes a second between two hosts, one rank on each, below which compressed gradients beat dense ones: by
+    compression, those that never do left out. `link` is what messages cost at its ends."""
+    dense = price_step(model, Strategy(dp(2)), machine)
+    assert dense.step_s is not None
+    computed_s = dense.step_s - dense.step_split["data"]
+    setting = Setting(
+        computing=Computing(step_s=computed_s, buckets=_buckets(model, dense.step_split["compute"])),
+        ends=Ends(times=link, background_byte_s=machine.background_byte_s),
+    )
+    found = {}
+    for term in COMPRESSORS:
+        times = named(machine.codecs, term)
+        rate = setting.overtakes(term, Codec(tensor_s=times[0], element_s=times[1])) if times is not None else 0.0
+        if 0 < rate < float("inf"):
+            found[str(term)] = rate
+    return found
+
+
+def _buckets(model: JobModel, compute_s: float) -> tuple[Bucket, ...]:
+    """Filled from the last parameter on, as backward meets them; ready when it has come so far."""
+    groups: list[list[tuple[int, ...]]] = [[]]
+    for shape in reversed([each.shape for each in model.shapes.parameters]):
+        if groups[-1] and 4 * sum(map(prod, [*groups[-1], shape])) > BUCKET_BYTES:
+            groups.append([])
+        groups[-1].append(shape)
+    found, done = [], 0
+    for group in groups:
+        done += 4 * sum(map(prod, group))
+        # A third of computing is forward.
+        found.append(
+            Bucket(shapes=tuple(group), ready_s=compute_s * (1 + 2 * done / model.parameter_bytes) / 3)
+        )  # fmt: skip
+    return tuple(found)

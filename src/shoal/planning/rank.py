@@ -1,0 +1,284 @@
+"""`make_plan`: every legal strategy priced, those that fit ranked, with a Pareto front and the best of each family."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+
+from shoal.cluster import BadCluster, Cluster
+from shoal.estimate.cost import GOOD, Profile
+from shoal.estimate.estimate import Estimate
+from shoal.estimate.target import Target, default_target
+from shoal.planning.candidates import COMPRESSORS, Candidates, Column
+from shoal.planning.enumerate import FAMILIES, WHOLE, Space, compressed, enumerate_legal, families_of
+from shoal.planning.legal import facts_of
+from shoal.planning.price import Priced, joined, played, price_candidates, unplayed, with_times
+from shoal.shapes.shape import Transformer
+from shoal.strategy import ModelFacts, Strategy
+
+BY = ("time", "step", "cost")
+Play = Literal["shown", "best", "nothing"]
+"""Which rows of a ranking are played."""
+WORTH_COMPRESSING = 0.01
+"""Compressors are tried where gradients take at least this part of the step."""
+MOST_COMPRESSED = 5_000
+"""Rows, the fastest first, for which compressors are tried."""
+KIND = ("tp", "pp", "schedule", "recompute", "compress")
+"""Columns by which plans that are shown differ."""
+SHOWN = 10
+"""Rows, the best first, that are played before a plan is shown, beside the Pareto front and the best of each family;"""
+ALIKE = 4
+"""and so many more of each kind among them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """What is to be planned: all that a change (a counterfactual) can change."""
+
+    shape: Transformer
+    cluster: Cluster
+    global_batch: int
+    target: Target
+    by: str = "time"
+    precision: str = "bf16"
+    price_an_hour: float | None = None
+    """Money for one device."""
+    watts: float | None = None
+    """Of one device, if not what the cluster's device states."""
+    price_a_kwh: float | None = None
+    profile: Profile = GOOD
+    facts: ModelFacts | None = None
+    """Of a model that was looked into; else those of the shape."""
+    space: Space = WHOLE
+
+    @property
+    def device_watts(self) -> float | None:
+        """None where neither the user nor the device's datasheet says."""
+        return self.cluster.device.watts if self.watts is None else self.watts
+
+    @property
+    def in_money(self) -> bool:
+        """Whether a price was given; without one costs are device-hours."""
+        return self.price_an_hour is not None or self.price_a_kwh is not None
+
+    @property
+    def model_facts(self) -> ModelFacts:
+        """With this question's batch."""
+        if self.facts is None:
+            return facts_of(self.shape, global_batch=self.global_batch)
+        return replace(self.facts, global_batch=self.global_batch)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Rows of one cluster, ranked."""
+
+    question: Question
+    priced: Priced
+    """All legal rows, in no order."""
+    score: Column
+    """What the ranking minimises: seconds to the target, seconds of a step, or cost; infinite where it does not fit."""
+    ranked: Column = field(repr=False)
+    """Rows that fit, best first."""
+
+    @property
+    def best(self) -> int | None:
+        """The first of the ranking; None if nothing fits."""
+        return int(self.ranked[0]) if len(self.ranked) else None
+
+    def strategy(self, row: int) -> Strategy:
+        """A row as an expression."""
+        return self.priced.rows.strategy(row)
+
+    def steps(self, row: int) -> float:
+        """Steps to the target."""
+        term = COMPRESSORS[int(self.priced.rows.compress[row])]
+        return self.question.target.steps(self.question.global_batch, compress=type(term).__name__)
+
+    def time_s(self, row: int) -> float:
+        """Seconds to the target."""
+        return float(self.priced.step_s[row]) * self.steps(row)
+
+    def estimate(self, row: int) -> Estimate:
+        """A row in the form that a measured run has too."""
+        priced = self.priced
+        return Estimate(
+            strategy=str(self.strategy(row)), world=self.question.cluster.devices, step_s=float(priced.step_s[row]),
+            step_split={name: float(column[row]) for name, column in priced.split_s.items()},
+            memory_bytes=round(float(priced.memory_bytes[row])),
+            memory_split={name: round(float(column[row])) for name, column in priced.memory_split_bytes.items()},
+            steps_to_target=self.steps(row), time_to_target_s=self.time_s(row),
+        )  # fmt: skip
+
+    def device_hours(self, row: int) -> float:
+        """To the target, of all devices."""
+        return self.time_s(row) / 3600 * self.question.cluster.devices
+
+    def energy_kwh(self, row: int) -> float | None:
+        """To the target, all devices at full power; None where nobody says what that is."""
+        watts = self.question.device_watts
+        return None if watts is None else self.device_hours(row) * watts / 1000
+
+    def cost(self, row: int) -> float:
+        """Device-hours to the target, or money where a price was given: for devices, for energy, or the sum."""
+        question = self.question
+        if not question.in_money:
+            return self.device_hours(row)
+        energy_kwh = self.energy_kwh(row)
+        for_energy = energy_kwh * question.price_a_kwh if energy_kwh and question.price_a_kwh else 0.0
+        return self.device_hours(row) * (question.price_an_hour or 0.0) + for_energy
+
+
+def precision_of(cluster: Cluster) -> str:
+    """The format that a device trains in: bf16 if it has it, else fp16, else fp32."""
+    return next((each for each in ("bf16", "fp16") if each in cluster.device.peak_flops), "fp32")
+
+
+def default_batch(target: Target, *, devices: int) -> int:
+    """The power of two next below the noise scale, but at least one sample for eight devices, or many would idle."""
+    noise, least = int(np.log2(max(1.0, target.noise_batch))), int(np.ceil(np.log2(max(1.0, devices / 8))))
+    return int(2 ** max(noise, least))
+
+
+def question_for(shape: Transformer, cluster: Cluster, *, global_batch: int | None = None, **more: object) -> Question:
+    """A question with defaults: target by scaling laws, batch by the noise scale, precision by the device."""
+    target = more.pop("target", None) or default_target(shape)
+    assert isinstance(target, Target)
+    batch = global_batch or default_batch(target, devices=cluster.devices)
+    precision = more.pop("precision", None) or precision_of(cluster)
+    return Question(shape=shape, cluster=cluster, global_batch=batch, target=target, precision=precision, **more)  # type: ignore[arg-type]
+
+
+def make_plan(question: Question, *, play: Play = "shown") -> Plan:
+    """The plan for the question's own number of devices; `play` as in `ranked`."""
+    if question.by not in BY:
+        raise ValueError(f"by is {question.by!r}; expected one of {', '.join(BY)}")
+    return ranked(question, price_all(question), play=play)
+
+
+def price_all(question: Question) -> Priced:
+    """All legal rows with their prices."""
+    shape, cluster = question.shape, question.cluster
+    rows = enumerate_legal(
+        world=cluster.devices,
+        facts=question.model_facts,
+        node=cluster.node,
+        precision=question.precision,
+        space=question.space,
+    )
+    priced = price_candidates(rows, shape=shape, cluster=cluster, profile=question.profile)
+    if cluster.node < cluster.devices:
+        worth = np.flatnonzero(priced.fits & (priced.split_s["data"] >= WORTH_COMPRESSING * priced.step_s))
+        worth = worth[np.argsort(priced.step_s[worth], kind="stable")[:MOST_COMPRESSED]]
+        more = compressed(rows.rows(worth), node=cluster.node)
+        if len(more):
+            priced = joined(priced, price_candidates(more, shape=shape, cluster=cluster, profile=question.profile))
+    return priced
+
+
+def ranked(question: Question, priced: Priced, *, play: Play = "shown") -> Plan:
+    """Rows that fit, by the question's measure; of equals the one that needs less memory.
+
+    Pipelines without a closed form are ranked as if their stages were even; those that would be shown (or
+    only the best) are played, again and again until all of them have been.
+    """
+    plan = _ranked(question, priced)
+    left = unplayed(priced.rows) & priced.fits & (play != "nothing")
+    kinds = _kinds(priced.rows) if left.any() else priced.rows.pp
+    while True:
+        shown = plan.ranked[:1]
+        if play == "shown" and len(shown):
+            shown = np.unique([*one_of_each(plan, SHOWN), *pareto(plan), *families(plan).values()])
+        if not left[shown].any():
+            return plan
+        chosen = _with_the_like(shown[left[shown]], kinds, plan.ranked[left[plan.ranked]])
+        left[chosen] = False
+        rows = priced.rows.rows(chosen)
+        found = played(rows, shape=question.shape, cluster=question.cluster, profile=question.profile)
+        plan = _ranked(question, with_times(plan.priced, chosen, found), before=plan.ranked)
+
+
+def _kinds(rows: Candidates) -> Column:
+    """Rows of one number have the same pipeline and belong to the same family."""
+    parts = (families_of(rows), rows.schedule, rows.chunks, rows.pp)
+    return np.ravel_multi_index(parts, [int(part.max()) + 1 for part in parts])
+
+
+def _with_the_like(shown: Column, kinds: Column, order: Column) -> Column:
+    """These rows and the best of their kind: if playing moves one of them back, it moves those as well."""
+    of_order = kinds[order]
+    best = [order[np.flatnonzero(of_order == kind)[:ALIKE]] for kind in np.unique(kinds[shown])]
+    return np.unique(np.concatenate([shown, *best]))
+
+
+def _ranked(question: Question, priced: Priced, *, before: Column | None = None) -> Plan:
+    """With an order from `before` in which few rows are out of place, sorting takes a tenth of the time."""
+    steps = np.array([
+        question.target.steps(question.global_batch, compress=type(term).__name__) for term in COMPRESSORS
+    ])[priced.rows.compress]  # fmt: skip
+    score = np.where(priced.fits, priced.step_s * (steps if question.by != "step" else 1.0), np.inf)
+    if before is None:
+        fitting = np.flatnonzero(priced.fits)
+        best_first = fitting[np.lexsort((priced.memory_bytes[fitting], score[fitting]))]
+    else:
+        best_first = before[np.argsort(score[before], kind="stable")]
+    return Plan(question=question, priced=priced, score=score, ranked=best_first)
+
+
+def cheapest(question: Question) -> Plan:
+    """By cost fewer devices may win: the plan of the number of devices, halved again and again, that costs least."""
+    plans = []
+    devices = question.cluster.devices
+    while devices >= 1:
+        try:
+            smaller = replace(question, cluster=question.cluster.resized(devices))
+        except BadCluster:
+            break
+        plans.append(make_plan(smaller))
+        if devices % 2:
+            break
+        devices //= 2
+    fitting = [plan for plan in plans if plan.best is not None]
+    if not fitting:
+        return plans[0]
+    return min(fitting, key=lambda plan: plan.cost(plan.ranked[0]))
+
+
+def one_of_each(plan: Plan, top: int) -> list[int]:
+    """The best row of each kind. Rows of a kind belong to one family and have the same KIND; what else they differ in
+    (the order of axes, micro-batches, ranks moved between levels of dp) hardly changes their time."""
+    rows = plan.priced.rows
+    columns = [families_of(rows), *(getattr(rows, name) for name in KIND)]
+    found: dict[tuple[int, ...], int] = {}
+    for row in plan.ranked:
+        found.setdefault(tuple(int(column[row]) for column in columns), int(row))
+        if len(found) == top:
+            break
+    return list(found.values())
+
+
+def pareto(plan: Plan) -> list[int]:
+    """Rows that no other beats in both time and memory, fastest first."""
+    rows = plan.ranked
+    if not len(rows):
+        return []
+    memory = plan.priced.memory_bytes[rows]
+    least_before = np.concatenate([[np.inf], np.minimum.accumulate(memory)[:-1]])
+    return [int(row) for row in rows[memory < least_before * (1 - 1e-9)]]
+
+
+def families(plan: Plan) -> Mapping[str, int]:
+    """The best row of each family, best family first; where nothing fits, the row that needs least memory."""
+    codes = families_of(plan.priced.rows)
+    order = plan.ranked
+    in_order = codes[order]
+    firsts = [int(np.argmax(in_order == code)) for code in range(len(FAMILIES)) if (in_order == code).any()]
+    found = {FAMILIES[in_order[place]]: int(order[place]) for place in sorted(firsts)}
+    for code, name in enumerate(FAMILIES):
+        members = np.flatnonzero(codes == code) if name not in found else order[:0]
+        if len(members):
+            found[name] = int(members[np.argmin(plan.priced.memory_bytes[members])])
+    return found

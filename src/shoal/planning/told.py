@@ -1,0 +1,206 @@
+"""A plan as a plain object: what the table prints, what `--json` gives and what the page draws."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from shoal.estimate.cost.inputs import SCHEDULES
+from shoal.estimate.errors import (
+    MEASURED_DEVICES,
+    MEASURED_SCHEDULES,
+    MEMORY_ERROR,
+    ORIGIN,
+    STEP_ERROR,
+    UNMEASURED,
+    around,
+)
+from shoal.estimate.target import REACHED
+from shoal.planning.candidates import COMPRESSORS
+from shoal.planning.counterfactual import Change
+from shoal.planning.enumerate import FAMILIES, families_of
+from shoal.planning.rank import Plan, families, one_of_each, pareto
+from shoal.strategy import contract
+
+GB = 1e9
+MOST_PARETO = 12
+
+
+class NothingFits(ValueError):
+    """No strategy fits; the text says by how much and what would."""
+
+
+def told_plan(plan: Plan, *, top: int, changes: Sequence[Change]) -> dict[str, Any]:
+    """All of it."""
+    question, priced = plan.question, plan.priced
+    best_of = families(plan)
+    front = pareto(plan)
+    cluster, device = question.cluster, question.cluster.device
+    measure = {"time": "time to target", "step": "step time", "cost": "cost to target"}[question.by]
+    asked = (
+        f"batch {question.global_batch:,} x {question.shape.sequence:,} tokens: {len(priced):,} legal strategies, "
+        f"{len(plan.ranked):,} fit; by {measure}"
+    )
+    return {
+        "title": f"{question.shape.name} on {cluster.devices:,} x {device.name} ({cluster.name}), {asked}",
+        "heading": f"{question.shape.name} on {cluster.devices:,} x {device.name}",
+        "asked": f"Cluster {cluster.name}, {asked}.",
+        "model": {"name": question.shape.name, "parameters": question.shape.parameters},
+        "cluster": {"name": cluster.name, "devices": cluster.devices, "device": device.name,
+                    "memory_bytes": device.memory_bytes, "limit_bytes": priced.limit_bytes,
+                    "watts": question.device_watts},
+        "global_batch": question.global_batch, "sequence": question.shape.sequence, "by": question.by,
+        "legal": len(priced), "fit": len(plan.ranked),
+        "errors": {"step": STEP_ERROR, "memory": MEMORY_ERROR, "origin": ORIGIN},
+        "assumptions": _assumptions(plan),
+        "warnings": list(cluster.warnings),
+        "plans": [_row(plan, row) for row in one_of_each(plan, top)],
+        "families": [{"family": name, **_row(plan, row)} for name, row in best_of.items()],
+        "pareto": [_row(plan, row) for row in _spread(front)],
+        "changes": [
+            {"what": each.what, "outcome": each.outcome, "ratio": each.ratio, "strategy": each.strategy}
+            for each in changes
+        ],
+    }  # fmt: skip
+
+
+def _spread(front: list[int]) -> list[int]:
+    """At most a dozen of the front, its ends among them."""
+    if len(front) <= MOST_PARETO:
+        return front
+    step = (len(front) - 1) / (MOST_PARETO - 1)
+    return [front[round(place * step)] for place in range(MOST_PARETO)]
+
+
+def _assumptions(plan: Plan) -> list[str]:
+    question, target = plan.question, plan.question.target
+    limit, whole = plan.priced.limit_bytes, question.cluster.device.memory_bytes
+    steps = target.steps(question.global_batch)
+    slower = ", ".join(
+        f"{term} {target.slowdowns[type(term).__name__]:.3g}" for term in COMPRESSORS[1:]
+    )  # fmt: skip
+    known = {*REACHED, *(origin.removeprefix("compress ") for origin in target.origins)}
+    bounds = [str(term) for term in COMPRESSORS if type(term).__name__ not in known]
+    told = [
+        f"errors: a measured step lies about {STEP_ERROR:.0%} from the predicted one, memory {MEMORY_ERROR:.0%}: "
+        f"{ORIGIN}",
+        f"memory: at most {limit / GB:.1f} of {whole / GB:.1f} GB a device is planned for; the rest is the margin for "
+        "the prediction's error",
+        f"steps to target: {steps:,.0f} at this batch = {target.samples / target.noise_batch:,.0f} x (1 + "
+        f"{target.noise_batch:,.0f} / {question.global_batch:,})",
+        *(f"{name}: {origin}" for name, origin in target.origins.items()),
+        f"steps under compression, relative to dense: {slower}"
+        + (f" (lower bounds for {', '.join(bounds)})" if bounds else ""),
+        f"framework: profile {question.profile.name!r}; precision {question.precision}; {_memory_of_state(plan)}",
+        "MFU: 6 operations a parameter and token, and attention's products, over the device's peak in this precision",
+    ]
+    if question.device_watts is not None:
+        whose = "the device's datasheet" if question.watts is None else "--watts"
+        told.append(f"energy: {question.device_watts:g} W a device ({whose}), at full power all the time; hosts, "
+                    "network and cooling are not in it")  # fmt: skip
+    if question.by == "cost" and not question.in_money:
+        told.append("cost: in device-hours; --price gives the price of a device for an hour")
+    return told
+
+
+def _memory_of_state(plan: Plan) -> str:
+    """Whose bytes are counted: a framework's that keeps 16-bit weights, or those of Shoal, whose `amp` does not."""
+    profile = plan.question.profile
+    if plan.question.precision == "fp32":
+        return "all state in float32"
+    parts = [f"{float(profile.parameter_bytes):g} (weights)", f"{float(profile.gradient_held_bytes):g} (gradients)",
+             f"{float(profile.state_bytes):g} (optimizer)"]  # fmt: skip
+    return (
+        f"bytes a parameter, as that framework holds them: {' + '.join(parts)}; Shoal's own amp keeps float32 weights: "
+        "4 + 4 + 8"
+    )
+
+
+def _row(plan: Plan, row: int) -> dict[str, Any]:
+    priced, rows = plan.priced, plan.priced.rows
+    fits = bool(priced.fits[row])
+    memory = float(priced.memory_bytes[row])
+    found: dict[str, Any] = {
+        "strategy": str(plan.strategy(row)),
+        "family_of": FAMILIES[int(families_of(rows.rows(slice(row, row + 1)))[0])],
+        "fits": fits,
+        "memory_bytes": memory,
+        "memory": gigabytes(memory),
+        "memory_range_bytes": around(memory, MEMORY_ERROR),
+        "memory_split_bytes": {name: float(column[row]) for name, column in priced.memory_split_bytes.items()},
+        "margin_bytes": priced.limit_bytes - memory,
+    }
+    if not fits:
+        return found
+    step_s, time_s = float(priced.step_s[row]), plan.time_s(row)
+    split = {name: float(column[row]) for name, column in priced.split_s.items()}
+    beside = {name: value for name, value in split.items() if name != "compute"}
+    largest = max(beside, key=lambda name: beside[name])
+    energy_kwh = plan.energy_kwh(row)
+    return {
+        **found,
+        **_speed(plan, step_s),
+        "step_s": step_s, "step": seconds(step_s), "step_range_s": around(step_s, STEP_ERROR), "split_s": split,
+        "steps_to_target": plan.steps(row), "time_to_target_s": time_s, "time": seconds(time_s),
+        "cost": plan.cost(row), "cost_in": "money" if plan.question.in_money else "device-hours",
+        "device_hours": plan.device_hours(row),
+        "energy_kwh": energy_kwh, "energy": None if energy_kwh is None else energy(energy_kwh),
+        "contract": str(contract(plan.strategy(row)).kind),
+        "why": f"{split['compute'] / step_s:.0%} compute, {largest} {beside[largest] / step_s:.0%}",
+        "unmeasured": _unmeasured(plan, row),
+    }  # fmt: skip
+
+
+def _speed(plan: Plan, step_s: float) -> dict[str, Any]:
+    """Tokens a second and device, and the part of the peak that the model's own operations make up."""
+    question = plan.question
+    shape, device = question.shape, question.cluster.device
+    tokens = question.global_batch * shape.sequence / step_s / question.cluster.devices
+    scores = 12 * shape.layers * shape.hidden * shape.sequence * (0.5 if shape.causal else 1.0)
+    mfu = tokens * (6 * shape.active_parameters + scores) / device.peak(question.precision)
+    return {"tokens_per_s_per_device": tokens, "mfu": mfu, "speed": f"{_digits(tokens)} tok/s",
+            "mfu_text": f"{mfu:.0%}"}  # fmt: skip
+
+
+def _unmeasured(plan: Plan, row: int) -> list[str]:
+    """What of a row no measured step stands behind."""
+    rows, question = plan.priced.rows, plan.question
+    there = {
+        "context": rows.cp[row] > 1,
+        "experts": question.shape.experts > 0,
+        "schedule": SCHEDULES[int(rows.schedule[row])] not in MEASURED_SCHEDULES,
+        "compression": rows.compress[row] > 0,
+        "device": not question.cluster.device.name.startswith(MEASURED_DEVICES),
+    }
+    return [UNMEASURED[name] for name, so in there.items() if so]
+
+
+def seconds(value: float) -> str:
+    """A time as people say it."""
+    for limit, unit, name in ((0.1, 1e-3, "ms"), (120, 1, "s"), (7200, 60, "min"), (2 * 86400, 3600, "h")):
+        if value < limit:
+            return f"{_digits(value / unit)} {name}"
+    return f"{_digits(value / 86400)} days"
+
+
+def gigabytes(value_bytes: float) -> str:
+    """Memory as people say it."""
+    return f"{value_bytes / GB:,.1f} GB" if value_bytes >= 0.1 * GB else f"{value_bytes / 1e6:.3g} MB"
+
+
+def energy(kwh: float) -> str:
+    """Energy as people say it."""
+    for limit, unit, name in ((1, 1e-3, "Wh"), (1e4, 1, "kWh"), (1e7, 1e3, "MWh")):
+        if kwh < limit:
+            return f"{_digits(kwh / unit)} {name}"
+    return f"{_digits(kwh / 1e6)} GWh"
+
+
+def amount(row: dict[str, Any]) -> str:
+    """A cost as people say it: money, or device-hours."""
+    return f"{_digits(row['cost'])}{'' if row['cost_in'] == 'money' else ' device-h'}"
+
+
+def _digits(value: float) -> str:
+    """Three digits, and all those before the point."""
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"

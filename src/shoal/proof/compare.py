@@ -1,0 +1,247 @@
+"""What a rank holds after a proof's steps, compared with the serial run: its slices of parameters, gradients and
+optimiser state, its buffers and its frozen parameters.
+
+A difference is max|a-b| over what is compared by max|b| over the tensor. Elements whose true gradient is zero are
+compared absolutely. Each rank compares what it holds, so nothing is gathered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from shoal.job.buffers import EXACT as SAME_AS_ONE_PROCESS
+from shoal.job.buffers import buffer_modes
+from shoal.parallel.engine import Engine
+from shoal.parallel.optimizer import Piece
+from shoal.proof.reference import Reference, summed
+from shoal.proof.rounding import amplifies_rounding
+from shoal.runtime.setup import Prepared
+
+EXACT = 1e-10
+"""Largest relative difference of an exact strategy in float64. Correct ones measure 1e-15, faults 1e-5 and more."""
+ZERO_GRADIENT = 1e-8
+"""Largest absolute drift, of elements whose true gradient is zero: Adam divides their rounding by its epsilon, 1e-8."""
+LOSS, GRADIENT = "loss", "gradient"
+SMALLEST = 1e-4
+"""A gradient is compared by the size of its tensor's largest element, or by this part of the model's largest: small
+ones are sums of large ones that cancel, and have their rounding."""
+MARGIN = 100.0
+"""The tolerance is this many times the conditioning, where that is more than EXACT. Ranks sum in yet another order;
+correct ones were measured at up to 66 times the movement of the serial run (Qwen3-Next under cp(2))."""
+WORST = 5
+"""Rows that a rank reports."""
+
+
+class GradientSums:
+    """Sums up each step's gradients on this rank, as the optimiser gets them: reduced, averaged and clipped."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.sums: dict[int, torch.Tensor] = {}
+        self._update: Callable[..., Any] = engine.update
+        engine.update = self._watched  # type: ignore[method-assign]
+
+    def _watched(
+        self, gradients: dict[int, torch.Tensor], lr_factor: float, unused: frozenset[str], *more: Any, **named: Any
+    ) -> Any:
+        for bucket, offset in zip(self.engine.buckets, self.engine.offsets, strict=True):
+            gradient = gradients[id(bucket)].detach().clone()
+            for slot in bucket.buffer.slots:
+                if slot.name in unused:
+                    gradient[max(0, slot.start - offset) : max(0, slot.stop - offset)] = 0
+            summed(self.sums.setdefault(id(bucket), torch.zeros_like(gradient)), gradient)
+        return self._update(gradients, lr_factor, unused, *more, **named)
+
+    def stop(self) -> None:
+        """Leaves the engine as it was."""
+        del self.engine.update
+
+    def owned(self) -> Iterator[Piece]:
+        """This rank's slices, by parameter."""
+        for bucket, offset in zip(self.engine.buckets, self.engine.offsets, strict=True):
+            low, high = self.engine.owned(bucket)
+            for slot in bucket.buffer.slots:
+                start, stop = max(slot.start, low), min(slot.stop, high)
+                if start < stop and id(bucket) in self.sums:
+                    values = self.sums[id(bucket)][start - offset : stop - offset]
+                    yield Piece(slot.name, tuple(slot.shape), start - slot.start, values)
+
+
+def compare(ready: Prepared, path: str, *, zero_gradient: float = ZERO_GRADIENT) -> dict[str, Any]:
+    """The largest relative differences of what this rank holds from the serial run in the file at `path`.
+
+    Args:
+        ready: The rank after its steps.
+        path: The tensors that `serial_run` saved.
+        zero_gradient: Largest absolute drift of elements whose true gradient is zero.
+    """
+    engine = ready.engine
+    rows: list[tuple[float, str]] = []
+    noisy: set[str] = set()
+    compared: dict[str, int] = {}
+    declared = _declared(ready)
+    amplified = amplifies_rounding(ready.job, beyond=ZERO_GRADIENT)
+    with safe_open(path, framework="pt") as reference:
+        known = set(reference.keys())
+
+        def own(kind: str, name: str, like: torch.Tensor) -> torch.Tensor:
+            full = reference.get_tensor(f"{kind}:{name}")
+            if like.is_complex() and kind != "rounding":
+                full = torch.view_as_complex(full.clone())  # A file's tensors are not aligned for complex numbers.
+            part = engine.part_of(name)
+            return full if part is None else part.of(full)
+
+        def check(kind: str, piece: Piece, label: str, least: float = 0.0) -> None:
+            serial = own(kind, piece.name, piece.values).reshape(-1)
+            there = slice(piece.start, piece.start + piece.values.numel())
+            rounding = own("rounding", piece.name, piece.values).reshape(-1)[there]
+            apart = distance(piece.values, serial[there])
+            if rounding.any():
+                noisy.add(piece.name)
+                drift = float(apart[rounding].max())
+                if not drift <= zero_gradient and not (amplified and kind != GRADIENT):
+                    rows.append((math.inf, f"{label} (by {drift:.1e}, where the true gradient is zero)"))
+                apart = apart[~rounding]
+            compared[kind] = compared.get(kind, 0) + piece.values.numel()
+            if apart.numel():
+                rows.append((float(apart.max()) / _size(serial, least), label))
+
+        for piece in engine.owned_parameters():
+            check("parameter", piece, f"parameter {piece.name}")
+        for key, piece in engine.owned_state():
+            if f"{key}:{piece.name}" not in known:
+                rows.append((math.inf, f"{key} of {piece.name} (the serial optimiser has none)"))
+                continue
+            check(key, piece, f"{key} of {piece.name}")
+        for key, piece in _of_scalars(engine):
+            if f"{key}:{piece.name}" in known:
+                check(key, piece, f"{key} of {piece.name}")
+        sums = [reference.get_tensor(key) for key in known if key.startswith(f"{GRADIENT}:")]
+        least = SMALLEST * max(map(_size, sums), default=0.0)
+        for piece in ready.watched.owned() if ready.watched is not None else ():
+            check(GRADIENT, piece, f"the gradient of {piece.name}", least)
+        replicated = _replicated(engine)
+        for (kind, name), held in replicated.items():
+            if f"{kind}:{name}" not in known or (kind, name) in declared:
+                continue
+            other = own(kind, name, held)
+            drift = float(distance(held, other).max())
+            relative = drift / _size(other)
+            moved = f"follows:{kind}:{name}"
+            allowed = MARGIN * float(reference.get_tensor(moved)) if moved in known else 0.0
+            if relative > EXACT and drift <= min(allowed, zero_gradient):
+                noisy.add(f"{kind} {name}")
+            else:
+                rows.append((relative, f"{_KINDS[kind]} {name}"))
+    rows.sort(key=lambda row: (row[0] != row[0], row[0]), reverse=True)
+    return {
+        "worst": rows[:WORST], "zero_gradient": sorted(noisy), "compared": compared,
+        "amplified": amplified and bool(noisy),
+        "replicated": sorted(f"{kind}:{name}" for kind, name in replicated),
+        "declared": {name: mode for (_, name), mode in declared.items()},
+    }  # fmt: skip
+
+
+def _of_scalars(engine: Engine) -> Iterator[tuple[str, Piece]]:
+    """Single numbers that the optimiser keeps for parameters of no dimension, where it has full parameters: Adam's
+    moments are such, and so is its number of steps."""
+    kept = engine.optimizer.values()
+    for piece in engine.owned_parameters():
+        for key, value in kept.get(piece.name, {}).items() if piece.shape == () else ():
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                yield key, replace(piece, values=value.reshape(-1))
+
+
+_KINDS = {"buffer": "buffer", "frozen": "frozen parameter"}
+
+
+def _replicated(engine: Engine) -> dict[tuple[str, str], torch.Tensor]:
+    """(kind, name) -> what this rank holds and the optimiser does not step."""
+    held = {("buffer", name): buffer for name, buffer in engine.model.named_buffers()}
+    held |= {("frozen", name): p for name, p in engine.model.named_parameters() if not p.requires_grad}
+    return {key: value for key, value in held.items() if value.numel() and key[1] not in engine.absent}
+
+
+def _declared(ready: Prepared) -> dict[tuple[str, str], str]:
+    """Buffers that are not those of one process by the job's own declaration."""
+    place = ready.engine.placement
+    if place.samples.size * place.context.size == 1:
+        return {}
+    modes = buffer_modes(ready.job.buffers, ready.engine.model)
+    return {("buffer", name): mode for name, mode in modes.items() if mode not in SAME_AS_ONE_PROCESS}
+
+
+def moves(one: Reference, other: Reference) -> list[tuple[str, float]]:
+    """(kind, relative difference) of two serial runs, as `compare` takes them."""
+    rows = [(LOSS, abs(a - b) / max(abs(a), 1e-300)) for a, b in zip(one.losses, other.losses, strict=True)]
+
+    def add(
+        kind: str, a: torch.Tensor, b: torch.Tensor, without: torch.Tensor | None = None, least: float = 0.0
+    ) -> None:
+        apart = distance(b, a)
+        if without is not None:
+            apart = apart[~without.reshape(apart.shape)]
+        if apart.numel():
+            rows.append((kind, float(apart.max()) / _size(a, least)))
+
+    least = SMALLEST * max(map(_size, one.gradients.values()), default=0.0)
+    for name, param in one.parameters.items():
+        add(GRADIENT, one.gradients[name], other.gradients[name], one.rounding[name], least)
+        add("parameter", param, other.parameters[name], one.rounding[name])
+        for key, value in one.state[name].items():
+            if key in other.state[name]:
+                add(key, value, other.state[name][key], one.rounding[name])
+    following = follows(one, other)
+    for kind, name, value, there in _pairs(one, other):
+        if f"{kind}:{name}" not in following:
+            add(kind, value, there)
+    return rows
+
+
+def follows(one: Reference, other: Reference) -> dict[str, torch.Tensor]:
+    """Buffers that follow parameters whose true gradient is zero (the running mean behind a bias that batch norm
+    cancels), and how far they moved: more than their conditioning, less than such a parameter may drift."""
+    if not any(mask.any() for mask in one.rounding.values()):
+        return {}
+    found = {}
+    for kind, name, value, there in _pairs(one, other):
+        drift = float(distance(there, value).max())
+        if drift <= ZERO_GRADIENT and drift / _size(value) > EXACT / MARGIN:
+            found[f"{kind}:{name}"] = torch.tensor(drift, dtype=torch.float64)
+    return found
+
+
+def _pairs(one: Reference, other: Reference) -> Iterator[tuple[str, str, torch.Tensor, torch.Tensor]]:
+    for kind, held, there in (("buffer", one.buffers, other.buffers), ("frozen", one.frozen, other.frozen)):
+        for name, value in held.items():
+            if value.numel() and (value.dtype.is_floating_point or value.is_complex()):
+                yield kind, name, value, there[name]
+
+
+def distance(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """How far each element is from the other's; 0 where both are the same infinity, as in a mask."""
+    a, b = wide(one), wide(other)
+    return torch.where(a == b, torch.zeros((), dtype=a.dtype), a - b).abs()
+
+
+def _size(serial: torch.Tensor, least: float = 0.0) -> float:
+    """The largest finite element, or `least`; 1 if there is neither."""
+    sizes = wide(serial).abs()
+    sizes = sizes[sizes.isfinite()]
+    return max(float(sizes.max()) if sizes.numel() else 0.0, least) or 1.0
+
+
+def real(tensor: torch.Tensor) -> torch.Tensor:
+    """A complex tensor as pairs of real numbers; any other as it is."""
+    return torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """In double precision, on the host."""
+    return tensor.detach().cpu().to(torch.complex128 if tensor.is_complex() else torch.float64)

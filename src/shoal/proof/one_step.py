@@ -1,0 +1,363 @@
+"""The gate on the ranks: two steps in float64, serial and under a strategy, and how far they are apart.
+
+The steps are those of the job, with its own optimiser, but for what a strategy does not depend on: the batch is the
+smallest that gives every share two samples, nothing is dropped at random, and no parameter starts at zero
+(`gate_model.py`). First the gradients, the loss and the buffers are compared, then what the optimiser made of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import socket
+import tempfile
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from shoal.comm.group import BACKENDS
+from shoal.comm.json_exchange import exchange
+from shoal.comm.ledger import BOOK
+from shoal.job import Job
+from shoal.job.buffers import buffer_modes
+from shoal.job.facts import build_without_memory
+from shoal.job.random_optimizer import draws_numbers
+from shoal.job.randomness import CannotPlace
+from shoal.launch.join import Rank, join, leave
+from shoal.layout.experts.rehearsal import ParametersKept, rehearsing
+from shoal.layout.held_outside import Outside
+from shoal.layout.held_state import HeldNow
+from shoal.parallel.engine import NonFinite
+from shoal.proof.coupling import SamplesCoupled, couples_samples, refusal, splits_batches
+from shoal.proof.data_reads import reads_differ, why_data_differ
+from shoal.proof.drawing import drawing_alike
+from shoal.proof.fingerprint import fingerprint
+from shoal.proof.gate import NUMBER, TOLERANCES, exact_twin, is_settled, require_right
+from shoal.proof.gate_compare import Comparison, GradientWatch, Kind, Row, save_serial, worst
+from shoal.proof.gate_conditioning import Moved, allowed, hidden, movement
+from shoal.proof.gate_model import gate_model
+from shoal.proof.gate_serial import FACTORS, STEPS, serial_steps
+from shoal.proof.model_fails import naming_what_cut_it
+from shoal.proof.undropped import Undropped
+from shoal.runtime.compiled import require_uncompiled, running_eagerly
+from shoal.runtime.float64 import KeepFloat64, model_in_float64, to_float64
+from shoal.runtime.setup import job_from, prepare
+from shoal.runtime.step import build_model
+from shoal.strategy import ModelFacts, Strategy, contract, is_legal, parse, recompute
+from shoal.strategy.contract import PER_MICRO_BATCH
+
+COPIES = 4
+"""Of its parameters, in float64, that a rank holds: themselves, gradients and the optimiser's state; the serial steps
+hold two more, before and after."""
+
+MORE_SAMPLES_S = 2.0
+"""What it may take, once, to try whether samples are independent in larger batches than the smallest."""
+
+
+UNSTEADY = (
+    "two calls of the model on the same samples differ, although random numbers are drawn alike: it keeps state "
+    "outside its modules, such as a counter in a global"
+)
+
+
+class CannotCheck(ValueError):
+    """What was given cannot be trained as one process would train it."""
+
+
+def question(job: Job, strategy: Strategy, facts: ModelFacts, *, backend: str | None = None) -> dict[str, Any] | None:
+    """What there is to check, as JSON, and whether it can be; None if one process computes each batch at once and
+    nothing twice: that is what would be compared with.
+
+    Raises:
+        CannotCheck: Data differ from one read to the next.
+        CannotRunCompiled: The strategy acts inside of a compiled model.
+    """
+    twin = exact_twin(strategy)
+    if twin.world == 1 and not splits_batches(twin) and twin.term(recompute) is None:
+        return None
+    axes = strategy.cutting_axes
+    model = build_without_memory(job)
+    buffer_modes(job.buffers, model)
+    require_uncompiled(model, strategy)
+    differ = reads_differ(job)
+    if differ and axes:
+        raise CannotCheck(f"{differ}. Under {' and '.join(axes)} several ranks read a sample and must see the same")
+    return {
+        "key": fingerprint(job, model, twin, backend=backend), "job": job.name, "strategy": str(twin),
+        "axes": list(axes), "world": twin.world, "batch": _batch(twin, facts), "optimizer": _optimizer(job),
+        "updates": _updates_compare(job),
+        "skip": differ or _why_not(twin, replace(facts, batch_norm=facts.batch_norm and "sync"), model),
+    }  # fmt: skip
+
+
+def _batch(strategy: Strategy, facts: ModelFacts) -> int:
+    most = facts.global_batch or 1
+    shares = strategy.replicas * strategy.micro_batches
+    batches = (batch for batch in range(2 * shares, most, shares))
+    return next((b for b in batches if is_legal(strategy, facts=replace(facts, global_batch=b))), most)
+
+
+def _optimizer(job: Job) -> str:
+    return type(job.optimizer([{"params": [nn.Parameter(torch.zeros(2, 2))]}])).__name__
+
+
+def _updates_compare(job: Job) -> bool:
+    """Whether two runs of the optimiser on the same gradients agree: not if it draws random numbers, or computes the
+    loss again by itself (LBFGS). Tried on a small parameter."""
+    if draws_numbers(job.optimizer):
+        return False  # Also from a generator of its own: ranks draw by their rule.
+    ends = []
+    with torch.random.fork_rng(devices=[]):
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            param = nn.Parameter(torch.ones(4, 3, dtype=torch.float64))
+            try:
+                optimizer = job.optimizer([{"params": [param]}])
+                for _ in range(STEPS):
+                    param.grad = torch.linspace(-1.0, 1.0, 12, dtype=torch.float64).view(4, 3)
+                    optimizer.step()
+            except Exception:  # It asks for more than a parameter and its gradient.
+                return False
+            ends.append(param.detach())
+    return torch.equal(*ends)
+
+
+def _why_not(strategy: Strategy, facts: ModelFacts, model: nn.Module) -> str:
+    promised = contract(strategy, facts)
+    if promised.kind != "exact":
+        return f"{strategy} does not promise the numbers of a serial run ({promised.reasons[0]})"
+    elements = sum(param.numel() for param in model.parameters())
+    needed = 8 * elements * (COPIES * max(1, strategy.data_parallel) + COPIES + 2)
+    free = psutil.virtual_memory().available
+    if needed > free / 2:
+        return f"in float64 it would need {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+    return ""
+
+
+def require_independent(job: Job, strategy: Strategy, facts: ModelFacts) -> list[dict[str, Any]]:
+    """Refuses to split batches whose loss, count and gradient are not the sums of those of their parts.
+
+    Returns:
+        Messages for the user: why that was not found out, and what is computed per micro-batch.
+
+    Raises:
+        SamplesCoupled: The loss is a mean, the count is wrong, samples are coupled, or depend on padding.
+    """
+    if not splits_batches(strategy):
+        return []
+    with running_eagerly():
+        found = couples_samples(job, within_s=MORE_SAMPLES_S, strategy=strategy)
+    if found.kind in ("unchecked", "random"):
+        return [{"event": "warning", "text": found.reason}]
+    if wrong := refusal(found, strategy):
+        raise SamplesCoupled(wrong)
+    reasons = contract(strategy, replace(facts, forward_state=found.state)).reasons
+    return [{"event": "note", "text": reason} for reason in reasons if reason.startswith(PER_MICRO_BATCH)]
+
+
+def one_step(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
+    """On every rank of a group that was started for this: what `compared` gives."""
+    me = join(backend=BACKENDS.get(arguments.get("backend") or ""))
+    told = compared(job_from(arguments), arguments["question"], me)
+    leave()
+    return told
+
+
+def gate_here(
+    job: Job, strategy: Strategy, facts: ModelFacts, me: Rank, channel: Any, *, backend: str | None = None
+) -> None:
+    """On every rank of a running job, where no process stands above them: the same checks, before training."""
+    asked: dict[str, Any] | None = None
+    wrong = ""
+    settled = True
+    if me.rank == 0:
+        try:
+            asked = question(job, strategy, facts, backend=backend)
+            if asked is not None and not (settled := is_settled(asked, channel.say)):
+                for message in require_independent(job, strategy, facts):
+                    channel.say(message)
+        except ValueError as error:
+            wrong = str(error)
+    first = exchange({"asked": asked, "settled": settled, "wrong": wrong})[0]
+    if first["wrong"]:
+        raise CannotCheck(first["wrong"])
+    if first["settled"]:
+        return
+    # Only rank 0 prints and remembers; all stop alike.
+    told = compared(job, first["asked"], me)
+    require_right(told, first["asked"], channel.say if me.rank == 0 else _in_silence)
+
+
+def _in_silence(message: dict[str, Any]) -> None:
+    pass
+
+
+def compared(job: Job, asked: dict[str, Any], me: Rank) -> dict[str, Any]:
+    """The difference that decides, of what kind and where, over all ranks; or why there is none."""
+    strategy = parse(asked["strategy"])
+    steps = STEPS if asked["updates"] else 1
+    beyond, given = Outside(job), job.global_batch
+    job = replace(
+        job, model=gate_model(job), global_batch=asked["batch"], schedule=FACTORS.__getitem__, batch_norm="sync"
+    )
+    about = exchange({"host": socket.gethostname(), "data": _data_digest(job)})
+    if differ := why_data_differ([row["data"] for row in about]):
+        return {"skip": differ, "data": True}
+    hosts = [row["host"] for row in about]
+    writer = hosts.index(hosts[me.rank])
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-gate-"))
+        # A small batch may count nothing, or be too small for the model: then the job's own is taken.
+        for batch in dict.fromkeys((asked["batch"], given)):
+            job = replace(job, global_batch=batch)
+            mine: dict[str, Any] = {"path": "", "skip": ""}
+            if me.rank == writer:
+                # One rank of each host: the reference is a file.
+                with beyond.kept():
+                    mine = _serial(job, strategy, Path(folder) / "reference.safetensors", steps)
+            reports = exchange(mine)
+            skip = next((row["skip"] for row in reports if row["skip"]), "")
+            if not skip:
+                break
+        if skip:
+            return {"skip": skip}
+        serial = reports[writer]
+        stack.enter_context(running_eagerly())
+        stack.enter_context(beyond.kept())
+        ready = prepare(job, strategy, rank=me.rank, backend=me.backend, device=me.device, dtype=torch.float64)
+        # A rank that stopped here would leave the others waiting.
+        ready.runner.randomness.notes_only = True
+        comparison = Comparison(ready.engine, serial["path"], buffer_modes(job.buffers, ready.engine.model))
+        watch = GradientWatch(ready.engine)
+        moved: Moved | None = None
+        counter, decided, outside, skip, unclear = 0, {"difference": "0.0"}, [], "", ""
+        for step in range(steps):
+            rows, elements = [], 0
+            try:
+                with KeepFloat64(), Undropped(), naming_what_cut_it(strategy):
+                    loss = ready.runner.step(step, counter).loss
+            except NonFinite:
+                rows, loss = [Row(math.nan, "loss", "the loss or the gradient")], math.nan
+                with KeepFloat64(), Undropped():
+                    outside = ready.runner.read_outside(counter)
+            else:
+                if step == 0:
+                    rows, elements = comparison.gradients(watch)
+                    rows += comparison.buffers()
+                else:
+                    rows = comparison.updates(watch)
+            there = serial["losses"][step]
+            # The loss of a later step follows from the updates: what is wrong is in them.
+            kind: Kind = "loss" if step == 0 or math.isnan(loss) else "update"
+            rows.append(Row(abs(loss - there) / max(abs(there), 1e-300), kind, f"the loss of step {step + 1}"))
+            if skip := _noted(ready.runner.randomness.unplaced):
+                break
+            expected = serial["elements"] if step == 0 else 0
+            decided = _decided(rows, elements, expected, moved or {})
+            if decided["wrong"] and moved is None and math.isfinite(float(decided["difference"])):
+                # Rounding alone may have done it.
+                mine = {"moved": movement(job, strategy, serial, steps=steps) if me.rank == writer else {}}
+                moved = exchange(mine)[writer]["moved"]
+                decided = _decided(rows, elements, expected, moved)
+            unclear = "" if decided["wrong"] else unclear or decided["hidden"]
+            if decided["wrong"]:
+                break
+            counter = ready.runner.order.next(counter)
+        watch.stop()
+        ready.close()
+        BOOK.take()
+    return {"skip": skip or unclear, "outside": outside, "attributes": serial["attributes"], **decided}
+
+
+def _noted(mine: list[str]) -> str:
+    """What some rank could not draw as a serial run does; empty if there is nothing. All ranks call it alike."""
+    return next((text for row in exchange({"unplaced": mine}) for text in row["unplaced"]), "")
+
+
+def _decided(rows: list[Row], elements: int, expected: int, moved: Moved) -> dict[str, Any]:
+    """The worst of all ranks: of gradients and loss, then of buffers, then of updates. `moved`: what rounding does in a
+    serial step, where that was asked. All ranks call it alike."""
+    kinds = {row.kind for row in rows}
+    mine = [worst([row for row in rows if row.kind == kind]) for kind in sorted(kinds)]
+    mine += [row for row in rows if not row.difference <= TOLERANCES[row.kind] and row not in mine]
+    # Infinity and NaN are no JSON numbers.
+    every = exchange({"rows": [(repr(row.difference), row.kind, row.where) for row in mine], "elements": elements})
+    found = [Row(float(row[0]), row[1], row[2]) for report in every for row in report["rows"]]
+    there = sum(report["elements"] for report in every)
+    if expected and there != expected and not any(math.isnan(row.difference) for row in found):
+        found.append(Row(math.inf, "gradient", f"{NUMBER}: {there} where a serial step has {expected}"))
+    wrong = [row for row in found if not row.difference <= allowed(row, moved)]
+    first = [row for row in wrong if row.kind in ("gradient", "loss")]
+    row = worst(first or wrong or found)
+    buffers = [row.where for row in wrong if row.kind == "buffer"]
+    return {
+        "difference": repr(row.difference), "kind": row.kind, "where": row.where, "buffers": sorted(set(buffers)),
+        "wrong": bool(wrong), "tolerance": allowed(row, moved), "hidden": hidden(found, moved),
+    }  # fmt: skip
+
+
+def _serial(job: Job, strategy: Strategy, path: Path, steps: int) -> dict[str, Any]:
+    before = torch.get_rng_state()
+    try:
+        # Built before float64 is kept, as ranks build theirs.
+        model, other = (model_in_float64(build_model(job)) for _ in range(2))
+        with KeepFloat64(), Undropped(), running_eagerly():
+            differs, changed = _examined(job, other)
+            if differs:
+                return {"path": "", "skip": UNSTEADY}
+            found = serial_steps(job, strategy, model, has_state=bool(changed), steps=steps)
+    except CannotPlace as error:
+        return {"path": "", "skip": str(error)}
+    except Exception as error:  # Whatever the user's code raises in float64 says nothing about the layout.
+        return {"path": "", "skip": f"its serial step in float64 fails: {type(error).__name__}: {error}"}
+    finally:
+        torch.set_rng_state(before)
+    for step, loss in enumerate(found.losses):
+        if not math.isfinite(loss):
+            return {"path": "", "skip": f"the loss of step {step + 1} is {loss} in a serial run in float64 already"}
+    save_serial(found, path)
+    elements = sum(value.numel() for value in found.gradients.values())
+    buffers = {name for name, _ in model.named_buffers()}
+    attributes = [name for name in changed if name not in buffers]
+    return {
+        "path": str(path), "skip": "", "losses": found.losses, "elements": elements, "attributes": attributes,
+        "has_state": bool(changed),
+    }  # fmt: skip
+
+
+def _examined(job: Job, model: nn.Module) -> tuple[bool, list[str]]:
+    """Whether two calls of the model on the same samples differ, and what a call changes of what modules hold, by name.
+    The model is as it was afterwards."""
+    model.train()
+    batch = {name: to_float64(entry) for name, entry in job.train.batch(job.order().indices(0)).items()}
+    losses, changed = [], []
+    outside = Outside(job)
+    for _ in range(2):
+        with ParametersKept(model), rehearsing(model), outside.kept(), drawing_alike():
+            before, beyond = HeldNow(model.modules()), HeldNow((), outside.held)
+            params = {name: param.detach().clone() for name, param in model.named_parameters()}
+            losses.append(float(job.loss_of(job.run_model(model, batch), batch)[0].detach()))
+            changed = before.changed_names(model)
+            changed += [name for name, param in model.named_parameters() if not _same(params.get(name), param)]
+            if beyond.changed()[0]:
+                changed.append("what the loss, a closure or a global holds")
+    return losses[0] != losses[1] and not all(math.isnan(loss) for loss in losses), changed
+
+
+def _same(one: torch.Tensor | None, other: torch.Tensor) -> bool:
+    return one is not None and torch.equal(one, other)
+
+
+def _data_digest(job: Job) -> str:
+    """Of the first batch as this rank reads it."""
+    digest = hashlib.sha256()
+    for name, entry in sorted(job.train.batch(job.order().indices(0)).items()):
+        values = entry.detach().cpu().contiguous()
+        digest.update(f"{name}{tuple(values.shape)}{values.dtype}".encode())
+        digest.update(values.reshape(-1).view(torch.uint8).numpy().tobytes() if values.numel() else b"")
+    return digest.hexdigest()

@@ -1,0 +1,97 @@
+"""Whether a resumed run goes on as the unbroken one: a forward must not read what no checkpoint holds.
+
+Checkpoints hold parameters and persistent buffers. What else a forward changes and the next one reads is lost: Python
+attributes of modules, buffers with persistent=False, what a loss or a global keeps. It is found by calling: a model
+after one forward, and a new one that was given all that a checkpoint would give it, must compute the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.job import Batch, Job, JobError
+from shoal.layout.held_outside import Outside
+from shoal.layout.held_state import HeldNow
+from shoal.proof.counters import LATER, counters, numbers, set_counter
+from shoal.proof.drawing import drawing_alike
+
+SAMPLES = 8
+TOLERANCE = 1e-7
+"""Largest relative difference of two losses that are the same."""
+
+
+def require_resumable(job: Job) -> None:
+    """Refuses a job whose forwards read what a checkpoint does not hold.
+
+    Raises:
+        JobError: With the names of what would be lost.
+    """
+    with torch.random.fork_rng(devices=[]):
+        try:
+            lost = _lost(job)
+        except JobError:
+            raise
+        except Exception:  # Whatever the user's code raises here says nothing about a resume.
+            return
+    if lost:
+        raise JobError(
+            f"job {job.name!r}: a forward changes {', '.join(lost)}, and the next one reads it, but no checkpoint "
+            "holds it, so a resumed run would go on otherwise. Keep it in a buffer of the model (register_buffer), or "
+            "train without checkpoints (--checkpoint-every 0)"
+        )
+
+
+def _lost(job: Job) -> list[str]:
+    order = job.order()
+    first, batch = (job.train.batch(order.indices(at)[:SAMPLES]) for at in (0, order.next(0)))
+    outside = Outside(job)
+    with outside.kept():
+        model = _built(job)
+        before, beyond, counted = HeldNow(model.modules()), HeldNow((), outside.held), numbers(model)
+        _loss(job, model, first)
+        saved = _saved(model)
+        names = [name for name in before.changed_names(model) if name not in saved]
+        if beyond.changed()[0]:
+            names.append("what the loss, a closure or a global holds")
+        if not names:
+            return []
+        counting = [name for name in counters(counted, numbers(model)) if name not in saved]
+        unbroken = _loss(job, model, batch)
+        later = []
+        for value in LATER if counting else ():
+            _put(model, saved)
+            for name in counting:
+                set_counter(model, name, value)
+            later.append(_loss(job, model, batch))
+    with outside.kept():
+        model = _built(job)
+        _put(model, saved)
+        resumed = _loss(job, model, batch)
+    return names if any(abs(loss - resumed) > TOLERANCE * abs(resumed) for loss in (unbroken, *later)) else []
+
+
+def _built(job: Job) -> nn.Module:
+    torch.manual_seed(job.seed)
+    return job.model().train()
+
+
+def _loss(job: Job, model: nn.Module, batch: Batch) -> float:
+    with drawing_alike():
+        return float(job.loss_of(job.run_model(model, batch), batch)[0].detach())
+
+
+def _saved(model: nn.Module) -> dict[str, Any]:
+    """What a checkpoint holds."""
+    kept = model.state_dict(keep_vars=True)
+    return {name: value.detach().clone() for name, value in kept.items() if isinstance(value, torch.Tensor)}
+
+
+def _put(model: nn.Module, saved: dict[str, Any]) -> None:
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    with torch.no_grad():
+        for name, value in saved.items():
+            if name in held:
+                held[name].copy_(value)

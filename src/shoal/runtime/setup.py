@@ -1,0 +1,156 @@
+"""From a job and a strategy to an engine on this rank: what `train` and `verify` both begin with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from shoal.comm.json_exchange import exchange
+from shoal.comm.ledger import Ledger
+from shoal.comm.transport.emulated import host_of
+from shoal.estimate.traffic import ShardTable, predict
+from shoal.job import Job, JobError, load_job
+from shoal.job.buffers import buffer_modes
+from shoal.job.elementwise import Probe, probe
+from shoal.job.facts import build_without_memory
+from shoal.job.own_code import require_runs
+from shoal.job.random_optimizer import UpdateDraws, draws_numbers, without_draws
+from shoal.job.randomness import Randomness
+from shoal.launch.devices import devices_here
+from shoal.layout.held_outside import Outside
+from shoal.layout.layout import layout_of
+from shoal.parallel.apply import executor_for, parallelize
+from shoal.parallel.buffers import buffer_exchange
+from shoal.parallel.by_hosts import asks_for_hosts, by_hosts
+from shoal.parallel.engine import Engine
+from shoal.parallel.executor import Executor
+from shoal.parallel.placement import mesh_of
+from shoal.runtime.compiled import require_uncompiled, running_eagerly
+from shoal.runtime.draws import cuts_of, places_of
+from shoal.runtime.step import StepRunner, build_model
+from shoal.runtime.traffic import Expected
+from shoal.strategy import Strategy, amp
+
+OVERRIDES = ("steps", "global_batch", "seed", "evaluate_every")
+"""What the command line may change of a job."""
+
+
+@dataclass
+class Prepared:
+    """A rank that is ready to train."""
+
+    job: Job
+    strategy: Strategy
+    executor: Executor
+    runner: StepRunner
+    optimizer: Probe
+    """What was found out about the job's optimiser."""
+    expected: Expected
+    """What its steps should send."""
+    watched: Any = None
+    """In a proof: what it keeps of each step for its comparison."""
+
+    @property
+    def engine(self) -> Engine:
+        return self.executor.engine
+
+    def close(self) -> None:
+        """Gives the model back. All ranks call it alike."""
+        self.executor.settle()
+        self.engine.close()
+
+    @property
+    def table(self) -> ShardTable:
+        """What the traffic formulas read of the step just made. All ranks ask for it alike."""
+        batches, total = self.runner.last_batches, self.runner.last_total
+        if not batches:  # No step was made.
+            indices = self.runner.order.indices(0)
+            parts = [self.runner.part(micro, indices, 0) for micro in range(self.strategy.micro_batches)]
+            batches, total = [part.batch for part in parts], len(indices)
+        return self.expected.table(batches, total)
+
+    @property
+    def predicted(self) -> Ledger:
+        """What this rank should send in a steady-state step."""
+        return predict(self.table, self.engine.placement.mesh.algorithm)
+
+    def differences(self, counted: Ledger) -> list[str]:
+        """How the ledger of the step just made departs from its prediction, but for what data alone decide."""
+        compression = self.engine.compression
+        undecided = compression.undecided if compression is not None else frozenset()
+        known = {
+            key: entry
+            for key, entry in counted.without("agreement").entries.items()
+            if key.phase != "gradient" or (key.axis, key.kind) not in undecided
+        }
+        return Ledger(known).differences(self.predicted)
+
+
+def job_from(arguments: dict[str, Any]) -> Job:
+    """The job that a command's arguments name, with its overrides."""
+    job = load_job(arguments["job"], size=arguments.get("size"))
+    changed = {name: arguments[name] for name in OVERRIDES if arguments.get(name) is not None}
+    return replace(job, **changed) if changed else job
+
+
+def try_job(job: Job, strategy: Strategy) -> None:
+    """Runs the job's own code once in this process, on as many samples as a rank computes at once: what fails here is
+    the job's. Not where ranks train on accelerators, since some models run on them only."""
+    require_uncompiled(build_without_memory(job), strategy)
+    if devices_here(0).kind is not None:
+        return
+    mine = job.global_batch // (strategy.replicas * strategy.micro_batches)
+    # Batch norm cannot do with one sample; its statistics are those of all replicas.
+    with running_eagerly():
+        require_runs(job, samples=max(mine, min(2, job.global_batch)), autocast=strategy.term(amp) is not None)
+
+
+def prepare(job: Job, strategy: Strategy, *, rank: int, backend: str | None, device: Any = "cpu",
+            dtype: torch.dtype | None = None) -> Prepared:  # fmt: skip
+    """Builds the model, lays the strategy over it, and makes ready to step. All ranks call it alike. State that the
+    job's code keeps outside of the model is left as it was when the job was loaded."""
+    if asks_for_hosts(strategy):
+        strategy = by_hosts(strategy, [row["host"] for row in exchange({"host": host_of(rank)})])
+    mesh = mesh_of(strategy, rank=rank, backend=backend)
+    model = build_model(job, dtype).to(device)
+    tried = probe(without_draws(job.optimizer), model, job.options)
+    _require_schedule(job, tried)
+    randomness = Randomness(job.seed, places_of(job, model, dtype), exact=dtype is not None)
+    with Outside(job).kept():
+        layout = layout_of(job, strategy)
+    engine = parallelize(
+        model, strategy, mesh, optimizer=job.optimizer, options=job.options, clip=job.clip,
+        elementwise=tried.elementwise, coupled=tried.coupled, batch_norm=job.batch_norm,
+        layout=layout, seed=job.seed, randomness=randomness,
+        update_draws=UpdateDraws(job.seed) if draws_numbers(job.optimizer) else None,
+    )  # fmt: skip
+    modes = buffer_modes(job.buffers, model)
+    engine.buffers = buffer_exchange(model, engine.placement, modes, engine.absent)
+    randomness.cuts = cuts_of(engine)
+    executor = executor_for(engine, strategy)
+    runner = StepRunner(job, executor, strategy, randomness, autocast=strategy.term(amp) is not None, dtype=dtype)
+    expected = Expected(job, strategy, layout, executor, dtype)
+    expected.watch()
+    runner.before_step = expected.forget
+    return Prepared(job, strategy, executor, runner, tried, expected)
+
+
+def _require_schedule(job: Job, optimizer: Probe) -> None:
+    if not optimizer.has_lr and any(job.schedule(step) != 1.0 for step in range(job.steps)):
+        raise JobError(
+            f"job {job.name!r}: {optimizer.name} has no learning rate ('lr') in its groups, so the schedule cannot "
+            "change it; leave Job.schedule out, or name the optimiser's learning rate 'lr'"
+        )
+
+
+def staleness(executor: Executor) -> dict[str, list[dict[int, int]]]:
+    """For each stage of a pipeline without flush: updates between forward and backward -> micro-batches. Nothing for
+    other strategies. All ranks call it alike."""
+    mine = executor.staleness()
+    if mine is None:
+        return {}
+    rows = exchange({"stage": executor.engine.placement.pipeline.index, "seen": mine})
+    seen = {row["stage"]: row["seen"] for row in rows}
+    return {"staleness": [{int(late): times for late, times in seen[stage].items()} for stage in sorted(seen)]}

@@ -1,0 +1,301 @@
+"""One step of a job under an engine: fetch this rank's share, forward, backward, update. Also one evaluation.
+
+What a rank computes in a step is a function of (seed, sample counter): the samples, and the random numbers that
+dropout draws, each sample its own (`job/randomness.py`). So a resumed run goes on to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shoal.comm.json_exchange import exchange
+from shoal.comm.ledger import BOOK
+from shoal.comm.points import reach
+from shoal.job import Batch, Job, share
+from shoal.job.draw_rules import key_of
+from shoal.job.facts import require_initialised
+from shoal.job.randomness import Randomness
+from shoal.parallel.batch_norm import batch_norms, couples_samples
+from shoal.parallel.engine import StepResult
+from shoal.parallel.executor import Executor
+from shoal.parallel.global_loss import GlobalLoss
+from shoal.parallel.zero import ReadsOutside
+from shoal.strategy import Strategy
+
+
+def seed_at(seed: int, sample: int) -> int:
+    """The random seed of the micro-batch whose first sample has this counter."""
+    return int(np.random.SeedSequence([seed, sample]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def cast(batch: Batch, dtype: torch.dtype | None) -> Batch:
+    """The batch with its floating-point entries in the model's precision."""
+    if dtype is None:
+        return batch
+    return {k: _as(v, dtype) for k, v in batch.items()}
+
+
+def _as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """In the precision of a real type: complex tensors keep their imaginary part, whole numbers stay as they are."""
+    if tensor.is_complex():
+        return tensor.to(dtype.to_complex())
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's part of a micro-batch."""
+
+    batch: Batch
+    seed: int
+    """Of what is drawn at random in its forward without a place of its own."""
+    samples: range
+    """Counters of its samples."""
+    over_tensor: tuple[int, ...]
+    """The same where regions of tp gather the samples of several ranks."""
+    step: int
+    """Counter of the step's first sample."""
+    stand_in: bool
+    """Whether it counts for nothing."""
+    everyone: Batch | None = None
+    """The micro-batch of all ranks, where the loss is one of the global batch."""
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples count."""
+        return 0 if self.stand_in else len(next(iter(self.batch.values())))
+
+    @property
+    def shapes(self) -> tuple[Any, ...]:
+        return shapes_of(self.batch)
+
+
+def shapes_of(batch: Batch) -> tuple[Any, ...]:
+    return tuple((name, tuple(entry.shape)) for name, entry in batch.items())
+
+
+class StepRunner:
+    """Runs a job's steps through an executor."""
+
+    def __init__(
+        self, job: Job, executor: Executor, strategy: Strategy, randomness: Randomness, *, autocast: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        self.job = job
+        self.executor = executor
+        self.engine = engine = executor.engine
+        self.randomness = randomness
+        randomness.steps_in_flight = executor.steps_in_flight
+        self.order = job.order()
+        self.strategy = strategy
+        self.micro_batches = strategy.micro_batches
+        self.last_batches: list[Batch] = []
+        """The micro-batches of the last step: their shapes say what it should send."""
+        self.last_total = 0
+        """Samples of the last global batch."""
+        self.before_step: Callable[[], None] = lambda: None
+        """Called first in every step."""
+        self.autocast = autocast
+        self.dtype = dtype
+        self.device = next(engine.model.parameters()).device
+        over_all = job.loss_over == "batch" and engine.placement.samples.size > 1
+        self.global_loss = GlobalLoss(engine.placement.samples) if over_all else None
+        if self.global_loss is not None:
+            engine.counts_loss = engine.counts_loss and self.global_loss.counts
+
+    @property
+    def couples_samples(self) -> bool:
+        return couples_samples(self.engine.model)
+
+    def step(self, step: int, counter: int) -> StepResult:
+        """Trains on the global batch that starts at `counter`."""
+        job, engine = self.job, self.engine
+        indices = self.order.indices(counter)
+        engine.model.train()
+        self.before_step()
+        if engine.update_draws is not None:
+            engine.update_draws.begin(counter)
+        parts = [self.part(micro, indices, counter) for micro in range(self.micro_batches)]
+        if engine.buffers is not None:
+            engine.buffers.begin(sum(part.num_samples for part in parts))
+        result = self.executor.step(_MicroBatches(self, parts), lr_factor=job.schedule(step))
+        self.last_batches, self.last_total = [part.batch for part in parts], len(indices)
+        return result
+
+    def read_outside(self, counter: int) -> list[str]:
+        """Under zero=3, parameters that a forward of the batch at `counter` reads outside of their block's own forward,
+        where they are NaN. All ranks call it alike."""
+        engine = self.engine
+        if engine.gathering is None or engine.pipelined:
+            return []
+        reads = ReadsOutside(engine.gathering)
+        part = self.part(0, self.order.indices(counter), counter)
+        with torch.no_grad(), reads:
+            self.loss(part, self.forward(part))
+        engine.gathering.finish()
+        BOOK.take()
+        return sorted({name for row in exchange({"names": reads.names}) for name in row["names"]})
+
+    def part(self, micro: int, indices: np.ndarray, counter: int) -> Part:
+        """This rank's part of a micro-batch."""
+        samples = self.engine.placement.split
+        positions = np.arange(len(indices))
+        mine = share(positions, rank=samples.index, ranks=samples.size, micro=micro, micros=self.micro_batches)
+        first = int(mine[0]) if len(mine) else len(indices)
+        # A rank without samples (the short batch at an epoch's end) still takes part in every collective. Batch norm
+        # must not see a stand-in, so there it computes on nothing; elsewhere on one sample that counts for nothing.
+        stand_in = not len(mine) and not self.couples_samples
+        batch = self._fetch(self.job.train, indices[:1] if stand_in else indices[mine])
+        everyone = self._fetch(self.job.train, indices) if self.global_loss is not None else None
+        start, num = counter + first, 1 if stand_in else len(mine)
+        seed, over_tensor = seed_at(self.job.seed, start), self._over_tensor(micro, positions, counter)
+        return Part(batch, seed, range(start, start + num), over_tensor, counter, stand_in, everyone)
+
+    def _over_tensor(self, micro: int, positions: np.ndarray, counter: int) -> tuple[int, ...]:
+        place = self.engine.placement
+        if not place.batch_over_tp:
+            return ()
+        shares = [
+            share(positions, rank=place.split.ranks.index(rank), ranks=place.split.size, micro=micro,
+                  micros=self.micro_batches)
+            for rank in place.tensor.ranks
+        ]  # fmt: skip
+        return tuple(counter + int(position) for mine in shares for position in mine)
+
+    def forward(self, part: Part) -> Any:
+        reach("step: forward")
+        draw_from(key_of(part.seed, *self.randomness.cuts.salt) >> 1, self.device)
+        placed = self.randomness.forward(part.samples, part.step, part.over_tensor)
+        with BOOK.during("forward"), self._precision(), placed:
+            return self.job.run_model(self.engine.model, part.batch)
+
+    def loss(self, part: Part, output: Any) -> tuple[torch.Tensor, Any]:
+        with BOOK.during("forward"), self._precision(), self.randomness.resumed():
+            if self.global_loss is not None:
+                return self.job.loss_of(*self._gathered(output, part.batch, part.everyone, none=part.stand_in))
+            loss, count = self.job.loss_of(output, self._as_the_loss_reads(part.batch))
+        return (loss * 0.0, 0.0) if part.stand_in else (loss, count)
+
+    def _gathered(self, output: Any, batch: Batch, everyone: Batch | None, *, none: bool) -> tuple[Any, Batch]:
+        """The outputs of all ranks, and the batch that they are of."""
+        assert self.global_loss is not None
+        assert everyone is not None
+        mine, total = (len(next(iter(entries.values()))) for entries in (batch, everyone))
+        return self.global_loss.gathered(output, mine=0 if none else mine, total=total), everyone
+
+    def _as_the_loss_reads(self, batch: Batch) -> Batch:
+        sequence = self.engine.cut.sequence
+        return batch if sequence is None else sequence.batch(batch)
+
+    def _fetch(self, data: Any, indices: np.ndarray) -> Batch:
+        batch = cast(data.batch(indices), self.dtype)
+        if self.device.type == "cpu":
+            return batch
+        # From pinned memory, so that the host does not wait for the device.
+        return {k: v.pin_memory().to(self.device, non_blocking=True) for k, v in batch.items()}
+
+    def _precision(self) -> Any:
+        # The cache would keep a copy of every weight for the whole forward, also of blocks that ZeRO-3 gave back.
+        if not self.autocast:
+            return nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
+
+    def evaluate(self, watch: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """The job's validation values over the whole validation set, the same on every rank."""
+        job, engine = self.job, self.engine
+        if job.validation is None:
+            return {}
+        samples = engine.placement.split
+        totals: dict[str, list[float]] = {}
+        self.executor.settle()
+        engine.model.eval()
+        with BOOK.during("evaluate"), torch.no_grad(), self._precision(), self.randomness.off():
+            for start in range(0, len(job.validation), job.global_batch):
+                batch_of_all = np.arange(start, min(start + job.global_batch, len(job.validation)))
+                mine = share(batch_of_all, rank=samples.index, ranks=samples.size)
+                # Every rank runs every batch: with ZeRO-3 a forward is a collective.
+                # Statistics of the batch must not see a placeholder.
+                empty = not len(mine) and not self._batch_statistics
+                batch = self._fetch(job.validation, batch_of_all[:1] if empty else mine)
+                everyone = self._fetch(job.validation, batch_of_all) if self.global_loss is not None else None
+                for name, (total, count) in self._measured(batch, everyone, none=not len(mine)).items():
+                    sums = totals.setdefault(name, [0.0, 0.0])
+                    if (len(mine) or everyone is not None) and engine.counts_loss:
+                        sums[0] += float(total)
+                        sums[1] += float(count)
+                watch()
+            reach("evaluate: measured")
+            totals = self._of_all(totals)
+        engine.model.train()
+        return job.summarise({name: (row[0], row[1]) for name, row in totals.items()})
+
+    @property
+    def _batch_statistics(self) -> bool:
+        """Whether some batch norm keeps no running statistics, so that it takes the batch's in evaluation too."""
+        return any(norm.running_mean is None for _, norm in batch_norms(self.engine.model))
+
+    def _measured(self, batch: Batch, everyone: Batch | None, *, none: bool) -> dict[str, Any]:
+        """What the job measures on a batch; nothing where another rank has the end of the model."""
+        job = self.job
+        output = self.executor.evaluate(shapes_of(batch), lambda: job.run_model(self.engine.model, batch))
+        if not self.executor.holds_loss:
+            return {}
+        if everyone is not None:
+            return job.measure(*self._gathered(output, batch, everyone, none=none))
+        return job.measure(output, self._as_the_loss_reads(batch))
+
+    def _of_all(self, totals: dict[str, list[float]]) -> dict[str, list[float]]:
+        """Sums over all ranks, some of which may not know what is measured."""
+        world = self.engine.placement.world
+        if world.group is None:
+            return totals
+        if self.engine.pipelined:
+            names = next(row["names"] for row in exchange({"names": list(totals)}) if row["names"])
+            totals = {name: totals.get(name, [0.0, 0.0]) for name in names}
+        flat = torch.tensor(list(totals.values()), dtype=torch.float64, device=self.device)
+        dist.all_reduce(flat, group=world.group)
+        return dict(zip(totals, flat.tolist(), strict=True))
+
+
+@dataclass(frozen=True)
+class _MicroBatches:
+    """This rank's micro-batches of a step, for an executor to run."""
+
+    runner: StepRunner
+    parts: list[Part]
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def key(self, micro: int) -> Hashable:
+        return self.parts[micro].shapes
+
+    def forward(self, micro: int) -> Any:
+        return self.runner.forward(self.parts[micro])
+
+    def loss(self, micro: int, output: Any) -> tuple[torch.Tensor, Any]:
+        return self.runner.loss(self.parts[micro], output)
+
+
+def build_model(job: Job, dtype: torch.dtype | None = None) -> nn.Module:
+    """The job's model with its seeded start: the same on every rank and in the serial run."""
+    torch.manual_seed(job.seed)
+    model = job.model()
+    require_initialised(model, job.name)
+    return model if dtype is None else model._apply(lambda tensor: _as(tensor, dtype))
+
+
+def draw_from(seed: int, device: torch.device = torch.device("cpu")) -> None:  # noqa: B008
+    """Seeds what dropout draws from. Not by `torch.manual_seed`, which formats a stack trace for each kind of device
+    that is not there and keeps it for ever: a millisecond a micro-batch."""
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)

@@ -1,0 +1,368 @@
+"""Rules about what a model, its batch and the machine can be divided into. A rule whose fact is unknown does
+not apply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import gcd
+
+from shoal.strategy.expression import Strategy
+from shoal.strategy.legality.rule import Breach, Case, Table, around
+from shoal.strategy.legality.worlds import strategies_for_world
+from shoal.strategy.terms.axes import cp, dp, ep, pp, spatial, tp
+from shoal.strategy.terms.modifiers import accumulate
+from shoal.strategy.terms.numerals import counted
+
+rule = Table()
+
+
+def _cuttable(case: Case) -> int:
+    """The greatest common divisor of all that tensor parallelism must divide; 0 if nothing is known."""
+    facts = case.facts
+    return gcd(facts.heads or 0, facts.kv_heads or 0, facts.hidden or 0, *(facts.channels or ()))
+
+
+def _divide_tensor(case: Case, index: int, cut: tp, parts: int | None, noun: str) -> Breach | None:
+    if parts is None or parts % cut.n == 0:
+        return None
+    return Breach(
+        cut,
+        f"{parts} {noun} do not divide by {cut.n}",
+        lambda: case.resized(index, around(_cuttable(case), cut.n)),
+    )
+
+
+@rule(tp, why="Tensor parallelism cuts projections in pairs; a model without such pairs has nothing to cut.")
+def tp_needs_projections(case: Case, index: int, cut: tp) -> Breach | None:
+    if cut.n == 1 or case.facts.tensor_parts is None or case.facts.tensor_parts:
+        return None
+    return Breach(
+        cut,
+        f"nothing of the model can be cut: {case.facts.tensor_why}",
+        lambda: [case.put(index, dp(cut.n)), case.put(index)],
+    )
+
+
+@rule(tp, why="Each rank gets the same number of heads, features or channels of every layer that is cut.")
+def tp_divides_regions(case: Case, index: int, cut: tp) -> Breach | None:
+    cuttable = [row for row in case.facts.tensor_parts or () if not cut.batch or row[1] == "features"]
+    odd = next((row for row in cuttable if row[2] % cut.n), None)
+    if odd is None:
+        return None
+    module, noun, parts = odd
+    fitting = gcd(*(row[2] for row in cuttable))
+    return Breach(
+        cut,
+        f"{module}: {parts} {noun} do not divide by {cut.n}",
+        lambda: case.resized(index, around(fitting, cut.n)),
+    )
+
+
+@rule(tp, why="With sequence=True everything between cut layers must treat tokens one by one.")
+def tp_sequence_needs_tokens(case: Case, index: int, cut: tp) -> Breach | None:
+    if not cut.sequence or not case.facts.sequence_why:
+        return None
+    return Breach(
+        cut,
+        f"the tokens cannot be cut between layers: {case.facts.sequence_why}",
+        lambda: [case.changed(index, sequence=False)],
+    )
+
+
+@rule(tp, why="sequence=True cuts the parts of the sequence that cp has made, so cp must cut where tp does.")
+def tp_sequence_lies_within_context(case: Case, index: int, cut: tp) -> Breach | None:
+    context = case.strategy.term(cp)
+    why = case.facts.sequence_under_cp_why
+    if not (cut.sequence and cut.n > 1 and context is not None and context.n > 1 and why):
+        return None
+    return Breach(cut, f"the tokens cannot be cut between layers beside cp: {why}",
+                  lambda: [case.changed(index, sequence=False)])  # fmt: skip
+
+
+@rule(tp, why="Between cut layers activations can be cut along the sequence or along the batch, not both.")
+def tp_cuts_one_dimension(case: Case, index: int, cut: tp) -> Breach | None:
+    if not (cut.sequence and cut.batch):
+        return None
+    return Breach(
+        cut,
+        "activations between the layers cannot be cut along the sequence and along the batch",
+        lambda: [case.changed(index, batch=False), case.changed(index, sequence=False)],
+    )
+
+
+@rule(tp, why="With batch=True fully connected layers are cut; a model without a pair of them has nothing to cut.")
+def tp_batch_needs_features(case: Case, index: int, cut: tp) -> Breach | None:
+    parts = case.facts.tensor_parts
+    if not cut.batch or cut.n == 1 or parts is None or any(noun == "features" for _, noun, _ in parts):
+        return None
+    return Breach(
+        cut,
+        "no pair of fully connected layers can be cut, which batch=True needs",
+        lambda: [case.changed(index, batch=False), case.put(index, dp(cut.n))],
+    )
+
+
+@rule(cp, why="Outside attention every operation must treat positions one by one.")
+def cp_needs_positions_apart(case: Case, index: int, context: cp) -> Breach | None:
+    if context.n == 1 or not case.facts.context_why:
+        return None
+    return Breach(
+        context,
+        f"the sequence cannot be cut: {case.facts.context_why}",
+        lambda: [case.put(index, dp(context.n)), case.put(index)],
+    )
+
+
+@rule(tp, why="Attention heads are dealt out whole, the same number to every rank.")
+def tp_divides_heads(case: Case, index: int, cut: tp) -> Breach | None:
+    # Where the model was looked into, it is known what is cut: `tp_divides_regions`.
+    if case.facts.tensor_parts is not None:
+        return None
+    return _divide_tensor(case, index, cut, case.facts.heads, "heads")
+
+
+@rule(
+    tp,
+    why="Heads of keys and values are dealt out whole as well, or ranks would attend to keys they do not have.",
+)
+def tp_divides_kv_heads(case: Case, index: int, cut: tp) -> Breach | None:
+    if case.facts.tensor_parts is not None:
+        return None
+    return _divide_tensor(case, index, cut, case.facts.kv_heads, "key-value heads")
+
+
+@rule(tp, why="Columns and rows of the matrices are dealt out evenly.")
+def tp_divides_hidden(case: Case, index: int, cut: tp) -> Breach | None:
+    if case.facts.tensor_parts is not None:
+        return None
+    return _divide_tensor(case, index, cut, case.facts.hidden, "hidden units")
+
+
+@rule(tp, why="Filters of a convolution are dealt out whole, the same number to every rank.")
+def tp_divides_channels(case: Case, index: int, cut: tp) -> Breach | None:
+    if case.facts.tensor_parts is not None:
+        return None
+    odd = next((channels for channels in case.facts.channels or () if channels % cut.n), None)
+    return _divide_tensor(case, index, cut, odd, "channels")
+
+
+@rule(tp, why="With sequence=True the same ranks also cut the sequence between the layers, evenly.")
+def tp_sequence_divides_tokens(case: Case, index: int, cut: tp) -> Breach | None:
+    context = case.strategy.term(cp)
+    tokens, parts = case.facts.sequence, cut.n * (context.n if context else 1)
+    if not cut.sequence or tokens is None or tokens % parts == 0:
+        return None
+    return Breach(
+        cut,
+        f"a sequence of {tokens} tokens does not divide by {parts}, as sequence=True needs",
+        lambda: [case.changed(index, sequence=False), *case.resized(index, around(tokens, cut.n))],
+    )
+
+
+@rule(
+    cp,
+    why="Ranks hold equal parts of the sequence; a causal ring pairs an early with a late part, so it "
+    "needs two per rank.",
+)
+def cp_divides_tokens(case: Case, index: int, context: cp) -> Breach | None:
+    tokens = case.facts.sequence
+    parts = context.n * (2 if context.method == "ring" and context.n > 1 else 1)
+    if tokens is None or tokens % parts == 0:
+        return None
+    paired = " (two parts per rank, so that causal work is even)" if parts > context.n else ""
+    whole = tokens // 2 if context.method == "ring" and tokens % 2 == 0 else tokens
+    return Breach(
+        context,
+        f"a sequence of {tokens} tokens does not divide by {parts}{paired}",
+        lambda: [
+            *case.resized(index, around(whole, context.n)),
+            *([case.changed(index, method="ulysses")] if context.method == "ring" else []),
+        ],
+    )
+
+
+@rule(
+    cp,
+    why="Ulysses gives each rank whole sequences of some heads, after tensor parallelism has taken its share of them.",
+)
+def ulysses_divides_heads(case: Case, index: int, context: cp) -> Breach | None:
+    cut = case.strategy.term(tp)
+    taken = cut.n if cut else 1
+    names = (("heads", case.facts.heads), ("key-value heads", case.facts.kv_heads))
+    odd = next(((noun, heads) for noun, heads in names if heads is not None and heads % (context.n * taken)), None)
+    if context.method != "ulysses" or odd is None:
+        return None
+    split = f"{context.n} x tp {taken}" if taken > 1 else str(context.n)
+    heads = gcd(case.facts.heads or 0, case.facts.kv_heads or 0)
+    fitting = around(heads // taken, context.n) if heads % taken == 0 else [1]
+    return Breach(
+        context,
+        f"{odd[1]} {odd[0]} do not divide by {split}",
+        lambda: [*case.resized(index, fitting), case.changed(index, method="ring")],
+    )
+
+
+@rule(cp, why="Context parallelism cuts the sequence that attention runs over.")
+def cp_needs_a_sequence(case: Case, index: int, context: cp) -> Breach | None:
+    facts = case.facts
+    if facts.image is None or facts.sequence is not None or facts.heads is not None:
+        return None
+    return Breach(
+        context,
+        f"the model reads images of {facts.image[0]} x {facts.image[1]} and has no sequence to cut",
+        lambda: [case.put(index, spatial(context.n)), case.put(index)],
+    )
+
+
+@rule(ep, why="Expert parallelism deals out experts.")
+def ep_needs_experts(case: Case, index: int, experts: ep) -> Breach | None:
+    if case.facts.experts != 0:
+        return None
+    return Breach(
+        experts,
+        "the model has no experts to deal out" + (f": {case.facts.experts_why}" if case.facts.experts_why else ""),
+        lambda: [case.put(index, dp(experts.n)), case.put(index)],
+    )
+
+
+@rule(ep, why="Every rank gets the same number of experts.")
+def ep_divides_experts(case: Case, index: int, experts: ep) -> Breach | None:
+    there = case.facts.experts
+    if not there or there % experts.n == 0:
+        return None
+    return Breach(
+        experts,
+        f"{there} experts do not divide by {experts.n}",
+        lambda: case.resized(index, around(there, experts.n)),
+    )
+
+
+@rule(spatial, why="Spatial parallelism cuts image planes.")
+def spatial_needs_images(case: Case, index: int, planes: spatial) -> Breach | None:
+    if case.facts.image is not None or case.facts.sequence is None:
+        return None
+    return Breach(
+        planes,
+        f"the model reads sequences of {case.facts.sequence} tokens and has no image planes to cut",
+        lambda: [case.put(index, cp(planes.n)), case.put(index)],
+    )
+
+
+@rule(spatial, why="Ranks hold equal parts of every image.")
+def spatial_divides_images(case: Case, index: int, planes: spatial) -> Breach | None:
+    if case.facts.image is None:
+        return None
+    (height, width), (rows, columns) = case.facts.image, planes.grid
+    if height % rows == 0 and width % columns == 0:
+        return None
+    side, length, parts = ("height", height, rows) if height % rows else ("width", width, columns)
+    sizes = around({"height": height, "width": width, "both": gcd(height, width)}[planes.split], planes.n)
+    return Breach(
+        planes,
+        f"an image {side} of {length} does not divide by {parts}",
+        lambda: [
+            *case.resized(index, sizes),
+            *[case.changed(index, split=split) for split in ("height", "width", "both") if split != planes.split],
+        ],
+    )
+
+
+@rule(
+    None,
+    why="Every replica computes the same number of samples in each of its micro-batches, or the mean would "
+    "not be the mean.",
+)
+def the_batch_divides(case: Case, index: int, strategy: Strategy) -> Breach | None:
+    batch, replicas, micro = case.facts.global_batch, strategy.replicas, strategy.micro_batches
+    if batch is None or batch % (replicas * micro) == 0:
+        return None
+    among = (
+        f"{counted(replicas, 'replica')} x {counted(micro, 'micro-batch', 'micro-batches')}"
+        if micro > 1
+        else f"{counted(replicas, 'replica')}"
+    )
+
+    def fixes() -> Iterator[Strategy | None]:
+        for place, term in enumerate(strategy.terms):
+            name = {dp: "n", ep: "n", tp: "n", accumulate: "k", pp: "micro"}.get(type(term))
+            if isinstance(term, tp) and not term.batch:
+                continue
+            if name is None:
+                continue
+            now = term.values()[name]
+            others = replicas * micro // now if not (isinstance(term, pp) and strategy.term(accumulate)) else 0
+            if others and batch % others == 0:
+                yield from case.resized(place, around(batch // others, now), name)
+        if micro > 1 and batch % replicas:  # Neither factor alone can be mended.
+            for place, term in enumerate(strategy.terms):
+                if isinstance(term, dp):
+                    yield from case.resized(place, around(gcd(batch, batch // gcd(batch, micro)), term.n))
+                elif isinstance(term, (pp, accumulate)):
+                    yield case.changed(place, **{"micro" if isinstance(term, pp) else "k": 1})
+
+    blamed = next((term for term in strategy.terms if isinstance(term, (dp, ep, accumulate, pp))), strategy)
+    return Breach(strategy if micro > 1 else blamed, f"a global batch of {batch} does not divide by {among}", fixes)
+
+
+def _optimizer(case: Case) -> str:
+    """The subject of a sentence about an optimiser that is not element-wise."""
+    named = f"{case.facts.optimizer} " if case.facts.optimizer else "the optimiser "
+    return named + ("couples parameters" if case.facts.coupled_optimizer else "needs full parameters")
+
+
+@rule(dp, why="LARS, LAMB and Muon need full parameters, and a shard ends anywhere inside one.")
+def sharded_optimizers_are_elementwise(case: Case, index: int, level: dp) -> Breach | None:
+    if not level.zero or case.facts.elementwise_optimizer is not False:
+        return None
+    return Breach(
+        level,
+        f"{_optimizer(case)}, and zero={level.zero} gives each rank slices of them",
+        lambda: [case.changed(index, zero=0)],
+    )
+
+
+@rule(tp, why="LARS, LAMB and Muon need full parameters, and a rank of tp has part of one.")
+def cut_layers_need_elementwise_optimizers(case: Case, index: int, cut: tp) -> Breach | None:
+    if cut.n == 1 or case.facts.elementwise_optimizer is not False:
+        return None
+    return Breach(
+        cut,
+        f"{_optimizer(case)}, and tp gives each rank slices of them",
+        lambda: [case.put(index, dp(cut.n)), case.put(index, pp(cut.n)), case.put(index)],
+    )
+
+
+@rule(ep, why="LARS, LAMB and Muon need full parameters, and a rank of ep has some of the experts.")
+def dealt_experts_need_elementwise_optimizers(case: Case, index: int, experts: ep) -> Breach | None:
+    if experts.n == 1 or case.facts.elementwise_optimizer is not False:
+        return None
+    return Breach(
+        experts,
+        f"{_optimizer(case)}, and ep gives each rank some of the experts",
+        lambda: [case.put(index, dp(experts.n)), case.put(index)],
+    )
+
+
+@rule(pp, why="An optimiser that couples parameters needs all of them on every rank.")
+def stages_need_optimizers_that_do_not_couple(case: Case, index: int, stages: pp) -> Breach | None:
+    if stages.n == 1 or not case.facts.coupled_optimizer:
+        return None
+    return Breach(
+        stages,
+        f"{_optimizer(case)}, and pp gives each rank some of them",
+        lambda: [case.put(index, dp(stages.n)), case.put(index)],
+    )
+
+
+@rule(None, why="Every rank has a place on the mesh, and every place has a rank.")
+def ranks_match_the_world(case: Case, index: int, strategy: Strategy) -> Breach | None:
+    world = case.world
+    if world is None or strategy.world == world:
+        return None
+    return Breach(
+        strategy,
+        f"the strategy needs {strategy.world:,} {'rank' if strategy.world == 1 else 'ranks'}, {world:,} "
+        f"{'was' if world == 1 else 'were'} given",
+        lambda: strategies_for_world(strategy, world),
+    )

@@ -1,0 +1,263 @@
+"""The ways in which the replicas of one level of data parallelism stay together: what they exchange, and
+when.
+
+They run from consistent to inconsistent: every step together, a bounded number of steps apart, whenever a
+gradient comes, averaged now and then, or mixed with neighbours only.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from shoal.strategy.terms.arguments import choice, real, whole
+from shoal.strategy.terms.numerals import count, counted, every, percent
+from shoal.strategy.terms.term import Promise, Term
+
+Exchange = Literal["gradient", "model"]
+
+SAME_TARGET = "reaches the target of the synchronous run, validation loss within 5%"
+"""The band of what has no bound of its own: judged by the target, not by the trajectory."""
+
+
+class SyncTerm(Term):
+    """How replicas stay together."""
+
+    family = "sync"
+    exchanges: ClassVar[Exchange] = "gradient"
+    """What crosses between replicas: the gradient, or the model (or how it changed)."""
+    scheduling: ClassVar[str] = "synchronous"
+    """The place on the scheduling axis of the taxonomy."""
+    spectrum: ClassVar[str] = "synchronous"
+    """The place on the spectrum from consistent to inconsistent."""
+    where = "any links"
+
+    def drift(self, replicas: int) -> Promise | None:
+        """How so many replicas under this rule differ from the serial run; None when they do not."""
+        return None
+
+
+class bsp(SyncTerm):
+    """Bulk-synchronous: every step uses the gradients of all replicas, or of all but the slowest few."""
+
+    backup: int = whole(0, default=0, kw_only=True)
+
+    title = "bulk-synchronous, with backup workers"
+
+    def words(self) -> str:
+        if self.backup:
+            return (
+                f"every step waits for all replicas but the slowest {count(self.backup)}, whose gradients are dropped"
+            )
+        return "every step waits for the gradients of all replicas"
+
+    def drift(self, replicas: int) -> Promise | None:
+        if not self.backup:
+            return None
+        slow = counted(self.backup, "replica")
+        return Promise("statistical", f"the gradients of the slowest {slow} are dropped each step", band=SAME_TARGET)
+
+
+class softsync(SyncTerm):
+    """n-softsync (Rudra): the server steps as soon as n/k gradients have come, from whichever replicas."""
+
+    k: int = whole(1)
+
+    title = "n-softsync"
+    scheduling = "bounded asynchronous"
+    spectrum = "backup workers / n-softsync"
+
+    def words(self) -> str:
+        part = "as many gradients as there are replicas" if self.k == 1 else f"1/{self.k} as many gradients as replicas"
+        return (
+            f"the server steps when {part} have come, from whichever replicas, and lets none grow older "
+            f"than {2 * self.k} steps"
+        )
+
+    def drift(self, replicas: int) -> Promise | None:
+        if replicas == 1:
+            return None
+        reason = f"softsync({self.k}) lets a gradient be up to {2 * self.k} updates old"
+        return Promise("bounded", reason, staleness=2 * self.k)
+
+
+class ssp(SyncTerm):
+    """Stale-synchronous: a replica may run ahead of the slowest by at most s steps."""
+
+    s: int = whole(0)
+
+    title = "stale-synchronous"
+    scheduling = "bounded asynchronous"
+    spectrum = "stale-synchronous"
+
+    def words(self) -> str:
+        if self.s == 0:
+            return "no replica may run ahead of another, so every step waits for all"
+        return f"the fastest replica may be at most {counted(self.s, 'step')} ahead of the slowest, then it waits"
+
+    def drift(self, replicas: int) -> Promise | None:
+        if replicas == 1 or self.s == 0:
+            return None
+        reason = f"ssp({self.s}) lets replicas be up to {counted(self.s, 'step')} apart"
+        return Promise("bounded", reason, staleness=self.s)
+
+
+class asp(SyncTerm):
+    """Asynchronous: every gradient is applied when it comes; nobody waits."""
+
+    title = "asynchronous (Downpour)"
+    scheduling = "asynchronous"
+    spectrum = "asynchronous / HOGWILD"
+
+    def words(self) -> str:
+        return "every gradient is applied when it comes, however old the weights it was computed from; nobody waits"
+
+    def drift(self, replicas: int) -> Promise | None:
+        if replicas == 1:
+            return None
+        return Promise("statistical", "asp() puts no bound on the age of a gradient", band=SAME_TARGET)
+
+
+class hogwild(SyncTerm):
+    """HOGWILD: all replicas write into one copy of the weights in shared memory, without locks."""
+
+    title = "HOGWILD, lock-free shared memory"
+    scheduling = "asynchronous"
+    spectrum = "asynchronous / HOGWILD"
+    where = "one host"
+
+    def words(self) -> str:
+        return "all replicas read and write one copy of the weights in shared memory, without locks"
+
+    def drift(self, replicas: int) -> Promise | None:
+        if replicas == 1:
+            return None
+        return Promise("statistical", "hogwild() lets replicas overwrite each other's updates", band=SAME_TARGET)
+
+
+class local(SyncTerm):
+    """Local SGD: replicas step by themselves and average their weights every h steps."""
+
+    h: int = whole(1)
+
+    title = "local SGD, periodic averaging"
+    exchanges = "model"
+    spectrum = "model averaging / elastic averaging"
+    where = "slow links"
+
+    def words(self) -> str:
+        return f"replicas step by themselves and average their weights {every(self.h, 'step')}"
+
+    def drift(self, replicas: int) -> Promise | None:
+        if replicas == 1:
+            return None
+        if self.h == 1:
+            reason = (
+                "local(1) averages weights, not gradients: the serial run only with plain SGD, not with "
+                "momentum or Adam"
+            )
+        else:
+            reason = f"local({self.h}) lets replicas drift apart for {self.h:,} steps before they are averaged"
+        return Promise("statistical", reason, band=SAME_TARGET)
+
+
+class diloco(SyncTerm):
+    """DiLoCo: every h steps the mean change of the replicas is taken as a gradient by an outer Nesterov
+    optimiser.
+    """
+
+    h: int = whole(1)
+
+    title = "DiLoCo, outer Nesterov momentum"
+    exchanges = "model"
+    spectrum = "model averaging / elastic averaging"
+    where = "slow links"
+
+    def words(self) -> str:
+        return (
+            f"replicas step by themselves; {every(self.h, 'step')} the mean of how far they moved "
+            "is taken as a gradient by an outer optimiser with Nesterov momentum"
+        )
+
+    def drift(self, replicas: int) -> Promise | None:
+        reason = (
+            f"diloco({self.h}) steps an outer optimiser {every(self.h, 'step')}, which the serial run does not have"
+        )
+        return Promise("statistical", reason, band=SAME_TARGET)
+
+
+class bmuf(SyncTerm):
+    """Blockwise model-update filtering: every h steps the averaged change is smoothed by block momentum."""
+
+    h: int = whole(1)
+
+    title = "BMUF, block momentum"
+    exchanges = "model"
+    spectrum = "model averaging / elastic averaging"
+    where = "slow links"
+
+    def words(self) -> str:
+        return (
+            f"replicas step by themselves through a block of {counted(self.h, 'step')}; the averaged "
+            "change of the block "
+            "is filtered with a momentum of its own"
+        )
+
+    def drift(self, replicas: int) -> Promise | None:
+        reason = f"bmuf({self.h}) filters the change of every block with momentum, which the serial run does not have"
+        return Promise("statistical", reason, band=SAME_TARGET)
+
+
+class elastic(SyncTerm):
+    """Elastic averaging (EASGD): every h steps each replica and a centre pull at each other by a part of
+    their difference.
+
+    `rho` is that part, the moving rate of the paper (its learning rate times its elastic coefficient).
+    """
+
+    h: int = whole(1)
+    rho: float = real(0.0, 1.0)
+
+    title = "elastic averaging (EASGD)"
+    exchanges = "model"
+    spectrum = "model averaging / elastic averaging"
+    where = "slow links"
+
+    def words(self) -> str:
+        return (
+            f"replicas explore by themselves; {every(self.h, 'step')} each moves {percent(self.rho)} of "
+            "the way towards "
+            "a common centre, and the centre as much towards it"
+        )
+
+    def drift(self, replicas: int) -> Promise | None:
+        reason = f"elastic({self.h}, {self.rho}) ties replicas to a centre by a force only, so they explore apart"
+        return Promise("statistical", reason, band=SAME_TARGET)
+
+
+class gossip(SyncTerm):
+    """Gossip: no replica knows all others; each averages its weights with its neighbours in a graph."""
+
+    graph: str = choice("ring", "torus", "exponential", "complete")
+    mode: str = choice("sync", "async", "push-sum", default="sync")
+
+    title = "gossip: D-PSGD, AD-PSGD, push-sum"
+    exchanges = "model"
+    spectrum = "model averaging / elastic averaging"
+
+    def words(self) -> str:
+        met = {
+            "sync": "after every step each replica averages its weights with its neighbours'",
+            "async": "each replica steps when it can, and averages its weights with one neighbour at a "
+            "time, waiting for no other",
+            "push-sum": "after every step each replica pushes a weighted share of its weights to its "
+            "successors, "
+            "and divides by the weight it has gathered",
+        }
+        article = "an" if self.graph == "exponential" else "a"
+        return f"{met[self.mode]}, in {article} {self.graph} graph"
+
+    def drift(self, replicas: int) -> Promise | None:
+        if replicas == 1:
+            return None
+        reason = f'gossip("{self.graph}") mixes neighbours only, so replicas agree on average and not exactly'
+        return Promise("statistical", reason, band=SAME_TARGET)

@@ -1,7 +1,0 @@
-"""Starting, joining, watching and ending ranks. `join.join` is what a rank calls first."""
-
-from shoal.train.launch.failure import RankFailed, RankHung
-from shoal.train.launch.script import launch_script
-from shoal.train.launch.start import run_ranks, warm_up
-
-__all__ = ["RankFailed", "RankHung", "launch_script", "run_ranks", "warm_up"]

@@ -1,5 +1,0 @@
-"""Proof: a serial run in plain PyTorch, the same job under a strategy, and a certificate of how far they are apart."""
-
-from shoal.train.verify.certify import Certificate, verify
-
-__all__ = ["Certificate", "verify"]

@@ -1,0 +1,210 @@
+"""Training on ranks of this machine: checked in one process, then run on all, then read back.
+
+    run = train_job("language:tiny", "dp(2, zero=1)", folder="runs/first")
+    run.step_s, run.ledger, run.memory_bytes
+
+Nothing here imports torch: what needs it is done by forks of a server that has it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from shoal.launch import RankFailed, run_ranks
+from shoal.proof.gate import gate_locally
+from shoal.strategy import Strategy, Term, as_strategy, parse, require_legal
+from shoal.training.record.lock import FolderBusy, FolderLock, take
+from shoal.training.record.run import RUN, Run, RunBroken, read_json, read_run, write_json
+
+OPTIONS: dict[str, Any] = {
+    "size": str, "steps": int, "global_batch": int, "seed": int, "evaluate_every": int, "resume": (str, Path),
+    "checkpoint_every": int, "trace": bool, "stop_at_target": bool, "backend": str, "emulate": str,
+}  # fmt: skip
+"""What `train_job` takes in addition to its named arguments. Numbers are whole, and at least 0."""
+
+Listener = Callable[[dict[str, Any]], None]
+
+
+class CannotTrain(ValueError):
+    """What was asked for cannot be carried out as it stands."""
+
+
+def train_job(
+    job: str,
+    strategy: str | Strategy | Term = "serial",
+    *,
+    folder: str | Path | None = None,
+    on_message: Listener = lambda message: None,
+    hang_after_s: float = 300.0,
+    gate: bool = True,
+    **options: Any,
+) -> Run:
+    """Trains a job by name or file, as `shoal train` does, and returns its record.
+
+    `gate`: whether a layout that has not been proven yet is checked first, by one step in float64.
+    `options`: size, steps, global_batch, seed, resume, checkpoint_every, trace, stop_at_target, backend,
+    emulate.
+    """
+    _require_call(job, strategy, folder, hang_after_s, on_message, options)
+    chosen = parse(strategy) if isinstance(strategy, str) else as_strategy(strategy)
+    require_legal(chosen)
+    if options.get("emulate") is not None:
+        require_emulation(options["emulate"], chosen.world, options.get("backend"))
+    if folder is not None and options.get("resume") is None:
+        require_free(Path(folder))
+    options = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
+    arguments = {"job": job, "strategy": str(chosen), "folder": None if folder is None else str(folder), **options}
+    arguments["gate"] = gate
+    outcome = train_locally(arguments, chosen.world, hang_after_s=hang_after_s, on_message=on_message)
+    return read_run(Path(outcome["folder"]))
+
+
+def _require_call(
+    job: Any, strategy: Any, folder: Any, hang_after_s: Any, on_message: Any, options: dict[str, Any]
+) -> None:
+    """Refuses what would otherwise be dropped without a word, or fail far away."""
+    if not isinstance(job, str):
+        raise CannotTrain(
+            f"train_job was given a {type(job).__name__}; ranks are processes of their own and load the job again, so "
+            'give the file that defines it, such as "mine.py" or "mine.py:name"'
+        )
+    if not isinstance(strategy, (str, Strategy, Term)):
+        raise CannotTrain(
+            f"train_job was given {strategy!r} as its strategy; give text or terms, such as \"dp(2, zero=1)\" or dp(2)"
+        )
+    if folder is not None and not isinstance(folder, (str, Path)):
+        raise CannotTrain(f"train_job was given {folder!r} as its folder; give a path, or None for a new one")
+    if not isinstance(hang_after_s, (int, float)) or not hang_after_s >= 1:
+        raise CannotTrain(f"hang_after_s is {hang_after_s!r}; expected seconds, at least 1")
+    if not callable(on_message):
+        raise CannotTrain(f"on_message is {on_message!r}; expected a function that takes a message")
+    for name, value in options.items():
+        if name not in OPTIONS:
+            near = get_close_matches(name, OPTIONS, n=1)
+            meant = f" (did you mean {near[0]!r}?)" if near else ""
+            raise CannotTrain(f"train_job has no option {name!r}{meant}; it takes {', '.join(OPTIONS)}")
+        kind = OPTIONS[name]
+        fits = type(value) is int and value >= 0 if kind is int else isinstance(value, kind)
+        if value is not None and not fits:
+            expected = {int: "a whole number of at least 0", bool: "True or False"}.get(kind, "text")
+            raise CannotTrain(f"train_job was given {name}={value!r}; expected {expected}")
+
+
+def require_emulation(described: str, world: int, backend: str | None) -> None:
+    """Refuses a cluster that cannot be emulated, before any rank starts."""
+    from shoal.comm.emulate import parse_emulation
+
+    wanted = parse_emulation(described)
+    if wanted.world != world:
+        raise CannotTrain(
+            f"--emulate {described!r}: {wanted.hosts} hosts of {wanted.per_host} ranks are {wanted.world} ranks, and "
+            f"the strategy has {world}"
+        )
+    if backend not in (None, "shoal"):
+        raise CannotTrain(f"--emulate needs the shoal backend, and --backend {backend} was given; leave one out")
+
+
+def require_free(folder: Path) -> None:
+    """Refuses a folder that holds a run, or runs."""
+    if (folder / "run.json").exists():
+        raise CannotTrain(
+            f"--folder {folder} holds a run already; resume it (--resume {folder}), or give another folder"
+        )
+    runs = sorted(path.parent.name for path in folder.glob("*/run.json"))
+    if runs:
+        raise CannotTrain(
+            f"--folder {folder} is where runs are kept ({runs[0]} is one), not a run's own folder; "
+            f"write --folder {folder / 'NAME'}, or leave --folder out for a new one below runs"
+        )
+
+
+def train_locally(
+    arguments: dict[str, Any], world: int, *, hang_after_s: float, on_message: Listener
+) -> dict[str, Any]:
+    """Checks, chooses the folder, runs; returns rank 0's outcome with the memory of the rank that needed most."""
+    with contextlib.ExitStack() as held:
+        # Before a checkpoint in it is chosen: ranks of a killed run may still be writing one.
+        if arguments.get("folder") is not None and Path(arguments["folder"]).is_dir():
+            arguments = {**arguments, "lock": held.enter_context(_locked(arguments["folder"], on_message)).token}
+        return _train(arguments, world, held, hang_after_s=hang_after_s, on_message=on_message)
+
+
+def _train(
+    arguments: dict[str, Any], world: int, held: contextlib.ExitStack, *, hang_after_s: float, on_message: Listener
+) -> dict[str, Any]:
+    try:
+        listen = _ending_at_once(on_message)
+        checked = run_ranks("shoal.training.loop:check_run", arguments, ranks=1, on_message=listen)[0]
+        if checked["question"] is not None:
+            gate_locally(checked["question"], arguments, hang_after_s=hang_after_s, on_message=listen)
+    except RankFailed as error:
+        if error.for_user:
+            raise CannotTrain(str(error)) from error
+        raise
+    arguments = {**arguments, "resume": checked["resume"], "checked": True, "gate": False}
+    default_checkpoints(arguments, checked["steps"])
+    from shoal.training.record.recorder import new_folder
+
+    try:
+        if arguments.get("folder") is None:
+            arguments["folder"] = str(new_folder(Path("runs"), checked["job"]))
+        Path(arguments["folder"]).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        where = arguments["folder"] or "runs"
+        raise CannotTrain(f"{where} cannot be the run's folder: {error.strerror}; give another --folder") from error
+    if "lock" not in arguments:
+        arguments["lock"] = held.enter_context(_locked(arguments["folder"], on_message)).token
+    try:
+        outcomes = run_ranks(
+            "shoal.training.loop:train_run",
+            arguments,
+            ranks=world,
+            hang_after_s=hang_after_s,
+            on_message=lambda rank, message: on_message(message),
+        )
+    except RankFailed as error:
+        _record_failure(Path(arguments["folder"]), error)
+        raise
+    return {**outcomes[0], "memory_bytes": max(each["memory_bytes"] for each in outcomes)}
+
+
+def _locked(folder: str, on_message: Listener) -> FolderLock:
+    before = (Path(folder) / RUN).exists()
+    try:
+        mine = take(Path(folder), say=lambda text: on_message({"event": "note", "text": text}))
+        if not before and (Path(folder) / RUN).exists():
+            mine.release()
+            raise CannotTrain(f"another run has used {folder} in the meantime; resume it, or give another --folder")
+        return mine
+    except FolderBusy as error:
+        raise CannotTrain(str(error)) from error
+    except OSError as error:
+        raise CannotTrain(f"{folder} cannot be the run's folder: {error.strerror}; give another --folder") from error
+
+
+def default_checkpoints(arguments: dict[str, Any], steps: int) -> None:
+    if arguments.get("checkpoint_every") is None:
+        arguments["checkpoint_every"] = max(1, steps // 4)
+
+
+def _ending_at_once(listen: Callable[[dict[str, Any]], None]) -> Callable[[int, dict[str, Any]], None]:
+    """While nothing is trained yet there is nothing to bring to an end: Ctrl-C is final."""
+
+    def message(rank: int, content: dict[str, Any]) -> None:
+        if content["event"] == "stopping":
+            raise KeyboardInterrupt
+        listen(content)
+
+    return message
+
+
+def _record_failure(folder: Path, error: Any) -> None:
+    """Writes the cause down: rank 0 may have known only its echo, or may be the one that was killed."""
+    with contextlib.suppress(RunBroken, OSError):
+        facts = read_json(folder / RUN)
+        if facts["status"] in ("running", "failed"):
+            write_json(folder / RUN, {**facts, "status": "failed", "reason": str(error)})

@@ -1,0 +1,367 @@
+"""The training loop, as every rank runs it: steps, evaluation, checkpoints, and rank 0's record of it all.
+
+A stop (Ctrl-C, SIGTERM) reaches one rank first; it travels with the loss to the others, so that all stop
+after the same step, write a checkpoint and end. Nothing of a run depends on when it was interrupted.
+"""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.checkpoint.buffers import average_buffers
+from shoal.checkpoint.restore import find_intact, restore
+from shoal.checkpoint.save import CheckpointFailed, require_savable, save
+from shoal.checkpoint.saved import Checkpoint, CheckpointBroken, open_checkpoint
+from shoal.comm.group import registered
+from shoal.comm.json_exchange import exchange
+from shoal.comm.ledger import BOOK, Ledger
+from shoal.job import Job
+from shoal.launch.agree import choose
+from shoal.launch.devices import devices_here, peak_memory_bytes
+from shoal.launch.join import join, leave
+from shoal.launch.watch import beat
+from shoal.layout.held_outside import Outside
+from shoal.layout.layout import facts_of, layout_of
+from shoal.parallel.batch_norm import batch_norms
+from shoal.parallel.engine import NOTHING_COUNTED, NonFinite
+from shoal.parallel.runnable import require_runnable
+from shoal.proof.one_step import gate_here, question, require_independent
+from shoal.proof.proven import is_proven
+from shoal.proof.resumable import require_resumable
+from shoal.runtime.setup import Prepared, job_from, prepare, staleness, try_job
+from shoal.strategy import parse, require_legal
+from shoal.training.record import lock
+from shoal.training.record.lock import FolderBusy, FolderLock
+from shoal.training.record.recorder import Recorder, new_folder, tracing
+from shoal.training.record.run import Status
+
+
+class TrainingStopped(ValueError):
+    """Training cannot go on; the message says at which step and what is kept."""
+
+
+def check_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
+    """In one process, before ranks start: refuses what cannot be trained, and says what will be."""
+    job, strategy = job_from(arguments), parse(arguments["strategy"])
+    try_job(job, strategy)
+    facts = facts_of(job, layout_of(job, strategy))
+    require_legal(strategy, facts=facts)
+    require_runnable(
+        strategy, elementwise=facts.elementwise_optimizer is not False, coupled=bool(facts.coupled_optimizer)
+    )
+    if len(job.train) < job.global_batch and channel is not None:
+        text = f"a global batch of {job.global_batch} is larger than the data set of {len(job.train)} samples"
+        each = "holds some samples several times" if job.last_batch == "wrap" else "is the whole data set"
+        channel.say(warning(f"{text}: each batch {each}; use a smaller batch or more data"))
+    if arguments.get("backend") is not None:
+        choose(arguments["backend"], [devices_here(0)], calibrated=None, emulates=False)
+    resume = arguments.get("resume")
+    if resume is not None:
+        checkpoint = resume_point(Path(resume), warn=lambda text: channel.say(warning(text)))
+        require_job_of(checkpoint, job)
+        resume = str(checkpoint.path)
+    if arguments.get("checkpoint_every") != 0:
+        require_resumable(job)
+    asked = question(job, strategy, facts, backend=arguments.get("backend")) if arguments.get("gate") else None
+    if asked is not None and not asked["skip"] and not is_proven(asked["key"]):
+        for message in require_independent(job, strategy, facts):
+            channel.say(message)
+    return {"job": job.name, "steps": job.steps, "resume": resume, "question": asked}
+
+
+def resume_point(path: Path, *, warn: Callable[[str], None]) -> Checkpoint:
+    """The checkpoint at a path, or the newest intact one of the run there. All ranks call it alike."""
+    if (path / "checkpoint.json").exists() or path.name.startswith("step-"):
+        return open_checkpoint(path)
+    folder = path if path.name == "checkpoints" else path / "checkpoints"
+    found = find_intact(folder, warn=warn)
+    if found is None:
+        raise TrainingStopped(
+            f"--resume {path}: there is no intact checkpoint in {folder}; start anew without --resume"
+        )
+    return found
+
+
+def warning(text: str) -> dict[str, Any]:
+    """The message that carries a warning to whoever started the run."""
+    return {"event": "warning", "text": text}
+
+
+def require_job_of(checkpoint: Checkpoint, job: Job) -> None:
+    """Refuses a checkpoint of another job, or of another order of the data."""
+    of = checkpoint.progress
+    for key, types in (("job", (str,)), ("seed", (int,)), ("counter", (int,)), ("train_s", (int, float))):
+        if type(of.get(key)) not in types or (key in ("counter", "train_s") and not 0 <= of[key] < 2**62):
+            raise CheckpointBroken(f"{checkpoint.path} is no checkpoint of a run: its {key} is {of.get(key)!r}")
+    numbers = {key: of.get(key) for key in ("loss", "reached_s", "reached_step", "evaluated_step")}
+    metrics = of.get("metrics", {})
+    if type(metrics) is not dict:
+        raise CheckpointBroken(f"{checkpoint.path} is no checkpoint of a run: its metrics is {metrics!r}")
+    for key, value in {**numbers, **metrics}.items():
+        if value is not None and type(value) not in (int, float):
+            raise CheckpointBroken(f"{checkpoint.path} is no checkpoint of a run: its {key} is {value!r}")
+    if of["job"] != job.name or of["seed"] != job.seed:
+        raise TrainingStopped(
+            f"{checkpoint.path} is of job {of['job']!r} with seed {of['seed']}, but this is job {job.name!r} "
+            f"with seed {job.seed}; resume with the job it was saved from"
+        )
+
+
+def train_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
+    """On every rank: a job under a strategy, from its start or from a checkpoint, to its end."""
+    asked = arguments.get("backend")
+    me = join(backend=None if asked is None else registered(asked), emulate=arguments.get("emulate"))
+    job, strategy = job_from(arguments), parse(arguments["strategy"])
+    if arguments.get("gate"):
+        # No process stands above the ranks that could have done it.
+        with Outside(job).kept():
+            facts = facts_of(job, layout_of(job, strategy))
+            gate_here(job, strategy, facts, me, channel, backend=arguments.get("backend"))
+    if arguments.get("folder") is None:
+        # Where nobody could choose one for all ranks before, rank 0 does.
+        chosen = {"folder": str(new_folder(Path("runs"), job.name)) if me.rank == 0 else None}
+        arguments = {**arguments, "folder": exchange(chosen)[0]["folder"]}
+    with _locked(Path(arguments["folder"]), arguments.get("lock"), me.rank, channel):
+        ready = prepare(job, strategy, rank=me.rank, backend=me.backend, device=me.device)
+        run = TrainingRun(ready, arguments, channel, rank=me.rank)
+        try:
+            outcome = run.go()
+        except BaseException as error:
+            run.failed(error)
+            raise
+        leave()
+    return outcome
+
+
+def _locked(folder: Path, token: str | None, rank: int, channel: Any) -> FolderLock:
+    """This rank's hold on the folder, of the run that holds it by `token`. Where no process stands above the ranks,
+    rank 0 takes it for them. All ranks call it alike."""
+    if token is not None:
+        return lock.join(folder, token)
+    mine, wrong = None, ""
+    folder.mkdir(parents=True, exist_ok=True)
+    if rank == 0:
+        try:
+            mine = lock.take(folder, say=lambda text: channel.say({"event": "note", "text": text}))
+        except FolderBusy as error:
+            wrong = str(error)
+    first = exchange({"token": mine.token if mine is not None else "", "wrong": wrong, "host": socket.gethostname()})
+    if first[0]["wrong"]:
+        raise TrainingStopped(first[0]["wrong"])
+    if mine is not None:
+        return mine
+    try:
+        return lock.join(folder, first[0]["token"])
+    except FolderBusy:
+        if first[rank]["host"] == first[0]["host"]:
+            raise
+        return FolderLock(None, first[0]["token"])  # On this host it is another folder.
+
+
+class TrainingRun:
+    """One rank's run: where it stands, and what it has measured."""
+
+    def __init__(self, ready: Prepared, arguments: dict[str, Any], channel: Any, *, rank: int) -> None:
+        self.ready, self.arguments, self.channel, self.rank = ready, arguments, channel, rank
+        self.job, self.engine, self.runner = ready.job, ready.engine, ready.runner
+        self.folder = Path(arguments["folder"])
+        self.step, self.counter, self.train_s = 0, 0, 0.0
+        self.step_times: list[float] = []
+        self.ledger = Ledger()
+        self.metrics: dict[str, float] = {}
+        self.reached_s: float | None = None
+        self.reached_step: int | None = None
+        self.saved_step: int | None = None
+        self.last_loss: float | None = None
+        self.evaluated_step: int | None = None
+        self.stopping = False
+        if arguments.get("resume"):
+            self._resume(Path(arguments["resume"]))
+        self.recorder: Recorder | None = None
+        if rank == 0:
+            self.recorder = Recorder(
+                self.folder, job_name=self.job.name, strategy=str(ready.strategy), world=ready.strategy.world,
+                seed=self.job.seed, arguments={k: v for k, v in arguments.items() if k != "lock"},
+                resumed_at=self.step if arguments.get("resume") else None,
+            )  # fmt: skip
+
+    def _resume(self, path: Path) -> None:
+        if self.arguments.get("checked"):
+            checkpoint = open_checkpoint(path, verify=False)  # By `check_run`, a moment ago.
+        else:
+            checkpoint = resume_point(path, warn=self._warn)
+        require_job_of(checkpoint, self.job)
+        progress = checkpoint.progress
+        restore(self.engine, checkpoint)
+        self.step, self.counter, self.train_s = checkpoint.step, progress["counter"], progress["train_s"]
+        self.metrics, self.last_loss = dict(progress.get("metrics", {})), progress.get("loss")
+        self.reached_s, self.reached_step = progress.get("reached_s"), progress.get("reached_step")
+        self.saved_step, self.evaluated_step = self.step, progress.get("evaluated_step")
+
+    def go(self) -> dict[str, Any]:
+        job = self.job
+        every = self.arguments.get("checkpoint_every") or 0
+        if every:
+            require_savable(self.engine, self.ready.optimizer)
+        trace = tracing(self.folder, steps=3) if self.rank == 0 and self.arguments.get("trace") else None
+        BOOK.take()
+        self._evaluate_if_due()  # A stop comes before the evaluation of its step.
+        while self.step < job.steps and not self._done():
+            self._one_step()
+            if trace is not None:
+                trace.step()
+            if self.stopping:
+                break
+            self._evaluate_if_due()
+            if every and self.step % every == 0 and self.step < job.steps:
+                self._save(final=False)
+        if trace is not None:
+            trace.close()
+        # A stop that comes with the last step has nothing left to stop.
+        status: Status = "stopped" if self.stopping and self.step < job.steps else "finished"
+        if status == "finished" and self.evaluated_step != self.step:
+            self._evaluate()
+        if every and self.saved_step != self.step:
+            self._save(final=True)
+        return self._close(status)
+
+    def _evaluate_if_due(self) -> None:
+        every, within = self.job.evaluate_every, 0 < self.step < self.job.steps
+        if every and within and self.step % every == 0 and self.evaluated_step != self.step:
+            self._evaluate()
+
+    def _done(self) -> bool:
+        return self.reached_s is not None and bool(self.arguments.get("stop_at_target", True))
+
+    def _one_step(self) -> None:
+        started = time.perf_counter()
+        self.engine.stop_requested = bool(self.channel.stop_requested)
+        lr_factor = self.job.schedule(self.step)
+        try:
+            result = self.runner.step(self.step, self.counter)
+        except NonFinite as error:
+            read = self.runner.read_outside(self.counter)
+            raise self._no_number(self.step + 1, error.what, read) from error
+        seconds = time.perf_counter() - started
+        samples = self.runner.order.next(self.counter) - self.counter
+        self.counter += samples
+        self.step += 1
+        self.train_s += seconds
+        self.step_times.append(seconds)
+        self.stopping = result.stop
+        self.last_loss = result.loss
+        counted = BOOK.take()
+        # The first step also settles who has gradients at all.
+        self.ledger = counted.without("setup", "shapes", "agreement")
+        memory = peak_memory_bytes(self.engine.device)
+        row = {
+            "step": self.step, "samples": self.counter, "loss": result.loss, "count": result.count,
+            "lr_factor": lr_factor, "grad_norm": result.grad_norm, "step_s": seconds,
+            "samples_per_s": samples / seconds, "memory_bytes": memory,
+            "train_s": self.train_s, "sent_bytes": counted.bytes,
+        }  # fmt: skip
+        if self.recorder is not None:
+            self.recorder.step(row, counted)
+            self.channel.say({"event": "step", "steps": self.job.steps, **row})
+
+    def _evaluate(self) -> None:
+        if self.job.validation is None:
+            return
+        self._settle()
+        if self.job.batch_norm == "local" and batch_norms(self.engine.model):
+            average_buffers(self.engine.model, self.engine.replicas.everyone)
+        with self.engine.consensus():
+            self.metrics = self.runner.evaluate(watch=beat)
+        self.evaluated_step = self.step
+        BOOK.take()
+        target = self.job.target
+        if target is not None and self.reached_s is None and target.reached(self.metrics[target.metric]):
+            self.reached_s, self.reached_step = self.train_s, self.step
+        if self.recorder is not None:
+            self.recorder.metrics(self.step, self.metrics)
+            self.channel.say({"event": "metrics", "step": self.step, "metrics": self.metrics})
+
+    def _save(self, *, final: bool) -> None:
+        progress = {
+            "job": self.job.name, "seed": self.job.seed, "counter": self.counter, "train_s": self.train_s,
+            "strategy": str(self.ready.strategy), "metrics": self.metrics, "reached_s": self.reached_s,
+            "reached_step": self.reached_step, "loss": self.last_loss, "evaluated_step": self.evaluated_step,
+        }  # fmt: skip
+        self._settle()
+        self._require_finite()
+        try:
+            path = save(self.folder / "checkpoints", self.engine, step=self.step, progress=progress)
+        except CheckpointFailed as error:
+            # Half a run is worth more than none: training goes on and tries again, if there is a next time.
+            if final:
+                raise
+            self._warn(f"{str(error).rstrip('.')}; training goes on")
+            return
+        finally:
+            BOOK.take()
+        self.saved_step = self.step
+        if self.rank == 0:
+            self.channel.say({"event": "checkpoint", "step": self.step, "path": str(path)})
+
+    def _settle(self) -> None:
+        """What reads the parameters waits for updates that are still under way."""
+        try:
+            self.ready.executor.settle()
+        except NonFinite as error:
+            raise self._no_number(self.step, str(error)) from error
+
+    def _require_finite(self) -> None:
+        """A checkpoint that cannot be trained on must not take the place of one that can."""
+        pieces = self.engine.owned_parameters()
+        mine = next((piece.name for piece in pieces if not bool(torch.isfinite(piece.values).all())), None)
+        with BOOK.during("checkpoint"):
+            lost = [report["name"] for report in exchange({"name": mine}) if report["name"] is not None]
+        if lost:
+            raise self._no_number(self.step, f"the parameter {lost[0]} is no longer finite")
+
+    def _no_number(self, step: int, what: str, read_outside: Sequence[str] = ()) -> TrainingStopped:
+        kept = "no checkpoint was written yet"
+        if self.saved_step is not None:
+            kept = f"the checkpoint of step {self.saved_step} is kept"
+        advice = "A lower learning rate, clipping or another seed may help"
+        if what.endswith(NOTHING_COUNTED):
+            advice = "The loss counts nothing in this batch: return how many samples or tokens it sums"
+        if read_outside:
+            more = f" and {len(read_outside) - 1} more" if len(read_outside) > 1 else ""
+            advice = (
+                f"The cause: the model reads the parameter {read_outside[0]}{more} outside of the forward of the block "
+                "that it belongs to, where zero=3 has not gathered it; read it inside, or train with zero=2"
+            )
+        return TrainingStopped(f"step {step}: {what}; {kept} in {self.folder}. {advice}")
+
+    def _warn(self, text: str) -> None:
+        if self.rank == 0:
+            self.channel.say(warning(text))
+
+    def _close(self, status: Status) -> dict[str, Any]:
+        self._settle()
+        steady = self.step_times[1:] or self.step_times
+        outcome = {
+            "status": status, "strategy": str(self.ready.strategy), "world": self.ready.strategy.world,
+            "step": self.step, "steps": self.job.steps, "saved_step": self.saved_step, "loss": self.last_loss,
+            "metrics": self.metrics, "train_s": self.train_s,
+            "step_s": statistics.median(steady) if steady else None,
+            "memory_bytes": peak_memory_bytes(self.engine.device),
+            "steps_to_target": self.reached_step, "time_to_target_s": self.reached_s,
+            "ledger": self.ledger.to_json(), "predicted": self.ready.predicted.to_json(),
+            "folder": str(self.folder), **staleness(self.ready.executor),
+        }  # fmt: skip
+        if self.recorder is not None:
+            self.recorder.close(status, outcome)
+        return outcome
+
+    def failed(self, error: BaseException) -> None:
+        if self.recorder is not None:
+            self.recorder.close("failed", {"step": self.step, "loss": self.last_loss, "reason": str(error)})

@@ -1,0 +1,135 @@
+"""Rows are what the algebra calls legal, each once, and read back to the expressions they print."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.estimate.cost.inputs import RECOMPUTE, SCHEDULES
+from shoal.planning.candidates import COLUMNS, COMPRESSORS, ORDERS, Candidates, of_strategies
+from shoal.planning.enumerate import compressed, enumerate_legal
+from shoal.planning.legal import facts_of, legal
+from shoal.shapes.presets import preset
+from shoal.shapes.shape import Transformer
+from shoal.strategy import ModelFacts, is_legal, parse
+
+SMALL = Transformer(layers=6, hidden=48, heads=12, kv_heads=6, vocab=100, sequence=1024, tied=False)
+
+FACTS = st.builds(
+    ModelFacts,
+    layers=st.sampled_from([None, 1, 4, 7]),
+    heads=st.sampled_from([None, 4, 6]),
+    kv_heads=st.sampled_from([None, 2]),
+    hidden=st.sampled_from([None, 24]),
+    sequence=st.sampled_from([None, 12, 64]),
+    experts=st.sampled_from([None, 0, 4]),
+    global_batch=st.sampled_from([None, 12, 48, 64]),
+    tied=st.sampled_from([None, True, False]),
+    clips=st.sampled_from([None, True, False]),
+    elementwise_optimizer=st.sampled_from([None, True, False]),
+    coupled_optimizer=st.sampled_from([None, True, False]),
+    sequence_why=st.sampled_from(["", "", "a mean over tokens"]),
+    sequence_under_cp_why=st.sampled_from(["", "", "tp begins before cp"]),
+    context_why=st.sampled_from(["", "", "a convolution over tokens"]),
+    tensor_parts=st.sampled_from([None, None, (), (("a", "heads", 6), ("b", "features", 12)), (("c", "words", 0),)]),
+)
+SIZES = st.sampled_from([1, 1, 2, 3, 4])
+
+
+@st.composite
+def raw_rows(draw: st.DrawFn) -> Candidates:
+    """Any row of the space, legal or not."""
+    size = 12
+    column = lambda values: np.array(draw(st.lists(values, min_size=size, max_size=size)))
+    values = {
+        **{axis: column(SIZES) for axis in ("outer", "dp", "ep", "tp", "cp", "pp")},
+        "zero": column(st.integers(0, 3)),
+        "sequence": column(st.integers(0, 1)),
+        "micro": column(st.sampled_from([1, 2, 3, 4, 6])),
+        "schedule": column(st.integers(1, len(SCHEDULES) - 1)),
+        "chunks": column(st.sampled_from([1, 1, 2, 3])),
+        "recompute": column(st.integers(0, len(RECOMPUTE) - 1)),
+        "order": column(st.integers(0, len(ORDERS) - 1)),
+        "compress": column(st.integers(0, len(COMPRESSORS) - 1)),
+    }
+    return Candidates(**values, global_batch=48)
+
+
+@given(rows=raw_rows(), facts=FACTS, world=st.sampled_from([1, 2, 4, 8, 12, 16]))
+@settings(max_examples=120, deadline=None)
+def test_masks_say_what_is_legal_says_both_ways(rows: Candidates, facts: ModelFacts, world: int) -> None:
+    for given_world in (world, int(rows.world[0])):
+        mask = legal(rows, world=given_world, facts=facts)
+        for row in range(len(rows)):
+            strategy = rows.strategy(row)
+            assert bool(mask[row]) == is_legal(strategy, world=given_world, facts=facts), str(strategy)
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "node"), [("gpt2:small", 8, 8), ("llama3:8b", 32, 8), ("mixtral:8x7b", 16, 4)]
+)
+def test_every_enumerated_row_is_legal_and_none_stands_twice(name: str, world: int, node: int) -> None:
+    facts = facts_of(preset(name), global_batch=64)
+    rows = enumerate_legal(world=world, facts=facts, node=node)
+    chosen = np.random.default_rng(0).choice(len(rows), size=min(400, len(rows)), replace=False)
+    for row in chosen:
+        assert is_legal(rows.strategy(int(row)), world=world, facts=facts)
+    whole = np.stack([getattr(rows, name) for name in COLUMNS])
+    assert np.unique(whole, axis=1).shape[1] == len(rows)
+    texts = [str(rows.strategy(int(row))) for row in range(0, len(rows), max(1, len(rows) // 3000))]
+    assert len(set(texts)) == len(texts)
+
+
+def test_the_space_holds_every_factorisation_of_a_small_world() -> None:
+    facts = facts_of(SMALL, global_batch=24)
+    rows = enumerate_legal(world=12, facts=facts, node=4)
+    found = {
+        tuple(int(getattr(rows, a)[i]) for a in ("dp", "tp", "pp", "cp"))
+        for i in range(len(rows))
+        if rows.outer[i] == 1
+    }
+    expected = {
+        (d, t, p, c)
+        for d in range(1, 13) for t in (1, 2, 3, 6) for p in range(1, 7) for c in (1, 2, 4)
+        if d * t * p * c == 12
+    }  # fmt: skip
+    assert found == expected
+
+
+def test_hybrid_shards_stay_inside_whole_nodes() -> None:
+    rows = enumerate_legal(world=32, facts=facts_of(preset("gpt2:small"), global_batch=64), node=8)
+    outer = rows.rows(rows.outer > 1)
+    assert len(outer)
+    assert (outer.zero == 3).all()
+    assert ((32 // outer.outer) % 8 == 0).all()
+
+
+def test_compressed_rows_are_legal_and_move_dp_between_nodes_outside() -> None:
+    facts = facts_of(preset("gpt2:small"), global_batch=64)
+    rows = enumerate_legal(world=16, facts=facts, node=4)
+    found = compressed(rows, node=4)
+    assert len(found)
+    assert (found.compress > 0).all()
+    assert (found.world == 16).all()
+    for row in range(0, len(found), max(1, len(found) // 200)):
+        assert is_legal(found.strategy(row), world=16, facts=facts)
+
+
+@pytest.mark.parametrize("text", [
+    "serial",
+    "dp(8, zero=1) * tp(2, sequence=True) * amp(\"bf16\")",
+    "pp(4, \"interleaved\", micro=8, chunks=2) * dp(2, zero=2) * tp(2) * recompute(\"full\")",
+    "dp(4, compress=topk(0.01)) * dp(2, zero=1)",
+    "dp(2) * pp(2, micro=4) * dp(4, zero=3) * cp(2)",
+    "dp(2) * ep(4) * accumulate(2)",
+])  # fmt: skip
+def test_expressions_become_rows_and_come_back(text: str) -> None:
+    assert of_strategies([parse(text)], global_batch=64).strategy(0) == parse(text)
+
+
+@pytest.mark.parametrize("text", ["spatial(2)", "dp(2, sync=local(4))", "dp(2, via=ps(1))", "dp(2, compress=qsgd(4))"])
+def test_what_has_no_price_is_refused_by_name(text: str) -> None:
+    with pytest.raises(ValueError, match="no price is known"):
+        of_strategies([parse(text)], global_batch=64)

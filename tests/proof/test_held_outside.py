@@ -1,0 +1,168 @@
+"""State that no module holds, parameters that a forward writes to, and what a checkpoint would lose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from distributed.jobs import coupled
+from shoal.job import Job, JobError
+from shoal.job.losses import cross_entropy
+from shoal.proof.resumable import require_resumable
+from shoal.runtime.draws import places_of
+from shoal.runtime.step import build_model
+
+COUNT = [0]
+
+
+class Counting(coupled.Plain):
+    """Counts its calls in an attribute that the first of them sets."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls += 1
+        return super().forward(x) * (1 + 0.1 * self.calls)
+
+
+class CountingInGlobal(coupled.Plain):
+    def forward(self, x: Tensor) -> Any:
+        COUNT[0] += 1
+        return super().forward(x) * (1 + 0.1 * COUNT[0])
+
+
+class CountingOnClass(coupled.Plain):
+    seen = 0
+
+    def forward(self, x: Tensor) -> Any:
+        type(self).seen += 1
+        return super().forward(x) * (1 + 0.1 * type(self).seen)
+
+
+class Buffered(coupled.Plain):
+    def __init__(self, *, persistent: bool = True, late: int = 0) -> None:
+        super().__init__()
+        self.late = late
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long), persistent=persistent)
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls += 1
+        return super().forward(x) * (1 + 0.1 * max(0, int(self.calls) - self.late))
+
+
+class Remembering(coupled.Plain):
+    """Keeps results that nothing reads again, as many models do."""
+
+    def forward(self, x: Tensor) -> Any:
+        self.last = super().forward(x)
+        return self.last
+
+
+class Following(coupled.Plain):
+    """A frozen teacher follows its student in forward, past autograd's eyes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(coupled.WIDTH, coupled.WIDTH).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Any:
+        self.teacher.weight.data.lerp_(self.head.weight.data, 0.1)
+        return super().forward(x) + self.teacher(x)
+
+
+class CountingLoss:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, output: Any, batch: dict[str, Tensor]) -> Any:
+        self.calls += 1
+        total, count = cross_entropy(output, batch)
+        return total * self.calls, count
+
+
+class WeighingLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.ones(coupled.WIDTH))
+
+    def forward(self, output: Tensor, batch: dict[str, Tensor]) -> Any:
+        total = nn.functional.cross_entropy(output, batch["y"], weight=self.weight.clone(), reduction="sum")
+        self.weight.mul_(0.9).add_(torch.bincount(batch["y"], minlength=coupled.WIDTH))
+        return total, len(output)
+
+
+def counting_closure() -> Callable[..., Any]:
+    calls = 0
+
+    def loss(output: Any, batch: dict[str, Tensor]) -> Any:
+        nonlocal calls
+        calls += 1
+        total, count = cross_entropy(output, batch)
+        return total * calls, count
+
+    return loss
+
+
+STATEFUL: dict[str, Callable[[], Job]] = {
+    "attribute": lambda: coupled.make(Counting),
+    "global": lambda: coupled.make(CountingInGlobal),
+    "class": lambda: coupled.make(CountingOnClass),
+    "buffer that is not saved": lambda: coupled.make(lambda: Buffered(persistent=False)),
+    "late": lambda: coupled.make(lambda: Buffered(persistent=False, late=50)),
+    "loss": lambda: coupled.make(coupled.Plain, loss=CountingLoss()),
+    "loss module": lambda: coupled.make(coupled.Plain, loss=WeighingLoss()),
+    "closure": lambda: coupled.make(coupled.Plain, loss=counting_closure()),
+}
+
+
+def loss_now(job: Job, model: nn.Module) -> float:
+    batch = job.train.batch(job.order().indices(0))
+    return float(job.loss_of(job.run_model(model, batch), batch)[0].detach())
+
+
+@pytest.mark.parametrize("name", sorted(STATEFUL))
+def test_what_is_tried_before_training_leaves_no_trace(name: str) -> None:
+    job, untouched = STATEFUL[name](), STATEFUL[name]()
+    COUNT[0] = CountingOnClass.seen = 0
+    expected = loss_now(untouched, build_model(untouched))
+    COUNT[0] = CountingOnClass.seen = 0
+    model = build_model(job)
+    places_of(job, model)
+    assert loss_now(job, model) == expected
+
+
+def test_parameters_that_a_forward_writes_to_are_put_back() -> None:
+    job = coupled.make(Following)
+    model = build_model(job)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    places_of(job, model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_parameter_that_the_first_forward_makes_is_not_made_by_what_is_tried_before() -> None:
+    class Making(coupled.Plain):
+        def forward(self, x: Tensor) -> Any:
+            if not hasattr(self, "gain"):
+                self.gain = nn.Parameter(torch.ones(coupled.WIDTH))
+            return super().forward(x) * self.gain
+
+    job = coupled.make(Making)
+    model = build_model(job)
+    places_of(job, model)
+    assert "gain" not in dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("name", sorted(STATEFUL))
+def test_what_a_checkpoint_would_lose_is_refused_by_name(name: str) -> None:
+    named = {"attribute": "calls", "buffer that is not saved": "calls", "late": "calls"}
+    with pytest.raises(JobError, match=f"a forward changes .*{named.get(name, 'the loss, a closure or a global')}"):
+        require_resumable(STATEFUL[name]())
+
+
+@pytest.mark.parametrize("model", [coupled.Plain, Buffered, Remembering, Following])
+def test_what_a_checkpoint_holds_or_nothing_reads_is_no_reason(model: Callable[[], nn.Module]) -> None:
+    require_resumable(coupled.make(model))

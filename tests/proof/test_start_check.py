@@ -1,0 +1,98 @@
+"""What one process splits is checked too: micro-batches of coupled samples, and state that each of them changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.proof import verify
+from shoal.strategy import parse
+from shoal.training.local import CannotTrain, train_job
+
+JOB = """
+import torch
+from torch import nn
+import torch.nn.functional as F
+from shoal.job import Job, TensorData
+
+class Follows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(6, 6)
+        self.register_buffer("seen", torch.ones(6))
+
+    def forward(self, x):
+        out = self.line(x) / (1 + self.seen.abs())
+        if self.training and FOLLOWS:
+            with torch.no_grad():
+                self.seen.lerp_(x.mean(0), 0.1)
+        return out
+
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(6, 18), nn.Linear(6, 6)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.out(F.scaled_dot_product_attention(q, k, v))
+
+def by_sample(output, batch):
+    return ((output - batch["y"]) ** 2).sum(), len(output)
+
+def contrastive(output, batch):
+    return F.cross_entropy(output @ batch["y"].T, torch.arange(len(output)), reduction="sum"), len(output)
+
+x = torch.randn(48, *SHAPE, generator=torch.Generator().manual_seed(1))
+job = Job(
+    name="small", model=MODEL, train=TensorData(x=x, y=x.flip(-1)), loss=LOSS, global_batch=12, steps=2,
+    optimizer=lambda groups: torch.optim.OPTIMIZER(groups, lr=0.01),
+)
+"""
+
+
+def write(folder: Path, **values: str) -> str:
+    given = {"FOLLOWS": "False", "SHAPE": "(6,)", "MODEL": "Follows", "LOSS": "by_sample", "OPTIMIZER": "SGD"} | values
+    text = JOB
+    for name, value in given.items():
+        text = text.replace(name, value)
+    (folder / "small.py").write_text(text, encoding="utf-8")
+    return str(folder / "small.py")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_micro_batches_of_coupled_samples_are_refused_on_one_rank(tmp_path: Path) -> None:
+    job = write(tmp_path, LOSS="contrastive")
+    sentence = r"accumulate\(2\) splits the batch, but job 'small': the loss couples samples"
+    with pytest.raises(CannotTrain, match=sentence):
+        train_job(job, "accumulate(2)", folder=tmp_path / "run")
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_what_each_micro_batch_changes_is_named(follows: bool, tmp_path: Path) -> None:
+    messages: list[dict[str, Any]] = []
+    job = write(tmp_path, FOLLOWS=str(follows))
+    train_job(job, "accumulate(2)", folder=tmp_path / "run", on_message=messages.append)
+    notes = [message["text"] for message in messages if message["event"] == "note"]
+    assert any(text.startswith("per micro-batch: every forward changes seen") for text in notes) == follows, notes
+
+
+def test_rounding_that_an_optimiser_makes_a_step_of_fails_no_proof(tmp_path: Path) -> None:
+    # The bias of the keys has no effect on the loss: Rprop steps by the sign of its rounding.
+    job = write(tmp_path, MODEL="Attends", SHAPE="(4, 6)", OPTIMIZER="Rprop")
+    proof = verify(job, parse("dp(3)"), steps=6)
+    assert proof.passed, (proof.worst, proof.max_rel_diff)
+    assert proof.zero_gradient == ["qkv.bias"]
+    assert any(note.startswith("where the true gradient is zero only gradients are compared") for note in proof.notes)
+
+
+def test_a_failed_proof_names_the_buffer_that_replicas_change(tmp_path: Path) -> None:
+    proof = verify(write(tmp_path, FOLLOWS="True"), parse("dp(2)"), steps=3)
+    assert proof.verdict == "FAILED"
+    assert any("declare what replicas do with it: Job(buffers={'seen': 'average'})" in note for note in proof.notes)
