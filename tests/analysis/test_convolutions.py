@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from analyze import convolutions as numeric
 
+from analysis import convolutions as numeric
 from shoal.analysis.convolution import (
     Convolution,
     algorithms,

@@ -22,8 +22,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from train.checkpoint_targets import Net, engine_for, train
 
+from checkpoint.checkpoint_targets import Net, engine_for, train
 from shoal.checkpoint.save import (
     Checkpoint,
     CheckpointBroken,

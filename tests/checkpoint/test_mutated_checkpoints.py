@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from train.checkpoint_targets import Net, engine_for, train
-from train.mutations import try_many
 
+from checkpoint.checkpoint_targets import Net, engine_for, train
+from checkpoint.mutations import try_many
 from shoal.checkpoint.checksum import RestoredWrongly
 from shoal.checkpoint.restore import CheckpointMismatch
 from shoal.checkpoint.save import restore, save

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
-from train.test_calibrate_machine import LINKS
 
+from calibration.test_calibrate_machine import LINKS
 from cli.conftest import Shoal
 from cli.jobs import write_job
 from estimate.machines import machine

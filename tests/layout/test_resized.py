@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from workload import plain_models as plain
-from workload import sized_models as sized
-from workload.parts import compare
 
+from layout import plain_models as plain
+from layout import sized_models as sized
+from layout.parts import compare
 from shoal.layout.tensor.plan import Region, ResizedView, TensorPlan, sizes_known_inside
 from shoal.layout.tensor.resized import divide_views
 from shoal.layout.tensor.roles import tensor_plan

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from workload.parts import compare
 
 from distributed.jobs import families, odd
+from layout.parts import compare
 from shoal.job.load import load_job
 from shoal.layout.tensor.plan import TensorPlan
 from shoal.layout.tensor.roles import own_plan, tensor_plan

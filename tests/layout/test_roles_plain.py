@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from workload import plain_models as plain
-from workload.parts import compare
 
+from layout import plain_models as plain
+from layout.parts import compare
 from shoal.job import Job
 from shoal.layout.layout import facts_of, layout_of
 from shoal.layout.tensor.plan import TensorPlan

@@ -6,8 +6,8 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from workload import sized_models as sized
 
+from layout import sized_models as sized
 from shoal.job import Job, TensorData, cross_entropy
 
 WORDS, TOKENS, SAMPLES = 31, 6, 48
