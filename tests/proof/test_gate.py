@@ -15,7 +15,7 @@ from shoal.job import load_file
 from shoal.job.facts import build_without_memory
 from shoal.layout.layout import facts_of, layout_of
 from shoal.proof.fingerprint import fingerprint
-from shoal.proof.gate import LayoutWrong, cutting_axes, exact_twin
+from shoal.proof.gate import LayoutWrong, exact_twin
 from shoal.proof.one_step import question
 from shoal.proof.proven import is_proven, proven_file, remember
 from shoal.strategy import parse
