@@ -16,8 +16,8 @@ _LATER = {
     "engine": "shoal.training.own_loop",
     "layout_of": "shoal.layout.layout",
     "train_job": "shoal.training.local",
-    "verify": "shoal.proof",
-    "Certificate": "shoal.proof",
+    "verify": "shoal.proof.certify",
+    "Certificate": "shoal.proof.certify",
 }
 
 

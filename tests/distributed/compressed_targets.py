@@ -24,11 +24,11 @@ from shoal.job import constant, no_options
 from shoal.launch.join import Rank, join, leave
 from shoal.parallel import apply
 from shoal.parallel.kept_errors import errors
+from shoal.runtime import setup
 from shoal.runtime.setup import Prepared, job_from, prepare
 from shoal.strategy import parse
 from shoal.strategy.contract import Contract, contract
 from shoal.strategy.terms.compress import none
-from shoal.training import setup
 
 
 class Lossless(Dense):

@@ -122,7 +122,7 @@ def _last_loss(folder: Path) -> float:
 
 def _by_proof(case: Case, chain: tuple[str, ...]) -> Verdict:
     """With dropout only a proof draws the same masks as a serial run."""
-    from shoal.proof import verify
+    from shoal.proof.certify import verify
 
     with tempfile.TemporaryDirectory(prefix="shoal-fuzz-") as work:
         file = Path(work) / "fuzzed.py"

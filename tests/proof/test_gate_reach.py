@@ -16,7 +16,7 @@ from shoal.job import JobError, load_file
 from shoal.job.facts import build_without_memory
 from shoal.layout.layout import facts_of, layout_of
 from shoal.parallel.recompute import recompute_blocks
-from shoal.proof import verify
+from shoal.proof.certify import verify
 from shoal.proof.fingerprint import fingerprint
 from shoal.proof.gate import LayoutWrong, require_right
 from shoal.proof.gate_model import gate_model

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shoal.proof import verify
+from shoal.proof.certify import verify
 from shoal.strategy import parse
 from shoal.training.local import CannotTrain, train_job
 

@@ -32,7 +32,7 @@ def run_demo() -> int:
     explain_strategy(EXPLAINED, as_json=False, world=None)
 
     console.rule("2. shoal verify, and 3. shoal train, on two tasks and several strategies")
-    from shoal.proof import verify
+    from shoal.proof.certify import verify
 
     table = Table(title="The same model, trained in different ways", title_justify="left")
     for column in ("strategy", "proof", "validation", "ms/step", "MB/step"):

@@ -30,7 +30,7 @@ def verify_command(
 
     with only_json() if as_json else nullcontext(show) as tell:
         with console.status("importing torch") as status:
-            from shoal.proof import verify
+            from shoal.proof.certify import verify
 
             changed = {"global_batch": batch, "seed": seed}
             certificate = verify(job, strategy, steps=steps, size=size, overrides=changed, progress=doing)
