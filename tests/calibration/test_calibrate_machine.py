@@ -7,25 +7,13 @@ from typing import Any
 
 import pytest
 
-from estimate.machines import machine
-from shoal.calibration.machine import alpha_beta, fit_product, machine_of, machine_toml
+from estimate.machines import machine, write_calibration
+from shoal.calibration.machine import alpha_beta, fit_product, machine_of
 from shoal.calibration.operators import ATTENTION, CONVOLUTION, LINEAR, cases
+from shoal.cluster import cluster
 from shoal.comm.calibration import WrongCalibration
 from shoal.estimate.steps.machine import Curve, Product
-from shoal.estimate.steps.read import cluster_here, machine_here
-
-LINKS = """
-[links.inside]
-latency_s = 1e-5
-byte_s = 2e-10
-reduce_byte_s = 0.0
-[links.between]
-latency_s = 1e-4
-byte_s = 1e-9
-reduce_byte_s = 0.0
-[backend]
-fastest = "shoal"
-"""
+from shoal.estimate.steps.read import machine_here
 
 
 @pytest.mark.parametrize("flops", [1e9, 1e11, 1e14])
@@ -43,43 +31,40 @@ def test_alpha_and_beta_of_a_line_are_its_own() -> None:
     assert alpha_beta(Curve(sizes, tuple(3e-5 + 2e-10 * size for size in sizes))) == pytest.approx((3e-5, 2e-10))
 
 
-def test_the_file_gives_back_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_gives_back_the_machine_and_the_cluster_that_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written = machine(byte_s=3e-10, message_s=2e-5, overhead_s=1e-3)
-    path = tmp_path / "file.toml"
-    path.write_text(LINKS + "\n".join(machine_toml(written, {"linear": 0.04})) + "\n")
-    found = machine_here(path)
-    assert found is not None
-    assert found.ranks == written.ranks
-    assert found.overheads == pytest.approx(dict(written.overheads))
-    assert set(found.passes) == set(written.passes)
-    for kind, size in (("all_reduce", 1e5), ("send", 3e6)):
-        assert found.collectives[kind].at(size) == pytest.approx(written.collectives[kind].at(size), rel=1e-3)
-    assert found.products["linear"][1].seconds(1, 64, 64, 64) == pytest.approx(
-        written.products["linear"][1].seconds(1, 64, 64, 64), rel=1e-3
-    )
+    path = write_calibration(tmp_path / "file.toml", written)
+    assert machine_here(path) == written
     monkeypatch.setenv("SHOAL_CALIBRATION", str(path))
-    here = cluster_here()
-    assert here is not None
+    here = cluster("this")
     assert here.devices == written.ranks
-    assert here.device.peak("fp32") == pytest.approx(1e11, rel=1e-3)
+    assert here.device.peak("fp32") == 1e11
+    assert here.levels[0].bytes_per_s == pytest.approx(5e9)
 
 
 @pytest.mark.parametrize(
     ("wrong", "says"),
-    [("flops = 0", "above 0"), ("flops = -1", "above 0"), ('flops = "many"', "many"), ("", "flops")],
+    [
+        ("flops = 0", r"flops of \[machine.products.linear.forward\] is 0; expected a finite number above 0"),
+        ("flops = -1", "is -1; expected a finite number above 0"),
+        ('flops = "many"', "is 'many'; expected a finite number above 0"),
+        ("", r"\[machine.products.linear.forward\] has no flops"),
+        ("flop = 1e11", r"has an unknown key 'flop' \(did you mean 'flops'\?\)"),
+    ],
 )
 def test_a_machine_that_cannot_be_is_refused_in_a_sentence(tmp_path: Path, wrong: str, says: str) -> None:
-    text = LINKS + "\n".join(machine_toml(machine(), {})) + "\n"
-    path = tmp_path / "file.toml"
+    path = write_calibration(tmp_path / "file.toml", machine())
+    text = path.read_text()
+    assert "flops = 1e+11" in text
     path.write_text(text.replace("flops = 1e+11", wrong, 1))
     with pytest.raises(WrongCalibration, match=says):
         machine_here(path)
 
 
 def test_a_file_of_links_alone_is_of_no_machine(tmp_path: Path) -> None:
-    path = tmp_path / "file.toml"
-    path.write_text(LINKS)
-    assert machine_here(path) is None
+    assert machine_here(write_calibration(tmp_path / "file.toml", None)) is None
     assert machine_here(tmp_path / "none.toml") is None
 
 

@@ -69,7 +69,7 @@ def test_a_broken_file_is_refused_by_a_training_and_mended_by_calibrating_anew(
     monkeypatch.setenv("SHOAL_EMULATE", "1x2, 100ms, 1MB/s")
     done = shoal("train", write_job(tmp_path), "--steps", "1")
     assert done.status == 2
-    assert done.err.startswith(f"shoal: the calibration file {path} is not TOML")
+    assert done.err.startswith(f"shoal: the calibration file {path}: it is not TOML")
     assert done.err.count("\n") == 1
     done = shoal("calibrate", "--quick", "--links", "--force", "--ranks", "2", "--json")
     assert done.status == 0, done.err

@@ -11,15 +11,13 @@ import pytest
 from calibration.test_calibrate_machine import LINKS
 from cli.conftest import Shoal
 from cli.jobs import write_job
-from estimate.machines import machine
-from shoal.calibration.machine import machine_toml
+from estimate.machines import machine, write_calibration
 from shoal.estimate.cost.profile_file import read_profile
 
 
 @pytest.fixture
 def calibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "calibration.toml"
-    path.write_text(LINKS + "\n".join(machine_toml(machine(), {})) + "\n")
+    path = write_calibration(tmp_path / "calibration.toml", machine())
     monkeypatch.setenv("SHOAL_CALIBRATION", str(path))
     return path
 
@@ -121,10 +119,11 @@ def test_rows_that_say_nothing_are_refused_in_a_sentence(
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("speed = 3", "'speed'"),
-        ('host_layer_s = "fast"', "'fast'"),
-        ("host_layer_s = -1", "-1"),
-        ("x", "cannot be read"),
+        ("host_layers = 3", "it has an unknown key 'host_layers' (did you mean 'host_layer_s'?)"),
+        ('host_layer_s = "fast"', "host_layer_s is 'fast'; expected a finite number, at least 0"),
+        ("host_layer_s = -1", "host_layer_s is -1; expected a finite number, at least 0"),
+        ("name = 1", "name is 1; expected text"),
+        ("x", "it is not TOML"),
     ],
 )
 def test_a_profile_that_cannot_be_is_refused_in_a_sentence(shoal: Shoal, tmp_path: Path, text: str, says: str) -> None:

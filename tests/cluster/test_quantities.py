@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from shoal.cluster.cluster import BadCluster
-from shoal.cluster.quantities import BadQuantity, duration, rate, size
 from shoal.cluster.read import read_cluster
+from shoal.files.quantities import BadQuantity, duration, rate, size
 
 FILE = """
 device = "A100 SXM4 80GB"

@@ -70,19 +70,20 @@ def test_a_home_that_may_not_be_read_is_no_reason_to_refuse_a_job(monkeypatch: p
 @pytest.mark.parametrize(
     ("before", "after", "words"),
     [
-        ("[links.inside]", "[links.inside", "is not TOML"),
-        ("latency_s = 2e-5\n", "", r"has no latency_s in \[links.inside\]"),
-        ("[links.between]", "[links.elsewhere]", r"has no latency_s in \[links.between\]"),
-        ('[backend]\nfastest = "gloo"', "backend = 3", r"has no fastest in \[backend\]"),
-        ("byte_s = 8e-10", "byte_s = -8e-10", r"has byte_s = -8e-10 in \[links.between\], where seconds above 0"),
-        ("byte_s = 8e-10", "byte_s = nan", "has byte_s = nan"),
-        ("latency_s = 1e-4", "latency_s = inf", "has latency_s = inf"),
-        ("latency_s = 1e-4", "latency_s = 0", "has latency_s = 0 "),
-        ("latency_s = 1e-4", "latency_s = 100", "at most 60 was expected"),
-        ("latency_s = 1e-4", "latency_s = true", "has latency_s = True"),
-        ("latency_s = 1e-4", 'latency_s = "fast"', "has latency_s = 'fast'"),
-        ("reduce_byte_s = 0", "reduce_byte_s = -1", "has reduce_byte_s = -1 .* where 0 to 0.001 was expected"),
-        ('"gloo"', '"nccl"', "has fastest = 'nccl'.* where shoal or gloo was expected"),
+        ("[links.inside]", "[links.inside", "it is not TOML"),
+        ("latency_s = 2e-5\n", "", r"\[links.inside\] has no latency_s"),
+        ("[links.between]", "[links.betwen]", r"\[links\] has an unknown key 'betwen' \(did you mean 'between'\?\)"),
+        ('[backend]\nfastest = "gloo"', "backend = 3", "it has no backend"),
+        ('fastest = "gloo"', "", r"\[backend\] has no fastest"),
+        ("byte_s = 8e-10", "byte_s = -8e-10", r"byte_s of \[links.between\] is -8e-10; .* above 0 to 0.001"),
+        ("byte_s = 8e-10", "byte_s = nan", "byte_s .* is nan"),
+        ("latency_s = 1e-4", "latency_s = inf", "latency_s .* is inf"),
+        ("latency_s = 1e-4", "latency_s = 0", "latency_s .* is 0; "),
+        ("latency_s = 1e-4", "latency_s = 100", "expected seconds, above 0 to 60"),
+        ("latency_s = 1e-4", "latency_s = true", "latency_s .* is True"),
+        ("latency_s = 1e-4", 'latency_s = "fast"', "latency_s .* is 'fast'"),
+        ("reduce_byte_s = 0", "reduce_byte_s = -1", "reduce_byte_s .* is -1; expected seconds, 0 to 0.001"),
+        ('"gloo"', '"nccl"', "fastest .* is 'nccl'; expected 'shoal' or 'gloo'"),
     ],
 )
 def test_a_file_that_cannot_be_right_is_refused(tmp_path: Path, before: str, after: str, words: str) -> None:
@@ -91,14 +92,14 @@ def test_a_file_that_cannot_be_right_is_refused(tmp_path: Path, before: str, aft
     path.write_text(WHOLE.replace(before, after))
     with pytest.raises(WrongCalibration, match=words) as refused:
         read_calibration(path)
-    assert str(refused.value).startswith(f"the calibration file {path} ")
+    assert str(refused.value).startswith(f"the calibration file {path}: ")
     assert str(refused.value).endswith("delete it, or measure anew with `shoal calibrate`")
 
 
 def test_what_is_no_text_or_no_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
-    for path in (tmp_path / "bytes", tmp_path):
-        with pytest.raises(WrongCalibration, match="cannot be read"):
+    for path, says in ((tmp_path / "bytes", "it is not TOML"), (tmp_path, "it cannot be read")):
+        with pytest.raises(WrongCalibration, match=says):
             read_calibration(path)
 
 
@@ -118,7 +119,10 @@ def test_predictions_without_a_group_follow_the_file_and_inside_a_job_what_its_r
         agree_on(None)
 
 
-def test_reading_it_takes_neither_torch_nor_numpy() -> None:
-    code = "import sys, shoal.comm.calibration, shoal.comm.choice; print({'torch', 'numpy'} & set(sys.modules))"
+def test_reading_it_takes_neither_torch_nor_numpy_and_pydantic_only_if_there_is_one() -> None:
+    code = (
+        "import sys, shoal.cluster, shoal.comm.choice; from shoal.comm.calibration import read_calibration; "
+        "found = read_calibration(); print(found, {'torch', 'numpy', 'pydantic'} & set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
-    assert done.stdout == "set()\n"
+    assert done.stdout == "None set()\n"

@@ -82,7 +82,7 @@ def test_a_broken_file_of_rank_0_is_told_to_all_and_one_of_another_rank_does_not
     found = ranks(TARGET, files(tmp_path, broken, whole), ranks=2)
     assert [each["joined"] for each in found] == [False, False]
     assert found[0]["error"] == found[1]["error"]
-    assert f"{tmp_path / '0.toml'} has latency_s = -1" in found[0]["error"]
+    assert f"{tmp_path / '0.toml'}: latency_s of [links.inside] is -1" in found[0]["error"]
     assert [each["sums"] for each in ranks(TARGET, files(tmp_path, whole, broken), ranks=2)] == [[4.0] * 3] * 2
 
 

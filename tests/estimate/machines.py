@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from shoal.estimate.steps.machine import Curve, Machine, Product
+from shoal.estimate.steps.read import table_of_machine
+from shoal.files.schema import BackendTable, CalibrationFile, LinksTable, LinkTable
+from shoal.files.toml import toml_text
 
 KINDS = ("add", "relu", "gelu", "copy", "layer norm", "batch norm", "pooling", "loss", "embedding")
 
@@ -28,3 +33,17 @@ def machine(*, byte_s: float = 1e-12, message_s: float = 1e-12, overhead_s: floa
         overheads={"step_s": overhead_s, "pass_s": overhead_s, "action_s": overhead_s},
         codecs={"ternary()": (1e-3, 1e-9)},
     )  # fmt: skip
+
+
+def calibration(of: Machine | None) -> CalibrationFile:
+    inside = LinkTable(latency_s=1e-5, byte_s=2e-10, reduce_byte_s=0.0)
+    between = LinkTable(latency_s=1e-4, byte_s=1e-9, reduce_byte_s=0.0)
+    table = table_of_machine(of, {"linear": 0.04}) if of is not None else None
+    return CalibrationFile(
+        links=LinksTable(inside=inside, between=between), backend=BackendTable(fastest="shoal"), machine=table
+    )
+
+
+def write_calibration(path: Path, of: Machine | None) -> Path:
+    path.write_text(toml_text(calibration(of)), encoding="utf-8")
+    return path

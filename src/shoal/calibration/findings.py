@@ -16,12 +16,13 @@ from statistics import geometric_mean
 from typing import Any
 
 from shoal.calibration.fit import Fit, Timed, fit_link
-from shoal.calibration.machine import lower_quartile, machine_of, machine_toml
-from shoal.comm.calibration import BACKENDS, WrongCalibration, read_calibration
+from shoal.calibration.machine import alpha_beta, lower_quartile, machine_of
+from shoal.comm.calibration import BACKENDS, WrongCalibration, read_calibration_file
 from shoal.comm.choice import choose_all_reduce
 from shoal.comm.network import DEFAULT, Network
 from shoal.estimate.steps.machine import Curve, Machine
-from shoal.estimate.steps.read import machine_here
+from shoal.estimate.steps.read import machine_here, table_of_machine
+from shoal.files.toml import toml_text
 
 DISTURBED, TOO_MUCH_DISTURBED = 0.15, 0.4
 """The share of the time that other programs may take before it is warned of, and before the figures are of no use."""
@@ -29,6 +30,7 @@ LARGE_ERROR = 0.5
 """Of a link's model, as a share of the time: beyond it the times are hardly those of a link."""
 MESSAGES = "messages"
 """Where rows of single messages are told: from the first rank to the second and back, halved."""
+HEADING = "What `shoal calibrate` measured; jobs started here choose by it. Delete it to go back to the defaults.\n"
 SHOWN_BYTES = [1 << power for power in range(10, 29)]
 
 
@@ -156,51 +158,52 @@ def _over_best(timed: Sequence[Timed], ranks: int, fit: Fit) -> float:
 
 
 def as_toml(findings: Findings) -> str:
-    """The file's text, with units and origins beside the numbers."""
+    """The file's text, four digits of each number, with units and origins beside them."""
+    from shoal.files.schema import BackendTable, CalibrationFile, LinksTable, MachineTable, MeasuredTable
+    from shoal.files.table import checked
+
     of = findings
-    carried = {
-        "inside": "Between ranks of one host: shared memory.",
-        "between": "Between ranks of different hosts: TCP."
+    notes = {
+        "links.between": "Between ranks of different hosts: TCP."
         if of.hosts > 1
-        else "Between hosts: TCP on this host's loopback, so the cost of the TCP stack without that of a network.",
+        else "Between hosts: TCP on this host's loopback, so the cost of the TCP stack without that of a network."
     }
-    lines = [
-        "# What `shoal calibrate` measured; jobs started here choose by it. Delete it to go back to the defaults.",
-        "",
-        "[measured]",
-        f"date = {of.date}",
-        f"ranks = {of.ranks}",
-        f"hosts = {of.hosts}",
-        f"cores = {of.cores}",
-        f'torch = "{of.torch}"',
-        f"rounds = {of.rounds}",
-        f"disturbed = {of.disturbed:.3f}  # share of the time in which other programs had the cores",
-    ]
-    for name, link in (("inside", of.network.inside), ("between", of.network.between)):
-        lines += [
-            "",
-            f"# {carried[name]}" if name in of.links else "# Not measured (one rank on each host): the default.",
-            f"[links.{name}]",
-            f"latency_s = {link.latency_s:.4g}  # seconds a message",
-            f"byte_s = {link.byte_s:.4g}  # seconds a byte: {1e-9 / link.byte_s:.3g} GB/s",
-            f"reduce_byte_s = {link.reduce_byte_s:.4g}  # seconds to reduce a byte, on top of moving it",
-        ]
+    links: dict[str, Any] = {}
+    for name, link in asdict(of.network).items():
+        links[name] = _rounded(link)
+        notes[f"links.{name}.byte_s"] = f"seconds a byte: {1e-9 / link['byte_s']:.3g} GB/s"
         if name in of.links:
-            lines += [
-                f"error = {of.links[name].error:.3f}  # median of |predicted / measured time - 1|",
-                f"over_best = {of.over_best[name]:.3f}  # time of the algorithms it chooses, over the best ones'",
-            ]
-    lines += [
-        "",
-        "# What carries tensors in host memory fastest: geometric mean over collectives and sizes.",
-        "[backend]",
-        f'fastest = "{of.fastest}"',
-        "",
-        "[backend.relative_time]",
-        *(f"{name} = {value:.3f}" for name, value in of.relative_time.items()),
-        *(machine_toml(of.machine, of.machine_errors) if of.machine is not None else ()),
-    ]
-    return "\n".join(lines) + "\n"
+            links[name] |= _rounded({"error": of.links[name].error, "over_best": of.over_best[name]})
+        else:
+            notes[f"links.{name}"] = "Not measured (one rank on each host): the default."
+    if of.machine is not None:
+        for kind, curve in of.machine.collectives.items():
+            latency_s, byte_s = alpha_beta(curve)
+            notes[f"machine.collectives.{kind}"] = f"About {latency_s:.3g} s and {byte_s:.3g} s a byte."
+    file = CalibrationFile(
+        measured=MeasuredTable(
+            date=datetime.fromisoformat(of.date), ranks=of.ranks, hosts=of.hosts, cores=of.cores, torch=of.torch,
+            rounds=of.rounds, disturbed=_rounded(of.disturbed),
+        ),
+        links=checked(LinksTable, links),
+        backend=checked(BackendTable, {"fastest": of.fastest, "relative_time": _rounded(of.relative_time)}),
+        machine=checked(MachineTable, _rounded(table_of_machine(of.machine, of.machine_errors).model_dump()))
+        if of.machine is not None
+        else None,
+    )  # fmt: skip
+    return toml_text(file, heading=HEADING, notes=notes)
+
+
+def _rounded(values: Any) -> Any:
+    """To four digits: more of them were not measured."""
+    match values:
+        case float():
+            return float(f"{values:.4g}")
+        case Mapping():
+            return {key: _rounded(value) for key, value in values.items()}
+        case list():
+            return [_rounded(value) for value in values]
+    return values
 
 
 def _with_machine(findings: Findings, path: Path) -> Findings:
@@ -220,8 +223,7 @@ def write_findings(findings: Findings, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             temporary.write_text(as_toml(_with_machine(findings, path)), encoding="utf-8")
-            read_calibration(temporary)
-            machine_here(temporary)
+            read_calibration_file(temporary)
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)

@@ -1,9 +1,9 @@
-"""From the times of operators to the `Machine` that prices are made of, and its tables of the calibration file."""
+"""From the times of operators to the `Machine` that estimates are made of."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -113,62 +113,6 @@ def _memory_bytes() -> float:
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def machine_toml(machine: Machine, errors: Mapping[str, float]) -> Iterator[str]:
-    """Lines of its tables, with units beside the numbers."""
-    yield from (
-        "",
-        "# What a rank computes while the others do the same.",
-        "[machine]",
-        f"ranks = {machine.ranks}",
-        f"memory_bytes = {machine.memory_bytes:.4g}",
-        f"memory_bytes_per_s = {machine.memory_bytes_per_s:.4g}  # read and written, by each rank",
-        f"background_byte_s = {machine.background_byte_s:.4g}  # the core's time for a byte between hosts",
-        "",
-        "# Products of (rows x inner) by (inner x columns): start_s + 2 rows columns inner / flops, times",
-        "# (1 + r / rows) (1 + c / columns) (1 + i / inner) with the r, c, i given here. backward: both gradients.",
-    )
-    for kind, both in machine.products.items():
-        for direction, product in zip(("forward", "backward"), both, strict=True):
-            yield f"[machine.products.{kind}.{direction}]"
-            yield f"start_s = {product.start_s:.4g}"
-            yield f"flops = {product.flops:.4g}"
-            yield f"rows = {product.rows:.4g}"
-            yield f"columns = {product.columns:.4g}"
-            yield f"inner = {product.inner:.4g}"
-    yield "[machine.products_error]  # median of |predicted / measured time - 1|"
-    yield from (f"{kind} = {error:.3f}" for kind, error in errors.items())
-    yield ""
-    yield "# Seconds of what passes over memory, by elements; and of the optimiser, by parameters."
-    for kind, (forward, backward) in machine.passes.items():
-        yield f'[machine.passes."{kind}"]'
-        yield f"elements = {_numbers(forward.sizes)}"
-        yield f"forward_s = {_numbers(forward.seconds)}"
-        yield f"backward_s = {_numbers(backward.seconds)}"
-    for name, curve in machine.updates.items():
-        yield f"[machine.updates.{name}]"
-        yield f"parameters = {_numbers(curve.sizes)}"
-        yield f"seconds = {_numbers(curve.seconds)}"
-    yield ""
-    yield f"# Collectives of {machine.ranks} ranks by the fastest backend, by bytes of the whole tensor."
-    for kind, curve in machine.collectives.items():
-        latency_s, byte_s = alpha_beta(curve)
-        yield f"[machine.collectives.{kind}]  # about {latency_s:.3g} s and {byte_s:.3g} s a byte"
-        yield f"bytes = {_numbers(curve.sizes)}"
-        yield f"seconds = {_numbers(curve.seconds)}"
-    yield ""
-    yield "# Seconds that the engine adds: once a step, for each micro-batch, for meeting in one memory, for each pass"
-    yield "# of a stage, gather of ZeRO-3, attention around a ring, batch norm of all replicas, crossing of a region."
-    yield "[machine.overheads]"
-    yield from (f"{name} = {seconds:.4g}" for name, seconds in machine.overheads.items())
-    if machine.codecs:
-        yield ""
-        yield "# Compressors: seconds a tensor, and for each element of it."
-    for name, (tensor_s, element_s) in machine.codecs.items():
-        yield f'[machine.codecs."{name}"]'
-        yield f"tensor_s = {tensor_s:.4g}"
-        yield f"element_s = {element_s:.4g}"
-
-
 def alpha_beta(curve: Curve) -> tuple[float, float]:
     """(seconds a call, seconds a byte) nearest to the times, by relative error."""
     sizes, took = np.array(curve.sizes), np.array(curve.seconds)
@@ -176,7 +120,3 @@ def alpha_beta(curve: Curve) -> tuple[float, float]:
     scale = np.linalg.norm(rows, axis=0)
     found = np.linalg.lstsq(rows / scale, np.ones_like(took), rcond=None)[0] / scale
     return max(0.0, float(found[0])), max(0.0, float(found[1]))
-
-
-def _numbers(values: Sequence[float]) -> str:
-    return "[" + ", ".join(f"{value:.4g}" for value in values) + "]"

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cluster import Cluster, cluster, presets, read_cluster
-from shoal.cluster.presets import THIS
+from shoal.cluster import Cluster, cluster, read_cluster
+from shoal.cluster.calibrated import THIS
 from shoal.job import names
 from shoal.planning.counterfactual import changes, what_would_fit
 from shoal.planning.rank import Plan, cheapest, make_plan, question_for
@@ -91,10 +91,6 @@ def the_cluster(name: str, *, devices: int | None) -> Cluster:
     if name.endswith(".toml") or os.sep in name or Path(name).is_file():
         found = read_cluster(name)
         return found if devices is None else found.resized(devices)
-    if name == THIS:
-        from shoal.estimate.steps.read import cluster_here
-
-        presets.calibrated = cluster_here
     return cluster(name, devices=devices)
 
 

@@ -8,9 +8,9 @@ datasheets; `device` also finds a name by its nearest spelling.
 from __future__ import annotations
 
 import re
-from difflib import get_close_matches
 
 from shoal.cluster.cluster import BadCluster, Device
+from shoal.common.suggest import nearest_name
 
 T, GB = 1e12, 1e9
 
@@ -131,9 +131,9 @@ def device(name: str) -> Device:
         sized = [each for each in same if wanted_memory and f" {wanted_memory.group(1)}gb" in each.name.lower()]
         if same:
             return _preferred(sized or same, by_bus="pcie" in plain, half="gcd" in plain)
-    near = get_close_matches(wanted, list(known), n=1, cutoff=0.75)
-    if near:
-        return known[near[0]]
+    near = nearest_name(wanted, known, near=0.75)
+    if near is not None:
+        return known[near]
     raise BadCluster(f"no device is called {name!r}; known are {', '.join(each.name for each in DEVICES)}")
 
 

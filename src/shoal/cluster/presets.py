@@ -6,12 +6,12 @@ share. Latencies are of one hop of a ring, as they appear inside collectives (fi
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 
+from shoal.cluster.calibrated import THIS, cluster_here
 from shoal.cluster.cluster import BadCluster, Cluster, Level
 from shoal.cluster.devices import device
+from shoal.common.suggest import did_you_mean
 
 NVLINK_HOP_S = 7e-6
 """A hop inside a node (fitted: collectives of 2 to 8 ranks, nccl-tests on A100, H100, H200 and B200)."""
@@ -73,27 +73,18 @@ ALIASES = {
     "mi250x": "frontier", "ethernet": "cloud-10gbe", "10gbe": "cloud-10gbe",
 }  # fmt: skip
 
-THIS = "this"
-"""The name of the machine that Shoal runs on; known once it has been calibrated."""
-
-calibrated: Callable[[], Cluster | None] | None = None
-"""Who reads the calibration of this machine; set by the room that measures it, so that presets import nothing of it."""
-
 
 def cluster(name: str, *, devices: int | None = None) -> Cluster:
     """A preset by name, with that many devices (its usual number unless told)."""
     if name == THIS:
-        found = calibrated() if calibrated else None
-        if found is None:
-            raise BadCluster("this machine has not been calibrated; run `shoal calibrate` first")
+        found = cluster_here()
         return found if devices is None else found.resized(devices)
     key = ALIASES.get(name.lower(), name.lower())
     if key not in PRESETS:
         names = [*PRESETS, *ALIASES, THIS]
-        near = get_close_matches(name.lower(), names, n=1, cutoff=0.5)
-        meant = f" (did you mean {near[0]!r}?)" if near else ""
         raise BadCluster(
-            f"no cluster is called {name!r}{meant}; known are {', '.join([*PRESETS, THIS])}, or give a TOML file"
+            f"no cluster is called {name!r}{did_you_mean(name, names)}; "
+            f"known are {', '.join([*PRESETS, THIS])}, or give a TOML file"
         )
     preset = PRESETS[key]
     levels = (

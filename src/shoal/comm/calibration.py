@@ -1,25 +1,25 @@
 """The calibration file: what `shoal calibrate` measured on this machine, for the jobs that are started on it.
 
 It is TOML and may be edited. [links.inside] and [links.between] say what messages cost, [backend] what carries tensors
-in host memory fastest; other tables are for other readers. A file that cannot be right is refused, never half used.
+in host memory fastest, [machine] what ranks compute. A file that cannot be right is refused, never half used.
 """
 
 from __future__ import annotations
 
-import math
 import os
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from shoal.comm.network import DEFAULT, LinkTimes, Network, agreed
+from shoal.files.toml import BadFile, read_toml
+
+if TYPE_CHECKING:
+    from shoal.files.schema import CalibrationFile, LinkTable
 
 BACKENDS = ("shoal", "gloo")
 """What can carry tensors in host memory. (On GPUs there is nothing to choose: NCCL.)"""
-LARGEST_S = {"latency_s": 60.0, "byte_s": 1e-3, "reduce_byte_s": 1e-3}
-"""A minute for a message, a kilobyte in a second: whatever is above is a slip of the pen."""
 
 
 class WrongCalibration(ValueError):
@@ -45,28 +45,38 @@ def calibration_path(environment: Mapping[str, str] = os.environ) -> Path | None
     return Path(configuration) / "shoal" / "calibration.toml" if configuration else None
 
 
-def read_calibration(path: Path | None = None) -> Calibration | None:
-    """What was measured on this machine, or None if nothing was. Raises WrongCalibration."""
+def read_calibration_file(path: Path | None = None) -> CalibrationFile | None:
+    """All that was measured on this machine, or None if nothing was.
+
+    Raises:
+        WrongCalibration: The file cannot be read, or cannot be right.
+    """
     named = path is not None or "SHOAL_CALIBRATION" in os.environ
     path = path or calibration_path()
     if path is None:
         return None
     try:
-        text = path.read_text(encoding="utf-8")
-    except (FileNotFoundError, NotADirectoryError):
+        values = read_toml(path)
+        from shoal.files.schema import CalibrationFile  # pydantic: only where there is a file.
+        from shoal.files.table import checked
+
+        return checked(CalibrationFile, values)
+    except BadFile as error:
+        absent: tuple[type[OSError], ...] = (FileNotFoundError, NotADirectoryError)
+        if not named:  # HOME may be another user's, as in many containers; no file there was meant.
+            absent += (PermissionError,)
+        if isinstance(error.__cause__, absent):
+            return None
+        again = "delete it, or measure anew with `shoal calibrate`"
+        raise WrongCalibration(f"the calibration file {path}: {error}; {again}") from error
+
+
+def read_calibration(path: Path | None = None) -> Calibration | None:
+    """What a job needs of what was measured on this machine, or None if nothing was. Raises WrongCalibration."""
+    found = read_calibration_file(path)
+    if found is None:
         return None
-    except (OSError, UnicodeDecodeError) as error:
-        if isinstance(error, PermissionError) and not named:
-            return None  # HOME is another user's, as in many containers; nobody meant a file there.
-        raise _wrong(path, f"cannot be read ({error})") from error
-    try:
-        tables = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise _wrong(path, f"is not TOML ({error})") from error
-    backend = _value(tables, ("backend", "fastest"), path)
-    if backend not in BACKENDS:
-        raise _wrong(path, f"has fastest = {backend!r} in [backend], where {' or '.join(BACKENDS)} was expected")
-    return Calibration(Network(_link(tables, "inside", path), _link(tables, "between", path)), backend)
+    return Calibration(Network(_link(found.links.inside), _link(found.links.between)), found.backend.fastest)
 
 
 def network_here() -> Network:
@@ -78,28 +88,5 @@ def network_here() -> Network:
     return here
 
 
-def _link(tables: dict[str, Any], level: str, path: Path) -> LinkTimes:
-    return LinkTimes(**{name: _seconds(tables, ("links", level, name), path) for name in LARGEST_S})
-
-
-def _seconds(tables: dict[str, Any], keys: tuple[str, ...], path: Path) -> float:
-    value, largest = _value(tables, keys, path), LARGEST_S[keys[-1]]
-    number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-    # Only reducing may cost nothing: it may be hidden behind the moving of the next bytes.
-    if not 0 <= number <= largest or (number == 0 and keys[-1] != "reduce_byte_s"):
-        expected = f"seconds above 0 and at most {largest:g}" if keys[-1] != "reduce_byte_s" else f"0 to {largest:g}"
-        raise _wrong(path, f"has {keys[-1]} = {value!r} in [{'.'.join(keys[:-1])}], where {expected} was expected")
-    return number
-
-
-def _value(tables: dict[str, Any], keys: tuple[str, ...], path: Path) -> Any:
-    found: Any = tables
-    for key in keys:
-        found = found.get(key) if isinstance(found, dict) else None
-    if found is None:
-        raise _wrong(path, f"has no {keys[-1]} in [{'.'.join(keys[:-1])}], where one was expected")
-    return found
-
-
-def _wrong(path: Path, what: str) -> WrongCalibration:
-    return WrongCalibration(f"the calibration file {path} {what}; delete it, or measure anew with `shoal calibrate`")
+def _link(table: LinkTable) -> LinkTimes:
+    return LinkTimes(table.latency_s, table.byte_s, table.reduce_byte_s)

@@ -1,0 +1,1 @@
+"""The TOML files that users and `shoal calibrate` write: one schema, one reader, one writer."""
