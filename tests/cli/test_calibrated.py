@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from calibration.test_calibrate_machine import LINKS
 from cli.conftest import Shoal
 from cli.jobs import write_job
 from estimate.machines import machine, write_calibration
