@@ -59,6 +59,7 @@ def test_json_and_page_tell_the_same_plans(place: Place) -> None:
     (("gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--batch", "many"), "expected sequences"),
     (("gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--by", "luck"), "expected one of time, step, cost"),
     (("gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--precision", "fp4"), "expected bf16"),
+    (("gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--sync", "ssp(8)"), "try local(8)"),
     (("gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--pilot", "nothing.csv"), "nothing.csv"),
     (("gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--run"), "--run trains a job"),
     (("gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--watts", "-3"), "--watts -3"),
@@ -76,6 +77,19 @@ def test_what_cannot_be_planned_is_refused_in_a_sentence(words: tuple[str, ...],
     assert done.returncode == 2
     assert expected in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_local_steps_are_planned_and_simulated(place: Place) -> None:
+    words = ("plan", "gpt2:medium", "-c", "dgx-a100", "-n", "16", "--batch", "64", "--sync", "local(8)", "--json")
+    told = json.loads(place.shoal(*words).stdout)
+    [family] = [row for row in told["families"] if row["family"] == "local steps"]
+    assert "sync=local(8)" in family["strategy"]
+    assert family["contract"] == "statistical"
+    assert any("local(8)" in line for line in told["assumptions"])
+    played = place.shoal("simulate", "gpt2:medium", "-c", "dgx-a100", "--strategy", family["strategy"], "--batch", "64",
+                         "--json")  # fmt: skip
+    found = json.loads(played.stdout)
+    assert found["undisturbed_s"] == pytest.approx(family["step_s"], rel=1e-6)
 
 
 def test_energy_and_its_price_stand_in_table_json_and_page(place: Place) -> None:

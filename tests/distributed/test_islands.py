@@ -23,6 +23,12 @@ FOUR = [
 ]  # fmt: skip
 
 
+COUNTED = [
+    ("norm", "dp(2, sync=local(2)) * dp(2, zero=3)"), ("norm", "dp(2, sync=local(3)) * tp(2)"),
+    ("norm", 'dp(2, sync=local(2)) * pp(2, "1f1b", micro=2)'), ("plain", "dp(2, sync=local(3)) * tp(2)"),
+]  # fmt: skip
+
+
 def proven(ranks: Ranks, cases: list[tuple[str, str]], *, world: int, target: str = PROVE) -> list[float]:
     """The largest difference of each case over all ranks; infinite, where the ledger is not as predicted."""
     asked = {"cases": [(job, text, text) for job, text in cases], "steps": 7}
@@ -41,6 +47,12 @@ def test_islands_train_as_their_simulation(ranks: Ranks) -> None:
 def test_islands_of_several_ranks_train_as_their_simulation(ranks: Ranks) -> None:
     for case, difference in zip(FOUR, proven(ranks, FOUR, world=4), strict=True):
         assert difference < 1e-10, case
+
+
+def test_what_islands_send_over_two_periods_is_what_is_estimated(ranks: Ranks) -> None:
+    asked = {"cases": [(job, text, text) for job, text in COUNTED], "steps": 6}
+    for case, rows in zip(COUNTED, zip(*ranks(PROVE, asked, ranks=4), strict=True), strict=True):
+        assert [row["ledger"] for row in rows] == [[]] * 4, case
 
 
 @pytest.mark.parametrize("job", ["sgd", "sparse"])

@@ -161,6 +161,20 @@ def test_sixteen_thousand_ranks_are_played_by_their_classes() -> None:
     assert step.step_s == pytest.approx(costs.price_s, rel=0.01)
 
 
+def test_islands_wait_for_each_other_only_when_they_are_averaged(calm: StepCosts) -> None:
+    islands = replace(calm, islands=2, period=4, average_s=0.5)
+    quiet = [step.step_s for step in play_steps(islands, steps=8)]
+    assert quiet[:3] == pytest.approx([play_step(calm).step_s] * 3)
+    assert sum(quiet[:4]) == pytest.approx(4 * play_step(calm).step_s + 0.5 * (1 + calm.waits))
+    assert quiet[:4] == pytest.approx(quiet[4:])
+    noisy = Disturbance(noise=0.3, seed=3)
+    alone = sum(step.step_s for step in play_steps(replace(islands, average_s=0.0), noisy, steps=4))
+    together = sum(step.step_s for step in play_steps(calm, noisy, steps=4))
+    assert alone < together  # Who is slow in one step may be fast in the next.
+    slow = play_step(islands, Disturbance(stragglers=(Straggler(rank=0, factor=2.0),)))
+    assert slow.island_s[0] > slow.island_s[1] == pytest.approx(play_step(calm).step_s)
+
+
 def test_young_and_daly_agree_with_playing_failures() -> None:
     found = goodput(devices=16_384, checkpoint_s=60, restart_s=300, device_mtbf_h=50_000)
     assert found.mtbf_s == pytest.approx(50_000 * 3600 / 16_384)

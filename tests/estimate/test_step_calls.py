@@ -20,12 +20,12 @@ from shoal.estimate.shard_table import shard_table
 from shoal.estimate.step_calls import StepCalls, micro_sizes, step_calls
 from shoal.estimate.steps.model import JobModel
 from shoal.estimate.steps.price import price_step, representatives
-from shoal.estimate.steps.timed_calls import activation_calls, data_calls
+from shoal.estimate.steps.timed_calls import activation_calls, collective_s, data_calls
 from shoal.estimate.traffic import Call, calls_of
 from shoal.job import Job, load_job, share
 from shoal.layout.forward import Forward
 from shoal.layout.observe import observe
-from shoal.strategy import ModelFacts, Strategy, accumulate, cp, dp, ep, is_legal, parse, pp, recompute, tp
+from shoal.strategy import ModelFacts, Strategy, accumulate, cp, dp, ep, is_legal, local, parse, pp, recompute, tp
 from shoal.strategy.terms.compress import fp16, gtopk, int8, none, powersgd, topk
 from shoal.strategy.terms.term import Term
 
@@ -64,6 +64,8 @@ def strategies(draw: st.DrawFn) -> Strategy:
         if (n := size()) > 1:
             method = draw(st.sampled_from([none(), none(), int8(), topk(0.01), powersgd(2), fp16(), gtopk(0.01)]))
             terms.append(dp(n, zero=draw(st.integers(0, 3)), compress=method))
+    if draw(st.booleans()) and (n := size()) > 1:
+        terms.insert(0, dp(n, sync=local(draw(st.integers(1, 5)))))
     if (n := size()) > 1:
         ways = [tp(n), tp(n, sequence=True), tp(n, batch=True), cp(n), cp(n, "ulysses"), ep(n)]
         terms.append(draw(st.sampled_from(ways)))
@@ -120,7 +122,7 @@ def compare(name: str, strategy: Strategy) -> None:
     for rank in representatives(strategy):
         step = step_calls(model.shapes, model.forward, strategy, global_batch=job.global_batch, rank=rank)
         held = Held(model.shapes, strategy, rank)
-        samples = held.placing.samples
+        samples = held.placing.split
         sizes = micro_sizes(job.global_batch, strategy.micro_batches, samples.ranks, samples.index)
         positions = np.arange(job.global_batch)
         split = [
@@ -176,6 +178,32 @@ def test_compressed_gradients_take_time_on_the_wire_but_less_than_dense_ones(met
         price_step(model, parse(text), slow).step_split["data"] for text in ("dp(2)", f"dp(2, compress={method})")
     )
     assert 0 < packed < dense
+
+
+@pytest.mark.parametrize("inner", ["", " * dp(2, zero=3)", ' * pp(2, "1f1b", micro=2)', " * tp(2)"])
+def test_over_a_period_of_local_steps_each_call_is_paid_once(inner: str) -> None:
+    """`tests/distributed/test_islands.py` holds the same calls to what is counted."""
+    model, h, slow = read("language:tiny")[1], 4, machine(byte_s=1e-7)
+    strategy = parse(f"dp(2, sync=local({h})){inner}")
+    ranks = [
+        step_calls(model.shapes, model.forward, strategy, global_batch=model.global_batch, rank=rank)
+        for rank in representatives(strategy)
+    ]
+    held = [sum(buffer.padded_bytes // buffer.sharding.ranks for buffer in each.table.buffers) for each in ranks]
+    assert [sum(call[3] for call in each.exchange) for each in ranks] == [16 + size for size in held]
+    assert {(call[1:3], call[4]) for each in ranks for call in each.exchange} == {(("outer", "all_reduce"), 2)}
+    wire_s = max(sum(collective_s(slow, *call[2:]) for call in each.exchange) for each in ranks)
+    estimate = price_step(model, strategy, slow)
+    assert h * estimate.step_split["averaging"] == pytest.approx(wire_s, rel=0.01)
+    for each in ranks:
+        assert {call[0] for call in each.exchange}.isdisjoint(call[0] for call in calls_of(each.table))
+    more = price_step(model, parse(f"dp(2, sync=local({2 * h})){inner}"), slow)
+    assert more.step_split["averaging"] == pytest.approx(estimate.step_split["averaging"] / 2)
+
+
+def test_islands_whose_exchanges_are_not_known_in_advance_are_refused() -> None:
+    with pytest.raises(ValueError, match="not known in advance"):
+        price_step(read("language:tiny")[1], parse("dp(2, sync=ssp(3))"), machine())
 
 
 def test_a_compression_whose_size_only_data_decide_is_refused() -> None:

@@ -10,10 +10,12 @@ import pytest
 from estimate.machines import line, machine
 from shoal.analysis.traced import traced_network
 from shoal.calibration.job_model import job_model
+from shoal.estimate.outer_calls import period
 from shoal.estimate.steps.machine import Curve, Product
 from shoal.estimate.steps.model import JobModel
 from shoal.estimate.steps.operations import PRODUCTS, operations
 from shoal.estimate.steps.price import price_step
+from shoal.estimate.target import local_slowdown
 from shoal.job import load_job
 from shoal.planning.here import legal_here, plan_here
 from shoal.strategy import ModelFacts, is_legal, parse
@@ -158,6 +160,18 @@ def test_every_plan_is_legal_and_the_fastest_comes_first(name: str, world: int) 
     assert all(is_legal(strategy, world=world, facts=facts) for strategy, _ in plan.ranked)
     times = [estimate.step_s for _, estimate in plan.ranked]
     assert times == sorted(times)
+
+
+def test_local_steps_are_ranked_by_their_step_times_the_steps_they_add() -> None:
+    model, facts = model_of("language:tiny")
+    slow = machine(byte_s=1e-7)
+    plan = plan_here(model, facts, slow, world=2, local_steps=8)
+    loose = [strategy for strategy, _ in plan.ranked if period(strategy) > 1]
+    assert loose
+    assert next(strategy for strategy, _ in plan.ranked if "shared" not in str(strategy)) in loose
+    scores = [estimate.step_s * local_slowdown(period(strategy)) for strategy, estimate in plan.ranked]
+    assert scores == sorted(scores)
+    assert not any(period(strategy) > 1 for strategy, _ in plan_here(model, facts, slow, world=2).ranked)
 
 
 def test_more_ranks_than_were_calibrated_are_refused() -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.cluster import cluster
 from shoal.estimate.cost.inputs import RECOMPUTE, SCHEDULES
 from shoal.planning.candidates import COLUMNS, COMPRESSORS, ORDERS, Candidates, of_strategies
+from shoal.planning.counterfactual import with_links
 from shoal.planning.enumerate import compressed, enumerate_legal
 from shoal.planning.legal import facts_of, legal
+from shoal.planning.price import price_candidates
+from shoal.planning.rank import make_plan, question_for
 from shoal.shapes.presets import preset
 from shoal.shapes.shape import Transformer
 from shoal.strategy import ModelFacts, is_legal, parse
@@ -53,6 +59,7 @@ def raw_rows(draw: st.DrawFn) -> Candidates:
         "recompute": column(st.integers(0, len(RECOMPUTE) - 1)),
         "order": column(st.integers(0, len(ORDERS) - 1)),
         "compress": column(st.integers(0, len(COMPRESSORS) - 1)),
+        "local": column(st.sampled_from([0, 0, 1, 4])),
     }
     return Candidates(**values, global_batch=48)
 
@@ -117,6 +124,31 @@ def test_compressed_rows_are_legal_and_move_dp_between_nodes_outside() -> None:
         assert is_legal(found.strategy(row), world=16, facts=facts)
 
 
+def test_local_steps_are_planned_where_they_are_asked_for() -> None:
+    shape, slow = preset("gpt2:medium"), with_links(cluster("dgx-a100", devices=16), 0.01, level=1)
+    question = question_for(shape, slow, global_batch=64)
+    plain, asked = make_plan(question), make_plan(replace(question, local_steps=8))
+    assert not plain.priced.rows.local.any()
+    rows = asked.priced.rows
+    first, dense = (next(int(row) for row in asked.ranked if here[row]) for here in
+                    (rows.local == 8, (rows.local == 0) & (rows.compress == 0)))  # fmt: skip
+    assert asked.time_s(first) < asked.time_s(dense)
+    assert asked.steps(first) > asked.steps(dense)
+    local_rows = rows.rows(rows.local > 0)
+    for row in range(0, len(local_rows), max(1, len(local_rows) // 100)):
+        assert is_legal(local_rows.strategy(row), world=16, facts=question.model_facts)
+
+
+def test_an_average_is_shared_among_the_steps_of_its_period() -> None:
+    shape, place = preset("gpt2:medium"), cluster("dgx-a100", devices=16)
+    texts = ["dp(2, sync=local({}))" + inner for inner in (" * dp(8)", " * dp(8, zero=1)", " * tp(8)")]
+    for text in texts:
+        rows = of_strategies([parse(text.format(h)) for h in (1, 2, 8, 10**9)], global_batch=64)
+        data_s = price_candidates(rows, shape=shape, cluster=place, everything=True).split_s["data"]
+        parts = data_s[:-1] - data_s[-1]
+        assert parts == pytest.approx(parts[0] / np.array([1, 2, 8]), rel=1e-6), text
+
+
 @pytest.mark.parametrize("text", [
     "serial",
     "dp(8, zero=1) * tp(2, sequence=True) * amp(\"bf16\")",
@@ -124,12 +156,17 @@ def test_compressed_rows_are_legal_and_move_dp_between_nodes_outside() -> None:
     "dp(4, compress=topk(0.01)) * dp(2, zero=1)",
     "dp(2) * pp(2, micro=4) * dp(4, zero=3) * cp(2)",
     "dp(2) * ep(4) * accumulate(2)",
+    "dp(4, sync=local(8)) * dp(2, zero=1)",
+    "dp(4, sync=local(8)) * tp(2)",
 ])  # fmt: skip
 def test_expressions_become_rows_and_come_back(text: str) -> None:
     assert of_strategies([parse(text)], global_batch=64).strategy(0) == parse(text)
 
 
-@pytest.mark.parametrize("text", ["spatial(2)", "dp(2, sync=local(4))", "dp(2, via=ps(1))", "dp(2, compress=qsgd(4))"])
+@pytest.mark.parametrize("text", [
+    "spatial(2)", "dp(2, sync=ssp(4))", "dp(2, via=ps(1))", "dp(2, compress=qsgd(4))", "dp(2) * dp(2, sync=local(4))",
+    "dp(2, compress=int8(), sync=local(4))",
+])  # fmt: skip
 def test_what_has_no_price_is_refused_by_name(text: str) -> None:
     with pytest.raises(ValueError, match="no price is known"):
         of_strategies([parse(text)], global_batch=64)

@@ -253,6 +253,9 @@ def plan(
         str | None, typer.Option(help="CSV of pilot runs (batch,steps[,compress]) for the steps to target.")
     ] = None,
     profile: Annotated[str | None, typer.Option(help="A framework's habits (default: a good one).")] = None,
+    sync: Annotated[
+        str | None, typer.Option(help="Also plan islands that are averaged now and then, such as local(8).")
+    ] = None,
     size: Annotated[str | None, SIZE] = None,
     html: Annotated[str | None, typer.Option("--html", help="Write a page that works offline.")] = None,
     run: Annotated[bool, typer.Option("--run", help="Train the job by the best plan, on this machine.")] = False,
@@ -265,7 +268,7 @@ def plan(
         plan_command(
             what, cluster_name=cluster, devices=devices, batch=batch, by=by, top=top, as_json=as_json, html_file=html,
             run=run, sequence=sequence, precision=precision, price=price, watts=watts, kwh_price=kwh_price, pilot=pilot,
-            size=size, profile=profile,
+            size=size, profile=profile, sync=sync,
         )
     )  # fmt: skip
 

@@ -35,9 +35,10 @@ def plan_command(
     what: str, *, cluster_name: str, devices: int | None, batch: str | None, by: str, top: int, as_json: bool,
     html_file: str | None, run: bool, sequence: int | None = None, precision: str | None = None,
     price: float | None = None, watts: float | None = None, kwh_price: float | None = None, pilot: str | None = None,
-    size: str | None = None, profile: str | None = None,
+    size: str | None = None, profile: str | None = None, sync: str | None = None,
 ) -> int:  # fmt: skip
     """Plans, prints, and if told trains."""
+    local_steps = _local_steps(sync)
     if cluster_name == THIS and _names_job(what):
         unused = {
             "--by": None if by in ("time", "step") else by, "--html": html_file, "--sequence": sequence,
@@ -47,7 +48,8 @@ def plan_command(
         for option, given in unused.items():
             if given is not None:
                 raise CannotPlan(f"{option} {given}: a job on this machine is planned by step time alone; leave it out")
-        return _here(what, devices=devices, batch=batch, top=top, as_json=as_json, run=run, size=size)
+        return _here(what, devices=devices, batch=batch, top=top, as_json=as_json, run=run, size=size,
+                     local_steps=local_steps)  # fmt: skip
     shape, facts, job_batch = _model(what, size=size, run=run)
     if sequence is not None:
         if facts is not None:
@@ -56,7 +58,7 @@ def plan_command(
     place = the_cluster(cluster_name, devices=devices)
     plan = _plan(
         shape, place, batch=samples_of(batch, shape) or job_batch, by=by, precision=precision, price=price, watts=watts,
-        kwh_price=kwh_price, pilot=pilot, facts=facts, profile=profile,
+        kwh_price=kwh_price, pilot=pilot, facts=facts, profile=profile, local_steps=local_steps,
     )  # fmt: skip
     if plan.best is None:
         raise NothingFits("\n".join(what_would_fit(plan)))
@@ -74,6 +76,21 @@ def plan_command(
     if html_file is not None and not as_json:
         print(f"\nPage  written to {html_file}")
     return _train(what, plan, size=size, as_json=as_json) if run else 0
+
+
+def _local_steps(sync: str | None) -> int:
+    """The h of `local(h)`; 0 where nothing was asked for."""
+    if sync is None:
+        return 0
+    from shoal.strategy import StrategyError, local, parse
+
+    try:
+        [level] = parse(f"dp(2, sync={sync})").dp_levels
+    except StrategyError as error:
+        raise CannotPlan(f"--sync {sync}: {error}") from None
+    if not isinstance(level.sync, local):
+        raise CannotPlan(f"--sync {sync}: plans know bsp(), which is always among them, and local(h); try local(8)")
+    return int(level.sync.h)
 
 
 def _here(what: str, *, batch: str | None, size: str | None, **options: Any) -> int:
@@ -151,6 +168,7 @@ def _names_job(what: str) -> bool:
 def _plan(
     shape: Transformer, place: Cluster, *, batch: int | None, by: str, precision: str | None, price: float | None,
     watts: float | None, kwh_price: float | None, pilot: str | None, facts: ModelFacts | None, profile: str | None,
+    local_steps: int,
 ) -> Plan:  # fmt: skip
     from shoal.estimate.cost.profile_file import read_profile
     from shoal.estimate.target import default_target, read_pilot
@@ -168,7 +186,7 @@ def _plan(
     more: dict[str, Any] = {"profile": read_profile(profile)} if profile is not None else {}
     question = question_for(
         shape, place, global_batch=batch, target=target, precision=precision, by=by, price_an_hour=price, watts=watts,
-        price_a_kwh=kwh_price, facts=facts, **more,
+        price_a_kwh=kwh_price, facts=facts, local_steps=local_steps, **more,
     )  # fmt: skip
     return cheapest(question) if by == "cost" else make_plan(question)
 

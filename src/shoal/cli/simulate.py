@@ -52,7 +52,7 @@ def simulate_command(
         links=_each(links, "--link", lambda rank, left: Links(rank=rank, left=left)),
         noise=noise, seed=seed,
     )  # fmt: skip
-    calm = next(play_steps(costs, steps=1))
+    calm_s = float(np.mean([step.step_s for step in play_steps(costs, steps=costs.period)]))
     played = list(play_steps(costs, disturbance, steps=steps))
     nodes = max(1, place.devices // place.node)
     written_s = checkpoint_time_s(parameters=shape.parameters, nodes=nodes) if checkpoint_s is None else checkpoint_s
@@ -64,12 +64,12 @@ def simulate_command(
     told: dict[str, Any] = {
         "model": shape.name, "strategy": str(strategy), "cluster": place.name, "ranks": costs.ranks,
         "global_batch": global_batch, "classes": len(played[-1].counts), "events": len(played[-1].order),
-        "price_s": float(priced.step_s[0]), "undisturbed_s": calm.step_s, "step_s": [step.step_s for step in played],
+        "price_s": float(priced.step_s[0]), "undisturbed_s": calm_s, "step_s": [step.step_s for step in played],
         "idle": played[-1].idle, "idle_of_slowest": played[-1].played(_slowest(played[-1])).bubble,
         "memory_bytes": float(priced.memory_bytes[0]), "fits": bool(priced.fits[0]),
         "goodput": {
             "part": good.part, "mtbf_s": good.mtbf_s, "checkpoint_s": good.checkpoint_s, "restart_s": good.restart_s,
-            "interval_s": good.interval_s, "steps_between_checkpoints": good.steps(calm.step_s),
+            "interval_s": good.interval_s, "steps_between_checkpoints": good.steps(calm_s),
         },
     }  # fmt: skip
     if trace_file is not None:

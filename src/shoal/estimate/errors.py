@@ -19,6 +19,7 @@ UNMEASURED = {
     "experts": "experts",
     "schedule": "its pipeline schedule",
     "compression": "compression between nodes",
+    "local": "local steps",
     "device": "steps on this device",
 }
 """What no or hardly any row of the validation shows: there the error may be larger than the bars say."""

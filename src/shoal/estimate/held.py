@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
+from math import prod
 
 from shoal.estimate.placing import Family, Placing
 from shoal.estimate.traffic import Group
@@ -155,6 +156,16 @@ class Held:
         if self._expert_names.get(name, False):
             shape = (shape[0] // self.placing.experts.ranks, *shape[1:])
         return shape
+
+    def float_numbers(self) -> int:
+        """Of floating-point buffers; a rank of a pipeline keeps those of all stages."""
+        found, place = 0, self.placing.tensor
+        for name, shape in self.shapes.floats.items():
+            cut = self.tensor_cuts.get(name)
+            if cut is not None:
+                shape = (*shape[: cut.dim], cut.local_size(place.ranks, place.index), *shape[cut.dim + 1 :])
+            found += prod(shape)
+        return found
 
     def channel_parts(self, path: str) -> int:
         """Among how many ranks the channels of a norm are cut."""

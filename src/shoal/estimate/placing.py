@@ -91,6 +91,10 @@ class Placing:
         sampling = [*self.levels, *self._named(ep), *(self._named(tp) if self.batch_over_tp else ())]
         self.samples_axes = tuple(sampling)
         self.samples = data if sampling == self.levels else self.along(*sampling)
+        self.split = self.along(*loose, *sampling) if loose else self.samples
+        """The ranks that split the global batch, of all islands."""
+        self.islands = self.along(*loose) if loose else Member(ALONE)
+        """The ranks that hold the same part of the model in each island."""
         inside = [name for name, _ in self.axes if name not in loose]
         label = "island" if loose else "world"
         self.island = data if set(inside) == set(self.levels) else self.along(*inside, label=label)

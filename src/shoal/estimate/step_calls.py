@@ -1,4 +1,5 @@
-"""The one source of what a strategy sends in a step: every collective of one rank, before anything runs.
+"""The one source of what a strategy sends in a step: every collective of one rank, before anything runs. Islands
+(`sync=local(h)`) exchange after every `period` steps (`outer_calls.py`).
 
 The ledger's prediction adds them up (`traffic.predict`), `steps/price.py` times them, and what a run counts is compared
 with them.
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from shoal.estimate.axis_calls import Placed, axis_calls, border_bytes, buffer_calls
 from shoal.estimate.expert_traffic import even_routing, expert_traffic
 from shoal.estimate.held import Held
+from shoal.estimate.outer_calls import outer_calls, period
 from shoal.estimate.shard_table import shard_table
 from shoal.estimate.traffic import Call, ShardTable
 from shoal.layout.forward import ExpertShape, Forward, JobShapes
@@ -31,6 +33,10 @@ class StepCalls:
     """Of buffers that the job declares."""
     border_bytes: tuple[int, ...]
     """What crosses the cut before each stage of a pipeline but the first, for the largest micro-batch."""
+    period: int
+    """Steps from one exchange of islands to the next; 1 where all ranks step together."""
+    exchange: tuple[Call, ...]
+    """What follows the last step of a period."""
 
 
 def micro_sizes(samples: int, micro: int, ranks: int, index: int) -> list[int]:
@@ -49,7 +55,7 @@ def step_calls(
 ) -> StepCalls:
     """Of a steady step. `forward` may be of any number of samples; experts are taken to be chosen evenly."""
     held = Held(shapes, strategy, rank)
-    samples = held.placing.samples
+    samples = held.placing.split
     sizes = micro_sizes(global_batch, strategy.micro_batches, samples.ranks, samples.index)
     kinds = []
     for size in dict.fromkeys(sizes):
@@ -59,9 +65,11 @@ def step_calls(
     buffers = tuple(buffer_calls(held))
     calls = [call for times, placed in kinds for _, call in placed for _ in range(times)]
     largest = forward.of_samples(max(sizes))
+    table = shard_table(held, strategy, largest, calls=[*calls, *buffers])
     return StepCalls(
-        held=held, table=shard_table(held, strategy, largest, calls=[*calls, *buffers]), activations=tuple(kinds),
-        buffers=buffers, border_bytes=tuple(border_bytes(held, largest)),
+        held=held, table=table, activations=tuple(kinds), buffers=buffers,
+        border_bytes=tuple(border_bytes(held, largest)), period=period(strategy),
+        exchange=tuple(outer_calls(held, table)),
     )  # fmt: skip
 
 

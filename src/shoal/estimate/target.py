@@ -58,9 +58,13 @@ class Target:
     def steps(self, batch: float, *, compress: str = "none", staleness: float = 0.0, local_steps: int = 1) -> float:
         """Optimiser steps to the target."""
         least = self.samples / self.noise_batch
-        doublings = max(0, int(local_steps).bit_length() - 1)
-        drift = (1 + A_STALE_STEP * staleness) * (1 + A_DOUBLING_OF_LOCAL_STEPS * doublings)
+        drift = (1 + A_STALE_STEP * staleness) * local_slowdown(local_steps)
         return least * (1 + self.noise_batch / batch) * self.slowdowns.get(compress, 1.0) * drift
+
+
+def local_slowdown(local_steps: int) -> float:
+    """Steps of islands that are averaged after so many, relative to those of replicas that step together."""
+    return 1 + A_DOUBLING_OF_LOCAL_STEPS * max(0, local_steps.bit_length() - 1)
 
 
 def default_target(shape: Transformer) -> Target:

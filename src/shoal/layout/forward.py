@@ -218,6 +218,10 @@ class JobShapes:
     loss_over_batch: bool = False
     buffers: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     """Buffers that the job declares: name -> (numbers, how replicas bring them together)."""
+    floats: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Shapes of floating-point buffers, which replicas that step by themselves average."""
+    complex_floats: bool = False
+    """Whether one of them is complex: then they are averaged as complex numbers."""
 
     def in_block(self, path: str) -> bool:
         return any(path == block or path.startswith(block + ".") for block in self.blocks)

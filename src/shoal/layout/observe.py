@@ -245,6 +245,7 @@ def job_shapes(
         for number, link in enumerate(chain.links)
     )  # fmt: skip
     context = layout.context
+    floats = {name: b for name, b in model.named_buffers() if b.is_floating_point() or b.is_complex()}
     return JobShapes(
         parameters=tuple(_parameters(job, model, dtype)),
         blocks=tuple(path for path, _ in blocks(model)),
@@ -267,6 +268,8 @@ def job_shapes(
         synchronised_norms=job.batch_norm == "sync",
         loss_over_batch=job.loss_over == "batch",
         buffers=_buffers(job, model),
+        floats={name: tuple(b.shape) for name, b in floats.items()},
+        complex_floats=any(b.is_complex() for b in floats.values()),
     )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from shoal.strategy import (
     dp,
     ep,
     int8,
+    local,
     none,
     powersgd,
     pp,
@@ -54,7 +55,8 @@ class Candidates:
     """Columns of whole numbers, all of one length."""
 
     outer: Column
-    """The outer level of dp; 1 where there is none. It never shards, lies outermost, and is the one that compresses."""
+    """The outer level of dp; 1 where there is none. It never shards, lies outermost, and is the one that compresses or
+    is averaged now and then."""
     dp: Column
     """The inner (or only) level of dp, which shards by `zero`. Ranks of ep are not counted."""
     ep: Column
@@ -74,6 +76,8 @@ class Candidates:
     """Indices of ORDERS."""
     compress: Column
     """Indices of COMPRESSORS."""
+    local: Column
+    """Steps after which the outer level averages its parameters; 0 where it sums gradients in every step."""
     global_batch: int
     precision: str = "bf16"
 
@@ -118,7 +122,8 @@ class Candidates:
         }
         terms: list[Any] = []
         if value["outer"] > 1:
-            terms.append(dp(value["outer"], compress=COMPRESSORS[value["compress"]]))
+            level = dp(value["outer"], compress=COMPRESSORS[value["compress"]])
+            terms.append(level.replace(sync=local(value["local"])) if value["local"] else level)
         terms += [axes[axis] for axis in reversed(ORDERS[value["order"]]) if axes[axis] is not None]
         if value["micro"] > 1 and not pipeline:
             terms.append(accumulate(value["micro"]))
@@ -152,18 +157,23 @@ def _row(strategy: Strategy) -> dict[str, Any]:
         raise ValueError(f"{strategy}: no price is known for {what}; dp (two levels), pp, tp, cp, ep, accumulate, "
                          "recompute and amp have one")  # fmt: skip
     for level in levels:
-        if str(level.replace(n=1, zero=0, compress=none())) != "dp(1)":
-            raise ValueError(f"{strategy}: no price is known for {level}; only sync=bsp() by all-reduce has one")
-    compressing = [level for level in levels if not isinstance(level.compress, none)]
-    inner = levels[-1] if levels and (len(levels) == 2 or not compressing) else None
-    outer = levels[0] if levels and (len(levels) == 2 or compressing) else None
-    if outer is not None and (outer.zero or (inner is not None and not isinstance(inner.compress, none))):
-        raise ValueError(f"{strategy}: no price is known for zero outside, or compression inside; "
-                         "shard the inner level, compress the outer one")  # fmt: skip
+        known = dp(1, sync=level.sync) if isinstance(level.sync, local) else dp(1)
+        if str(level.replace(n=1, zero=0, compress=none())) != str(known):
+            raise ValueError(f"{strategy}: no price is known for {level}; only sync=bsp() and sync=local(h) by "
+                             "all-reduce have one")  # fmt: skip
+    alone = [level for level in levels if not isinstance(level.compress, none) or isinstance(level.sync, local)]
+    inner = levels[-1] if levels and (len(levels) == 2 or not alone) else None
+    outer = levels[0] if levels and (len(levels) == 2 or alone) else None
+    if outer is not None and (outer.zero or (inner is not None and inner in alone)):
+        raise ValueError(f"{strategy}: no price is known for zero outside, or compression or local steps inside; "
+                         "shard the inner level, compress or average the outer one")  # fmt: skip
+    loose = outer.sync if outer is not None and isinstance(outer.sync, local) and outer.n > 1 else None
     term = outer.compress if outer is not None else none()
     if term not in COMPRESSORS:
-        known = ", ".join(str(each) for each in COMPRESSORS[1:])
-        raise ValueError(f"{strategy}: no price is known for {term}; for {known} there is one")
+        some = ", ".join(str(each) for each in COMPRESSORS[1:])
+        raise ValueError(f"{strategy}: no price is known for {term}; for {some} there is one")
+    if loose is not None and not isinstance(term, none):
+        raise ValueError(f"{strategy}: no price is known for compressed averages; leave compress or sync out")
     pipeline, tensor, context, experts = strategy.term(pp), strategy.term(tp), strategy.term(cp), strategy.term(ep)
     kept, precise = strategy.term(recompute), strategy.term(amp)
     placed = [axis.name for axis in reversed(strategy.axes) if axis.term is not outer and axis.term.n > 1]
@@ -180,5 +190,6 @@ def _row(strategy: Strategy) -> dict[str, Any]:
         "micro": strategy.micro_batches,
         "schedule": SCHEDULES.index(pipeline.schedule) if pipeline and pipeline.n > 1 else 0,
         "chunks": pipeline.chunks if pipeline else 1, "recompute": RECOMPUTE.index(kept.kind) if kept else 0,
-        "order": order, "compress": COMPRESSORS.index(term), "precision": precise.dtype if precise else "fp32",
+        "order": order, "compress": COMPRESSORS.index(term), "local": loose.h if loose else 0,
+        "precision": precise.dtype if precise else "fp32",
     }  # fmt: skip

@@ -61,7 +61,7 @@ def enumerate_legal(
     columns = _kept(columns, (columns["sequence"] == 0) | (columns["tp"] > 1))
     columns = _crossed(columns, zero=np.array(space.zeros))
     columns = _kept(columns, _worth_sharding(columns))
-    columns["compress"] = np.zeros_like(columns["zero"])
+    columns["compress"] = columns["local"] = np.zeros_like(columns["zero"])
     columns = _micro_batched(columns, global_batch=facts.global_batch, sizes=space.micro_batches)
     schedules = [(0, 1), *((SCHEDULES.index(name), chunks) for name, chunks in space.pipelines)]
     columns = _crossed(
@@ -134,6 +134,12 @@ def compressed(rows: Candidates, *, node: int) -> Candidates:
     return rows.put(_crossed(columns, compress=np.arange(1, len(COMPRESSORS))))
 
 
+def averaged(rows: Candidates, *, node: int, local_steps: int) -> Candidates:
+    """`compressible` rows with what of dp lies between nodes as islands that are averaged."""
+    outer = _between_nodes(rows, node=node)
+    return rows.put({"outer": outer, "dp": rows.dp // outer, "local": np.full(len(rows), local_steps)})
+
+
 def _between_nodes(rows: Candidates, *, node: int) -> Column:
     """Replicas of dp that lie on different nodes, where dp lies outermost."""
     return np.gcd(rows.dp, np.maximum(1, rows.world // node))
@@ -199,7 +205,7 @@ def _kept(columns: dict[str, Column], mask: Column) -> dict[str, Column]:
 
 FAMILIES = (
     "serial", "dp", "zero", "tp", "pp", "cp", "dp + tp", "dp + pp", "tp + pp", "3D (dp, tp, pp)", "with cp", "with ep",
-    "hybrid shards", "compressed",
+    "hybrid shards", "compressed", "local steps",
 )  # fmt: skip
 
 
@@ -210,7 +216,7 @@ def families_of(rows: Candidates) -> Column:
     masks = (
         data, data & (rows.zero > 0), tensor, pipeline, context, data & tensor, data & pipeline, tensor & pipeline,
         tensor & pipeline & data, context & (data | tensor | pipeline), rows.ep > 1,
-        (rows.outer > 1) & (rows.compress == 0), rows.compress > 0,
+        (rows.outer > 1) & (rows.compress == 0), rows.compress > 0, rows.local > 0,
     )  # fmt: skip
     found = np.zeros(len(rows), dtype=np.int8)
     for code, mask in enumerate(masks, start=1):

@@ -15,10 +15,12 @@ from shoal.comm.network import LinkTimes
 from shoal.estimate.codecs import named
 from shoal.estimate.crossover import Bucket, Codec, Computing, Ends, Setting
 from shoal.estimate.estimate import Estimate
+from shoal.estimate.outer_calls import period
 from shoal.estimate.shard_table import BUCKET_BYTES
 from shoal.estimate.steps.machine import Machine
 from shoal.estimate.steps.model import JobModel
 from shoal.estimate.steps.price import price_step
+from shoal.estimate.target import local_slowdown
 from shoal.strategy import (
     CompressTerm,
     ModelFacts,
@@ -29,6 +31,7 @@ from shoal.strategy import (
     fp16,
     int8,
     is_legal,
+    local,
     powersgd,
     pp,
     recompute,
@@ -56,29 +59,34 @@ class PlanHere:
     ranked: tuple[tuple[Strategy, Estimate], ...]
 
 
-def plan_here(model: JobModel, facts: ModelFacts, machine: Machine, *, world: int) -> PlanHere:
-    """All that are legal, and fit into the host's memory."""
+def plan_here(model: JobModel, facts: ModelFacts, machine: Machine, *, world: int, local_steps: int = 0) -> PlanHere:
+    """All that are legal, and fit into the host's memory. With `local_steps` also islands that are averaged after so
+    many; they need more steps to a target, so ranking multiplies their step by that."""
     if world > machine.ranks:
         raise ValueError(
             f"{world} ranks were asked for, and {machine.ranks} were calibrated: more of them would share what was "
             f"measured of each; run `shoal calibrate --ranks {world}` first"
         )
     found = []
-    for strategy in legal_here(facts, world=world):
+    for strategy in legal_here(facts, world=world, local_steps=local_steps):
         estimate = price_step(model, strategy, machine)
         if estimate.memory_bytes is None or estimate.memory_bytes * world <= machine.memory_bytes:
             found.append((strategy, estimate))
-    found.sort(key=lambda pair: (pair[1].step_s, str(pair[0])))
+    found.sort(key=lambda pair: ((pair[1].step_s or 0.0) * local_slowdown(period(pair[0])), str(pair[0])))
     return PlanHere(model=model, machine=machine, world=world, ranked=tuple(found))
 
 
-def legal_here(facts: ModelFacts, *, world: int) -> Iterator[Strategy]:
-    """Every legal product of dp, tp, cp and pp over so many ranks of one host, with micro-batches and recomputation."""
+def legal_here(facts: ModelFacts, *, world: int, local_steps: int = 0) -> Iterator[Strategy]:
+    """Every legal product of dp, tp, cp and pp over this number of ranks of one host, with micro-batches and
+    recomputation; with `local_steps` also islands of such products."""
     if not 1 <= world <= MOST_RANKS:
         raise ValueError(f"{world} ranks of one host were asked for; expected 1 to {MOST_RANKS}")
     seen = set()
-    for sizes in _factors(world, 4):
-        for terms in _axes(*sizes):
+    for islands, *sizes in _factors(world, 5):
+        if islands > 1 and not local_steps:
+            continue
+        outer = [dp(islands, sync=local(local_steps))] if islands > 1 else []
+        for terms in ((*outer, *inner) for inner in _axes(*sizes)):
             for again in (None, recompute("selective"), recompute("full")):
                 strategy = Strategy(*terms, *([again] if again is not None else []))
                 if str(strategy) not in seen and is_legal(strategy, world=world, facts=facts):

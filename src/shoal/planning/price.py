@@ -1,7 +1,8 @@
 """Prices of candidates: memory of all, time of those that fit, and what an outer level of dp adds to the rest.
 
 An outer level is priced on top of the group inside it: the group is a job of its own on its part of the batch, and once
-a step its shards meet those of the other groups, dense or compressed.
+a step its gradients are summed with those of the other groups, dense or compressed, or its parameters are averaged with
+theirs once in several steps.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ BLOCK = 16_384
 FEW = 8
 """Rows, of no more than so many each pipeline is played."""
 SCALE_BYTES = 4
-"""Elements are compressed, and their scales sent, in 32 bits."""
+"""Elements are compressed, and scales and averaged parameters sent, in 32 bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,7 +142,8 @@ def step_costs_of(rows: Candidates, *, shape: Transformer, cluster: Cluster, pro
     split = {name: column + np.zeros(1) for name, column in step_split_s(inputs, profile, play=False).items()}
     outer = int(rows.outer[0])
     outer_s = float(_between_groups_s(rows, inputs, split, profile=profile)[0]) if outer > 1 else 0.0
-    return step_costs(inputs, profile, outer=outer, outer_s=outer_s, devices=int(rows.world[0]))
+    return step_costs(inputs, profile, outer=outer, outer_s=outer_s, local_steps=int(rows.local[0]),
+                      devices=int(rows.world[0]))  # fmt: skip
 
 
 def _strides(rows: Candidates) -> dict[str, Column]:
@@ -206,7 +208,7 @@ def _shard(inputs: Inputs, rows: Candidates, profile: Profile) -> Column:
 
 
 def _between_groups_s(rows: Candidates, inputs: Inputs, split: Mapping[str, Column], *, profile: Profile) -> Column:
-    """What the outer level adds to a step."""
+    """What the outer level adds to a step; under local steps, a step's part of an average."""
     links = path(inputs, profile, PHYSICS, ranks=rows.outer, stride=rows.world / rows.outer)
     elements = _shard(inputs, rows, profile)
     dense_s = links.ring_s(np.asarray(profile.gradient_bytes) * elements, rounds=2.0)
@@ -215,7 +217,10 @@ def _between_groups_s(rows: Candidates, inputs: Inputs, split: Mapping[str, Colu
     shown_s = np.maximum(
         np.asarray(profile.data_exposed) * dense_s, dense_s - np.asarray(profile.data_hidden) * last_backward_s
     )
-    found = shown_s
+    # Islands average all that a rank holds of the parameters, with nothing to hide behind, once in `local` steps.
+    held = elements * np.where(rows.zero == 0, rows.dp, 1)
+    average_s = links.ring_s(SCALE_BYTES * held, rounds=2.0)
+    found = np.where(rows.local > 0, average_s / np.maximum(1, rows.local), shown_s)
     for code, term in enumerate(COMPRESSORS):
         here = rows.compress == code
         if isinstance(term, none) or not here.any():

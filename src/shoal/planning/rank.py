@@ -11,9 +11,18 @@ import numpy as np
 from shoal.cluster import BadCluster, Cluster
 from shoal.estimate.cost import GOOD, Profile
 from shoal.estimate.estimate import Estimate
-from shoal.estimate.target import Target, default_target
+from shoal.estimate.target import Target, default_target, local_slowdown
 from shoal.planning.candidates import COMPRESSORS, Candidates, Column
-from shoal.planning.enumerate import FAMILIES, WHOLE, Space, compressed, enumerate_legal, families_of
+from shoal.planning.enumerate import (
+    FAMILIES,
+    WHOLE,
+    Space,
+    averaged,
+    compressed,
+    compressible,
+    enumerate_legal,
+    families_of,
+)
 from shoal.planning.legal import facts_of
 from shoal.planning.price import Priced, joined, played, price_candidates, unplayed, with_times
 from shoal.shapes.shape import Transformer
@@ -25,8 +34,8 @@ Play = Literal["shown", "best", "nothing"]
 WORTH_COMPRESSING = 0.01
 """Compressors are tried where gradients take at least this part of the step."""
 MOST_COMPRESSED = 5_000
-"""Rows, the fastest first, for which compressors are tried."""
-KIND = ("tp", "pp", "schedule", "recompute", "compress")
+"""Rows, the fastest first, for which compressors, or local steps, are tried."""
+KIND = ("tp", "pp", "schedule", "recompute", "compress", "local")
 """Columns by which plans that are shown differ."""
 SHOWN = 10
 """Rows, the best first, that are played before a plan is shown, beside the Pareto front and the best of each family;"""
@@ -53,6 +62,8 @@ class Question:
     facts: ModelFacts | None = None
     """Of a model that was looked into; else those of the shape."""
     space: Space = WHOLE
+    local_steps: int = 0
+    """Islands that are averaged after so many steps are tried, too; 0: no."""
 
     @property
     def device_watts(self) -> float | None:
@@ -95,8 +106,9 @@ class Plan:
 
     def steps(self, row: int) -> float:
         """Steps to the target."""
-        term = COMPRESSORS[int(self.priced.rows.compress[row])]
-        return self.question.target.steps(self.question.global_batch, compress=type(term).__name__)
+        rows, question = self.priced.rows, self.question
+        term, local_steps = COMPRESSORS[int(rows.compress[row])], max(1, int(rows.local[row]))
+        return question.target.steps(question.global_batch, compress=type(term).__name__, local_steps=local_steps)
 
     def time_s(self, row: int) -> float:
         """Seconds to the target."""
@@ -171,12 +183,20 @@ def price_all(question: Question) -> Priced:
     )
     priced = price_candidates(rows, shape=shape, cluster=cluster, profile=question.profile)
     if cluster.node < cluster.devices:
-        worth = np.flatnonzero(priced.fits & (priced.split_s["data"] >= WORTH_COMPRESSING * priced.step_s))
-        worth = worth[np.argsort(priced.step_s[worth], kind="stable")[:MOST_COMPRESSED]]
-        more = compressed(rows.rows(worth), node=cluster.node)
-        if len(more):
-            priced = joined(priced, price_candidates(more, shape=shape, cluster=cluster, profile=question.profile))
+        worth = priced.fits & (priced.split_s["data"] >= WORTH_COMPRESSING * priced.step_s)
+        variants = [compressed(rows.rows(_fastest(priced, worth)), node=cluster.node)]
+        if question.local_steps:
+            there = rows.rows(_fastest(priced, priced.fits & compressible(rows, node=cluster.node)))
+            variants.append(averaged(there, node=cluster.node, local_steps=question.local_steps))
+        for more in variants:
+            if len(more):
+                priced = joined(priced, price_candidates(more, shape=shape, cluster=cluster, profile=question.profile))
     return priced
+
+
+def _fastest(priced: Priced, which: Column) -> Column:
+    found = np.flatnonzero(which)
+    return np.asarray(found[np.argsort(priced.step_s[found], kind="stable")[:MOST_COMPRESSED]])
 
 
 def ranked(question: Question, priced: Priced, *, play: Play = "shown") -> Plan:
@@ -219,6 +239,8 @@ def _ranked(question: Question, priced: Priced, *, before: Column | None = None)
     steps = np.array([
         question.target.steps(question.global_batch, compress=type(term).__name__) for term in COMPRESSORS
     ])[priced.rows.compress]  # fmt: skip
+    if question.local_steps:
+        steps = steps * np.where(priced.rows.local > 0, local_slowdown(question.local_steps), 1.0)
     score = np.where(priced.fits, priced.step_s * (steps if question.by != "step" else 1.0), np.inf)
     if before is None:
         fitting = np.flatnonzero(priced.fits)

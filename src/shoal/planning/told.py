@@ -15,7 +15,7 @@ from shoal.estimate.errors import (
     UNMEASURED,
     around,
 )
-from shoal.estimate.target import REACHED
+from shoal.estimate.target import REACHED, local_slowdown
 from shoal.planning.candidates import COMPRESSORS
 from shoal.planning.counterfactual import Change
 from shoal.planning.enumerate import FAMILIES, families_of
@@ -94,6 +94,10 @@ def _assumptions(plan: Plan) -> list[str]:
         f"framework: profile {question.profile.name!r}; precision {question.precision}; {_memory_of_state(plan)}",
         "MFU: 6 operations a parameter and token, and attention's products, over the device's peak in this precision",
     ]
+    if question.local_steps:
+        slowdown = local_slowdown(question.local_steps)
+        told.append(f"steps under local({question.local_steps}), relative to dense: {slowdown:.3g} (assumed: Lin et "
+                    "al. 2020, Douillard et al. 2023)")  # fmt: skip
     if question.device_watts is not None:
         whose = "the device's datasheet" if question.watts is None else "--watts"
         told.append(f"energy: {question.device_watts:g} W a device ({whose}), at full power all the time; hosts, "
@@ -170,6 +174,7 @@ def _unmeasured(plan: Plan, row: int) -> list[str]:
         "experts": question.shape.experts > 0,
         "schedule": SCHEDULES[int(rows.schedule[row])] not in MEASURED_SCHEDULES,
         "compression": rows.compress[row] > 0,
+        "local": rows.local[row] > 0,
         "device": not question.cluster.device.name.startswith(MEASURED_DEVICES),
     }
     return [UNMEASURED[name] for name, so in there.items() if so]

@@ -8,7 +8,7 @@ hand gathers under cp.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from shoal.estimate.attention_traffic import attention_calls
 from shoal.estimate.axis_calls import axis_calls, buffer_calls
 from shoal.estimate.held import Held
+from shoal.estimate.outer_calls import outer_calls, period
 from shoal.estimate.shard_table import shard_table
 from shoal.estimate.tensor_traffic import crossing_calls
 from shoal.estimate.traffic import Call, Group, ShardTable
@@ -98,12 +99,15 @@ class Expected:
         split: how many tokens come from others, only they know."""
         forwards = [self.forward(batch) for batch in batches]
         compression = self.engine.compression
-        return shard_table(
+        found = shard_table(
             self.held, self.strategy, forwards[0], calls=list(self._calls(forwards, total)),
             step=0 if compression is None else compression.step - 1,
             unused=() if compression is None else compression.unused,
             method=None if compression is None else compression.method,
         )  # fmt: skip
+        if self.engine.clock % period(self.strategy):
+            return found
+        return replace(found, calls=(*found.calls, *outer_calls(self.held, found)))
 
     def _calls(self, forwards: Sequence[Forward], total: int) -> Iterator[Call]:
         placed = axis_calls(self.held, forwards, total=total, regions=self.regions is None)
@@ -120,5 +124,3 @@ class Expected:
             yield from attention_calls(sequence.calls_in_views, sequence.method, group)
             for crossing in sequence.gathered_in_views:
                 yield from crossing_calls(group, {crossing: 1})
-        if self.engine.outer is not None:
-            yield from self.engine.outer.calls(self.engine.clock - 1)

@@ -46,6 +46,12 @@ class StepCosts:
     """Devices joined by the innermost links."""
     price_s: float
     """What `price` says of the step."""
+    islands: int = 1
+    """Groups of replicas that step by themselves; 1 where all step together."""
+    period: int = 1
+    """Steps after which islands are averaged,"""
+    average_s: float = 0.0
+    """which takes this long."""
 
     @property
     def ranks(self) -> int:
@@ -55,9 +61,10 @@ class StepCosts:
 
 def step_costs(
     inputs: Inputs, profile: Profile = GOOD, *, physics: Physics = PHYSICS, outer: int = 1, outer_s: float = 0.0,
-    devices: int | None = None,
+    local_steps: int = 0, devices: int | None = None,
 ) -> StepCosts:  # fmt: skip
-    """The costs of one row. `outer` groups of replicas lie outside it, which take `outer_s` to meet once a step."""
+    """The costs of one row. `outer` groups of replicas lie outside it, which add `outer_s` to a step; with
+    `local_steps` they are islands that are averaged after so many."""
     if len(inputs) != 1:
         raise ValueError(f"a step of one strategy is played at a time; {len(inputs)} rows were given")
     layer = layer_time(inputs, profile, physics)
@@ -78,9 +85,12 @@ def step_costs(
     return StepCosts(
         term=term, forward_s=_tuple(forward), backward_s=_tuple(backward), weight_s=_tuple(weight),
         message_s=_one(message_s),
-        data_s=_one(sharded.step_s) + outer_s, optimizer_s=_one(sharded.optimizer_s), fixed_s=physics.fixed_s,
+        data_s=_one(sharded.step_s) + (0.0 if local_steps else outer_s), optimizer_s=_one(sharded.optimizer_s),
+        fixed_s=physics.fixed_s,
         waits=_one(physics.jitter * np.log2(nodes) + overfull(inputs, profile, held) - 1),
-        replicas=_whole(inputs.dp / inputs.ep) * outer, members=members, node=_whole(inputs.level_ranks[0]),
+        replicas=_whole(inputs.dp / inputs.ep) * outer, islands=outer if local_steps else 1,
+        period=max(1, local_steps), average_s=local_steps * outer_s, members=members,
+        node=_whole(inputs.level_ranks[0]),
         price_s=_one(price(inputs, profile, physics=physics).step_s),
     )  # fmt: skip
 

@@ -30,7 +30,7 @@ class Straggler:
 class Links:
     """The links of the replica that a rank belongs to have only a part of their bandwidth left.
 
-    Its messages take that much longer, and so does every ring that passes through it: all gradients.
+    Its messages take that much longer, and so does every ring that passes through it: all gradients of its island.
     """
 
     rank: int
@@ -58,9 +58,12 @@ class Factors:
     compute: NDArray[np.float64]
     message: NDArray[np.float64]
     """For each class."""
-    data: float
+    data: NDArray[np.float64]
+    """For each island."""
     counts: NDArray[np.int64]
     """Replicas in each class."""
+    inside: NDArray[np.bool_]
+    """Islands x classes: which classes have replicas in which island."""
 
 
 def place_of(rank: int, costs: StepCosts) -> tuple[int, int]:
@@ -101,9 +104,13 @@ def factors(costs: StepCosts, disturbance: Disturbance, *, step: int) -> Factors
     for straggler in disturbance.stragglers:
         replica, stage = place_of(straggler.rank, costs)
         compute[number[replica], stage] *= straggler.factor
-    data = 1.0
+    of_island = costs.replicas // costs.islands
+    data = np.ones(costs.islands)
+    inside = np.ones((costs.islands, classes), dtype=bool)
+    for place, replica in enumerate(special):
+        inside[:, place] = np.arange(costs.islands) == replica // of_island
     for link in disturbance.links:
         replica, _ = place_of(link.rank, costs)
         message[number[replica]] = max(message[number[replica]], 1 / link.left)
-        data = max(data, 1 / link.left)
-    return Factors(compute=compute, message=message, data=data, counts=counts)
+        data[replica // of_island] = max(data[replica // of_island], 1 / link.left)
+    return Factors(compute=compute, message=message, data=data, counts=counts, inside=inside)

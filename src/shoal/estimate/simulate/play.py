@@ -7,7 +7,7 @@ an order in which causes come before effects, finds the times of every class, as
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,8 +36,11 @@ class Step:
     passed_s: Times
     """Ranks along the pipeline x classes: when the last pass and its message are over."""
     reduced_s: Times
-    """Ranks along the pipeline: when their gradients have met and their weights are new."""
+    """Ranks along the pipeline: when their gradients are summed and their weights are new, in the slowest island."""
+    island_s: Times
+    """The step of each island."""
     step_s: float
+    """How much later the last island is done than it was before; all of them wait for an average."""
 
     @property
     def idle(self) -> float:
@@ -65,18 +68,25 @@ class Step:
 
 
 def play_step(costs: StepCosts, disturbance: Disturbance = CALM, *, step: int = 0) -> Step:
-    """One step."""
+    """One step; of islands, one between two averages."""
     return _played(costs, factors(costs, disturbance, step=step), causal_order(costs))
 
 
 def play_steps(costs: StepCosts, disturbance: Disturbance = CALM, *, steps: int) -> Iterator[Step]:
-    """Several steps. All ranks wait for all between them (gradients are clipped by their global norm)."""
+    """Several steps. All ranks of an island wait for all between them (gradients are clipped by their global norm);
+    islands wait for each other when they are averaged."""
     order = causal_order(costs)
-    quiet = None
+    quiet, slower = None, 1.0
+    clocks = np.zeros(costs.islands)
     for step in range(steps):
         if disturbance.noise or quiet is None:
-            quiet = _played(costs, factors(costs, disturbance, step=step), order)
-        yield quiet
+            found = factors(costs, disturbance, step=step)
+            quiet, slower = _played(costs, found, order), float(found.data.max())
+        before = clocks.max()
+        clocks = clocks + quiet.island_s
+        if (step + 1) % costs.period == 0:
+            clocks[:] = clocks.max() + costs.average_s * slower * (1 + costs.waits)
+        yield replace(quiet, step_s=float(clocks.max() - before))
 
 
 def causal_order(costs: StepCosts) -> tuple[tuple[int, Action], ...]:
@@ -151,10 +161,12 @@ def _played(costs: StepCosts, slower: Factors, order: tuple[tuple[int, Action], 
                 # The result is on its way at once; its sender is busy until it has left.
                 free[rank] = stop + message
     passed = np.stack(free)
-    # Replicas of one stage meet; all ranks wait for all before the next step.
-    reduced = passed.max(axis=1) + costs.data_s * slower.data + costs.optimizer_s
-    step_s = float(reduced.max()) * (1 + costs.waits) + costs.fixed_s
+    # Gradients of one stage are summed over an island; all of its ranks wait for all before the next step.
+    ends = np.where(slower.inside[:, None, :], passed, 0.0).max(axis=2)
+    reduced = ends + (costs.data_s * slower.data)[:, None] + costs.optimizer_s
+    island_s = reduced.max(axis=1) * (1 + costs.waits) + costs.fixed_s
+    slowest = int(island_s.argmax())
     return Step(
         costs=costs, counts=slower.counts, order=order, starts_s=starts, stops_s=stops, passed_s=passed,
-        reduced_s=reduced, step_s=step_s,
+        reduced_s=reduced[slowest], island_s=island_s, step_s=float(island_s[slowest]),
     )  # fmt: skip

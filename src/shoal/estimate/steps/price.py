@@ -19,7 +19,7 @@ from shoal.estimate.step_calls import StepCalls, step_calls
 from shoal.estimate.steps.machine import Machine
 from shoal.estimate.steps.model import JobModel
 from shoal.estimate.steps.operations import PRODUCTS, Operation
-from shoal.estimate.steps.timed_calls import activation_calls, collective_s, data_calls
+from shoal.estimate.steps.timed_calls import activation_calls, collective_s, data_calls, exchange_s
 from shoal.strategy import Strategy, cp, none, pp, recompute, shared, tp
 
 
@@ -52,7 +52,7 @@ class Pass:
 
 
 def price_step(model: JobModel, strategy: Strategy, machine: Machine) -> Estimate:
-    """Seconds of a steady step, by cause."""
+    """Seconds of a steady step, by cause. Islands pay for their exchange in equal parts in the steps of a period."""
     micro = strategy.micro_batches
     samples = model.global_batch / (strategy.replicas * micro)
     ranks = [
@@ -61,7 +61,7 @@ def price_step(model: JobModel, strategy: Strategy, machine: Machine) -> Estimat
     ]
     by_piece = _passes(model, strategy, machine, samples, ranks)
     pipeline = strategy.term(pp)
-    split = dict.fromkeys(("compute", "messages", "data", "codec", "bubble", "optimizer", "engine"), 0.0)
+    split = dict.fromkeys(("compute", "messages", "data", "averaging", "codec", "bubble", "optimizer", "engine"), 0.0)
     whole = sum(by_piece.values(), Pass())
     kept_bytes = whole.kept_bytes
     if pipeline is None:
@@ -71,6 +71,7 @@ def price_step(model: JobModel, strategy: Strategy, machine: Machine) -> Estimat
         kept_bytes = _pipelined(split, model, pipeline, machine, by_piece, ranks[0])
     held = max(_held_bytes(each.held) for each in ranks)
     split["data"] = max(sum(call.seconds(machine) for call in data_calls(each)) for each in ranks)
+    split["averaging"] = max(exchange_s(each, machine) for each in ranks)
     split["codec"] = _codec_s(model, strategy, machine, held)
     shards = _shards(strategy)
     split["optimizer"] = _update_s(model, machine, held / shards)

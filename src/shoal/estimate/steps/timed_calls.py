@@ -87,6 +87,12 @@ def data_calls(step: StepCalls) -> Iterator[TimedCall]:
         yield TimedCall(call)
 
 
+def exchange_s(step: StepCalls, machine: Machine) -> float:
+    """A step's part of the exchange of islands: all-reduces, and two passes over what is weighted before them."""
+    found_s = sum(TimedCall(call, copies=1).seconds(machine) for call in _sent(step.exchange))
+    return found_s / step.period
+
+
 def _sent(calls: tuple[Call, ...]) -> Iterator[Call]:
     return (call for call in calls if call[-1] > 1)
 

@@ -6,9 +6,7 @@ in FedAvg: with uneven shares, h = 1 and plain SGD the mean is then the synchron
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from shoal.parallel.sync.outer import Call, OuterLevel
+from shoal.parallel.sync.outer import OuterLevel
 from shoal.strategy.terms.sync import local
 
 
@@ -22,7 +20,3 @@ class LocalSteps(OuterLevel):
 
     def exchange(self, weight: float) -> None:
         self.average(weight)
-
-    def calls(self, clock: int) -> Iterator[Call]:
-        if self.exchanges_after(clock):
-            yield from self.average_calls()

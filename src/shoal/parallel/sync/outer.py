@@ -2,13 +2,14 @@
 
 The engine of an island calls `after_update` once a step, after its own update and before the updated parameters are
 published. What is evaluated and saved is the consensus of all islands: `agree` makes it of the islands' values,
-`take_back` gives each island its own again. A scheme is a subclass; it says when islands exchange, and what.
+`take_back` gives each island its own again. A scheme is a subclass; it says when islands exchange, and what. What
+that sends is predicted by `estimate/outer_calls.py`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,21 +20,13 @@ from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
 from shoal.strategy.terms.sync import SyncTerm
 
-Call = tuple[str, str, str, int, int]
-"""(axis, phase, kind, payload bytes, ranks)"""
-
 PHASE = "outer"
-NUMBERS = 2
-"""Of an exchange, in float64: what the island's losses counted since the last one, and whether it was asked to stop."""
-NUMBER_BYTES = 8
 
 
 class OuterLevel(ABC):
     """One loose level of dp, as one rank sees it."""
 
-    def __init__(
-        self, term: SyncTerm, islands: Members, masters: Sequence[torch.Tensor], model: nn.Module
-    ) -> None:
+    def __init__(self, term: SyncTerm, islands: Members, masters: Sequence[torch.Tensor], model: nn.Module) -> None:
         self.term = term
         self.islands = islands
         """The ranks that hold the same slice of the model in each island."""
@@ -71,10 +64,6 @@ class OuterLevel(ABC):
     def exchange(self, weight: float) -> None:
         """Brings the islands together; `weight` is this island's part of all that they learned from."""
 
-    @abstractmethod
-    def calls(self, clock: int) -> Iterator[Call]:
-        """What the exchange after this step sends."""
-
     def agree(self) -> list[torch.Tensor]:
         """The islands' weighted mean becomes this rank's values; gives back what it had, for `take_back`. Nothing is
         sent where islands are equal. Collective over islands."""
@@ -106,13 +95,6 @@ class OuterLevel(ABC):
         if buffers:
             for buffer, mean in zip(buffers, joined[0].split([b.numel() for b in buffers]), strict=True):
                 buffer.copy_((mean if buffer.is_complex() else mean.real).view(buffer.shape))
-
-    def average_calls(self) -> Iterator[Call]:
-        """What `average` and the numbers before it send."""
-        buffers = sum(buffer.numel() for buffer in self.buffers) * self._wide.itemsize
-        sizes = [NUMBERS * NUMBER_BYTES, *(flat.nbytes for flat in self.masters), *([buffers] if buffers else [])]
-        for size in sizes:
-            yield self.islands.axis, PHASE, "all_reduce", size, self.islands.size
 
     @property
     def _wide(self) -> torch.dtype:

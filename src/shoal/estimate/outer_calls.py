@@ -1,0 +1,45 @@
+"""What ties islands together: when a loose level of dp exchanges, and what one rank sends then.
+
+Islands average this rank's slices of the parameters, one all-reduce for each flat buffer, and its floating-point
+buffers, all in one; before them go two numbers, what the island learned from and whether it was asked to stop. The
+ledger's prediction adds an exchange to the step that it follows; an estimate shares it among the steps of a period.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shoal.estimate.held import Held
+from shoal.estimate.traffic import NUMBER_BYTES, Call, ShardTable
+from shoal.strategy import Strategy, bsp, local
+from shoal.strategy.terms.sync import SyncTerm
+
+NUMBERS = 2
+
+
+def loose_sync(strategy: Strategy) -> SyncTerm | None:
+    """The rule of the level whose replicas step by themselves; None where all step together."""
+    return next((level.sync for level in strategy.dp_levels if not isinstance(level.sync, bsp)), None)
+
+
+def period(strategy: Strategy) -> int:
+    """Steps from one exchange of islands to the next; 1 where all ranks step together. Raises ValueError for a rule
+    whose exchanges are not known in advance."""
+    sync = loose_sync(strategy)
+    if sync is None:
+        return 1
+    if not isinstance(sync, local):
+        raise ValueError(f"{strategy}: when replicas exchange under sync={sync} is not known in advance, so its step "
+                         "cannot be estimated; sync=bsp() and sync=local(h) can")  # fmt: skip
+    return sync.h
+
+
+def outer_calls(held: Held, table: ShardTable) -> Iterator[Call]:
+    """Of one exchange; nothing where there is one island."""
+    group = held.placing.islands.group
+    if group.ranks == 1:
+        return
+    slices = [buffer.padded_bytes // buffer.sharding.ranks for buffer in table.buffers]
+    floats = held.float_numbers() * NUMBER_BYTES * (2 if held.shapes.complex_floats else 1)
+    for size in (NUMBERS * NUMBER_BYTES, *slices, *([floats] if floats else [])):
+        yield group.axis, "outer", "all_reduce", size, group.ranks
