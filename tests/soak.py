@@ -44,7 +44,7 @@ STRATEGIES = [
 
 
 def settings(strategy: str, folder: Path) -> dict[str, Any]:
-    common = {"job": JOB, "steps": STEPS, "evaluate_every": 20, "checkpoint_every": 3}
+    common = {"job": JOB, "steps": STEPS, "evaluate_every": 20, "checkpoint_every": 3, "gate": False}
     if checkpoints(folder / "checkpoints"):
         common["resume"] = str(folder)
     else:

@@ -41,7 +41,7 @@ def device(device_variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) ->
 def on_device(device: None) -> Callable[..., list[Any]]:
     """`run_ranks` on the device that gives up after `timeout_s`."""
 
-    def run(target: str, arguments: dict[str, Any] | None = None, *, timeout_s: float = 110.0, **options: Any) -> Any:
+    def run(target: Any, arguments: dict[str, Any] | None = None, *, timeout_s: float = 110.0, **options: Any) -> Any:
         def give_up(number: int, frame: FrameType | None) -> None:
             raise TimeoutError(f"{target} was not done after {timeout_s:g} s")
 

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shoal.job import load_job
 from shoal.launch.join import join, leave
 from shoal.parallel.engine import Engine
 from shoal.parallel.pipeline.executor import Pipeline, _needs
-from shoal.runtime.setup import job_from, prepare
+from shoal.runtime.setup import prepare
 from shoal.strategy import parse
 
 
@@ -49,7 +50,8 @@ def refuses_host_memory(arguments: dict[str, Any], channel: Any) -> str:
     """What `via=shared()` says on the device."""
     me = join()
     try:
-        prepare(job_from(arguments), parse(arguments["strategy"]), rank=me.rank, backend=me.backend, device=me.device)
+        job, strategy = load_job(arguments["job"]), parse(arguments["strategy"])
+        prepare(job, strategy, rank=me.rank, backend=me.backend, device=me.device)
     except ValueError as error:
         return str(error)
     return "accepted"
@@ -60,7 +62,7 @@ def barriers_know_their_device(arguments: dict[str, Any], channel: Any) -> list[
     me = join()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        ready = prepare(job_from(arguments), parse("dp(2)"), rank=me.rank, backend=me.backend, device=me.device)
+        ready = prepare(load_job(arguments["job"]), parse("dp(2)"), rank=me.rank, backend=me.backend, device=me.device)
         ready.engine.close()
     leave()
     return [str(each.message) for each in said if "barrier" in str(each.message)]
@@ -75,7 +77,7 @@ def waits_of_steps(arguments: dict[str, Any], channel: Any) -> list[dict[str, An
     rows = []
     for spec, text in arguments["cases"]:
         strategy = parse(text)
-        ready = prepare(job_from({"job": spec}), strategy, rank=me.rank, backend=me.backend, device=me.device)
+        ready = prepare(load_job(spec), strategy, rank=me.rank, backend=me.backend, device=me.device)
         ended: list[int] = []
         close = Engine.close_backward
 
@@ -149,7 +151,7 @@ def trained_codecs(arguments: dict[str, Any], channel: Any) -> list[dict[str, An
     rows = []
     for text in arguments["terms"]:
         ready = prepare(
-            job_from({"job": arguments["job"]}), parse(f"dp({me.world}, compress={text})"), rank=me.rank,
+            load_job(arguments["job"]), parse(f"dp({me.world}, compress={text})"), rank=me.rank,
             backend=me.backend, device=me.device,
         )  # fmt: skip
         losses, unlike, counter = [], [], 0
@@ -171,7 +173,7 @@ def losses(arguments: dict[str, Any], channel: Any) -> list[float]:
     """Of a few steps in float64."""
     me = join()
     ready = prepare(
-        job_from(arguments), parse(arguments["strategy"]), rank=me.rank, backend=me.backend, device=me.device,
+        load_job(arguments["job"]), parse(arguments["strategy"]), rank=me.rank, backend=me.backend, device=me.device,
         dtype=torch.float64,
     )  # fmt: skip
     found, counter = [], 0

@@ -12,6 +12,7 @@ import pytest
 
 from accelerator.test_axes_on_device import JOBS, LANGUAGE
 from shoal.strategy import parse
+from shoal.training.entry import train_run
 
 On = Callable[..., Any]
 DROPOUT = f"{JOBS / 'odd.py'}:dropout"
@@ -19,9 +20,10 @@ STEPS = 4
 
 
 def train(on_device: On, folder: Path, job: str, strategy: str, *, host: bool = False, **changes: Any) -> Any:
-    asked = {"job": job, "strategy": strategy, "steps": STEPS, "checkpoint_every": 2, "folder": str(folder), **changes}
+    asked = {"job": job, "strategy": strategy, "steps": STEPS, "checkpoint_every": 2, "gate": False, **changes}
+    asked["folder"] = str(folder)
     environment = {"SHOAL_BACKEND": "shoal"} if host else {}
-    outcome = on_device("shoal.training.loop:train_run", asked, ranks=parse(strategy).world, environment=environment)[0]
+    outcome = on_device(train_run, asked, ranks=parse(strategy).world, environment=environment)[0]
     assert outcome["status"] == "finished"
     return outcome
 

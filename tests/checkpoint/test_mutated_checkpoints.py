@@ -15,6 +15,7 @@ from shoal.checkpoint.restore import CheckpointMismatch
 from shoal.checkpoint.save import restore, save
 from shoal.checkpoint.saved import CheckpointBroken, open_checkpoint
 from shoal.launch import run_ranks
+from shoal.training.entry import train_run
 
 TARGETS = "checkpoint.checkpoint_targets"
 
@@ -28,9 +29,9 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     found = [save(root / "serial", engine, step=1, progress={"counter": 12})]
     cases = [{"strategy": "dp(3, zero=2)", "optimizer": "adamw", "dtype": "float64", "folder": str(root / "three")}]
     run_ranks(f"{TARGETS}:save_cases", {"cases": cases}, ranks=3)
-    settings = {"job": "language:tiny", "strategy": "tp(2)", "folder": str(root / "cut"), "steps": 1}
+    settings = {"job": "language:tiny", "strategy": "tp(2)", "folder": str(root / "cut"), "steps": 1, "gate": False}
     settings |= {"checkpoint_every": 1, "evaluate_every": 0}
-    run_ranks("shoal.training.loop:train_run", settings, ranks=2)
+    run_ranks(train_run, settings, ranks=2)
     return [*found, root / "three" / "step-00000003", *(root / "cut" / "checkpoints").iterdir()]
 
 

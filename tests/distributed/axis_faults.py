@@ -13,7 +13,7 @@ import torch
 from distributed.attention_faults import attend_to_one_future_chunk, forget_one_causal_mask
 from shoal.parallel.data import Bucket, GradientReduction
 from shoal.parallel.pipeline.executor import Pipeline
-from shoal.proof.certify import parallel_run
+from shoal.proof.entry import parallel_run
 
 DROPPED = 1
 """The micro-batch whose gradient is lost."""

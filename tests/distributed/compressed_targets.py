@@ -20,12 +20,12 @@ from shoal.checkpoint.save import open_checkpoint, save
 from shoal.comm.compress.dense import Dense
 from shoal.comm.compress.method import Method
 from shoal.comm.ledger import BOOK
-from shoal.job import constant, no_options
+from shoal.job import constant, load_job, no_options
 from shoal.launch.join import Rank, join, leave
 from shoal.parallel import apply
 from shoal.parallel.kept_errors import errors
 from shoal.runtime import setup
-from shoal.runtime.setup import Prepared, job_from, prepare
+from shoal.runtime.setup import Prepared, prepare
 from shoal.strategy import parse
 from shoal.strategy.contract import Contract, contract
 from shoal.strategy.terms.compress import none
@@ -72,7 +72,7 @@ def prove_lossless(arguments: dict[str, Any], channel: Any) -> list[dict[str, An
 
 
 def _ready(me: Rank, spec: str, strategy: str, *, dtype: torch.dtype | None = None, frozen: bool = False) -> Prepared:
-    job = job_from({"job": spec})
+    job = load_job(spec)
     if frozen:
         # A rate of zero leaves the parameters alone, and a momentum of one sums up what the optimiser was given.
         sum_up = partial(torch.optim.SGD, lr=0.0, momentum=1.0)

@@ -1,4 +1,4 @@
-"""Real ranks for tests: `ranks("distributed.targets:function", arguments, ranks=2)` gives the results.
+"""Real ranks for tests: `ranks(targets.function, arguments, ranks=2)` gives the results.
 
 Targets live in importable modules (pytest's `pythonpath` holds `tests`), never in closures.
 """
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from shoal.launch import run_ranks
+from shoal.launch.start import Target
 
 TIMEOUT_S = 60.0
 
@@ -22,7 +23,7 @@ def ranks() -> Callable[..., list[Any]]:
     """`run_ranks` that gives up after TIMEOUT_S (or `timeout_s=`): a deadlock fails its own test only."""
 
     def run(
-        target: str, arguments: dict[str, Any] | None = None, *, timeout_s: float = TIMEOUT_S, **options: Any
+        target: Target | str, arguments: dict[str, Any] | None = None, *, timeout_s: float = TIMEOUT_S, **options: Any
     ) -> Any:
         def give_up(number: int, frame: FrameType | None) -> None:
             raise TimeoutError(f"{target} was not done after {timeout_s:g} s")

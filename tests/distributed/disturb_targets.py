@@ -19,10 +19,11 @@ from shoal.checkpoint.save import averaged_buffers, save
 from shoal.checkpoint.saved import open_checkpoint
 from shoal.comm.json_exchange import exchange
 from shoal.comm.points import on_reach
+from shoal.job import load_job
 from shoal.launch.join import join, leave
-from shoal.runtime.setup import job_from, prepare
+from shoal.runtime.setup import prepare
 from shoal.strategy import parse
-from shoal.training.loop import train_run
+from shoal.training.entry import train_run
 
 DELAY_S = 0.06
 TIMES = 2
@@ -49,7 +50,7 @@ def delayed_runs(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     base = Path(arguments["folder"])
     hook = Delay(None)
     on_reach(hook)
-    job, strategy = job_from({"job": arguments["job"]}), parse(arguments["strategy"])
+    job, strategy = load_job(arguments["job"]), parse(arguments["strategy"])
 
     def run(folder: Path, start: Path | None) -> str:
         ready = prepare(job, strategy, rank=me.rank, backend=me.backend)
@@ -116,13 +117,14 @@ def train_and_be_killed(arguments: dict[str, Any], channel: Any) -> dict[str, An
     """The training loop; the rank `victim` kills itself at a point."""
     if arguments.get("victim") == channel.rank:
         on_reach(Kill(arguments["point"], arguments["time"]))
-    return train_run(arguments, channel)
+    own = ("victim", "point", "time")
+    return train_run({name: value for name, value in arguments.items() if name not in own}, channel)
 
 
 def spoilt_restore(arguments: dict[str, Any], channel: Any) -> str:
     """One rank changes one value after it was read, before the ranks compare: what the comparison answers."""
     me = join()
-    job, strategy = job_from({"job": arguments["job"]}), parse(arguments["strategy"])
+    job, strategy = load_job(arguments["job"]), parse(arguments["strategy"])
     ready = prepare(job, strategy, rank=me.rank, backend=me.backend)
     ready.runner.step(0, 0)
     path = save(Path(arguments["folder"]), ready.engine, step=1, progress={})

@@ -12,7 +12,7 @@ from torch import nn
 from distributed.expert_targets import against_whole
 from shoal.parallel.expert.listed import ListedExperts
 from shoal.parallel.expert.stacked import StackedExperts
-from shoal.proof.certify import parallel_run
+from shoal.proof.entry import parallel_run
 
 
 def _divide_by_the_wrong_group() -> None:

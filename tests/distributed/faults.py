@@ -21,7 +21,7 @@ from shoal.job import Order
 from shoal.parallel.data import Bucket, GradientReduction
 from shoal.parallel.engine import Engine
 from shoal.parallel.optimizer import SlicedOptimizer
-from shoal.proof.certify import parallel_run
+from shoal.proof.entry import parallel_run
 from shoal.runtime.step import StepRunner
 
 SMALL_BUCKET_BYTES = 512

@@ -12,7 +12,7 @@ import shoal.parallel.tensor.regions as regions
 from shoal.comm.ledger import BOOK
 from shoal.parallel.context.cut import SequenceCut
 from shoal.parallel.pipeline.borders import Borders
-from shoal.proof.certify import parallel_run
+from shoal.proof.entry import parallel_run
 
 
 def _leave_out(axis: str, *kinds: str) -> None:

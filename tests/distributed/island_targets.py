@@ -12,15 +12,18 @@ from distributed.proofs import JOBS, _barrier, _from_rank_0
 from shoal.checkpoint.restore import restore
 from shoal.checkpoint.save import open_checkpoint, save
 from shoal.comm.ledger import BOOK
+from shoal.job import load_job
 from shoal.launch.join import join, leave
-from shoal.proof.certify import _train, compare, serial_run
+from shoal.proof.compare import compare
 from shoal.proof.conditions import Conditions, for_proof
-from shoal.runtime.setup import Prepared, job_from, prepare
+from shoal.proof.entry import serial_run
+from shoal.proof.runs import train_steps
+from shoal.runtime.setup import Prepared, prepare
 from shoal.strategy import parse
 
 
 def _ready(me: Any, name: str, strategy: str) -> Prepared:
-    job = for_proof(job_from({"job": f"{JOBS}:{name}"}))
+    job = for_proof(load_job(f"{JOBS}:{name}"))
     return prepare(job, parse(strategy), rank=me.rank, backend=me.backend, device=me.device, dtype=torch.float64)
 
 
@@ -32,15 +35,13 @@ def prove_islands(arguments: dict[str, Any], channel: Any) -> list[dict[str, Any
         for number, (name, text, judge) in enumerate(arguments["cases"]):
             path = folder / f"{number}.safetensors"
             if me.rank == 0:
-                strategy = parse(judge)
                 serial_run(
                     {"job": f"{JOBS}:{name}", "strategy": judge, "reference": str(path), "exact": True,
-                     "steps_to_verify": steps, "micro_batches": arguments.get("micro_batches", 1),
-                     "world": strategy.world}, None,
+                     "num_steps": steps, "micro_batches": arguments.get("micro_batches", 1)}, None,
                 )  # fmt: skip
             _barrier()
             ready = _ready(me, name, text)
-            trained = _train(ready, steps)
+            trained = train_steps(ready, steps)
             with ready.engine.consensus():
                 compared = compare(ready, str(path))
             ready.close()

@@ -13,18 +13,19 @@ import shoal.parallel.pipeline.stash as stash
 from distributed.pipedream_serial import Simulated, simulate, stages_of
 from distributed.watched_layer import SEEN, mark
 from shoal.comm.ledger import BOOK
+from shoal.job import load_job
 from shoal.launch.join import join, leave
 from shoal.parallel.engine import NonFinite
 from shoal.parallel.pipeline.pipedream import PipeDream
 from shoal.runtime.float64 import KeepFloat64
-from shoal.runtime.setup import Prepared, job_from, prepare
+from shoal.runtime.setup import Prepared, prepare
 from shoal.strategy import parse, pp
 
 JOBS = str(Path(__file__).parent / "jobs" / "unflushed.py")
 
 
 def _prepare(me: Any, job_name: str, text: str, dtype: torch.dtype | None = torch.float64) -> Prepared:
-    job = job_from({"job": f"{JOBS}:{job_name}"})
+    job = load_job(f"{JOBS}:{job_name}")
     return prepare(job, parse(text), rank=me.rank, backend=me.backend, device=me.device, dtype=dtype)
 
 
@@ -50,7 +51,7 @@ def curves(arguments: dict[str, Any], channel: Any) -> list[list[float]]:
     me = join()
     found = []
     for text in arguments["strategies"]:
-        job = job_from({"job": arguments["job"]})
+        job = load_job(arguments["job"])
         ready = prepare(job, parse(text), rank=me.rank, backend=me.backend, device=me.device, dtype=torch.float64)
         counter, losses = 0, []
         for step in range(arguments["steps"]):

@@ -18,13 +18,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shoal.job import Job
+from shoal.job import Job, load_job
 from shoal.launch.join import join, leave
 from shoal.parallel.batch_norm import batch_norms
 from shoal.parallel.runnable import NotRunnable
-from shoal.proof.certify import _train, compare, serial_run
+from shoal.proof.compare import compare
 from shoal.proof.conditions import for_proof
-from shoal.runtime.setup import job_from, prepare
+from shoal.proof.entry import serial_run
+from shoal.proof.runs import train_steps
+from shoal.runtime.setup import prepare
 from shoal.strategy import Strategy, contract, parse
 
 JOBS = str(Path(__file__).parent / "jobs" / "odd.py")
@@ -50,7 +52,7 @@ class Proof:
         # Where samples do not see each other, any cut into micro-batches gives the same sums.
         micro_batches = self.strategy.micro_batches if couples else 1
         return {
-            "job": self.spec, "strategy": "serial", "steps_to_verify": self.steps, "exact": True,
+            "job": self.spec, "strategy": "serial", "num_steps": self.steps, "exact": True,
             "micro_batches": micro_batches, "disturbances": int(normed), "reverse": False,
         }  # fmt: skip
 
@@ -76,7 +78,7 @@ def prove_many(arguments: dict[str, Any], channel: Any) -> list[dict[str, Any]]:
         proofs = []
         for name, text in arguments["cases"]:
             spec = name if ":" in name else f"{JOBS}:{name}"
-            jobs.setdefault(spec, job_from({"job": spec}))
+            jobs.setdefault(spec, load_job(spec))
             proofs.append(
                 Proof(spec=spec, job=jobs[spec], strategy=parse(text), steps=arguments["steps"], folder=folder)
             )
@@ -119,7 +121,7 @@ def _prove(me: Any, proof: Proof) -> dict[str, Any]:
         )  # fmt: skip
     except NotRunnable as error:
         return {"refused": str(error)}
-    trained = _train(ready, proof.steps)
+    trained = train_steps(ready, proof.steps)
     compared = compare(ready, str(proof.path))
     ready.engine.close()
     apart = [abs(a - b) / abs(b) for a, b in zip(trained["losses"], serial["losses"], strict=True)]

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from shoal.job import load_job
 from shoal.job.draw_places import Place
 from shoal.job.randomness import Cuts, Randomness
 from shoal.launch.join import join, leave
-from shoal.runtime.setup import job_from, prepare
+from shoal.runtime.setup import prepare
 from shoal.strategy import parse
 
 _honest_draw = Randomness._draw
@@ -39,7 +40,7 @@ def drawn(arguments: dict[str, Any], channel: Any) -> list[list[dict[str, Any]]]
         return numbers
 
     Randomness._draw = noting  # type: ignore[method-assign]
-    job = job_from({"job": arguments["job"]})
+    job = load_job(arguments["job"])
     for text in arguments["strategies"]:
         found.append([])
         ready = prepare(job, parse(text), rank=me.rank, backend=me.backend)

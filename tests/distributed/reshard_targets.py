@@ -10,15 +10,16 @@ import torch
 from distributed.proofs import Proof
 from shoal.checkpoint.restore import restore
 from shoal.checkpoint.save import open_checkpoint, save
+from shoal.job import load_job
 from shoal.launch.join import join, leave
-from shoal.proof.certify import compare
+from shoal.proof.compare import compare
 from shoal.proof.conditions import Conditions, for_proof
-from shoal.runtime.setup import Prepared, job_from, prepare
+from shoal.runtime.setup import Prepared, prepare
 from shoal.strategy import parse
 
 
 def _ready(me: Any, spec: str, strategy: str) -> Prepared:
-    job = for_proof(job_from({"job": spec}))
+    job = for_proof(load_job(spec))
     return prepare(job, parse(strategy), rank=me.rank, backend=me.backend, dtype=torch.float64)
 
 
@@ -65,7 +66,7 @@ def serial_many(arguments: dict[str, Any], channel: Any) -> list[str]:
     paths = []
     for spec, strategy in arguments["cases"]:
         proof = Proof(
-            spec=spec, job=job_from({"job": spec}), strategy=parse(strategy), steps=arguments["steps"],
+            spec=spec, job=load_job(spec), strategy=parse(strategy), steps=arguments["steps"],
             folder=Path(arguments["folder"]),
         )  # fmt: skip
         if not proof.path.with_suffix(".json").exists():

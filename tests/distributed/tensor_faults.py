@@ -15,7 +15,7 @@ import shoal.parallel.tensor.cut as tensor
 import shoal.parallel.tensor.regions as regions
 import shoal.parallel.tensor.vocabulary as vocabulary
 from distributed import tensor_targets
-from shoal.proof.certify import parallel_run
+from shoal.proof.entry import parallel_run
 
 
 def _proof(arguments: dict[str, Any], channel: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from shoal.launch import RankFailed
+from shoal.training.entry import train_run
 
 Ranks = Callable[..., list[Any]]
 TARGETS = "distributed.backend_targets"
@@ -134,9 +135,9 @@ def test_gathers_and_scatters_over_emulated_hosts_and_over_hosts_of_unequal_size
 
 
 def test_gloo_is_not_asked_for_an_algorithm_it_does_not_have(ranks: Ranks) -> None:
-    settings = {"job": "language:tiny", "strategy": "dp(2, via=allreduce('tree'))", "backend": "gloo", "folder": None}
+    settings = {"job": "language:tiny", "strategy": "dp(2, via=allreduce('tree'))", "backend": "gloo", "gate": False}
     with pytest.raises(RankFailed, match="use --backend shoal") as caught:
-        ranks("shoal.training.loop:train_run", settings, ranks=2)
+        ranks(train_run, settings, ranks=2)
     assert caught.value.for_user
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from shoal.launch import run_ranks
 from shoal.strategy import contract, parse
+from shoal.training.entry import train_run
 
 METHODS = [
     "fp16()", "int8()", "qsgd(4)", "ternary()", "onebit()", "sign()", "topk(0.01)", "randomk(0.05)", "threshold(0.001)",
@@ -30,9 +31,9 @@ def strategy_of(method: str) -> str:
 def trained(task: str, strategy: str, folder: Path) -> float:
     """The validation metric after the task's own number of steps."""
     asked: dict[str, Any] = {
-        "job": task, "size": "tiny", "strategy": strategy, "folder": str(folder), "checkpoint_every": 0,
+        "job": task, "size": "tiny", "strategy": strategy, "folder": str(folder), "checkpoint_every": 0, "gate": False,
     }  # fmt: skip
-    run_ranks("shoal.training.loop:train_run", asked, ranks=parse(strategy).world)
+    run_ranks(train_run, asked, ranks=parse(strategy).world)
     last = json.loads((folder / "validation.jsonl").read_text().splitlines()[-1])
     return float(last["metrics"][METRIC[task]])
 

@@ -101,7 +101,7 @@ def test_a_rank_killed_at_a_point_resumes_to_the_same_bits(
 ) -> None:
     world, target = parse(strategy).world, f"{TARGETS}:train_and_be_killed"
     plain, killed = tmp_path / "plain", tmp_path / "killed"
-    common = {"job": HELD.get(strategy, JOB), "strategy": strategy, "steps": 6, "checkpoint_every": 1}
+    common = {"job": HELD.get(strategy, JOB), "strategy": strategy, "steps": 6, "checkpoint_every": 1, "gate": False}
     ranks(target, {**common, "folder": str(plain)}, ranks=world)
     ranks(target, {**common, "folder": str(killed), "steps": 3}, ranks=world)
     asked = {**common, "folder": str(killed), "resume": str(killed), "victim": victim, "point": point}

@@ -18,11 +18,12 @@ from shoal.launch import RankFailed
 from shoal.parallel.pipeline.pipedream import micros_told
 from shoal.proof.certify import verify
 from shoal.strategy import parse
+from shoal.training.entry import train_run
 
 Ranks = Callable[..., list[Any]]
 TARGETS = "distributed.pipedream_targets"
 BESIDE = f"{TARGETS}:beside_the_simulation"
-TRAIN = "shoal.training.loop:train_run"
+TRAIN = train_run
 EXACT = 1e-10
 
 CASES: list[tuple[str, str, int, list[int]]] = [
@@ -196,7 +197,7 @@ def test_a_weight_that_two_stages_use_is_refused_by_name(ranks: Ranks) -> None:
 
 
 def train(ranks: Ranks, folder: Path, strategy: str, **changes: Any) -> dict[str, Any]:
-    arguments = {"job": f"{JOBS}:validated", "strategy": strategy, "folder": str(folder), **changes}
+    arguments = {"job": f"{JOBS}:validated", "strategy": strategy, "folder": str(folder), "gate": False, **changes}
     outcome: dict[str, Any] = ranks(TRAIN, arguments, ranks=parse(strategy).world)[0]
     return outcome
 
@@ -238,7 +239,7 @@ def test_the_record_of_a_run_tells_the_staleness_of_every_stage(ranks: Ranks, tm
 def test_a_stop_is_heard_by_all_stages_in_the_same_step(ranks: Ranks, tmp_path: Path) -> None:
     arguments = {
         "job": f"{JOBS}:long", "strategy": 'pp(2, "pipedream", micro=4)', "folder": str(tmp_path), "stop_at": 5,
-        "checkpoint_every": 100,
+        "checkpoint_every": 100, "gate": False,
     }  # fmt: skip
     outcomes = ranks("distributed.training_targets:train_until", arguments, ranks=2)
     assert [(outcome["status"], outcome["step"]) for outcome in outcomes] == [("stopped", 5)] * 2

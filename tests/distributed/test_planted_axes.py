@@ -12,7 +12,7 @@ from shoal.proof.certify import EXACT, Certificate, verify
 from shoal.strategy import parse
 
 FOLDER = Path(__file__).parent / "jobs"
-HONEST = "shoal.proof.certify:parallel_run"
+HONEST = "shoal.proof.entry:parallel_run"
 STEPS = 2
 """Few: a wrong gradient is still where it was made. With more steps it has spread, and the worst may lie anywhere."""
 A_MISS = 1e-6

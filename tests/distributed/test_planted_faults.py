@@ -11,7 +11,7 @@ from distributed.proofs import JOBS
 from shoal.proof.certify import EXACT, Certificate, verify
 from shoal.strategy import parse
 
-HONEST = "shoal.proof.certify:parallel_run"
+HONEST = "shoal.proof.entry:parallel_run"
 STEPS = 3
 
 NUMBERS = [

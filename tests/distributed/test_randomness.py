@@ -170,7 +170,7 @@ def test_masks_that_repeat_are_found(ranks: Ranks, fault: str, strategy: str) ->
 @pytest.mark.parametrize(("job", "strategy"), [("sgld", "dp(2, zero=1)"), ("sgld", "tp(2)"), ("rounding", "dp(2)")])
 def test_a_run_that_draws_resumes_to_the_bit(ranks: Ranks, tmp_path: Path, job: str, strategy: str) -> None:
     def asked(name: str, steps: int, **more: Any) -> dict[str, Any]:
-        common = {"job": f"{DROPS}:{job}", "strategy": strategy, "checkpoint_every": 3}
+        common = {"job": f"{DROPS}:{job}", "strategy": strategy, "checkpoint_every": 3, "gate": False}
         return {**common, "folder": str(tmp_path / name), "steps": steps, **more}
 
     ranks(TRAIN, asked("undisturbed", 6), ranks=2)
@@ -182,7 +182,7 @@ def test_a_run_that_draws_resumes_to_the_bit(ranks: Ranks, tmp_path: Path, job: 
 
 def test_resumed_under_another_strategy_masks_and_noise_go_on(ranks: Ranks, tmp_path: Path) -> None:
     def asked(name: str, strategy: str, steps: int, **more: Any) -> dict[str, Any]:
-        common = {"job": f"{DROPS}:sgld", "strategy": strategy, "checkpoint_every": 3}
+        common = {"job": f"{DROPS}:sgld", "strategy": strategy, "checkpoint_every": 3, "gate": False}
         return {**common, "folder": str(tmp_path / name), "steps": steps, **more}
 
     ranks(TRAIN, asked("dp", "dp(2)", 6), ranks=2)

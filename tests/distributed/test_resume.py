@@ -27,7 +27,7 @@ KILLS = {"serial": 3, "dp(2)": 5, "dp(2, zero=1)": 4, "dp(2, zero=3) * accumulat
 
 
 def arguments(folder: Path, strategy: str, **changes: Any) -> dict[str, Any]:
-    common = {"job": "language:tiny", "steps": STEPS, "evaluate_every": 7, "checkpoint_every": 3}
+    common = {"job": "language:tiny", "steps": STEPS, "evaluate_every": 7, "checkpoint_every": 3, "gate": False}
     return {**common, "strategy": strategy, "folder": str(folder), **changes}
 
 

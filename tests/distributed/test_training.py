@@ -13,10 +13,11 @@ from distributed.training_targets import curve
 from shoal.comm.ledger import Ledger
 from shoal.launch import RankHung
 from shoal.strategy import parse
+from shoal.training.entry import train_run
 
 Ranks = Callable[..., list[Any]]
 
-TRAIN = "shoal.training.loop:train_run"
+TRAIN = train_run
 STEPS = 8
 STRATEGIES = [
     "dp(2)",
@@ -28,7 +29,7 @@ STRATEGIES = [
 
 
 def train(ranks: Ranks, folder: Path, strategy: str, *, job: str = "language:tiny", **changes: Any) -> dict[str, Any]:
-    arguments = {"job": job, "steps": STEPS, "strategy": strategy, "folder": str(folder), **changes}
+    arguments = {"job": job, "steps": STEPS, "strategy": strategy, "folder": str(folder), "gate": False, **changes}
     outcome: dict[str, Any] = ranks(TRAIN, arguments, ranks=parse(strategy).world)[0]
     return outcome
 
@@ -108,7 +109,7 @@ job = replace(base, name="late", schedule=schedule)
 
 def test_a_rank_that_hangs_in_training_is_named(ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "late.py").write_text(LATE)
-    arguments = {"job": str(tmp_path / "late.py"), "strategy": "dp(2)", "folder": str(tmp_path / "run")}
+    arguments = {"job": str(tmp_path / "late.py"), "strategy": "dp(2)", "folder": str(tmp_path / "run"), "gate": False}
     start_s = time.monotonic()
     with pytest.raises(RankHung, match="rank 1 is late: it has not entered") as raised:
         ranks(TRAIN, arguments, ranks=2, hang_after_s=1.5)

@@ -41,9 +41,9 @@ def test_a_count_with_a_gradient_is_refused_under_any_strategy() -> None:
 
 
 def test_ranks_refuse_a_count_with_a_gradient_by_themselves(ranks) -> None:  # type: ignore[no-untyped-def]
-    arguments = {"job": f"{JOBS}:weighted", "strategy": "dp(1)", "steps_to_verify": 1, "exact": False}
+    arguments = {"job": f"{JOBS}:weighted", "strategy": "dp(1)", "num_steps": 1, "exact": False}
     with pytest.raises(RankFailed, match="the count requires a gradient"):
-        ranks("shoal.proof.certify:parallel_run", arguments, ranks=1)
+        ranks("shoal.proof.entry:parallel_run", arguments, ranks=1)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import safe_open
 
 from shoal.launch.channel import Channel
-from shoal.training.loop import train_run
+from shoal.training.entry import train_run
 
 
 def train_and_tell_pid(arguments: dict[str, Any], channel: Channel) -> dict[str, Any]:
@@ -52,4 +52,4 @@ class _StopsAt:
 
 def train_until(arguments: dict[str, Any], channel: Channel) -> dict[str, Any]:
     """The training loop, asked to stop in step `stop_at`."""
-    return train_run(arguments, _StopsAt(channel, arguments["stop_at"]))
+    return train_run(arguments, _StopsAt(channel, arguments.pop("stop_at")))

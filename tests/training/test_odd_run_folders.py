@@ -13,8 +13,9 @@ import pytest
 
 from shoal.checkpoint.files import put_in_place, remove, tidy
 from shoal.checkpoint.saved import CheckpointBroken
-from shoal.cli.train import INHERITED, _inherit
-from shoal.training.loop import require_job_of
+from shoal.cli.train import _inherit
+from shoal.training.check import require_job_of
+from shoal.training.options import TrainOptions
 from shoal.training.record.lines import Lines, cut
 from shoal.training.record.run import RunBroken, read_json, read_lines, write_json
 
@@ -93,7 +94,7 @@ def test_links_and_files_among_checkpoints_are_removed_as_what_they_are(tmp_path
 def test_settings_of_a_run_that_were_altered_are_refused_by_name(arguments: Any, words: str, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"arguments": arguments}))
     with pytest.raises(RunBroken, match=words):
-        _inherit({**dict.fromkeys(INHERITED), "folder": None}, tmp_path)
+        _inherit(TrainOptions(job="mine.py"), tmp_path)
 
 
 @pytest.mark.parametrize(

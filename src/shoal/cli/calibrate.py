@@ -68,6 +68,7 @@ def calibrate_command(
 
 
 def _on_ranks(arguments: dict[str, Any], ranks: int) -> dict[str, Any]:
+    from shoal.calibration.entry import measure_here
     from shoal.launch import run_ranks
 
     with _progress() as moved:
@@ -78,8 +79,7 @@ def _on_ranks(arguments: dict[str, Any], ranks: int) -> dict[str, Any]:
             if rank == 0:
                 moved(said)
 
-        target = "shoal.calibration.measure:measure"
-        measured: dict[str, Any] = run_ranks(target, arguments, ranks=ranks, on_message=message)[0]
+        measured: dict[str, Any] = run_ranks(measure_here, arguments, ranks=ranks, on_message=message)[0]
     return measured
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 EXPLAINED = "dp(2) * dp(2, zero=3)"
 COMPARED = {
@@ -21,6 +20,8 @@ def run_demo() -> int:
 
     from shoal.launch import run_ranks, warm_up
     from shoal.strategy import parse
+    from shoal.training.entry import train_run
+    from shoal.training.options import TrainOptions
 
     console = Console()
     started = time.perf_counter()
@@ -52,13 +53,11 @@ def run_demo() -> int:
                     verdict = "passed" if certificate.passed else "FAILED"
                     proof = f"{certificate.contract}: {certificate.max_rel_diff:.0e} {verdict}"
                 status.update(f"train {job} under {strategy}")
-                arguments: dict[str, Any] = {
-                    "job": job,
-                    "strategy": str(strategy),
-                    "folder": str(Path(folder) / f"{job}-{number}"),
-                    "stop_at_target": False,
-                }
-                outcome = run_ranks("shoal.training.loop:train_run", arguments, ranks=strategy.world)[0]
+                options = TrainOptions(
+                    job=job, strategy=str(strategy), folder=str(Path(folder) / f"{job}-{number}"),
+                    stop_at_target=False, gate=False,
+                )  # fmt: skip
+                outcome = run_ranks(train_run, options.to_json(), ranks=strategy.world)[0]
                 metrics = "  ".join(f"{name} {value:.3f}" for name, value in list(outcome["metrics"].items())[-1:])
                 sent = sum(row["bytes"] for row in outcome["ledger"]) / 1e6
                 table.add_row(str(strategy), proof, metrics, f"{1000 * outcome['step_s']:.1f}", f"{sent:.3f}")

@@ -156,14 +156,14 @@ def train(
 ) -> None:
     """Train a job under a strategy: live progress, a run folder, checkpoints."""
     from shoal.cli.train import train_command
+    from shoal.training.options import TrainOptions
 
-    sys.exit(
-        train_command(
-            job, strategy, ranks=ranks, hang_after=hang_after, as_json=as_json, size=size, steps=steps,
-            global_batch=batch, seed=seed, folder=folder, resume=resume, checkpoint_every=checkpoint_every,
-            trace=trace, stop_at_target=not full, backend=backend, gate=not no_gate, emulate=emulate,
-        )
+    options = TrainOptions(
+        job=job, strategy=strategy, size=size, steps=steps, global_batch=batch, seed=seed, folder=folder, resume=resume,
+        checkpoint_every=checkpoint_every, trace=trace, stop_at_target=not full, backend=backend, gate=not no_gate,
+        emulate=emulate,
     )  # fmt: skip
+    sys.exit(train_command(options, ranks=ranks, hang_after_s=hang_after, as_json=as_json))
 
 
 @app.command()

@@ -195,6 +195,7 @@ def _train(what: str, plan: Plan, *, size: str | None, as_json: bool) -> int:
     """By the best plan that the engine can run: the same call as `shoal train`."""
     from shoal.cli.train import train_command
     from shoal.parallel.runnable import cannot_run
+    from shoal.training.options import TrainOptions
 
     ahead = (plan.strategy(int(row)) for row in plan.ranked[:MOST_TRIED])
     strategy = next((each for each in ahead if cannot_run(each) is None), None)
@@ -207,11 +208,8 @@ def _train(what: str, plan: Plan, *, size: str | None, as_json: bool) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if strategy.world > cores:
         print(f"{strategy.world} ranks share {cores} cores here: steps will take longer than planned", file=sys.stderr)
-    return train_command(
-        what, str(strategy), ranks=None, hang_after=300.0, as_json=as_json, size=size, steps=None,
-        global_batch=plan.question.global_batch, seed=None, folder=None, resume=None, checkpoint_every=None,
-        trace=False, stop_at_target=True, backend=None, gate=True, emulate=None,
-    )  # fmt: skip
+    options = TrainOptions(job=what, strategy=str(strategy), size=size, global_batch=plan.question.global_batch)
+    return train_command(options, as_json=as_json)
 
 
 def _write(text: str, path: str) -> None:

@@ -53,15 +53,13 @@ def plan_here_command(
     if not run:
         return 0
     from shoal.cli.train import train_command
+    from shoal.training.options import TrainOptions
 
     strategy = rows[0]["strategy"]
     if not as_json:
         print(f"\nTraining by {strategy}")
-    return train_command(
-        what, strategy, ranks=None, hang_after=300.0, as_json=as_json, size=size, steps=None, global_batch=batch,
-        seed=None, folder=None, resume=None, checkpoint_every=None, trace=False, stop_at_target=True, backend=None,
-        gate=True, emulate=None,
-    )  # fmt: skip
+    options = TrainOptions(job=what, strategy=strategy, size=size, global_batch=batch)
+    return train_command(options, as_json=as_json)
 
 
 def _row(strategy: Any, estimate: Any) -> dict[str, Any]:

@@ -10,11 +10,13 @@ import contextlib
 import hashlib
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from shoal.cli.progress import LiveProgress, plain_lines, summary
-from shoal.training.local import CannotTrain, default_checkpoints, require_emulation, require_free, train_locally
+from shoal.training.local import CannotTrain, checkpoints_every, require_emulation, require_free, train_locally
+from shoal.training.options import TrainOptions
 
 INHERITED = {"strategy": str, "size": str, "steps": int, "global_batch": int, "seed": int, "checkpoint_every": int}
 """What a resumed run takes from the run it goes on with, where the command line does not say."""
@@ -22,21 +24,21 @@ OPTION = {"global_batch": "batch"}
 
 
 def train_command(
-    job: str, strategy_text: str | None, *, ranks: int | None, hang_after: float, as_json: bool, **given: Any
+    options: TrainOptions, *, ranks: int | None = None, hang_after_s: float = 300.0, as_json: bool = False
 ) -> int:
-    """`given`: the other options, by the names that `shoal.training.loop` knows them by."""
+    """Trains, prints, and returns the exit status. `ranks`: how many there must be."""
     from shoal.cli.echo import echoed
     from shoal.cli.only_json import only_json
     from shoal.comm.calibration import read_calibration
     from shoal.parallel.runnable import require_runnable
     from shoal.strategy import parse, require_legal
 
-    arguments: dict[str, Any] = {"job": job, "strategy": strategy_text, **given}
-    if given["resume"] is not None:
-        arguments = _inherit(arguments, _run_of(given["resume"]))
-    elif given["folder"] is not None:
-        require_free(Path(given["folder"]))
-    strategy = parse("serial" if arguments["strategy"] is None else arguments["strategy"])
+    written = options.strategy
+    if options.resume is not None:
+        options = _inherit(options, _run_of(options.resume))
+    elif options.folder is not None:
+        require_free(Path(options.folder))
+    strategy = parse(options.strategy or "serial")
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if launched and not os.environ["WORLD_SIZE"].isdecimal():
         raise CannotTrain(f"WORLD_SIZE is {os.environ['WORLD_SIZE']!r}: expected the number of ranks")
@@ -45,22 +47,20 @@ def train_command(
         raise CannotTrain(f"--ranks {ranks}: the launcher has started {world} of them; leave --ranks out")
     require_legal(strategy, world=world)
     require_runnable(strategy)
-    require_known(job, given["size"])
+    require_known(options.job, options.size)
     read_calibration()  # One that cannot be used is refused here, not by every rank.
-    if given["emulate"] is not None:
-        require_emulation(given["emulate"], strategy.world, given["backend"])
-    arguments["strategy"] = str(strategy)
+    options = replace(options, strategy=str(strategy))
     if launched:
-        _as_one_rank(arguments, hang_after=hang_after, as_json=as_json)
+        _as_one_rank(options, strategy.world, hang_after_s=hang_after_s, as_json=as_json)
     with only_json() if as_json else contextlib.nullcontext(summary) as show:
         bar = LiveProgress(str(strategy)) if sys.stderr.isatty() and not as_json else None
         try:
             listen = bar.message if bar else plain_lines()
-            outcome = train_locally(arguments, strategy.world, hang_after_s=hang_after, on_message=listen)
+            outcome = train_locally(options, strategy.world, hang_after_s=hang_after_s, on_message=listen)
         finally:
             if bar:
                 bar.close()
-        show(outcome if as_json else {**outcome, "strategy": echoed(outcome["strategy"], strategy_text)})
+        show(outcome if as_json else {**outcome, "strategy": echoed(outcome["strategy"], written)})
     return 0 if outcome["status"] == "finished" else 130
 
 
@@ -83,41 +83,47 @@ def _run_of(resume: str) -> Path | None:
     return next((folder for folder in inside if (folder / "run.json").exists()), None)
 
 
-def _inherit(arguments: dict[str, Any], run: Path | None) -> dict[str, Any]:
+def _inherit(options: TrainOptions, run: Path | None) -> TrainOptions:
     from shoal.training.record.run import RUN, RunBroken, read_json
 
-    folder = arguments["folder"]
+    folder = options.folder
     if folder is not None and (run is None or Path(folder).resolve() != run.resolve()):
         require_free(Path(folder))
     if run is None:
-        return arguments
+        return options
     before = read_json(run / RUN).get("arguments") or {}
     if not isinstance(before, dict):
         raise RunBroken(f"{run / RUN} is not the record of a run: its arguments are {before!r}")
+    own: dict[str, Any] = {}
     for name, kind in INHERITED.items():
         value = before.get(name)
-        if arguments[name] is None and value is not None and type(value) is not kind:
+        if getattr(options, name) is not None or value is None:
+            continue
+        if type(value) is not kind:
             expected = "text" if kind is str else "a whole number"
             raise RunBroken(
                 f"{run / RUN} has the {name} {value!r}, but {expected} was expected; "
                 f"repair it, or give --{OPTION.get(name, name.replace('_', '-'))}"
             )
-    own = {name: before.get(name) for name in INHERITED if arguments[name] is None}
-    return {**arguments, **own, "folder": folder or str(run)}
+        own[name] = value
+    return replace(options, folder=folder or str(run), **own)
 
 
-def _as_one_rank(arguments: dict[str, Any], *, hang_after: float, as_json: bool) -> NoReturn:
+def _as_one_rank(options: TrainOptions, world: int, *, hang_after_s: float, as_json: bool) -> NoReturn:
     from shoal.cli.only_json import only_json
     from shoal.launch.channel import standalone_channel
-    from shoal.training.loop import check_run, train_run
+    from shoal.training.check import check
+    from shoal.training.loop import train
 
+    if options.emulate is not None:
+        require_emulation(options.emulate, world, options.backend)
     with only_json() if as_json else contextlib.nullcontext(summary) as show:
-        # The ranks look for the checkpoint, and check the layout, together, once they have met.
-        checked = check_run({**arguments, "resume": None, "gate": False}, None)
-        default_checkpoints(arguments, checked["steps"])
-        channel = standalone_channel(on_message=plain_lines(), hang_after_s=hang_after)
+        # The ranks look for the checkpoint, and check the layout, together, once all have joined.
+        checked = check(replace(options, resume=None, gate=False), None)
+        options = replace(options, checkpoint_every=checkpoints_every(options, checked["steps"]))
+        channel = standalone_channel(on_message=plain_lines(), hang_after_s=hang_after_s)
         try:
-            outcome = train_run(arguments, channel)
+            outcome = train(options, channel)
             status = 0 if outcome["status"] == "finished" else 130
             if channel.rank == 0:
                 show(outcome)

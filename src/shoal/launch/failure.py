@@ -6,6 +6,7 @@ person sees must be the cause.
 
 from __future__ import annotations
 
+import importlib
 import re
 import signal
 from collections.abc import Iterable
@@ -39,6 +40,16 @@ class RankFailed(RuntimeError):
         """The exception's class on the rank, as "package.module.Name"; empty when it was none."""
         self.for_user = for_user
         """Whether the message is written for the person who started the run and needs no traceback."""
+
+    def original(self) -> Exception:
+        """The refusal that the rank raised, of its own class and with its own text; this failure where it was none."""
+        module, _, name = self.error_type.rpartition(".")
+        if not self.for_user or not module.startswith("shoal."):
+            return self
+        cls = getattr(importlib.import_module(module), name)
+        # Of its attributes only the text came over the line.
+        again: Exception = Exception.__new__(type(name, (cls,), {"__str__": lambda error: self.message}))
+        return again
 
 
 class RankHung(RankFailed):

@@ -15,7 +15,6 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from typing import Any
 
 import numpy  # noqa: F401  (loaded here so that ranks are forked with it)
@@ -27,9 +26,8 @@ from shoal.comm.transport.link import PeerLost
 from shoal.launch.channel import Channel, Line
 from shoal.launch.join import leave
 from shoal.launch.lateness import Verdict
+from shoal.launch.start import Target
 from shoal.launch.watch import Watch
-
-Target = Callable[[dict[str, Any], Channel], Any]
 
 PR_SET_PDEATHSIG = 1
 

@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.launch.forkserver import server_for
 from shoal.launch.rendezvous import private_directory
 from shoal.launch.supervise import OnMessage, Supervision
+
+if TYPE_CHECKING:
+    from shoal.launch.channel import Channel
+
+Target = Callable[[dict[str, Any], "Channel"], Any]
+"""What a rank runs: it takes the arguments and the line to its parent, and returns a JSON value."""
 
 
 def warm_up(*, threads_per_rank: int | None = None, environment: Mapping[str, str] | None = None) -> None:
@@ -23,7 +29,7 @@ def warm_up(*, threads_per_rank: int | None = None, environment: Mapping[str, st
 
 
 def run_ranks(
-    target: str,
+    target: Target | str,
     arguments: dict[str, Any],
     *,
     ranks: int,
@@ -32,19 +38,21 @@ def run_ranks(
     threads_per_rank: int | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """Calls `function(arguments, channel)` of "package.module:function" on each rank; its results by rank.
+    """Calls `target(arguments, channel)` on each rank; its results by rank.
 
-    Arguments, messages and results are JSON values. `threads_per_rank` is OMP_NUM_THREADS if that is set,
-    else 1. Ctrl-C asks the ranks to stop (`channel.stop_requested`) and waits for them; a second one kills
-    them. Raises RankFailed, or RankHung where no rank moved for `hang_after_s`.
+    `target` is a function that ranks can import by its name, or that name, "package.module:function". Arguments,
+    messages and results are JSON values. `threads_per_rank` is OMP_NUM_THREADS if that is set, else 1. Ctrl-C asks the
+    ranks to stop (`channel.stop_requested`) and waits for them; a second one kills them. Raises RankFailed, or RankHung
+    where no rank moved for `hang_after_s`.
     """
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}: expected at least 1")
+    name = target if isinstance(target, str) else name_of(target)
     variables = _environment(threads_per_rank, environment)
     with private_directory() as directory:
         orders = [
             {
-                "target": target,
+                "target": name,
                 "arguments": arguments,
                 "rank": rank,
                 "world": ranks,
@@ -58,6 +66,17 @@ def run_ranks(
             for rank in range(ranks)
         ]
         return Supervision(orders, on_message or _ignore, str(directory), server_for(variables)).run()
+
+
+def name_of(target: Target) -> str:
+    """The "package.module:function" by which another process finds a function."""
+    module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", "")
+    if module in (None, "__main__") or getattr(sys.modules.get(module), name, None) is not target:
+        raise ValueError(
+            f"{target!r} cannot be run by ranks: they import it by its name, and no module has it under {name!r}; "
+            "define it at the top level of a module that is imported, not of the script that is run"
+        )
+    return f"{module}:{name}"
 
 
 def _ignore(rank: int, message: dict[str, Any]) -> None:

@@ -21,19 +21,14 @@ from shoal.parallel.engine import Engine
 from shoal.parallel.optimizer import Piece
 from shoal.proof.reference import Reference, summed
 from shoal.proof.rounding import amplifies_rounding
+from shoal.proof.tolerance import EXACT, GRADIENT, LOSS, MARGIN
 from shoal.runtime.setup import Prepared
 
-EXACT = 1e-10
-"""Largest relative difference of an exact strategy in float64. Correct ones measure 1e-15, faults 1e-5 and more."""
 ZERO_GRADIENT = 1e-8
 """Largest absolute drift, of elements whose true gradient is zero: Adam divides their rounding by its epsilon, 1e-8."""
-LOSS, GRADIENT = "loss", "gradient"
 SMALLEST = 1e-4
 """A gradient is compared by the size of its tensor's largest element, or by this part of the model's largest: small
 ones are sums of large ones that cancel, and have their rounding."""
-MARGIN = 100.0
-"""The tolerance is this many times the conditioning, where that is more than EXACT. Ranks sum in yet another order;
-correct ones were measured at up to 66 times the movement of the serial run (Qwen3-Next under cp(2))."""
 WORST = 5
 """Rows that a rank reports."""
 

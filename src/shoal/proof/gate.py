@@ -12,7 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from shoal.launch import run_ranks
+from shoal.proof.entry import gate_steps
 from shoal.proof.proven import is_proven, remember
+from shoal.runtime.options import JobOptions
 from shoal.strategy import Strategy, amp, bsp, dp, none, pp, shared
 
 TOLERANCES = {"gradient": 1e-8, "loss": 1e-8, "buffer": 1e-8, "update": 1e-6}
@@ -56,7 +58,9 @@ def exact_twin(strategy: Strategy) -> Strategy:
     return strategy
 
 
-def gate_locally(question: dict[str, Any], arguments: dict[str, Any], *, hang_after_s: float, on_message: Any) -> None:
+def gate_locally(
+    question: dict[str, Any], job: JobOptions, *, backend: str | None, hang_after_s: float, on_message: Any
+) -> None:
     """From the process that starts ranks. `question` is what `one_step.question` gave, in the check before the run."""
 
     def say(message: dict[str, Any]) -> None:
@@ -64,14 +68,8 @@ def gate_locally(question: dict[str, Any], arguments: dict[str, Any], *, hang_af
 
     if is_settled(question, say):
         return
-    asked = {**arguments, "question": question}
-    told = run_ranks(
-        "shoal.proof.one_step:one_step",
-        asked,
-        ranks=question["world"],
-        hang_after_s=hang_after_s,
-        on_message=on_message,
-    )[0]
+    asked = {"job": job.to_json(), "backend": backend, "question": question}
+    told = run_ranks(gate_steps, asked, ranks=question["world"], hang_after_s=hang_after_s, on_message=on_message)[0]
     require_right(told, question, say)
 
 

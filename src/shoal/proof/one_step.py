@@ -46,7 +46,7 @@ from shoal.proof.model_fails import naming_what_cut_it
 from shoal.proof.undropped import Undropped
 from shoal.runtime.compiled import require_uncompiled, running_eagerly
 from shoal.runtime.float64 import KeepFloat64, model_in_float64, to_float64
-from shoal.runtime.setup import job_from, prepare
+from shoal.runtime.setup import prepare
 from shoal.runtime.step import build_model
 from shoal.strategy import ModelFacts, Strategy, contract, is_legal, parse, recompute
 from shoal.strategy.contract import PER_MICRO_BATCH
@@ -160,10 +160,10 @@ def require_independent(job: Job, strategy: Strategy, facts: ModelFacts) -> list
     return [{"event": "note", "text": reason} for reason in reasons if reason.startswith(PER_MICRO_BATCH)]
 
 
-def one_step(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
+def on_own_ranks(job: Job, question: dict[str, Any], backend: str | None) -> dict[str, Any]:
     """On every rank of a group that was started for this: what `compared` gives."""
-    me = join(backend=BACKENDS.get(arguments.get("backend") or ""))
-    told = compared(job_from(arguments), arguments["question"], me)
+    me = join(backend=BACKENDS.get(backend or ""))
+    told = compared(job, question, me)
     leave()
     return told
 

@@ -29,12 +29,10 @@ from shoal.parallel.executor import Executor
 from shoal.parallel.placement import mesh_of
 from shoal.runtime.compiled import require_uncompiled, running_eagerly
 from shoal.runtime.draws import cuts_of, places_of
+from shoal.runtime.options import JobOptions
 from shoal.runtime.step import StepRunner, build_model
 from shoal.runtime.traffic import Expected
 from shoal.strategy import Strategy, amp
-
-OVERRIDES = ("steps", "global_batch", "seed", "evaluate_every")
-"""What the command line may change of a job."""
 
 
 @dataclass
@@ -88,10 +86,9 @@ class Prepared:
         return Ledger(known).differences(self.predicted)
 
 
-def job_from(arguments: dict[str, Any]) -> Job:
-    """The job that a command's arguments name, with its overrides."""
-    job = load_job(arguments["job"], size=arguments.get("size"))
-    changed = {name: arguments[name] for name in OVERRIDES if arguments.get(name) is not None}
+def job_from(options: JobOptions) -> Job:
+    """The job that options name, with its overrides."""
+    job, changed = load_job(options.job, size=options.size), options.overrides
     return replace(job, **changed) if changed else job
 
 

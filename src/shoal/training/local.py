@@ -10,21 +10,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from difflib import get_close_matches
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from shoal.launch import RankFailed, run_ranks
 from shoal.proof.gate import gate_locally
+from shoal.runtime.options import WrongOption
 from shoal.strategy import Strategy, Term, as_strategy, parse, require_legal
+from shoal.training.entry import check_run, train_run
+from shoal.training.options import TrainOptions
 from shoal.training.record.lock import FolderBusy, FolderLock, take
-from shoal.training.record.run import RUN, Run, RunBroken, read_json, read_run, write_json
-
-OPTIONS: dict[str, Any] = {
-    "size": str, "steps": int, "global_batch": int, "seed": int, "evaluate_every": int, "resume": (str, Path),
-    "checkpoint_every": int, "trace": bool, "stop_at_target": bool, "backend": str, "emulate": str,
-}  # fmt: skip
-"""What `train_job` takes in addition to its named arguments. Numbers are whole, and at least 0."""
+from shoal.training.record.run import RUN, Run, RunBroken, new_folder, read_json, read_run, write_json
 
 Listener = Callable[[dict[str, Any]], None]
 
@@ -45,27 +42,26 @@ def train_job(
 ) -> Run:
     """Trains a job by name or file, as `shoal train` does, and returns its record.
 
-    `gate`: whether a layout that has not been proven yet is checked first, by one step in float64.
-    `options`: size, steps, global_batch, seed, resume, checkpoint_every, trace, stop_at_target, backend,
-    emulate.
+    `gate`: whether a layout that has not been proven yet is checked first, by two steps in float64.
+    `options`: the other fields of `TrainOptions`.
+
+    Raises:
+        CannotTrain: Something that was given, or the job, cannot be trained as it stands.
     """
-    _require_call(job, strategy, folder, hang_after_s, on_message, options)
+    _require_call(job, strategy, folder, hang_after_s, on_message)
     chosen = parse(strategy) if isinstance(strategy, str) else as_strategy(strategy)
+    try:
+        given = TrainOptions.from_json({**options, "job": job, "strategy": str(chosen), "folder": folder, "gate": gate})
+    except WrongOption as error:
+        raise CannotTrain(f"train_job: {error}") from error
     require_legal(chosen)
-    if options.get("emulate") is not None:
-        require_emulation(options["emulate"], chosen.world, options.get("backend"))
-    if folder is not None and options.get("resume") is None:
+    if folder is not None and given.resume is None:
         require_free(Path(folder))
-    options = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
-    arguments = {"job": job, "strategy": str(chosen), "folder": None if folder is None else str(folder), **options}
-    arguments["gate"] = gate
-    outcome = train_locally(arguments, chosen.world, hang_after_s=hang_after_s, on_message=on_message)
+    outcome = train_locally(given, chosen.world, hang_after_s=hang_after_s, on_message=on_message)
     return read_run(Path(outcome["folder"]))
 
 
-def _require_call(
-    job: Any, strategy: Any, folder: Any, hang_after_s: Any, on_message: Any, options: dict[str, Any]
-) -> None:
+def _require_call(job: Any, strategy: Any, folder: Any, hang_after_s: Any, on_message: Any) -> None:
     """Refuses what would otherwise be dropped without a word, or fail far away."""
     if not isinstance(job, str):
         raise CannotTrain(
@@ -82,16 +78,6 @@ def _require_call(
         raise CannotTrain(f"hang_after_s is {hang_after_s!r}; expected seconds, at least 1")
     if not callable(on_message):
         raise CannotTrain(f"on_message is {on_message!r}; expected a function that takes a message")
-    for name, value in options.items():
-        if name not in OPTIONS:
-            near = get_close_matches(name, OPTIONS, n=1)
-            meant = f" (did you mean {near[0]!r}?)" if near else ""
-            raise CannotTrain(f"train_job has no option {name!r}{meant}; it takes {', '.join(OPTIONS)}")
-        kind = OPTIONS[name]
-        fits = type(value) is int and value >= 0 if kind is int else isinstance(value, kind)
-        if value is not None and not fits:
-            expected = {int: "a whole number of at least 0", bool: "True or False"}.get(kind, "text")
-            raise CannotTrain(f"train_job was given {name}={value!r}; expected {expected}")
 
 
 def require_emulation(described: str, world: int, backend: str | None) -> None:
@@ -122,54 +108,54 @@ def require_free(folder: Path) -> None:
         )
 
 
-def train_locally(
-    arguments: dict[str, Any], world: int, *, hang_after_s: float, on_message: Listener
-) -> dict[str, Any]:
+def train_locally(options: TrainOptions, world: int, *, hang_after_s: float, on_message: Listener) -> dict[str, Any]:
     """Checks, chooses the folder, runs; returns rank 0's outcome with the memory of the rank that needed most."""
+    if options.emulate is not None:
+        require_emulation(options.emulate, world, options.backend)
     with contextlib.ExitStack() as held:
         # Before a checkpoint in it is chosen: ranks of a killed run may still be writing one.
-        if arguments.get("folder") is not None and Path(arguments["folder"]).is_dir():
-            arguments = {**arguments, "lock": held.enter_context(_locked(arguments["folder"], on_message)).token}
-        return _train(arguments, world, held, hang_after_s=hang_after_s, on_message=on_message)
+        if options.folder is not None and Path(options.folder).is_dir():
+            options = replace(options, lock=held.enter_context(_locked(options.folder, on_message)).token)
+        options = _checked(options, hang_after_s=hang_after_s, on_message=on_message)
+        folder = options.folder or ""
+        if options.lock is None:
+            options = replace(options, lock=held.enter_context(_locked(folder, on_message)).token)
+        try:
+            outcomes = run_ranks(
+                train_run, options.to_json(), ranks=world, hang_after_s=hang_after_s,
+                on_message=lambda rank, message: on_message(message),
+            )  # fmt: skip
+        except RankFailed as error:
+            _record_failure(Path(folder), error)
+            raise
+    return {**outcomes[0], "memory_bytes": max(each["memory_bytes"] for each in outcomes)}
 
 
-def _train(
-    arguments: dict[str, Any], world: int, held: contextlib.ExitStack, *, hang_after_s: float, on_message: Listener
-) -> dict[str, Any]:
+def _checked(options: TrainOptions, *, hang_after_s: float, on_message: Listener) -> TrainOptions:
+    """The options as ranks get them: checked, with a folder that exists and the checkpoint to go on from."""
     try:
         listen = _ending_at_once(on_message)
-        checked = run_ranks("shoal.training.loop:check_run", arguments, ranks=1, on_message=listen)[0]
-        if checked["question"] is not None:
-            gate_locally(checked["question"], arguments, hang_after_s=hang_after_s, on_message=listen)
+        checked = run_ranks(check_run, options.to_json(), ranks=1, on_message=listen)[0]
+        question = checked["question"]
+        if question is not None:
+            gate_locally(
+                question, options.of_job, backend=options.backend, hang_after_s=hang_after_s, on_message=listen
+            )
     except RankFailed as error:
         if error.for_user:
             raise CannotTrain(str(error)) from error
         raise
-    arguments = {**arguments, "resume": checked["resume"], "checked": True, "gate": False}
-    default_checkpoints(arguments, checked["steps"])
-    from shoal.training.record.recorder import new_folder
-
+    folder = options.folder
     try:
-        if arguments.get("folder") is None:
-            arguments["folder"] = str(new_folder(Path("runs"), checked["job"]))
-        Path(arguments["folder"]).mkdir(parents=True, exist_ok=True)
+        folder = str(new_folder(Path("runs"), checked["job"])) if folder is None else folder
+        Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        where = arguments["folder"] or "runs"
+        where = folder or "runs"
         raise CannotTrain(f"{where} cannot be the run's folder: {error.strerror}; give another --folder") from error
-    if "lock" not in arguments:
-        arguments["lock"] = held.enter_context(_locked(arguments["folder"], on_message)).token
-    try:
-        outcomes = run_ranks(
-            "shoal.training.loop:train_run",
-            arguments,
-            ranks=world,
-            hang_after_s=hang_after_s,
-            on_message=lambda rank, message: on_message(message),
-        )
-    except RankFailed as error:
-        _record_failure(Path(arguments["folder"]), error)
-        raise
-    return {**outcomes[0], "memory_bytes": max(each["memory_bytes"] for each in outcomes)}
+    return replace(
+        options, folder=folder, resume=checked["resume"], checked=True, gate=False,
+        checkpoint_every=checkpoints_every(options, checked["steps"]),
+    )  # fmt: skip
 
 
 def _locked(folder: str, on_message: Listener) -> FolderLock:
@@ -186,9 +172,8 @@ def _locked(folder: str, on_message: Listener) -> FolderLock:
         raise CannotTrain(f"{folder} cannot be the run's folder: {error.strerror}; give another --folder") from error
 
 
-def default_checkpoints(arguments: dict[str, Any], steps: int) -> None:
-    if arguments.get("checkpoint_every") is None:
-        arguments["checkpoint_every"] = max(1, steps // 4)
+def checkpoints_every(options: TrainOptions, steps: int) -> int:
+    return max(1, steps // 4) if options.checkpoint_every is None else options.checkpoint_every
 
 
 def _ending_at_once(listen: Callable[[dict[str, Any]], None]) -> Callable[[int, dict[str, Any]], None]:

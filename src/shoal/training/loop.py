@@ -9,128 +9,56 @@ from __future__ import annotations
 import socket
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from shoal.checkpoint.buffers import average_buffers
-from shoal.checkpoint.restore import find_intact, restore
+from shoal.checkpoint.restore import restore
 from shoal.checkpoint.save import CheckpointFailed, require_savable, save
-from shoal.checkpoint.saved import Checkpoint, CheckpointBroken, open_checkpoint
+from shoal.checkpoint.saved import open_checkpoint
 from shoal.comm.group import registered
 from shoal.comm.json_exchange import exchange
 from shoal.comm.ledger import BOOK, Ledger
-from shoal.job import Job
-from shoal.launch.agree import choose
-from shoal.launch.devices import devices_here, peak_memory_bytes
+from shoal.launch.devices import peak_memory_bytes
 from shoal.launch.join import join, leave
 from shoal.launch.watch import beat
 from shoal.layout.held_outside import Outside
 from shoal.layout.layout import facts_of, layout_of
 from shoal.parallel.batch_norm import batch_norms
 from shoal.parallel.engine import NOTHING_COUNTED, NonFinite
-from shoal.parallel.runnable import require_runnable
-from shoal.proof.one_step import gate_here, question, require_independent
-from shoal.proof.proven import is_proven
-from shoal.proof.resumable import require_resumable
-from shoal.runtime.setup import Prepared, job_from, prepare, staleness, try_job
-from shoal.strategy import parse, require_legal
+from shoal.proof.one_step import gate_here
+from shoal.runtime.setup import Prepared, job_from, prepare, staleness
+from shoal.strategy import parse
+from shoal.training.check import TrainingStopped, require_job_of, resume_point, warning
+from shoal.training.options import TrainOptions
 from shoal.training.record import lock
 from shoal.training.record.lock import FolderBusy, FolderLock
 from shoal.training.record.recorder import Recorder, new_folder, tracing
 from shoal.training.record.run import Status
 
 
-class TrainingStopped(ValueError):
-    """Training cannot go on; the message says at which step and what is kept."""
-
-
-def check_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
-    """In one process, before ranks start: refuses what cannot be trained, and says what will be."""
-    job, strategy = job_from(arguments), parse(arguments["strategy"])
-    try_job(job, strategy)
-    facts = facts_of(job, layout_of(job, strategy))
-    require_legal(strategy, facts=facts)
-    require_runnable(
-        strategy, elementwise=facts.elementwise_optimizer is not False, coupled=bool(facts.coupled_optimizer)
-    )
-    if len(job.train) < job.global_batch and channel is not None:
-        text = f"a global batch of {job.global_batch} is larger than the data set of {len(job.train)} samples"
-        each = "holds some samples several times" if job.last_batch == "wrap" else "is the whole data set"
-        channel.say(warning(f"{text}: each batch {each}; use a smaller batch or more data"))
-    if arguments.get("backend") is not None:
-        choose(arguments["backend"], [devices_here(0)], calibrated=None, emulates=False)
-    resume = arguments.get("resume")
-    if resume is not None:
-        checkpoint = resume_point(Path(resume), warn=lambda text: channel.say(warning(text)))
-        require_job_of(checkpoint, job)
-        resume = str(checkpoint.path)
-    if arguments.get("checkpoint_every") != 0:
-        require_resumable(job)
-    asked = question(job, strategy, facts, backend=arguments.get("backend")) if arguments.get("gate") else None
-    if asked is not None and not asked["skip"] and not is_proven(asked["key"]):
-        for message in require_independent(job, strategy, facts):
-            channel.say(message)
-    return {"job": job.name, "steps": job.steps, "resume": resume, "question": asked}
-
-
-def resume_point(path: Path, *, warn: Callable[[str], None]) -> Checkpoint:
-    """The checkpoint at a path, or the newest intact one of the run there. All ranks call it alike."""
-    if (path / "checkpoint.json").exists() or path.name.startswith("step-"):
-        return open_checkpoint(path)
-    folder = path if path.name == "checkpoints" else path / "checkpoints"
-    found = find_intact(folder, warn=warn)
-    if found is None:
-        raise TrainingStopped(
-            f"--resume {path}: there is no intact checkpoint in {folder}; start anew without --resume"
-        )
-    return found
-
-
-def warning(text: str) -> dict[str, Any]:
-    """The message that carries a warning to whoever started the run."""
-    return {"event": "warning", "text": text}
-
-
-def require_job_of(checkpoint: Checkpoint, job: Job) -> None:
-    """Refuses a checkpoint of another job, or of another order of the data."""
-    of = checkpoint.progress
-    for key, types in (("job", (str,)), ("seed", (int,)), ("counter", (int,)), ("train_s", (int, float))):
-        if type(of.get(key)) not in types or (key in ("counter", "train_s") and not 0 <= of[key] < 2**62):
-            raise CheckpointBroken(f"{checkpoint.path} is no checkpoint of a run: its {key} is {of.get(key)!r}")
-    numbers = {key: of.get(key) for key in ("loss", "reached_s", "reached_step", "evaluated_step")}
-    metrics = of.get("metrics", {})
-    if type(metrics) is not dict:
-        raise CheckpointBroken(f"{checkpoint.path} is no checkpoint of a run: its metrics is {metrics!r}")
-    for key, value in {**numbers, **metrics}.items():
-        if value is not None and type(value) not in (int, float):
-            raise CheckpointBroken(f"{checkpoint.path} is no checkpoint of a run: its {key} is {value!r}")
-    if of["job"] != job.name or of["seed"] != job.seed:
-        raise TrainingStopped(
-            f"{checkpoint.path} is of job {of['job']!r} with seed {of['seed']}, but this is job {job.name!r} "
-            f"with seed {job.seed}; resume with the job it was saved from"
-        )
-
-
-def train_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
+def train(options: TrainOptions, channel: Any) -> dict[str, Any]:
     """On every rank: a job under a strategy, from its start or from a checkpoint, to its end."""
-    asked = arguments.get("backend")
-    me = join(backend=None if asked is None else registered(asked), emulate=arguments.get("emulate"))
-    job, strategy = job_from(arguments), parse(arguments["strategy"])
-    if arguments.get("gate"):
+    asked = options.backend
+    me = join(backend=None if asked is None else registered(asked), emulate=options.emulate)
+    job, strategy = job_from(options), parse(options.strategy or "serial")
+    if options.gate:
         # No process stands above the ranks that could have done it.
         with Outside(job).kept():
             facts = facts_of(job, layout_of(job, strategy))
-            gate_here(job, strategy, facts, me, channel, backend=arguments.get("backend"))
-    if arguments.get("folder") is None:
-        # Where nobody could choose one for all ranks before, rank 0 does.
+            gate_here(job, strategy, facts, me, channel, backend=asked)
+    if options.folder is None:
+        # Where no process could choose one for all ranks before, rank 0 does.
         chosen = {"folder": str(new_folder(Path("runs"), job.name)) if me.rank == 0 else None}
-        arguments = {**arguments, "folder": exchange(chosen)[0]["folder"]}
-    with _locked(Path(arguments["folder"]), arguments.get("lock"), me.rank, channel):
+        options = replace(options, folder=exchange(chosen)[0]["folder"])
+    folder = Path(options.folder or "")
+    with _locked(folder, options.lock, me.rank, channel):
         ready = prepare(job, strategy, rank=me.rank, backend=me.backend, device=me.device)
-        run = TrainingRun(ready, arguments, channel, rank=me.rank)
+        run = TrainingRun(ready, options, folder, channel, rank=me.rank)
         try:
             outcome = run.go()
         except BaseException as error:
@@ -168,10 +96,9 @@ def _locked(folder: Path, token: str | None, rank: int, channel: Any) -> FolderL
 class TrainingRun:
     """One rank's run: where it stands, and what it has measured."""
 
-    def __init__(self, ready: Prepared, arguments: dict[str, Any], channel: Any, *, rank: int) -> None:
-        self.ready, self.arguments, self.channel, self.rank = ready, arguments, channel, rank
+    def __init__(self, ready: Prepared, options: TrainOptions, folder: Path, channel: Any, *, rank: int) -> None:
+        self.ready, self.options, self.folder, self.channel, self.rank = ready, options, folder, channel, rank
         self.job, self.engine, self.runner = ready.job, ready.engine, ready.runner
-        self.folder = Path(arguments["folder"])
         self.step, self.counter, self.train_s = 0, 0, 0.0
         self.step_times: list[float] = []
         self.ledger = Ledger()
@@ -182,18 +109,18 @@ class TrainingRun:
         self.last_loss: float | None = None
         self.evaluated_step: int | None = None
         self.stopping = False
-        if arguments.get("resume"):
-            self._resume(Path(arguments["resume"]))
+        if options.resume is not None:
+            self._resume(Path(options.resume))
         self.recorder: Recorder | None = None
         if rank == 0:
             self.recorder = Recorder(
                 self.folder, job_name=self.job.name, strategy=str(ready.strategy), world=ready.strategy.world,
-                seed=self.job.seed, arguments={k: v for k, v in arguments.items() if k != "lock"},
-                resumed_at=self.step if arguments.get("resume") else None,
+                seed=self.job.seed, arguments=options.recorded(),
+                resumed_at=self.step if options.resume is not None else None,
             )  # fmt: skip
 
     def _resume(self, path: Path) -> None:
-        if self.arguments.get("checked"):
+        if self.options.checked:
             checkpoint = open_checkpoint(path, verify=False)  # By `check_run`, a moment ago.
         else:
             checkpoint = resume_point(path, warn=self._warn)
@@ -207,10 +134,10 @@ class TrainingRun:
 
     def go(self) -> dict[str, Any]:
         job = self.job
-        every = self.arguments.get("checkpoint_every") or 0
+        every = self.options.checkpoint_every or 0
         if every:
             require_savable(self.engine, self.ready.optimizer)
-        trace = tracing(self.folder, steps=3) if self.rank == 0 and self.arguments.get("trace") else None
+        trace = tracing(self.folder, steps=3) if self.rank == 0 and self.options.trace else None
         BOOK.take()
         self._evaluate_if_due()  # A stop comes before the evaluation of its step.
         while self.step < job.steps and not self._done():
@@ -238,7 +165,7 @@ class TrainingRun:
             self._evaluate()
 
     def _done(self) -> bool:
-        return self.reached_s is not None and bool(self.arguments.get("stop_at_target", True))
+        return self.reached_s is not None and self.options.stop_at_target
 
     def _one_step(self) -> None:
         started = time.perf_counter()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import statistics
 import warnings
 from collections.abc import Mapping
@@ -34,6 +33,7 @@ from shoal.training.record.run import (
     RunBroken,
     Status,
     median_step_s,
+    new_folder,
     plain,
     read_json,
     read_lines,
@@ -53,21 +53,6 @@ CURVES = {
     "samples_per_s": "speed/samples_per_s",
 }
 """What of a step's row goes to TensorBoard, and under which name."""
-
-
-def new_folder(root: Path, job_name: str) -> Path:
-    """Makes `root/<date>-<job>-<n>`, with the first n that is free."""
-    name = re.sub(r"[^\w.]+", "-", Path(job_name).stem if job_name.endswith(".py") else job_name).strip("-.")
-    start = f"{datetime.now():%Y-%m-%d}-{name[:60] or 'job'}"
-    root.mkdir(parents=True, exist_ok=True)
-    number = 1
-    while True:
-        folder = root / f"{start}-{number}"
-        try:
-            folder.mkdir()
-            return folder
-        except FileExistsError:
-            number += 1
 
 
 class Recorder:

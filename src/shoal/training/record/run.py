@@ -18,8 +18,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,6 +69,21 @@ class Run(Estimate):
     def losses(self) -> list[float]:
         """The loss of every step; NaN where it was not finite."""
         return [math.nan if row.get("loss") is None else float(row["loss"]) for row in self.steps]
+
+
+def new_folder(root: Path, job_name: str) -> Path:
+    """Makes `root/<date>-<job>-<n>`, with the first n that is free."""
+    name = re.sub(r"[^\w.]+", "-", Path(job_name).stem if job_name.endswith(".py") else job_name).strip("-.")
+    start = f"{datetime.now():%Y-%m-%d}-{name[:60] or 'job'}"
+    root.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while True:
+        folder = root / f"{start}-{number}"
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            number += 1
 
 
 def read_run(folder: Path) -> Run:

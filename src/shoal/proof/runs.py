@@ -1,0 +1,151 @@
+"""The two runs of a proof, each in processes of their own: the serial one, and the one under the strategy, which is
+compared with it slice by slice."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from shoal.comm.ledger import BOOK
+from shoal.launch.join import join, leave
+from shoal.layout.held_outside import Outside
+from shoal.parallel.pipeline.pipedream import micros_told
+from shoal.proof.compare import GradientSums, compare, follows, moves, real
+from shoal.proof.conditions import Conditions, for_proof
+from shoal.proof.model_fails import naming_what_cut_it
+from shoal.proof.options import ProofOptions
+from shoal.proof.reference import Disturbed, Islands, Reference, train_serially
+from shoal.proof.tolerance import GRADIENT
+from shoal.runtime.compiled import running_eagerly
+from shoal.runtime.setup import Prepared, job_from, prepare
+from shoal.strategy import Strategy, local, parse, pp
+
+
+@running_eagerly()
+def run_serially(options: ProofOptions) -> dict[str, Any]:
+    """The serial run, left behind as a file of tensors, and how far it moves under another order of sums."""
+    job, conditions = for_proof(job_from(options)), Conditions()
+    strategy, steps = parse(options.strategy), options.num_steps
+    micro, unflushed = options.micro_batches, unflushed_ranks(strategy)
+    updates = [micros_told(ranks=unflushed, micro=micro, steps=n) for n in range(steps + 1)] if unflushed else None
+
+    outside = Outside(job)
+
+    def run(disturbed: Disturbed | None = None) -> Reference:
+        with outside.kept():
+            return train_serially(
+                job, steps=steps, micro_batches=micro, parts=options.parts, updates=updates,
+                dtype=torch.float64 if options.exact else None, conditions=conditions, disturbed=disturbed,
+                islands=islands_of(strategy),
+            )  # fmt: skip
+
+    reference = run()
+    widened = dict(conditions.modules)
+    tensors = {f"parameter:{name}": value for name, value in reference.parameters.items()}
+    tensors |= {f"rounding:{name}": mask for name, mask in reference.rounding.items()}
+    tensors |= {f"gradient:{name}": value for name, value in reference.gradients.items()}
+    replicated = {("buffer", name): value for name, value in reference.buffers.items()}
+    replicated |= {("frozen", name): value for name, value in reference.frozen.items()}
+    tensors |= {f"{kind}:{name}": value for (kind, name), value in replicated.items()}
+    for name, state in reference.state.items():
+        tensors |= {f"{key}:{name}": value for key, value in state.items()}
+    elements = dict.fromkeys(("parameter", GRADIENT), sum(value.numel() for value in reference.parameters.values()))
+    for state in reference.state.values():
+        for key, value in state.items():
+            elements[key] = elements.get(key, 0) + value.numel()
+    conditioning: dict[str, float] = {}
+    for seed in range(options.disturbances):
+        other = run(Disturbed(seed + 1, reverse=options.reverse))
+        for kind, moved in moves(reference, other):
+            conditioning[kind] = max(conditioning.get(kind, 0.0), moved)
+        for key, drift in follows(reference, other).items():
+            tensors[f"follows:{key}"] = torch.maximum(tensors.get(f"follows:{key}", drift), drift)
+    save_file({key: real(value).contiguous().clone() for key, value in tensors.items()}, options.reference)
+    described = _described(micro, options.parts, exact=options.exact, islands=islands_of(strategy))
+    return {
+        "losses": reference.losses, "described": described, "widened": widened, "elements": elements,
+        "conditioning": conditioning,
+        "replicated": {f"{kind}:{name}": v.numel() for (kind, name), v in replicated.items() if v.numel()},
+    }  # fmt: skip
+
+
+@running_eagerly()
+def run_in_parallel(options: ProofOptions) -> dict[str, Any]:
+    """On every rank: the run under the strategy, compared with the serial one."""
+    me = join()
+    job, strategy = for_proof(job_from(options)), parse(options.strategy)
+    report: dict[str, Any] = {"rank": me.rank, "float32_drift": None}
+    steps = options.num_steps
+    if options.exact:
+        ready = prepare(job, strategy, rank=me.rank, backend=me.backend, device=me.device, dtype=torch.float64)
+        with Outside(job).kept():
+            report |= train_steps(ready, steps)
+        with ready.engine.consensus():
+            report |= compare(ready, options.reference)
+        ready.close()
+        narrow = prepare(job, strategy, rank=me.rank, backend=me.backend, device=me.device)
+        train_steps(narrow, steps)
+        # What is rounding of a zero in float64 is rounding in float32 too, only larger.
+        with narrow.engine.consensus():
+            rows = compare(narrow, options.reference, zero_gradient=math.inf)["worst"]
+        report["float32_drift"] = max((row[0] for row in rows), default=0.0)
+    else:
+        ready = prepare(job, strategy, rank=me.rank, backend=me.backend, device=me.device)
+        report |= train_steps(ready, steps) | {"worst": [], "zero_gradient": [], "declared": {}}
+    leave()
+    return report
+
+
+def train_steps(ready: Prepared, steps: int) -> dict[str, Any]:
+    """The steps' losses, and how the ledger of each full step after the first differs from its prediction."""
+    losses, unlike, counter, conditions = [], [], 0, Conditions()
+    steady = ready.executor.first_steady_step
+    order = ready.runner.order
+    # How often an optimiser with a closure computes the loss, only the numbers say.
+    predictable = not ready.engine.optimizer.needs_closure
+    ready.watched = GradientSums(ready.engine)
+    for step in range(steps):
+        BOOK.take()
+        with conditions(), naming_what_cut_it(ready.strategy):
+            losses.append(ready.runner.step(step, counter).loss)
+        # What a pipeline tells about shapes that it has not seen before is no part of a step.
+        counted = BOOK.take().without("shapes")
+        # The first step also settles who has gradients at all; every other one must be as predicted, once a pipeline
+        # without flush is full.
+        if predictable and (step >= steady or steps == 1):
+            unlike += ready.differences(counted)
+        counter = order.next(counter)
+    ready.watched.stop()
+    return {
+        "losses": losses, "ledger_differences": sorted(set(unlike)), "ledger_compared": predictable,
+        "predicted": ready.predicted.to_json(),
+    }  # fmt: skip
+
+
+def islands_of(strategy: Strategy) -> Islands | None:
+    levels = [level for level in strategy.dp_levels if isinstance(level.sync, local)]
+    if not levels:
+        return None
+    sync = levels[0].sync
+    assert isinstance(sync, local)
+    return Islands(
+        num=levels[0].n, every=sync.h, replicas=strategy.replicas, micro_batches=strategy.micro_batches
+    )
+
+
+def unflushed_ranks(strategy: Strategy) -> int:
+    """How many ranks its pipeline has, if that is one without flush; else 0."""
+    pipeline = strategy.term(pp)
+    return pipeline.n if pipeline is not None and pipeline.schedule == "pipedream" else 0
+
+
+def _described(micro_batches: int, parts: int, *, exact: bool, islands: Islands | None = None) -> str:
+    pieces = micro_batches * parts
+    how = "each global batch at once" if pieces == 1 else f"per micro-batch: the same {pieces} parts of each batch"
+    if islands is not None:
+        how = f"{islands.num} islands simulated one after the other, averaged every {islands.every} steps; {how}"
+        how = how.replace("each global batch", "an island's part of a batch")
+    return f"one process, plain PyTorch, {'float64' if exact else 'float32'}, {how}"

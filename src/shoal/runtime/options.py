@@ -1,0 +1,75 @@
+"""Which job, and what of it is changed: the options that training, the gate and proofs have in common.
+
+Options are frozen, checked when they are made, and travel to ranks as JSON. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Self
+
+KINDS: dict[str, tuple[Any, str]] = {
+    "str": (str, "text"),
+    "int": (int, "a whole number of at least 0"),
+    "bool": (bool, "True or False"),
+}
+"""What a field of each type takes, and how a refusal calls it."""
+
+
+class WrongOption(ValueError):
+    """An option that does not exist, or a value that it cannot have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """A job by name or file, and what is changed of it. None leaves the job's own value."""
+
+    job: str
+    """A Python file that defines a job (`mine.py`, `mine.py:name`), or the name of a built-in one (`language:tiny`)."""
+    size: str | None = None
+    """Size of a built-in job."""
+    steps: int | None = None
+    global_batch: int | None = None
+    """Samples in a step, over all ranks."""
+    seed: int | None = None
+    evaluate_every: int | None = None
+    """Steps between two evaluations; 0 evaluates at the end only."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value: Any = getattr(self, each.name)
+            kind, expected = KINDS[str(each.type).removesuffix(" | None")]
+            if value is None and "None" in str(each.type):
+                continue
+            if type(value) is not kind or (kind is int and value < 0):
+                raise WrongOption(f"{each.name}={value!r}; expected {expected}")
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, given: Mapping[str, Any]) -> Self:
+        """From names and values; those that are left out have their defaults."""
+        known = [each.name for each in fields(cls)]
+        for name in given:
+            if name not in known:
+                near = get_close_matches(name, known, n=1)
+                meant = f" (did you mean {near[0]!r}?)" if near else ""
+                takes = ", ".join(each.name for each in fields(cls) if each.name != "job" and not each.metadata)
+                raise WrongOption(f"no option {name!r}{meant}; it takes {takes}")
+        plain: dict[str, Any] = {n: str(value) if isinstance(value, Path) else value for n, value in given.items()}
+        return cls(**plain)
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """The fields of the job that are changed, with their values."""
+        names = ("steps", "global_batch", "seed", "evaluate_every")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    @property
+    def of_job(self) -> JobOptions:
+        """The part that names the job."""
+        return JobOptions(**{each.name: getattr(self, each.name) for each in fields(JobOptions)})

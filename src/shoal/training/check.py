@@ -1,0 +1,93 @@
+"""Before ranks start: whether a job can be trained as asked, and the checkpoint that it would go on from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shoal.checkpoint.restore import find_intact
+from shoal.checkpoint.saved import Checkpoint, CheckpointBroken, open_checkpoint
+from shoal.job import Job
+from shoal.launch.agree import choose
+from shoal.launch.devices import devices_here
+from shoal.layout.layout import facts_of, layout_of
+from shoal.parallel.runnable import require_runnable
+from shoal.proof.one_step import question, require_independent
+from shoal.proof.proven import is_proven
+from shoal.proof.resumable import require_resumable
+from shoal.runtime.setup import job_from, try_job
+from shoal.strategy import parse, require_legal
+from shoal.training.options import TrainOptions
+
+
+class TrainingStopped(ValueError):
+    """Training cannot go on; the message says at which step and what is kept."""
+
+
+def check(options: TrainOptions, channel: Any) -> dict[str, Any]:
+    """Refuses what cannot be trained, and reports what will be: the job's name and steps, the checkpoint to go on from,
+    and what the gate has to check."""
+    job, strategy = job_from(options), parse(options.strategy or "serial")
+    try_job(job, strategy)
+    facts = facts_of(job, layout_of(job, strategy))
+    require_legal(strategy, facts=facts)
+    require_runnable(
+        strategy, elementwise=facts.elementwise_optimizer is not False, coupled=bool(facts.coupled_optimizer)
+    )
+    if len(job.train) < job.global_batch and channel is not None:
+        text = f"a global batch of {job.global_batch} is larger than the data set of {len(job.train)} samples"
+        each = "holds some samples several times" if job.last_batch == "wrap" else "is the whole data set"
+        channel.say(warning(f"{text}: each batch {each}; use a smaller batch or more data"))
+    if options.backend is not None:
+        choose(options.backend, [devices_here(0)], calibrated=None, emulates=False)
+    resume = options.resume
+    if resume is not None:
+        checkpoint = resume_point(Path(resume), warn=lambda text: channel.say(warning(text)))
+        require_job_of(checkpoint, job)
+        resume = str(checkpoint.path)
+    if options.checkpoint_every != 0:
+        require_resumable(job)
+    asked = question(job, strategy, facts, backend=options.backend) if options.gate else None
+    if asked is not None and not asked["skip"] and not is_proven(asked["key"]):
+        for message in require_independent(job, strategy, facts):
+            channel.say(message)
+    return {"job": job.name, "steps": job.steps, "resume": resume, "question": asked}
+
+
+def resume_point(path: Path, *, warn: Callable[[str], None]) -> Checkpoint:
+    """The checkpoint at a path, or the newest intact one of the run there. All ranks call it alike."""
+    if (path / "checkpoint.json").exists() or path.name.startswith("step-"):
+        return open_checkpoint(path)
+    folder = path if path.name == "checkpoints" else path / "checkpoints"
+    found = find_intact(folder, warn=warn)
+    if found is None:
+        raise TrainingStopped(
+            f"--resume {path}: there is no intact checkpoint in {folder}; start anew without --resume"
+        )
+    return found
+
+
+def warning(text: str) -> dict[str, Any]:
+    """The message that carries a warning to whoever started the run."""
+    return {"event": "warning", "text": text}
+
+
+def require_job_of(checkpoint: Checkpoint, job: Job) -> None:
+    """Refuses a checkpoint of another job, or of another order of the data."""
+    of = checkpoint.progress
+    for key, types in (("job", (str,)), ("seed", (int,)), ("counter", (int,)), ("train_s", (int, float))):
+        if type(of.get(key)) not in types or (key in ("counter", "train_s") and not 0 <= of[key] < 2**62):
+            raise CheckpointBroken(f"{checkpoint.path} is no checkpoint of a run: its {key} is {of.get(key)!r}")
+    numbers = {key: of.get(key) for key in ("loss", "reached_s", "reached_step", "evaluated_step")}
+    metrics = of.get("metrics", {})
+    if type(metrics) is not dict:
+        raise CheckpointBroken(f"{checkpoint.path} is no checkpoint of a run: its metrics is {metrics!r}")
+    for key, value in {**numbers, **metrics}.items():
+        if value is not None and type(value) not in (int, float):
+            raise CheckpointBroken(f"{checkpoint.path} is no checkpoint of a run: its {key} is {value!r}")
+    if of["job"] != job.name or of["seed"] != job.seed:
+        raise TrainingStopped(
+            f"{checkpoint.path} is of job {of['job']!r} with seed {of['seed']}, but this is job {job.name!r} "
+            f"with seed {job.seed}; resume with the job it was saved from"
+        )

@@ -1,0 +1,40 @@
+"""The options of one training run, as `shoal train` and `train_job` give them and every rank receives them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from shoal.runtime.options import JobOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(JobOptions):
+    """How to train a job."""
+
+    strategy: str | None = None
+    """How to train, for example `dp(2, zero=3)`. None: that of the resumed run, or serial."""
+    folder: str | None = None
+    """Where the run is recorded. None: that of the resumed run, or a new folder in `runs`."""
+    resume: str | None = None
+    """A run's folder, or one of its checkpoints, to go on from."""
+    checkpoint_every: int | None = None
+    """Steps between checkpoints; 0 writes none. None: four in a run."""
+    trace: bool = False
+    """Whether a trace of some steps is written, for Perfetto."""
+    stop_at_target: bool = True
+    """Whether the run ends at the job's target, or goes on to its last step."""
+    backend: str | None = None
+    """`shoal`, `gloo` or the accelerator's own. None: by the devices here."""
+    emulate: str | None = None
+    """A slower cluster whose links are emulated (`comm/emulate.py`)."""
+    gate: bool = True
+    """Whether a strategy is checked by two steps in float64 before it first trains this job."""
+    lock: str | None = field(default=None, metadata={"set by": "train_locally"})
+    """The token by which the run holds its folder. None: rank 0 takes the lock."""
+    checked: bool = field(default=False, metadata={"set by": "train_locally"})
+    """Whether the checkpoint to resume from was found intact just before."""
+
+    def recorded(self) -> dict[str, Any]:
+        """What the record of the run keeps: all that a user gives."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if not each.metadata}
