@@ -107,7 +107,7 @@ def sparse_collectives_replace_allreduce(case: Case, index: int, level: dp) -> B
 def compression_between_groups_needs_groups(case: Case, index: int, level: dp) -> Breach | None:
     if not level.compress.between_groups:
         return None
-    grouped = isinstance(level.via, allreduce) and level.via.algorithm == "hierarchical"
+    grouped = isinstance(level.via, allreduce) and level.via.by_hosts
     if grouped or any(place > index and isinstance(other.sync, bsp) for place, other in case.levels()):
         return None
     return Breach(
@@ -168,7 +168,7 @@ def colocated_shards_have_hosts(case: Case, index: int, level: dp) -> Breach | N
     why="A hierarchical all-reduce works in groups of equal size, so the number of replicas is a product.",
 )
 def hierarchies_need_groups(case: Case, index: int, level: dp) -> Breach | None:
-    if not isinstance(level.via, allreduce) or level.via.algorithm != "hierarchical" or is_composite(level.n):
+    if not isinstance(level.via, allreduce) or not level.via.by_hosts or is_composite(level.n):
         return None
     return Breach(
         level,

@@ -92,6 +92,28 @@ REGISTRY = Registry()
 """The closed list of terms, in the order of declaration."""
 
 
+class Techniques(Mapping[str, Any]):
+    """Techniques that are no terms, by name: one object of each file's class, made when it is first asked for."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._made: dict[str, Any] = dict.fromkeys(technique_names(kind))
+
+    def __getitem__(self, name: str) -> Any:
+        if self._made[name] is None:
+            self._made[name] = getattr(import_module(f"shoal.technique.{self._kind}.{name}"), name)()
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._made)
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._made
+
+
 @dataclass_transform(frozen_default=True, field_specifiers=(whole, size, real, choice, flag, nested))
 class Term:
     """A frozen value with a name and checked arguments. Equal arguments make equal terms."""
