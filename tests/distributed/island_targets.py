@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from distributed import slow_momentum  # noqa: F401 (declares slowmo)
 from distributed.proofs import JOBS, _barrier, _from_rank_0
 from shoal.checkpoint.restore import restore
 from shoal.checkpoint.save import open_checkpoint, save
 from shoal.comm.ledger import BOOK
 from shoal.job import load_job
 from shoal.launch.join import join, leave
+from shoal.parallel import apply
 from shoal.proof.compare import compare
 from shoal.proof.conditions import Conditions, for_proof
 from shoal.proof.entry import serial_run
@@ -88,15 +91,32 @@ def resumed(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
 
 def never_averaged(arguments: dict[str, Any], channel: Any) -> Any:
     """Islands exchange their numbers and keep their parameters."""
-    from shoal.parallel.sync.local import LocalSteps
+    from shoal.technique.sync.local import local
 
-    LocalSteps.exchange = lambda self, weight: None  # type: ignore[method-assign]
+    local.exchange = lambda self, level, weight: None  # type: ignore[method-assign]
     return prove_islands(arguments, channel)
 
 
 def equal_weights(arguments: dict[str, Any], channel: Any) -> Any:
     """Islands count alike, however much they learned from."""
-    from shoal.parallel.sync.local import LocalSteps
+    from shoal.technique.sync.local import local
 
-    LocalSteps.exchange = lambda self, weight: self.average(1 / self.islands.size)  # type: ignore[method-assign]
+    local.exchange = lambda self, level, weight: level.average(1 / level.islands.size)  # type: ignore[method-assign]
     return prove_islands(arguments, channel)
+
+
+def forgetful(arguments: dict[str, Any], channel: Any) -> Any:
+    """A checkpoint's slow momentum is not taken up."""
+    from shoal.parallel.sync import outer
+
+    class Forgets(outer.OuterLevel):
+        @property
+        def kept(self) -> dict[str, list[torch.Tensor]]:
+            return {} if inspect.stack()[1].function == "load_island" else self._kept
+
+        @kept.setter
+        def kept(self, kept: dict[str, list[torch.Tensor]]) -> None:
+            self._kept = kept
+
+    apply.OuterLevel = Forgets  # type: ignore[misc]
+    return resumed(arguments, channel)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from shoal.strategy import REGISTRY
+from shoal.strategy.terms.term import technique_names
 
 Ranks = Callable[..., list[Any]]
 PROVE = "distributed.island_targets:prove_islands"
@@ -49,6 +53,14 @@ def test_islands_of_several_ranks_train_as_their_simulation(ranks: Ranks) -> Non
         assert difference < 1e-10, case
 
 
+@pytest.mark.parametrize("scheme", [*(REGISTRY[name].example() for name in technique_names("sync")), "slowmo(2)"])
+def test_every_scheme_trains_as_its_simulation(ranks: Ranks, scheme: str) -> None:
+    often = re.sub(r"\(\d+", "(3", scheme)
+    cases = [("norm", f"dp(2, sync={often})"), ("uneven", f"dp(2, sync={often})")]
+    for case, difference in zip(cases, proven(ranks, cases, world=2), strict=True):
+        assert difference < 1e-10, case
+
+
 def test_what_islands_send_over_two_periods_is_what_is_estimated(ranks: Ranks) -> None:
     asked = {"cases": [(job, text, text) for job, text in COUNTED], "steps": 6}
     for case, rows in zip(COUNTED, zip(*ranks(PROVE, asked, ranks=4), strict=True), strict=True):
@@ -71,13 +83,19 @@ def test_a_wrong_average_is_found(ranks: Ranks, fault: str, job: str) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "world", "at"),
-    [("dp(2, sync=local(4))", 2, 4), ("dp(2, sync=local(4))", 2, 6), ("dp(2, sync=local(4)) * dp(2, zero=3)", 4, 6)],
-)
+    [("dp(2, sync=local(4))", 2, 4), ("dp(2, sync=local(4))", 2, 6), ("dp(2, sync=local(4)) * dp(2, zero=3)", 4, 6),
+     ("dp(2, sync=slowmo(4))", 2, 6), ("dp(2, sync=slowmo(4)) * dp(2, zero=1)", 4, 5)],
+)  # fmt: skip
 def test_a_resumed_run_is_the_same_to_the_bit(ranks: Ranks, tmp_path: Path, strategy: str, world: int, at: int) -> None:
     asked = {"job": "norm", "strategy": strategy, "at": at, "steps": 11, "folder": str(tmp_path)}
     for row in ranks("distributed.island_targets:resumed", asked, ranks=world):
         assert row["more"] == row["then"]
         assert row["same"]
+
+
+def test_what_a_scheme_keeps_is_part_of_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    asked = {"job": "plain", "strategy": "dp(2, sync=slowmo(4))", "at": 6, "steps": 11, "folder": str(tmp_path)}
+    assert not any(row["same"] for row in ranks("distributed.island_targets:forgetful", asked, ranks=2))
 
 
 @pytest.mark.parametrize("under", ["dp(2)", "dp(2, zero=3)"])

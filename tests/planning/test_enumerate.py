@@ -19,7 +19,7 @@ from shoal.planning.price import price_candidates
 from shoal.planning.rank import make_plan, question_for
 from shoal.shapes.presets import preset
 from shoal.shapes.shape import Transformer
-from shoal.strategy import ModelFacts, is_legal, parse
+from shoal.strategy import ModelFacts, is_legal, local, parse
 
 SMALL = Transformer(layers=6, hidden=48, heads=12, kv_heads=6, vocab=100, sequence=1024, tied=False)
 
@@ -61,7 +61,7 @@ def raw_rows(draw: st.DrawFn) -> Candidates:
         "compress": column(st.integers(0, len(COMPRESSORS) - 1)),
         "local": column(st.sampled_from([0, 0, 1, 4])),
     }
-    return Candidates(**values, global_batch=48)
+    return Candidates(**values, global_batch=48, sync=local(1))
 
 
 @given(rows=raw_rows(), facts=FACTS, world=st.sampled_from([1, 2, 4, 8, 12, 16]))
@@ -127,7 +127,7 @@ def test_compressed_rows_are_legal_and_move_dp_between_nodes_outside() -> None:
 def test_local_steps_are_planned_where_they_are_asked_for() -> None:
     shape, slow = preset("gpt2:medium"), with_links(cluster("dgx-a100", devices=16), 0.01, level=1)
     question = question_for(shape, slow, global_batch=64)
-    plain, asked = make_plan(question), make_plan(replace(question, local_steps=8))
+    plain, asked = make_plan(question), make_plan(replace(question, sync=local(8)))
     assert not plain.priced.rows.local.any()
     rows = asked.priced.rows
     first, dense = (next(int(row) for row in asked.ranked if here[row]) for here in

@@ -41,6 +41,9 @@ def add_island(contents: Contents, engine: Engine, own: list[torch.Tensor]) -> N
         mine = own_buffers.get(id(engine.model.get_buffer(name)))
         if mine is not None and name not in engine.absent and engine.speaks_for(name, of_island=True):
             contents.add_extra(f"buffer {name}", label(engine), mine, engine.part_of(name))
+    for what, kept in outer.kept.items():
+        for piece in engine.pieces_of(kept, engine.owned_in_island):
+            contents.add_state(label(engine, what), piece, engine.part_of(piece.name))
     if place.islands.index:
         firsts = {piece.name for piece in engine.pieces_of(engine.masters, engine.owned_in_island) if piece.start == 0}
         for key, piece in engine.optimizer.state(engine.owned_in_island):
@@ -66,6 +69,10 @@ def load_island(engine: Engine, saved: OwnView) -> None:
     if counts is None:
         return
     outer.count, outer.steps = float(counts["count"]), int(counts["steps"])
+    for what, kept in outer.kept.items():
+        for piece in engine.pieces_of(kept, engine.owned_in_island):
+            stop = piece.start + len(piece.values)
+            piece.values.copy_(saved.read(piece.name, label(engine, what), piece.start, stop))
     if outer.steps:
         engine.load_parameters(lambda name, start, stop: saved.read(name, label(engine, PARAMETER), start, stop))
         for name, buffer in persistent_buffers(engine.model).items():

@@ -20,7 +20,7 @@ from shoal.shapes.presets import preset
 from shoal.shapes.shape import Transformer
 
 if TYPE_CHECKING:
-    from shoal.strategy import ModelFacts
+    from shoal.strategy import ModelFacts, SyncTerm
 
 
 MOST_TRIED = 1000
@@ -38,7 +38,7 @@ def plan_command(
     size: str | None = None, profile: str | None = None, sync: str | None = None,
 ) -> int:  # fmt: skip
     """Plans, prints, and if told trains."""
-    local_steps = _local_steps(sync)
+    rule = _rule(sync)
     if cluster_name == THIS and _names_job(what):
         unused = {
             "--by": None if by in ("time", "step") else by, "--html": html_file, "--sequence": sequence,
@@ -49,7 +49,7 @@ def plan_command(
             if given is not None:
                 raise CannotPlan(f"{option} {given}: a job on this machine is planned by step time alone; leave it out")
         return _here(what, devices=devices, batch=batch, top=top, as_json=as_json, run=run, size=size,
-                     local_steps=local_steps)  # fmt: skip
+                     sync=rule)  # fmt: skip
     shape, facts, job_batch = _model(what, size=size, run=run)
     if sequence is not None:
         if facts is not None:
@@ -58,7 +58,7 @@ def plan_command(
     place = the_cluster(cluster_name, devices=devices)
     plan = _plan(
         shape, place, batch=samples_of(batch, shape) or job_batch, by=by, precision=precision, price=price, watts=watts,
-        kwh_price=kwh_price, pilot=pilot, facts=facts, profile=profile, local_steps=local_steps,
+        kwh_price=kwh_price, pilot=pilot, facts=facts, profile=profile, sync=rule,
     )  # fmt: skip
     if plan.best is None:
         raise NothingFits("\n".join(what_would_fit(plan)))
@@ -78,19 +78,21 @@ def plan_command(
     return _train(what, plan, size=size, as_json=as_json) if run else 0
 
 
-def _local_steps(sync: str | None) -> int:
-    """The h of `local(h)`; 0 where nothing was asked for."""
+def _rule(sync: str | None) -> SyncTerm | None:
+    """How islands are to stay together, if that was asked for."""
     if sync is None:
-        return 0
-    from shoal.strategy import StrategyError, local, parse
+        return None
+    from shoal.strategy import REGISTRY, StrategyError, parse
+    from shoal.strategy.terms.term import technique_names
 
     try:
         [level] = parse(f"dp(2, sync={sync})").dp_levels
     except StrategyError as error:
         raise CannotPlan(f"--sync {sync}: {error}") from None
-    if not isinstance(level.sync, local):
-        raise CannotPlan(f"--sync {sync}: plans know bsp(), which is always among them, and local(h); try local(8)")
-    return int(level.sync.h)
+    if level.sync.period is None:
+        known = ", ".join(REGISTRY[name].example() for name in technique_names("sync"))
+        raise CannotPlan(f"--sync {sync}: plans know bsp(), which is always among them, and islands; try {known}")
+    return level.sync
 
 
 def _here(what: str, *, batch: str | None, size: str | None, **options: Any) -> int:
@@ -168,7 +170,7 @@ def _names_job(what: str) -> bool:
 def _plan(
     shape: Transformer, place: Cluster, *, batch: int | None, by: str, precision: str | None, price: float | None,
     watts: float | None, kwh_price: float | None, pilot: str | None, facts: ModelFacts | None, profile: str | None,
-    local_steps: int,
+    sync: SyncTerm | None,
 ) -> Plan:  # fmt: skip
     from shoal.estimate.cost.profile_file import read_profile
     from shoal.estimate.target import default_target, read_pilot
@@ -186,7 +188,7 @@ def _plan(
     more: dict[str, Any] = {"profile": read_profile(profile)} if profile is not None else {}
     question = question_for(
         shape, place, global_batch=batch, target=target, precision=precision, by=by, price_an_hour=price, watts=watts,
-        price_a_kwh=kwh_price, facts=facts, local_steps=local_steps, **more,
+        price_a_kwh=kwh_price, facts=facts, sync=sync, **more,
     )  # fmt: skip
     return cheapest(question) if by == "cost" else make_plan(question)
 

@@ -8,13 +8,14 @@ from typing import Any
 from shoal.cluster import BadCluster
 from shoal.comm.calibration import read_calibration
 from shoal.estimate.steps.read import machine_here
+from shoal.strategy import SyncTerm
 
 FAMILIES = ("dp", "tp", "cp", "pp")
 
 
 def plan_here_command(
     what: str, *, devices: int | None, batch: int | None, top: int, as_json: bool, run: bool, size: str | None,
-    local_steps: int = 0,
+    sync: SyncTerm | None = None,
 ) -> int:  # fmt: skip
     """Plans, prints, and if told trains."""
     machine, links = machine_here(), read_calibration()
@@ -34,7 +35,7 @@ def plan_here_command(
         if batch is not None:
             job = replace(job, global_batch=batch)
         model, facts = job_model(job)
-        plan = plan_here(model, facts, machine, world=world, local_steps=local_steps)
+        plan = plan_here(model, facts, machine, world=world, sync=sync)
         ahead = [(strategy, estimate) for strategy, estimate in plan.ranked if cannot_run(strategy) is None]
         rows = [_row(strategy, estimate) for strategy, estimate in ahead]
         best_of: dict[str, Any] = {}
@@ -43,7 +44,7 @@ def plan_here_command(
         told = {
             "title": f"{job.name} on {world} ranks of this machine, batch {job.global_batch}: "
             f"{len(rows):,} legal strategies; by step time"
-            + (f", times the steps that local({local_steps}) adds" if local_steps else ""),
+            + (f", times the steps that {sync} adds" if sync is not None else ""),
             "global_batch": job.global_batch, "world": world, "legal": len(rows), "plans": rows[:top],
             "families": list(best_of.values()),
             "crossings_bytes_per_s": crossings_here(model, machine, links.network.between),

@@ -1,8 +1,9 @@
 """What ties islands together: when a loose level of dp exchanges, and what one rank sends then.
 
-Islands average this rank's slices of the parameters, one all-reduce for each flat buffer, and its floating-point
-buffers, all in one; before them go two numbers, what the island learned from and whether it was asked to stop. The
-ledger's prediction adds an exchange to the step that it follows; an estimate shares it among the steps of a period.
+An exchange begins with two numbers, what the island learned from and whether it was asked to stop; what follows is up
+to the rule (`SyncTerm.sends`): an average takes one all-reduce for each of this rank's slices of the parameters, and
+one for all its floating-point buffers. The ledger's prediction adds an exchange to the step that it follows; an
+estimate shares it among the steps of a period.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 
 from shoal.estimate.held import Held
 from shoal.estimate.traffic import NUMBER_BYTES, Call, ShardTable
-from shoal.strategy import Strategy, bsp, local
+from shoal.strategy import Strategy, bsp
 from shoal.strategy.terms.sync import SyncTerm
 
 NUMBERS = 2
@@ -28,10 +29,10 @@ def period(strategy: Strategy) -> int:
     sync = loose_sync(strategy)
     if sync is None:
         return 1
-    if not isinstance(sync, local):
+    if sync.period is None:
         raise ValueError(f"{strategy}: when replicas exchange under sync={sync} is not known in advance, so its step "
                          "cannot be estimated; sync=bsp() and sync=local(h) can")  # fmt: skip
-    return sync.h
+    return sync.period
 
 
 def outer_calls(held: Held, table: ShardTable) -> Iterator[Call]:
@@ -41,5 +42,7 @@ def outer_calls(held: Held, table: ShardTable) -> Iterator[Call]:
         return
     slices = [buffer.padded_bytes // buffer.sharding.ranks for buffer in table.buffers]
     floats = held.float_numbers() * NUMBER_BYTES * (2 if held.shapes.complex_floats else 1)
-    for size in (NUMBERS * NUMBER_BYTES, *slices, *([floats] if floats else [])):
-        yield group.axis, "outer", "all_reduce", size, group.ranks
+    sync = loose_sync(held.strategy)
+    assert sync is not None
+    for kind, size in (("all_reduce", NUMBERS * NUMBER_BYTES), *sync.sends(slices, floats)):
+        yield group.axis, "outer", kind, size, group.ranks

@@ -39,7 +39,7 @@ from shoal.parallel.placement import Placement
 from shoal.parallel.recompute import recompute_blocks
 from shoal.parallel.runnable import NotRunnable, require_runnable
 from shoal.parallel.sync.outer import OuterLevel
-from shoal.parallel.sync.schemes import SCHEMES
+from shoal.parallel.sync.scheme import Scheme
 from shoal.parallel.zero import ParameterGathering, ShardedUnit
 from shoal.strategy import Strategy, bsp, dp, pp, recompute, shared, tp
 
@@ -161,7 +161,8 @@ def _outer(strategy: Strategy, engine: Engine) -> OuterLevel | None:
     term = next((level.sync for level in strategy.dp_levels if not isinstance(level.sync, bsp)), None)
     if term is None:
         return None
-    return SCHEMES[type(term)](term, engine.placement.islands, engine.masters, engine.model)
+    assert isinstance(term, Scheme), f"{term} has no runtime"
+    return OuterLevel(term, engine.placement.islands, engine.masters, engine.model)
 
 
 def _compression(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.strategy import Strategy, accumulate, allreduce, amp, bsp, cp, dp, ep, local, none, pp, recompute, shared, tp
+from shoal.strategy import Strategy, accumulate, allreduce, amp, bsp, cp, dp, ep, none, pp, recompute, shared, tp
 
 
 class NotRunnable(ValueError):
@@ -13,7 +13,7 @@ def cannot_run(strategy: Strategy) -> str | None:
     """Why the engine cannot run a strategy, as a sentence; None if it can."""
     for term in strategy.terms:
         if isinstance(term, dp):
-            if not isinstance(term.sync, bsp | local) or (isinstance(term.sync, bsp) and term.sync.backup):
+            if term.sync.period is None and term.sync != bsp():
                 return f"{term}: sync={term.sync} cannot be trained yet; use sync=bsp() or sync=local(h)"
             if not isinstance(term.via, allreduce | shared):
                 return f"{term}: via={term.via} cannot be trained yet; use via=allreduce() or via=shared()"

@@ -17,12 +17,12 @@ from shoal.estimate.cost.inputs import RECOMPUTE, SCHEDULES
 from shoal.strategy import (
     CompressTerm,
     Strategy,
+    SyncTerm,
     accumulate,
     amp,
     cp,
     dp,
     ep,
-    local,
     none,
     pp,
     recompute,
@@ -82,6 +82,8 @@ class Candidates:
     """Steps after which the outer level averages its parameters; 0 where it sums gradients in every step."""
     global_batch: int
     precision: str = "bf16"
+    sync: SyncTerm | None = None
+    """How islands stay together, where `local` is not 0; its h is that column's."""
 
     def __len__(self) -> int:
         return len(self.dp)
@@ -125,7 +127,10 @@ class Candidates:
         terms: list[Any] = []
         if value["outer"] > 1:
             level = dp(value["outer"], compress=COMPRESSORS[value["compress"]])
-            terms.append(level.replace(sync=local(value["local"])) if value["local"] else level)
+            if value["local"]:
+                assert self.sync is not None
+                level = level.replace(sync=self.sync.replace(h=value["local"]))
+            terms.append(level)
         terms += [axes[axis] for axis in reversed(ORDERS[value["order"]]) if axes[axis] is not None]
         if value["micro"] > 1 and not pipeline:
             terms.append(accumulate(value["micro"]))
@@ -136,18 +141,21 @@ class Candidates:
         return Strategy(*terms)
 
 
-COLUMNS = tuple(field.name for field in fields(Candidates) if field.name not in ("global_batch", "precision"))
+COLUMNS = tuple(field.name for field in fields(Candidates) if field.name not in ("global_batch", "precision", "sync"))
 
 
 def of_strategies(strategies: Sequence[Strategy], *, global_batch: int) -> Candidates:
     """Expressions of this family as columns; one outside it is refused in a sentence."""
     rows = [_row(each) for each in strategies]
+    rules = {row.pop("sync") for row in rows} - {None}
+    if len(rules) > 1:
+        raise ValueError(f"islands under different rules ({', '.join(sorted(map(str, rules)))}); price them apart")
     precisions = {row.pop("precision") for row in rows} or {"fp32"}
     if len(precisions) > 1:
         raise ValueError(f"strategies of different precisions ({', '.join(sorted(precisions))}); price them apart")
     return Candidates(
         **{name: np.array([row[name] for row in rows], dtype=np.int64) for name in COLUMNS},
-        global_batch=global_batch, precision=precisions.pop(),
+        global_batch=global_batch, precision=precisions.pop(), sync=next(iter(rules), None),
     )  # fmt: skip
 
 
@@ -159,17 +167,17 @@ def _row(strategy: Strategy) -> dict[str, Any]:
         raise ValueError(f"{strategy}: no price is known for {what}; dp (two levels), pp, tp, cp, ep, accumulate, "
                          "recompute and amp have one")  # fmt: skip
     for level in levels:
-        known = dp(1, sync=level.sync) if isinstance(level.sync, local) else dp(1)
+        known = dp(1, sync=level.sync) if level.sync.period is not None else dp(1)
         if str(level.replace(n=1, zero=0, compress=none())) != str(known):
             raise ValueError(f"{strategy}: no price is known for {level}; only sync=bsp() and sync=local(h) by "
                              "all-reduce have one")  # fmt: skip
-    alone = [level for level in levels if not isinstance(level.compress, none) or isinstance(level.sync, local)]
+    alone = [level for level in levels if not isinstance(level.compress, none) or level.sync.period is not None]
     inner = levels[-1] if levels and (len(levels) == 2 or not alone) else None
     outer = levels[0] if levels and (len(levels) == 2 or alone) else None
     if outer is not None and (outer.zero or (inner is not None and inner in alone)):
         raise ValueError(f"{strategy}: no price is known for zero outside, or compression or local steps inside; "
                          "shard the inner level, compress or average the outer one")  # fmt: skip
-    loose = outer.sync if outer is not None and isinstance(outer.sync, local) and outer.n > 1 else None
+    loose = outer.sync if outer is not None and outer.sync.period is not None and outer.n > 1 else None
     term = outer.compress if outer is not None else none()
     if term not in COMPRESSORS:
         some = ", ".join(str(each) for each in COMPRESSORS[1:])
@@ -192,6 +200,7 @@ def _row(strategy: Strategy) -> dict[str, Any]:
         "micro": strategy.micro_batches,
         "schedule": SCHEDULES.index(pipeline.schedule) if pipeline and pipeline.n > 1 else 0,
         "chunks": pipeline.chunks if pipeline else 1, "recompute": RECOMPUTE.index(kept.kind) if kept else 0,
-        "order": order, "compress": COMPRESSORS.index(term), "local": loose.h if loose else 0,
+        "order": order, "compress": COMPRESSORS.index(term), "local": loose.period if loose else 0,
+        "sync": loose.replace(h=1) if loose else None,
         "precision": precise.dtype if precise else "fp32",
     }  # fmt: skip

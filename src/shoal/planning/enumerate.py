@@ -17,7 +17,7 @@ import numpy as np
 from shoal.estimate.cost.inputs import RECOMPUTE, SCHEDULES
 from shoal.planning.candidates import COLUMNS, ORDERS, SEARCHED, Candidates, Column
 from shoal.planning.legal import legal
-from shoal.strategy import ModelFacts
+from shoal.strategy import ModelFacts, SyncTerm
 from shoal.strategy.legality.rule import divisors
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -76,7 +76,7 @@ def enumerate_legal(
         np.array(each)[columns["pipeline"]] for each in zip(*schedules, strict=True)
     )
     found = Candidates(
-        **{name: columns[name] for name in COLUMNS}, global_batch=facts.global_batch, precision=precision
+        **{name: columns[name] for name in COLUMNS}, global_batch=facts.global_batch, precision=precision, sync=None
     )
     return found.rows(legal(found, world=world, facts=facts))
 
@@ -134,10 +134,10 @@ def compressed(rows: Candidates, *, node: int) -> Candidates:
     return rows.put(_crossed(columns, compress=np.arange(1, 1 + len(SEARCHED))))
 
 
-def averaged(rows: Candidates, *, node: int, local_steps: int) -> Candidates:
+def averaged(rows: Candidates, *, node: int, sync: SyncTerm) -> Candidates:
     """`compressible` rows with what of dp lies between nodes as islands that are averaged."""
     outer = _between_nodes(rows, node=node)
-    return rows.put({"outer": outer, "dp": rows.dp // outer, "local": np.full(len(rows), local_steps)})
+    return rows.put({"outer": outer, "dp": rows.dp // outer, "local": np.full(len(rows), sync.period), "sync": sync})
 
 
 def _between_nodes(rows: Candidates, *, node: int) -> Column:

@@ -24,11 +24,11 @@ from shoal.estimate.target import local_slowdown
 from shoal.strategy import (
     ModelFacts,
     Strategy,
+    SyncTerm,
     accumulate,
     cp,
     dp,
     is_legal,
-    local,
     pp,
     recompute,
     shared,
@@ -52,16 +52,18 @@ class PlanHere:
     ranked: tuple[tuple[Strategy, Estimate], ...]
 
 
-def plan_here(model: JobModel, facts: ModelFacts, machine: Machine, *, world: int, local_steps: int = 0) -> PlanHere:
-    """All that are legal, and fit into the host's memory. With `local_steps` also islands that are averaged after so
-    many; they need more steps to a target, so ranking multiplies their step by that."""
+def plan_here(
+    model: JobModel, facts: ModelFacts, machine: Machine, *, world: int, sync: SyncTerm | None = None
+) -> PlanHere:
+    """All that are legal, and fit into the host's memory. With `sync` also islands that stay together by
+    this rule; they need more steps to a target, so ranking multiplies their step by that."""
     if world > machine.ranks:
         raise ValueError(
             f"{world} ranks were asked for, and {machine.ranks} were calibrated: more of them would share what was "
             f"measured of each; run `shoal calibrate --ranks {world}` first"
         )
     found = []
-    for strategy in legal_here(facts, world=world, local_steps=local_steps):
+    for strategy in legal_here(facts, world=world, sync=sync):
         estimate = price_step(model, strategy, machine)
         if estimate.memory_bytes is None or estimate.memory_bytes * world <= machine.memory_bytes:
             found.append((strategy, estimate))
@@ -69,16 +71,16 @@ def plan_here(model: JobModel, facts: ModelFacts, machine: Machine, *, world: in
     return PlanHere(model=model, machine=machine, world=world, ranked=tuple(found))
 
 
-def legal_here(facts: ModelFacts, *, world: int, local_steps: int = 0) -> Iterator[Strategy]:
+def legal_here(facts: ModelFacts, *, world: int, sync: SyncTerm | None = None) -> Iterator[Strategy]:
     """Every legal product of dp, tp, cp and pp over this number of ranks of one host, with micro-batches and
-    recomputation; with `local_steps` also islands of such products."""
+    recomputation; with `sync` also islands of such products."""
     if not 1 <= world <= MOST_RANKS:
         raise ValueError(f"{world} ranks of one host were asked for; expected 1 to {MOST_RANKS}")
     seen = set()
     for islands, *sizes in _factors(world, 5):
-        if islands > 1 and not local_steps:
+        if islands > 1 and sync is None:
             continue
-        outer = [dp(islands, sync=local(local_steps))] if islands > 1 else []
+        outer = [dp(islands, sync=sync)] if sync is not None and islands > 1 else []
         for terms in ((*outer, *inner) for inner in _axes(*sizes)):
             for again in (None, recompute("selective"), recompute("full")):
                 strategy = Strategy(*terms, *([again] if again is not None else []))

@@ -73,7 +73,7 @@ def joined(first: Priced, second: Priced) -> Priced:
     kept = first.memory_split_bytes
     return replace(
         first,
-        rows=first.rows.put(columns),
+        rows=first.rows.put({**columns, "sync": first.rows.sync or second.rows.sync}),
         step_s=both(first.step_s, second.step_s),
         split_s={name: both(column, second.split_s[name]) for name, column in first.split_s.items()},
         memory_bytes=both(first.memory_bytes, second.memory_bytes),

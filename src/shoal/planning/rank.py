@@ -26,7 +26,7 @@ from shoal.planning.enumerate import (
 from shoal.planning.legal import facts_of
 from shoal.planning.price import Priced, joined, played, price_candidates, unplayed, with_times
 from shoal.shapes.shape import Transformer
-from shoal.strategy import ModelFacts, Strategy
+from shoal.strategy import ModelFacts, Strategy, SyncTerm
 
 BY = ("time", "step", "cost")
 Play = Literal["shown", "best", "nothing"]
@@ -62,8 +62,13 @@ class Question:
     facts: ModelFacts | None = None
     """Of a model that was looked into; else those of the shape."""
     space: Space = WHOLE
-    local_steps: int = 0
-    """Islands that are averaged after so many steps are tried, too; 0: no."""
+    sync: SyncTerm | None = None
+    """Islands that stay together by this rule are tried, too."""
+
+    @property
+    def local_steps(self) -> int:
+        """Steps from one exchange of such islands to the next; 0 where none are asked for."""
+        return 0 if self.sync is None else self.sync.period or 0
 
     @property
     def device_watts(self) -> float | None:
@@ -185,9 +190,9 @@ def price_all(question: Question) -> Priced:
     if cluster.node < cluster.devices:
         worth = priced.fits & (priced.split_s["data"] >= WORTH_COMPRESSING * priced.step_s)
         variants = [compressed(rows.rows(_fastest(priced, worth)), node=cluster.node)]
-        if question.local_steps:
+        if question.sync is not None:
             there = rows.rows(_fastest(priced, priced.fits & compressible(rows, node=cluster.node)))
-            variants.append(averaged(there, node=cluster.node, local_steps=question.local_steps))
+            variants.append(averaged(there, node=cluster.node, sync=question.sync))
         for more in variants:
             if len(more):
                 priced = joined(priced, price_candidates(more, shape=shape, cluster=cluster, profile=question.profile))

@@ -96,7 +96,7 @@ def _assumptions(plan: Plan) -> list[str]:
     ]
     if question.local_steps:
         slowdown = local_slowdown(question.local_steps)
-        told.append(f"steps under local({question.local_steps}), relative to dense: {slowdown:.3g} (assumed: Lin et "
+        told.append(f"steps under {question.sync}, relative to dense: {slowdown:.3g} (assumed: Lin et "
                     "al. 2020, Douillard et al. 2023)")  # fmt: skip
     if question.device_watts is not None:
         whose = "the device's datasheet" if question.watts is None else "--watts"

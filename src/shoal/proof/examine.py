@@ -13,7 +13,7 @@ from shoal.proof.options import ProofOptions
 from shoal.proof.runs import unflushed_ranks
 from shoal.runtime.compiled import compiled_parts, running_eagerly
 from shoal.runtime.setup import job_from, try_job
-from shoal.strategy import Strategy, contract, dp, local, parse, require_legal
+from shoal.strategy import Strategy, contract, dp, parse, require_legal
 
 FILLS = 8
 """How many times over a pipeline without flush is filled, at least, before its loss curve is judged."""
@@ -51,13 +51,14 @@ def examined(options: ProofOptions) -> dict[str, Any]:
 
 def _enough(steps: int, strategy: Strategy) -> int:
     """As many steps as it takes for islands to be averaged, and for staleness to show."""
-    averaging = [level.sync.h for level in strategy.dp_levels if isinstance(level.sync, local)]
-    return max(steps, *(h + 1 for h in averaging), -(-FILLS * unflushed_ranks(strategy) // strategy.micro_batches))
+    periods = [level.sync.period for level in strategy.dp_levels if level.sync.period is not None]
+    once = (period + 1 for period in periods)
+    return max(steps, *once, -(-FILLS * unflushed_ranks(strategy) // strategy.micro_batches))
 
 
 def _synchronous(strategy: Strategy) -> Strategy:
     """The strategy with replicas that step together in place of those that are averaged."""
     for level in strategy.dp_levels:
-        if isinstance(level.sync, local):
+        if level.sync.period is not None:
             strategy = strategy.replace(level, dp(level.n))
     return strategy

@@ -65,9 +65,12 @@ class Disturbed:
     reverse: bool = True
 
 
+Exchange = Callable[[list[list[torch.Tensor]], list[float], list[dict[str, list[torch.Tensor]]]], None]
+
+
 @dataclass(frozen=True)
 class Islands:
-    """Copies of the model that step by themselves and average their parameters now and then (local SGD)."""
+    """Copies of the model that step by themselves and exchange their parameters now and then (local SGD)."""
 
     num: int
     every: int
@@ -76,6 +79,10 @@ class Islands:
     """Parts of a micro-batch, over all islands; each island has as many."""
     micro_batches: int
     """Pieces that a batch is cut into before it is split among replicas."""
+    exchange: Exchange
+    """What an exchange does to the parameters of all, given their weights and what each keeps."""
+    begin: Callable[[list[torch.Tensor]], dict[str, list[torch.Tensor]]]
+    """What each keeps for every element of its parameters, as it is at the start."""
 
     def share(self, positions: np.ndarray, island: int, *, separate: bool, parts: int) -> list[np.ndarray]:
         """An island's pieces of a batch: of each micro-batch its part, joined unless they are computed separately."""
@@ -110,6 +117,9 @@ def train_serially(
             optimiser state are then the first one's, parameters and buffers the mean of all.
     """
     copies = [_Copy(job, dtype, conditions, disturbed) for _ in range(islands.num if islands else 1)]
+    if islands is not None:
+        for copy in copies:
+            copy.kept = islands.begin([param.detach() for param in copy.named.values()])
     first = copies[0]
     counter = 0
     sums: list[tuple[float, float]] = []
@@ -137,7 +147,7 @@ def train_serially(
         ]
         sums.append(found[0])
         if islands is not None and (step + 1) % islands.every == 0:
-            _average_copies(copies)
+            _average_copies(copies, islands.exchange)
     if islands is not None:
         _average_copies(copies)
     named, optimizer, largest = first.named, first.optimizer, first.largest
@@ -176,7 +186,9 @@ class _Copy:
         self.gradients = {name: torch.zeros_like(param) for name, param in self.named.items()}
         self.noise = torch.Generator().manual_seed(disturbed.seed) if disturbed is not None else None
         self.counted = 0.0
-        """Samples or tokens since parameters were last averaged."""
+        """Samples or tokens since the last exchange."""
+        self.kept: dict[str, list[torch.Tensor]] = {}
+        """Of a scheme that ties islands together."""
 
     def update(
         self, step: int, indices: np.ndarray, pieces: Sequence[np.ndarray], started: int, *, skip_empty: bool
@@ -250,14 +262,18 @@ def _copied(rate: Any) -> Any:
     return rate.detach().clone() if isinstance(rate, torch.Tensor) else float(rate)
 
 
-def _average_copies(copies: Sequence[_Copy]) -> None:
-    """Parameters and floating-point buffers become the mean of all copies, weighted by what each learned from."""
+def _average_copies(copies: Sequence[_Copy], exchange: Exchange | None = None) -> None:
+    """Parameters and floating-point buffers become the mean of all copies, weighted by what each learned from; with
+    `exchange`, parameters what that makes of them."""
     total = sum(copy.counted for copy in copies)
     if not total:
         return
     weights = [copy.counted / total for copy in copies]
-    held = [[*copy.named.values(), *copy.model.buffers()] for copy in copies]
     with torch.no_grad():
+        if exchange is not None:
+            exchange([[*copy.named.values()] for copy in copies], weights, [copy.kept for copy in copies])
+        parameters = [[] if exchange else [*copy.named.values()] for copy in copies]
+        held = [[*params, *copy.model.buffers()] for params, copy in zip(parameters, copies, strict=True)]
         for tensors in zip(*held, strict=True):
             if tensors[0].is_floating_point() or tensors[0].is_complex():
                 mean = torch.stack([weight * t.double() if not t.is_complex() else weight * t

@@ -13,6 +13,7 @@ from shoal.comm.ledger import BOOK
 from shoal.launch.join import join, leave
 from shoal.layout.held_outside import Outside
 from shoal.parallel.pipeline.pipedream import micros_told
+from shoal.parallel.sync.scheme import Scheme
 from shoal.proof.compare import GradientSums, compare, follows, moves, real
 from shoal.proof.conditions import Conditions, for_proof
 from shoal.proof.model_fails import naming_what_cut_it
@@ -21,7 +22,7 @@ from shoal.proof.reference import Disturbed, Islands, Reference, train_serially
 from shoal.proof.tolerance import GRADIENT
 from shoal.runtime.compiled import running_eagerly
 from shoal.runtime.setup import Prepared, job_from, prepare
-from shoal.strategy import Strategy, local, parse, pp
+from shoal.strategy import Strategy, parse, pp
 
 
 @running_eagerly()
@@ -126,14 +127,14 @@ def train_steps(ready: Prepared, steps: int) -> dict[str, Any]:
 
 
 def islands_of(strategy: Strategy) -> Islands | None:
-    levels = [level for level in strategy.dp_levels if isinstance(level.sync, local)]
-    if not levels:
+    level = next((level for level in strategy.dp_levels if isinstance(level.sync, Scheme)), None)
+    if level is None:
         return None
-    sync = levels[0].sync
-    assert isinstance(sync, local)
+    assert isinstance(level.sync, Scheme)
     return Islands(
-        num=levels[0].n, every=sync.h, replicas=strategy.replicas, micro_batches=strategy.micro_batches
-    )
+        num=level.n, every=level.sync.period, replicas=strategy.replicas, micro_batches=strategy.micro_batches,
+        begin=level.sync.begin, exchange=level.sync.simulate,
+    )  # fmt: skip
 
 
 def unflushed_ranks(strategy: Strategy) -> int:
@@ -146,6 +147,6 @@ def _described(micro_batches: int, parts: int, *, exact: bool, islands: Islands 
     pieces = micro_batches * parts
     how = "each global batch at once" if pieces == 1 else f"per micro-batch: the same {pieces} parts of each batch"
     if islands is not None:
-        how = f"{islands.num} islands simulated one after the other, averaged every {islands.every} steps; {how}"
+        how = f"{islands.num} islands simulated one after the other, exchanging every {islands.every} steps; {how}"
         how = how.replace("each global batch", "an island's part of a batch")
     return f"one process, plain PyTorch, {'float64' if exact else 'float32'}, {how}"

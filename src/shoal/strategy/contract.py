@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from shoal.strategy.expression import Strategy, as_strategy
 from shoal.strategy.facts import ModelFacts
-from shoal.strategy.terms import cp, dp, ep, local, pp, recompute, spatial, ssp, tp
+from shoal.strategy.terms import cp, dp, ep, pp, recompute, spatial, ssp, tp
 from shoal.strategy.terms.sync import SAME_TARGET
 from shoal.strategy.terms.term import Kind, Promise, Term
 
@@ -144,6 +144,6 @@ def _notes(strategy: Strategy, facts: ModelFacts) -> tuple[str, ...]:
     for level in strategy.dp_levels:
         if isinstance(level.sync, ssp) and level.sync.s == 0:
             notes.append("ssp(0) waits for all replicas every step, as bsp() does")
-        if isinstance(level.sync, local) and level.n == 1:
+        if level.sync.period is not None and level.n == 1 and level.sync.drift(1) is None:
             notes.append("a single replica has nothing to average")
     return tuple(notes)

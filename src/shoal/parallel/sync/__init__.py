@@ -1,1 +1,1 @@
-"""Loose levels of dp: what ties islands together that step by themselves. One file a scheme."""
+"""Loose levels of dp: what ties islands together that step by themselves. A scheme is a file of `technique/sync`."""

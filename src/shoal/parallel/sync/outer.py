@@ -2,13 +2,12 @@
 
 The engine of an island calls `after_update` once a step, after its own update and before the updated parameters are
 published. What is evaluated and saved is the consensus of all islands: `agree` makes it of the islands' values,
-`take_back` gives each island its own again. A scheme is a subclass; it says when islands exchange, and what. What
-that sends is predicted by `estimate/outer_calls.py`.
+`take_back` gives each island its own again. A scheme (`technique/sync`) says when islands exchange, and what; what that
+sends is predicted by `estimate/outer_calls.py`.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,21 +17,23 @@ from torch import nn
 
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
-from shoal.strategy.terms.sync import SyncTerm
+from shoal.parallel.sync.scheme import Scheme
 
 PHASE = "outer"
 
 
-class OuterLevel(ABC):
+class OuterLevel:
     """One loose level of dp, as one rank sees it."""
 
-    def __init__(self, term: SyncTerm, islands: Members, masters: Sequence[torch.Tensor], model: nn.Module) -> None:
+    def __init__(self, term: Scheme, islands: Members, masters: Sequence[torch.Tensor], model: nn.Module) -> None:
         self.term = term
         self.islands = islands
         """The ranks that hold the same slice of the model in each island."""
         self.masters = masters
         """This rank's slices of the parameters."""
         self.model = model
+        self.kept = term.begin(masters)
+        """What the scheme keeps, laid out as the masters are."""
         self.count = 0.0
         """Samples or tokens that this island learned from since the last exchange."""
         self.steps = 0
@@ -48,21 +49,13 @@ class OuterLevel(ABC):
         whether all islands stop here. `stop`: whether this island was asked to."""
         self.count += count
         self.steps += 1
-        if not self.exchanges_after(clock):
+        if (clock + 1) % self.term.period:
             return False
         with BOOK.during(PHASE):
             total, stopping = self._sums(stop)
-            self.exchange(self.count / total)
+            self.term.exchange(self, self.count / total)
         self.count, self.steps = 0.0, 0
         return stopping
-
-    @abstractmethod
-    def exchanges_after(self, clock: int) -> bool:
-        """Whether islands exchange after their update of this step."""
-
-    @abstractmethod
-    def exchange(self, weight: float) -> None:
-        """Brings the islands together; `weight` is this island's part of all that they learned from."""
 
     def agree(self) -> list[torch.Tensor]:
         """The islands' weighted mean becomes this rank's values; gives back what it had, for `take_back`. Nothing is

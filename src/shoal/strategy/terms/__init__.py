@@ -20,7 +20,6 @@ from shoal.strategy.terms.sync import (
     elastic,
     gossip,
     hogwild,
-    local,
     softsync,
     ssp,
 )
@@ -30,7 +29,7 @@ from shoal.strategy.terms.via import ViaTerm, allreduce, ps, shared
 __all__ = [
     "REGISTRY", "AxisTerm", "CompressTerm", "ModifierTerm", "SyncTerm", "Term", "ViaTerm", "accumulate",
     "allreduce", "amp", "asp", "bmuf", "bsp", "cp", "diloco", "dp", "elastic", "ensemble", "ep", "gossip", "hogwild",
-    "local", "none", "offload", "pp", "ps", "recompute", "shared", "softsync", "spatial", "ssp", "tp",
+    "none", "offload", "pp", "ps", "recompute", "shared", "softsync", "spatial", "ssp", "tp",
 ]  # fmt: skip
 
 

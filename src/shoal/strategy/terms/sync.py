@@ -3,15 +3,19 @@ when.
 
 They run from consistent to inconsistent: every step together, a bounded number of steps apart, whenever a
 gradient comes, averaged now and then, or mixed with neighbours only.
+
+Rules that run are a file of `technique/sync` each; those declared here parse, explain and are judged, and have no
+runtime so far.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
 
 from shoal.strategy.terms.arguments import choice, real, whole
 from shoal.strategy.terms.numerals import count, counted, every, percent
-from shoal.strategy.terms.term import Promise, Term
+from shoal.strategy.terms.term import REGISTRY, Promise, Term
 
 Exchange = Literal["gradient", "model"]
 
@@ -30,6 +34,18 @@ class SyncTerm(Term):
     spectrum: ClassVar[str] = "synchronous"
     """The place on the spectrum from consistent to inconsistent."""
     where = "any links"
+
+    @property
+    def period(self) -> int | None:
+        """Steps from one exchange of islands to the next, for rules whose replicas are islands that step by themselves;
+        None for all others."""
+        return None
+
+    def sends(self, slices: Sequence[int], buffers: int) -> list[tuple[str, int]]:
+        """The collectives of one exchange of islands on one rank, as kinds and payload bytes, after the two numbers
+        that every exchange begins with. `slices`: bytes of each of its slices of the parameters; `buffers`: bytes of
+        all floating-point buffers together."""
+        return [("all_reduce", size) for size in (*slices, buffers) if size]
 
     def drift(self, replicas: int) -> Promise | None:
         """How so many replicas under this rule differ from the serial run; None when they do not."""
@@ -83,7 +99,7 @@ class softsync(SyncTerm):
 class ssp(SyncTerm):
     """Stale-synchronous: a replica may run ahead of the slowest by at most s steps."""
 
-    s: int = whole(0)
+    s: int = whole(0, sample=3)
 
     title = "stale-synchronous"
     scheduling = "bounded asynchronous"
@@ -134,38 +150,12 @@ class hogwild(SyncTerm):
         return Promise("statistical", "hogwild() lets replicas overwrite each other's updates", band=SAME_TARGET)
 
 
-class local(SyncTerm):
-    """Local SGD: replicas step by themselves and average their weights every h steps."""
-
-    h: int = whole(1)
-
-    title = "local SGD, periodic averaging"
-    exchanges = "model"
-    spectrum = "model averaging / elastic averaging"
-    where = "slow links"
-
-    def words(self) -> str:
-        return f"replicas step by themselves and average their weights {every(self.h, 'step')}"
-
-    def drift(self, replicas: int) -> Promise | None:
-        if replicas == 1:
-            return None
-        if self.h == 1:
-            reason = (
-                "local(1) averages weights, not gradients: the serial run only with plain SGD, not with "
-                "momentum or Adam"
-            )
-        else:
-            reason = f"local({self.h}) lets replicas drift apart for {self.h:,} steps before they are averaged"
-        return Promise("statistical", reason, band=SAME_TARGET)
-
-
 class diloco(SyncTerm):
     """DiLoCo: every h steps the mean change of the replicas is taken as a gradient by an outer Nesterov
     optimiser.
     """
 
-    h: int = whole(1)
+    h: int = whole(1, sample=50)
 
     title = "DiLoCo, outer Nesterov momentum"
     exchanges = "model"
@@ -188,7 +178,7 @@ class diloco(SyncTerm):
 class bmuf(SyncTerm):
     """Blockwise model-update filtering: every h steps the averaged change is smoothed by block momentum."""
 
-    h: int = whole(1)
+    h: int = whole(1, sample=50)
 
     title = "BMUF, block momentum"
     exchanges = "model"
@@ -214,8 +204,8 @@ class elastic(SyncTerm):
     `rho` is that part, the moving rate of the paper (its learning rate times its elastic coefficient).
     """
 
-    h: int = whole(1)
-    rho: float = real(0.0, 1.0)
+    h: int = whole(1, sample=50)
+    rho: float = real(0.0, 1.0, sample=0.1)
 
     title = "elastic averaging (EASGD)"
     exchanges = "model"
@@ -261,3 +251,13 @@ class gossip(SyncTerm):
             return None
         reason = f'gossip("{self.graph}") mixes neighbours only, so replicas agree on average and not exactly'
         return Promise("statistical", reason, band=SAME_TARGET)
+
+
+REGISTRY.find("sync")
+
+
+def __getattr__(name: str) -> Any:
+    """A rule that is a file of its own."""
+    if name in REGISTRY.of("sync"):
+        return REGISTRY[name]
+    raise AttributeError(f"there is no way to synchronise called {name}")

@@ -48,7 +48,7 @@ class allreduce(ViaTerm):
 class ps(ViaTerm):
     """Parameter servers: the model in `shards` parts, on ranks of their own or `colocated` with workers."""
 
-    shards: int = whole(1, LARGEST_SIZE)
+    shards: int = whole(1, LARGEST_SIZE, sample=1)
     colocated: bool = flag(default=False, kw_only=True)
 
     title = "parameter server: single, sharded, co-located"

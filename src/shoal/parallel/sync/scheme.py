@@ -1,0 +1,49 @@
+"""A way to keep islands together that runs: the base of every file in `technique/sync`.
+
+It is a term, a frozen value: what it keeps from exchange to exchange is in the level it is handed. Files are read
+wherever a strategy names one, so what needs torch is imported inside functions.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shoal.strategy.terms.sync import SyncTerm
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from shoal.parallel.sync.outer import OuterLevel
+
+
+class Scheme(SyncTerm):
+    """Islands that exchange models every `period` steps."""
+
+    family = "sync"
+    exchanges = "model"
+    spectrum = "model averaging / elastic averaging"
+    where = "slow links"
+
+    @property
+    def period(self) -> int:
+        """Steps from one exchange to the next."""
+        raise TypeError(f"{self} does not say when islands exchange")
+
+    def begin(self, parameters: Sequence[torch.Tensor]) -> dict[str, list[torch.Tensor]]:
+        """What it keeps for each element of the parameters, by name, as it is at the start. It is handed to every
+        exchange, which may change it, and is part of a checkpoint."""
+        return {}
+
+    def exchange(self, level: OuterLevel, weight: float) -> None:
+        """Brings the islands together; `weight` is this island's part of all that they learned from."""
+        raise TypeError(f"{self} does not say what islands exchange")
+
+    def simulate(
+        self, islands: Sequence[Sequence[torch.Tensor]], weights: Sequence[float],
+        kept: Sequence[dict[str, list[torch.Tensor]]],
+    ) -> None:  # fmt: skip
+        """The same in one process, for proofs: plain PyTorch, nothing of the engine. `islands` are the parameters of
+        each, `kept` what `begin` gave for each. Buffers are averaged by the proof itself."""
+        raise TypeError(f"{self} does not say what an exchange does in one process")

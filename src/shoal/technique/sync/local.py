@@ -1,0 +1,61 @@
+"""Local SGD: islands step by themselves and average their parameters every h steps (`sync=local(h)`).
+
+An island's weight in the mean is the part of the samples (or tokens) that it learned from since the last exchange, as
+in FedAvg: with uneven shares, h = 1 and plain SGD the mean is then the synchronous step. Optimiser state stays local.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shoal.parallel.sync.scheme import Scheme
+from shoal.strategy.terms.arguments import whole
+from shoal.strategy.terms.numerals import every
+from shoal.strategy.terms.sync import SAME_TARGET
+from shoal.strategy.terms.term import Promise
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from shoal.parallel.sync.outer import OuterLevel
+
+
+class local(Scheme):
+    """Local SGD: replicas step by themselves and average their weights every h steps."""
+
+    h: int = whole(1, sample=50)
+
+    title = "local SGD, periodic averaging"
+
+    def words(self) -> str:
+        return f"replicas step by themselves and average their weights {every(self.h, 'step')}"
+
+    def drift(self, replicas: int) -> Promise | None:
+        if replicas == 1:
+            return None
+        if self.h == 1:
+            reason = (
+                "local(1) averages weights, not gradients: the serial run only with plain SGD, not with "
+                "momentum or Adam"
+            )
+        else:
+            reason = f"local({self.h}) lets replicas drift apart for {self.h:,} steps before they are averaged"
+        return Promise("statistical", reason, band=SAME_TARGET)
+
+    @property
+    def period(self) -> int:
+        return self.h
+
+    def exchange(self, level: OuterLevel, weight: float) -> None:
+        level.average(weight)
+
+    def simulate(
+        self, islands: Sequence[Sequence[torch.Tensor]], weights: Sequence[float],
+        kept: Sequence[dict[str, list[torch.Tensor]]],
+    ) -> None:  # fmt: skip
+        for tensors in zip(*islands, strict=True):
+            mean = sum(weight * tensor for weight, tensor in zip(weights, tensors, strict=True))
+            for tensor in tensors:
+                tensor.copy_(mean)
