@@ -28,6 +28,7 @@ from shoal.strategy import (
     systems_like,
     techniques,
 )
+from shoal.strategy.terms.via import ALL_REDUCE
 from strategy.strategies import strategies
 
 NAMED = (
@@ -140,6 +141,26 @@ def test_the_table_of_techniques_holds_every_term() -> None:
     assert set(REGISTRY) <= {row.name for row in rows}
     for row in rows:
         assert check(parse(row.example)) == (), row
+
+
+def test_the_table_of_a_family_says_what_compressors_send_and_names_all_reduce_algorithms() -> None:
+    compressors = [row for row in techniques("compress") if row.name != "none"]
+    assert {row.name for row in compressors} == set(REGISTRY.of("compress")) - {"none"}
+    assert all(row.detail.partition("; error: ")[0] for row in compressors)
+    assert {f'allreduce "{name}"' for name in ALL_REDUCE} <= {row.name for row in techniques("via")}
+    with pytest.raises(ValueError, match="expected one of axis, modifier, sync, via, compress"):
+        print_taxonomy(family="compression")
+
+
+def test_reading_every_technique_loads_neither_torch_nor_numpy() -> None:
+    code = (
+        "import sys, shoal; from shoal.strategy.terms.via import ALL_REDUCE;"
+        "assert not any(name.startswith('shoal.technique.') for name in sys.modules), 'read before it was asked for';"
+        "assert len([*shoal.REGISTRY.values(), *ALL_REDUCE.values()]) > 40;"
+        "print(sorted({'torch', 'numpy', 'pydantic', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
 def test_the_mesh_is_drawn_with_the_last_axis_fastest() -> None:

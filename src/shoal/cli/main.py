@@ -106,13 +106,16 @@ def validate(
 
 @app.command()
 def taxonomy(
+    family: Annotated[
+        str | None, typer.Argument(help="Only techniques of a family: axis, modifier, sync, via or compress.")
+    ] = None,
     as_json: Annotated[bool, JSON] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="As Markdown tables.")] = False,
 ) -> None:
     """List the techniques, and the field's systems, each written as a strategy and placed by its terms."""
     from shoal.cli.taxonomy import print_taxonomy
 
-    print_taxonomy("json" if as_json else "markdown" if markdown else "table")
+    print_taxonomy("json" if as_json else "markdown" if markdown else "table", family=family)
 
 
 @app.command()

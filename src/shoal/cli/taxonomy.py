@@ -18,6 +18,12 @@ TECHNIQUE_COLUMNS = {
     "contract": "contract",
     "where": "made for",
 }
+DETAIL_COLUMNS = {
+    "name": "term",
+    "title": "technique",
+    "detail": "sends, for n elements of s bytes",
+    "example": "example",
+}
 SYSTEM_COLUMNS = {
     "name": "system",
     "year": "year",
@@ -51,8 +57,11 @@ def taxonomy() -> dict[str, list[dict[str, Any]]]:
     return {"techniques": [technique._asdict() for technique in techniques()], "systems": systems}
 
 
-def print_taxonomy(format: Format = "table") -> None:
-    """Print both tables in the format asked for."""
+def print_taxonomy(format: Format = "table", *, family: str | None = None) -> None:
+    """Print both tables in the format asked for; of one family, its techniques alone."""
+    if family is not None:
+        _print_family(family, format)
+        return
     tables = taxonomy()
     if format == "json":
         import json
@@ -66,6 +75,23 @@ def print_taxonomy(format: Format = "table") -> None:
         _print_table("Systems", SYSTEM_COLUMNS, tables["systems"])
     else:
         raise ValueError(f'format is {format!r}; expected "table", "json" or "markdown"')
+
+
+def _print_family(family: str, format: Format) -> None:
+    from shoal.strategy.terms.term import FAMILIES
+
+    if family not in FAMILIES:
+        raise ValueError(f"taxonomy {family}: expected one of {', '.join(FAMILIES)}")
+    rows = [technique._asdict() for technique in techniques(family)]
+    columns = DETAIL_COLUMNS if any(row["detail"] for row in rows) else TECHNIQUE_COLUMNS
+    if format == "json":
+        import json
+
+        print(json.dumps({"techniques": rows}, indent=2, ensure_ascii=False))
+    elif format == "markdown":
+        print(_markdown(family, columns, rows))
+    else:
+        _print_table(family, columns, rows)
 
 
 def _markdown(title: str, columns: dict[str, str], rows: list[dict[str, Any]]) -> str:

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from shoal.strategy.contract import contract
 from shoal.strategy.expression import Strategy
-from shoal.strategy.terms import REGISTRY, AxisTerm, CompressTerm, ModifierTerm, pp
+from shoal.strategy.terms import REGISTRY, AxisTerm, CompressTerm, ModifierTerm, allreduce, dp, pp
 from shoal.strategy.terms.term import Term
+from shoal.strategy.terms.via import ALL_REDUCE
 from shoal.strategy.text import parse
 
 
@@ -23,27 +24,32 @@ class Technique(NamedTuple):
     """A strategy that uses it."""
     contract: str
     where: str
+    detail: str = ""
+    """Of a compression: the bytes it makes of n elements of s bytes, and what becomes of its error."""
 
 
-def techniques() -> tuple[Technique, ...]:
-    """Every term, and every schedule of a pipeline, as they stand in the closed list."""
+def techniques(family: str | None = None) -> tuple[Technique, ...]:
+    """Every term, the pipeline without flush, and every all-reduce algorithm; of all families or of one."""
     rows = []
-    for name, cls in REGISTRY.items():
-        strategy = _example(cls)
-        rows.append(Technique(name, cls.family, cls.title, str(strategy), _contract(strategy), cls.where))
+    for name in REGISTRY if family is None else REGISTRY.of(family):
+        cls = REGISTRY[name]
+        rows.append(_row(name, cls.title, _example(cls), cls))
         if cls is pp:
             unflushed = Strategy(pp(2, "pipedream"))
-            rows.append(
-                Technique(
-                    'pp "pipedream"',
-                    "axis",
-                    "pipeline without flush, stashed weights",
-                    str(unflushed),
-                    _contract(unflushed),
-                    cls.where,
-                )
-            )
+            rows.append(_row('pp "pipedream"', "pipeline without flush, stashed weights", unflushed, cls))
+        if cls is allreduce:
+            for algorithm, found in ALL_REDUCE.items():
+                strategy = Strategy(dp(4, via=allreduce(algorithm)))
+                rows.append(_row(f'allreduce "{algorithm}"', f"all-reduce {found.words}", strategy, cls))
     return tuple(rows)
+
+
+def _row(name: str, title: str, strategy: Strategy, cls: type[Term]) -> Technique:
+    detail = ""
+    if issubclass(cls, CompressTerm) and cls.sends:
+        error = {"feedback": "residual"}.get(cls.loss, cls.loss)
+        detail = f"{cls.sends}; error: {error}"
+    return Technique(name, cls.family, title, str(strategy), _contract(strategy), cls.where, detail)
 
 
 def _example(cls: type[Term]) -> Strategy:
