@@ -29,7 +29,7 @@ from shoal.launch.watch import beat
 from shoal.layout.held_outside import Outside
 from shoal.layout.layout import facts_of, layout_of
 from shoal.parallel.batch_norm import batch_norms
-from shoal.parallel.engine import NOTHING_COUNTED, NonFinite
+from shoal.parallel.result import NOTHING_COUNTED, NonFinite
 from shoal.proof.one_step import gate_here
 from shoal.runtime.setup import Prepared, job_from, prepare, staleness
 from shoal.strategy import parse
@@ -246,7 +246,7 @@ class TrainingRun:
 
     def _require_finite(self) -> None:
         """A checkpoint that cannot be trained on must not take the place of one that can."""
-        pieces = self.engine.owned_parameters()
+        pieces = self.engine.owner.parameters()
         mine = next((piece.name for piece in pieces if not bool(torch.isfinite(piece.values).all())), None)
         with BOOK.during("checkpoint"):
             lost = [report["name"] for report in exchange({"name": mine}) if report["name"] is not None]
