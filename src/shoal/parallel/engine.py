@@ -7,6 +7,8 @@
 
 Losses are sums with a count. The gradient of the global mean is then the sum of all gradients over the sum of all
 counts, exact for any split of any batch; the division is done once, after reduction, together with clipping.
+
+A step is: reduce gradients -> `Owner.update` -> `OuterLevel.after_update` -> `Owner.publish`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from torch import nn
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
 from shoal.comm.points import reach
-from shoal.job.random_optimizer import Stretch, UpdateDraws
+from shoal.job.random_optimizer import UpdateDraws
 from shoal.layout.cuts import Part
 from shoal.parallel.batch_norm import release
 from shoal.parallel.bucket import PLAIN, Bucket
@@ -33,6 +35,7 @@ from shoal.parallel.compression import Compression
 from shoal.parallel.cutting import CutModel
 from shoal.parallel.data import GradientReduction
 from shoal.parallel.optimizer import SlicedOptimizer
+from shoal.parallel.optimizer_needs import closure_for, drawn_slices
 from shoal.parallel.owner.base import Gradients, Owner
 from shoal.parallel.placement import Placement, Replicas
 from shoal.parallel.result import COUNT_WITH_GRADIENT, CountWithGradient, NonFinite, StepResult
@@ -79,7 +82,7 @@ class Engine:
         self._sums = self._sums.to(self.device)
         draws = self.update_draws
         if draws is not None:
-            self.owner.around_step = lambda: draws.update(self._drawn_for())
+            self.owner.around_step = lambda: draws.update(drawn_slices(self))
 
     @property
     def device(self) -> torch.device:
@@ -181,15 +184,8 @@ class Engine:
     def step(self, lr_factor: float = 1.0, *, again: Callable[[], None] | None = None) -> StepResult:
         """Clips, updates, and makes the parameters whole again where their stage keeps them so. `again` computes all
         micro-batches of the step once more, for an optimiser that asks for that (LBFGS)."""
-        result, gradients = self._reduced()
-        closure = None
-        if self.optimizer.needs_closure:
-            if again is None:
-                raise ValueError(
-                    f"{type(self.optimizer.optimizer).__name__} computes the loss several times in a step, and step() "
-                    "was not given the function to do so; pass engine.step(again=...), or train a Job"
-                )
-            closure = self._closure(again, result)
+        result, gradients = self.reduce()
+        closure = closure_for(self, again, result.loss) if self.optimizer.needs_closure else None
         with BOOK.during("optimizer"), torch.no_grad():
             self.owner.update(gradients, lr_factor=lr_factor, closure=closure)
             reach("step: updated")
@@ -204,27 +200,9 @@ class Engine:
             self.buffers.finish()
         return result
 
-    def _closure(self, again: Callable[[], None], result: StepResult) -> Callable[[], torch.Tensor]:
-        """For the optimiser: loss and gradients at the present parameters. What was just computed serves as long as
-        they are the same."""
-        before = [master.clone() for master in self.owner.masters]
-
-        def closure() -> torch.Tensor:
-            if before and all(map(torch.equal, before, self.owner.masters)):
-                before.clear()
-                return torch.tensor(result.loss, dtype=torch.float64)
-            before.clear()
-            self.reduction.clear()
-            with torch.enable_grad():
-                again()
-            fresh, gradients = self._reduced()
-            self.optimizer.give(gradients.unused)
-            return torch.tensor(fresh.loss, dtype=torch.float64)
-
-        return closure
-
-    def _reduced(self) -> tuple[StepResult, Gradients]:
-        """What the last backward summed: the step's figures; the buckets hold the mean gradients, clipped."""
+    def reduce(self) -> tuple[StepResult, Gradients]:
+        """Ends the reduction that the last backward began: the step's figures; the buckets then hold the mean
+        gradients, clipped."""
         if self._shared is None:
             raise RuntimeError("step() was called without backward(); call engine.backward(loss_sum, count) first")
         everything, work = self._shared
@@ -253,15 +231,6 @@ class Engine:
                 self.reduction.clear()
                 raise NonFinite(f"the norm of the gradient is {norm} (the loss is {loss})", self.owner.hint)
         return StepResult(loss, count, norm, stop > 0), Gradients(count, norm, unused)
-
-    def _drawn_for(self) -> Iterator[tuple[torch.Tensor, list[Stretch]]]:
-        for param, pieces in self.optimizer.contents():
-            stretches = []
-            for at, piece in pieces:
-                part = self.part_of(piece.name)
-                whole, held = self.shapes[piece.name][0], None if part is None else part.of
-                stretches.append(Stretch(piece.name, whole, held, piece.start, piece.values.numel(), at))
-            yield param, stretches
 
     def scale(self, count: float, over: Members | None = None) -> float:
         """Sums become means; means are clipped by the norm over all shards. The norm is taken also where nothing is
