@@ -131,7 +131,7 @@ class StepRunner:
 
     def read_outside(self, counter: int) -> list[str]:
         """Under zero=3, parameters that a forward of the batch at `counter` reads outside of their block's own forward,
-        where they are NaN. All ranks call it alike."""
+        where they are NaN. All ranks of an island call it alike."""
         engine = self.engine
         reads = engine.owner.watch_reads()
         if reads is None or engine.pipelined:
@@ -141,7 +141,8 @@ class StepRunner:
             self.loss(part, self.forward(part))
         engine.owner.release()
         BOOK.take()
-        return sorted({name for row in exchange({"names": reads.names}) for name in row["names"]})
+        rows = exchange({"names": reads.names}, None if engine.outer is None else engine.placement.island)
+        return sorted({name for row in rows for name in row["names"]})
 
     def part(self, micro: int, indices: np.ndarray, counter: int) -> Part:
         """This rank's part of a micro-batch."""
