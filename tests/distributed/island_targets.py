@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,15 @@ from shoal.checkpoint.save import open_checkpoint, save
 from shoal.comm.ledger import BOOK
 from shoal.job import load_job
 from shoal.launch.join import join, leave
+from shoal.parallel.sync.local import LocalSteps
 from shoal.proof.compare import compare
 from shoal.proof.conditions import Conditions, for_proof
 from shoal.proof.entry import serial_run
 from shoal.proof.runs import train_steps
 from shoal.runtime.setup import Prepared, prepare
+from shoal.runtime.step import StepRunner
 from shoal.strategy import parse
+from shoal.training.entry import train_run
 
 
 def _ready(me: Any, name: str, strategy: str) -> Prepared:
@@ -88,15 +93,35 @@ def resumed(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
 
 def never_averaged(arguments: dict[str, Any], channel: Any) -> Any:
     """Islands exchange their numbers and keep their parameters."""
-    from shoal.parallel.sync.local import LocalSteps
-
     LocalSteps.exchange = lambda self, weight: None  # type: ignore[method-assign]
     return prove_islands(arguments, channel)
 
 
 def equal_weights(arguments: dict[str, Any], channel: Any) -> Any:
     """Islands count alike, however much they learned from."""
-    from shoal.parallel.sync.local import LocalSteps
-
     LocalSteps.exchange = lambda self, weight: self.average(1 / self.islands.size)  # type: ignore[method-assign]
     return prove_islands(arguments, channel)
+
+
+def train_and_be_killed(arguments: dict[str, Any], channel: Any) -> Any:
+    """A training run in which some ranks are killed: `arguments["killed"]` has (rank, step, where)."""
+    for rank, step, where in arguments.pop("killed"):
+        if rank == channel.rank:
+            _die_at(step, where)
+    return train_run(arguments, channel)
+
+
+def _die_at(step: int, where: str) -> None:
+    """Kills this process in a step (from 0): before its update, or in the middle of its average."""
+    honest, average = StepRunner.step, LocalSteps.average
+
+    def die(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def stepped(self: StepRunner, now: int, counter: int) -> Any:
+        if now == step and where == "step":
+            die()
+        LocalSteps.average = die if now == step else average  # type: ignore[method-assign]
+        return honest(self, now, counter)
+
+    StepRunner.step = stepped  # type: ignore[method-assign]
