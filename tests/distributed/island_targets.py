@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from distributed.proofs import JOBS, _barrier, _from_rank_0
 from shoal.checkpoint.restore import restore
 from shoal.checkpoint.save import open_checkpoint, save
 from shoal.comm.ledger import BOOK
+from shoal.comm.points import on_reach
 from shoal.job import load_job
 from shoal.launch.join import join, leave
 from shoal.parallel.sync.local import LocalSteps
@@ -22,7 +24,6 @@ from shoal.proof.conditions import Conditions, for_proof
 from shoal.proof.entry import serial_run
 from shoal.proof.runs import train_steps
 from shoal.runtime.setup import Prepared, prepare
-from shoal.runtime.step import StepRunner
 from shoal.strategy import parse
 from shoal.training.entry import train_run
 
@@ -104,24 +105,26 @@ def equal_weights(arguments: dict[str, Any], channel: Any) -> Any:
 
 
 def train_and_be_killed(arguments: dict[str, Any], channel: Any) -> Any:
-    """A training run in which some ranks are killed: `arguments["killed"]` has (rank, step, where)."""
-    for rank, step, where in arguments.pop("killed"):
+    """A training run in which ranks are killed: `arguments["killed"]` has (rank, point, how often it is reached)."""
+    for rank, point, times in arguments.pop("killed"):
         if rank == channel.rank:
-            _die_at(step, where)
+            _die_at(point, times)
     return train_run(arguments, channel)
 
 
-def _die_at(step: int, where: str) -> None:
-    """Kills this process in a step (from 0): before its update, or in the middle of its average."""
-    honest, average = StepRunner.step, LocalSteps.average
+def _die_at(point: str, times: int) -> None:
+    """Kills this process when it comes to a point for the given time; "average" is in the middle of an exchange."""
+    seen: Counter[str] = Counter()
+    average = LocalSteps.average
 
-    def die(*_: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
+    def arrived(at: str) -> None:
+        seen[at] += 1
+        if at == point and seen[at] == times:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    def stepped(self: StepRunner, now: int, counter: int) -> Any:
-        if now == step and where == "step":
-            die()
-        LocalSteps.average = die if now == step else average  # type: ignore[method-assign]
-        return honest(self, now, counter)
+    def averaged(self: LocalSteps, weight: float) -> None:
+        arrived("average")
+        average(self, weight)
 
-    StepRunner.step = stepped  # type: ignore[method-assign]
+    LocalSteps.average = averaged  # type: ignore[method-assign]
+    on_reach(arrived)
