@@ -74,9 +74,12 @@ def lose(ranks: Ranks, tmp_path: Path, killed: list[tuple[int, str, int]], strat
 @pytest.mark.parametrize(
     ("point", "times"),
     [
-        ("step: forward", 6), ("average", 2), ("evaluate: measured", 2),
-        pytest.param("step: updated", 8, marks=pytest.mark.slow), pytest.param("save: written", 1, marks=pytest.mark.slow),
-    ],  # fmt: skip
+        ("step: forward", 6),
+        ("average", 2),
+        ("evaluate: measured", 2),
+        pytest.param("step: updated", 8, marks=pytest.mark.slow),
+        pytest.param("save: written", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_the_others_go_on_when_an_island_is_killed(ranks: Ranks, tmp_path: Path, point: str, times: int) -> None:
     """Killed in a step between two exchanges, before one, in the middle of one, and while all evaluate and save."""
