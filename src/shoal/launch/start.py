@@ -102,7 +102,7 @@ def _environment(threads: int | None, environment: Mapping[str, str] | None) -> 
 def _rank_environment(
     variables: dict[str, str], rank: int, world: int, directory: Path, hang_after_s: float
 ) -> dict[str, str]:
-    own = {k: v for k, v in variables.items() if not k.startswith(("TORCHELASTIC_", "MASTER_"))}
+    own = {k: v for k, v in variables.items() if not k.startswith(("TORCHELASTIC_", "MASTER_", LOST_FOLDER))}
     own |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(world),
