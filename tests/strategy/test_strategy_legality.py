@@ -84,7 +84,7 @@ SAMPLES: dict[str, list[Sample]] = {
         Sample("dp(4, via=ps(1), compress=gtopk(0.01))", "dp(4, via=ps(1), compress=topk(0.01))"),
         Sample('dp(4, sync=gossip("ring"), compress=gtopk(0.01))', "dp(4, compress=gtopk(0.01))"),
     ],
-    "hitopk-needs-two-levels": [
+    "compression-between-groups-needs-groups": [
         Sample("dp(4, compress=hitopk(0.01))", "dp(4, compress=hitopk(0.01)) * dp(2)"),
         Sample("dp(4, compress=hitopk(0.01))", 'dp(4, via=allreduce("hierarchical"), compress=hitopk(0.01))'),
     ],

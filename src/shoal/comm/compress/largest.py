@@ -1,4 +1,4 @@
-"""Top-k: the largest elements with their places.
+"""The largest elements of a tensor, by magnitude.
 
 A sort of the whole tensor is not needed for it: a sample tells a threshold that a few more than k elements exceed, and
 the exact choice is made among those. Where the sample misleads, all elements are looked at; the result is the same.
@@ -9,25 +9,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from shoal.comm.compress.codec import SparseCodec
-from shoal.comm.compress.given import Draw
-from shoal.comm.compress.traffic import kept_count
-
 SAMPLE = 8192
 WORTH_SAMPLING = 8 * SAMPLE
-
-
-class TopK(SparseCodec):
-    """A fraction r of the elements: those of the largest magnitude."""
-
-    def __init__(self, *, fraction: float) -> None:
-        self.fraction = fraction
-
-    def choose(self, x: torch.Tensor, draw: Draw) -> torch.Tensor:
-        return largest(x, kept_count(self.fraction_at(draw.step), len(x)))
-
-    def fraction_at(self, step: int) -> float:
-        return self.fraction
 
 
 def largest(x: torch.Tensor, count: int) -> torch.Tensor:

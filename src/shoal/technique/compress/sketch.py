@@ -11,18 +11,72 @@ The hash functions are drawn anew for every step, alike on all ranks: two elemen
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+from math import prod
+from typing import TYPE_CHECKING
 
-from shoal.comm.compress.exchange import Sum
-from shoal.comm.compress.feedback import Residual
-from shoal.comm.compress.given import Draw, Over, State
-from shoal.comm.compress.method import Method, Total, is_finite, or_nan
-from shoal.comm.compress.topk import largest
-from shoal.comm.compress.traffic import sketch_count
-from shoal.strategy.terms.compress import sketch
+from shoal.comm.compress.compressor import Compressor
+from shoal.strategy.terms.arguments import whole
+from shoal.strategy.terms.compress import Transfer
+
+if TYPE_CHECKING:
+    import torch
+
+    from shoal.comm.compress.exchange import Total
+    from shoal.comm.compress.given import Draw, Over, State
 
 FEW_ROWS = 9
 """Up to here exchanging rows in a network is faster than sorting a column for each element."""
+
+
+class sketch(Compressor):
+    """A count sketch: a table of `rows` x `columns` random sums. Sketches add, so servers and trees can sum
+    them.
+    """
+
+    rows: int = whole(1, 1024, sample=3)
+    columns: int = whole(1, sample=4000)
+
+    title = "count sketch"
+    sends = "(rows columns + columns/4) s"
+    within = 0.3
+    passes = (206, 0)
+
+    def words(self) -> str:
+        return (
+            f"a count sketch of {self.rows:,} x {self.columns:,} sums stands for the gradient; sketches add, "
+            "and the heavy elements are read back from the sum"
+        )
+
+    def transfers(
+        self, shape: Sequence[int], itemsize: int, ranks: int, step: int, *, rank: int = 0
+    ) -> list[Transfer] | None:
+        sizes = (self.rows * self.columns, self.num_chosen(prod(shape)))
+        return [Transfer("all_reduce", size * itemsize) for size in sizes]
+
+    def num_chosen(self, num_elements: int) -> int:
+        """How many elements are read back."""
+        return max(1, min(num_elements, self.columns // 4))
+
+    def total(self, value: torch.Tensor, shape: torch.Size, kept: State, over: Over, draw: Draw) -> Total:
+        import torch
+
+        from shoal.comm.compress.exchange import Sum
+        from shoal.comm.compress.finite import is_finite, or_nan
+        from shoal.comm.compress.largest import largest
+
+        counted = CountSketch(
+            rows=self.rows, columns=self.columns, num_elements=len(value), draw=draw, device=value.device
+        )
+        table = (yield Sum(counted.table(value))).view(self.rows, -1)
+        finite = is_finite(table)
+        if table.device.type == "cpu" and not finite:
+            return torch.full_like(value, torch.nan)
+        # In one order on all ranks, since values are summed by it.
+        places = largest(counted.estimates(table), self.num_chosen(len(value))).sort().values
+        exact = yield Sum(value[places])
+        kept["residual"].index_fill_(0, places, 0.0)
+        return or_nan(torch.zeros_like(value).index_copy_(0, places, exact), finite)
 
 
 class CountSketch:
@@ -30,6 +84,8 @@ class CountSketch:
     the hashes of one row are all that it holds. A sign is part of the cell: sums of plus and minus lie apart."""
 
     def __init__(self, *, rows: int, columns: int, num_elements: int, draw: Draw, device: torch.device) -> None:
+        import torch
+
         self.rows, self.columns = rows, columns
         whole = torch.iinfo(torch.int64)
         numbers = torch.randint(whole.min, whole.max, (2, rows), generator=draw.shared(), dtype=torch.int64)
@@ -38,6 +94,8 @@ class CountSketch:
 
     def table(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, columns]: in each row every element is added to one cell, with a sign."""
+        import torch
+
         rows = []
         for row in range(self.rows):
             plus, minus = x.new_zeros(2 * self.columns).scatter_add_(0, self._cells(row), x).view(2, self.columns)
@@ -46,6 +104,8 @@ class CountSketch:
 
     def estimates(self, table: torch.Tensor) -> torch.Tensor:
         """What the elements probably were."""
+        import torch
+
         return median([torch.cat([row, -row]).index_select(0, self._cells(at)) for at, row in enumerate(table)])
 
     def _cells(self, row: int) -> torch.Tensor:
@@ -57,6 +117,8 @@ class CountSketch:
 
 def median(rows: list[torch.Tensor]) -> torch.Tensor:
     """The median of every element over rows (which are used up); of an even number the mean of the middle two."""
+    import torch
+
     if len(rows) > FEW_ROWS:
         ordered = list(torch.stack(rows).sort(dim=0).values)
     else:
@@ -68,24 +130,3 @@ def median(rows: list[torch.Tensor]) -> torch.Tensor:
                 ordered[first], ordered[first + 1] = torch.minimum(low, high), torch.maximum(low, high, out=high)
     low, high = ordered[(len(rows) - 1) // 2], ordered[len(rows) // 2]
     return low if low is high else torch.lerp(low, high, 0.5)
-
-
-class Sketch(Method):
-    """A count sketch, an exact round for the elements it points at, error feedback for the others."""
-
-    term: sketch
-    feedback = Residual()
-
-    def _total(self, value: torch.Tensor, shape: torch.Size, kept: State, over: Over, draw: Draw) -> Total:
-        counted = CountSketch(
-            rows=self.term.rows, columns=self.term.columns, num_elements=len(value), draw=draw, device=value.device
-        )
-        table = (yield Sum(counted.table(value))).view(self.term.rows, -1)
-        finite = is_finite(table)
-        if table.device.type == "cpu" and not finite:
-            return torch.full_like(value, torch.nan)
-        # In one order on all ranks, since values are summed by it.
-        places = largest(counted.estimates(table), sketch_count(self.term.columns, len(value))).sort().values
-        exact = yield Sum(value[places])
-        kept["residual"].index_fill_(0, places, 0.0)
-        return or_nan(torch.zeros_like(value).index_copy_(0, places, exact), finite)

@@ -8,34 +8,65 @@ that dropped it keeps it here, so nothing is lost: over all ranks, sent and kept
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import Any
+from collections.abc import Generator, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any
 
-import torch
+from shoal.comm.compress.compressor import SparseCompressor
+from shoal.comm.compress.sizes import kept_count, sparse_bytes
+from shoal.strategy.terms.arguments import real
+from shoal.strategy.terms.compress import Transfer
+from shoal.strategy.terms.numerals import percent
 
-from shoal.comm.compress.codec import sparse_parts, sparse_payload
-from shoal.comm.compress.exchange import Ask, Receive, Send, Spread
-from shoal.comm.compress.feedback import Residual
-from shoal.comm.compress.given import Draw, Over, State
-from shoal.comm.compress.method import Method, Total
-from shoal.comm.compress.topk import TopK
-from shoal.strategy.terms.compress import gtopk
+if TYPE_CHECKING:
+    import torch
 
-Sparse = tuple[torch.Tensor, torch.Tensor]
-"""Values and their places."""
+    from shoal.comm.compress.exchange import Ask, Total
+    from shoal.comm.compress.given import Draw, Over, State
+
+    Sparse = tuple[torch.Tensor, torch.Tensor]
+    """Values and their places."""
 
 
-class GTopK(Method):
-    """A fraction r of the elements of the sum."""
+class gtopk(SparseCompressor):
+    """gTop-k: a tree of merges keeps the k largest of the sum, not k from each replica."""
 
-    feedback = Residual()
+    r: float = real(0.0, 1.0, sample=0.01)
 
-    def __init__(self, term: gtopk) -> None:
-        super().__init__(term)
-        self.codec = TopK(fraction=term.r)
+    title = "gTop-k"
+    sends = "rn (4 + s) along a tree: the largest of the sum"
+    collective_only = True
+    within = 0.3
+    passes = (35, 3.9)
 
-    def _total(self, value: torch.Tensor, shape: torch.Size, kept: State, over: Over, draw: Draw) -> Total:
-        payload = self.codec.encode(value, draw)
+    def words(self) -> str:
+        return f"a tree of pairwise merges keeps the largest {percent(self.r)} of the sum of all replicas"
+
+    def transfers(
+        self, shape: Sequence[int], itemsize: int, ranks: int, step: int, *, rank: int = 0
+    ) -> list[Transfer] | None:
+        payload = sparse_bytes(kept_count(self.r, prod(shape)), itemsize)
+        calls, distance = [], 1
+        while distance < ranks:
+            if rank % (2 * distance) == distance:
+                calls.append(Transfer("send", payload))
+                break
+            if rank + distance < ranks:
+                calls.append(Transfer("recv", payload))
+            distance *= 2
+        return [*calls, Transfer("broadcast", payload)]
+
+    def choose(self, x: torch.Tensor, draw: Draw) -> torch.Tensor:
+        from shoal.comm.compress.largest import largest
+
+        return largest(x, kept_count(self.r, len(x)))
+
+    def total(self, value: torch.Tensor, shape: torch.Size, kept: State, over: Over, draw: Draw) -> Total:
+        import torch
+
+        from shoal.comm.compress.payload import sparse_parts
+
+        payload = self.encode(value, draw)
         (values, places), dropped = yield from merged_by_tree(payload, over, value.dtype)
         in_result = torch.zeros(len(value), dtype=torch.bool, device=value.device)
         in_result[places.long()] = True
@@ -52,6 +83,9 @@ def merged_by_tree(
     payload: torch.Tensor, over: Over, dtype: torch.dtype
 ) -> Generator[Ask, Any, tuple[Sparse, list[Sparse]]]:
     """The k largest of the sum, on every rank; and what the merges on this rank dropped."""
+    from shoal.comm.compress.exchange import Receive, Send, Spread
+    from shoal.comm.compress.payload import sparse_parts, sparse_payload
+
     dropped: list[Sparse] = []
     distance = 1
     while distance < over.size:
@@ -70,6 +104,8 @@ def merged_by_tree(
 
 def merged(first: Sparse, second: Sparse) -> tuple[Sparse, Sparse]:
     """The k largest of the sum of two sparse tensors of k elements, and what is left of it."""
+    import torch
+
     count = len(first[0])
     places, inverse = torch.cat([first[1], second[1]]).unique(return_inverse=True)
     values = torch.zeros(len(places), dtype=first[0].dtype, device=places.device)

@@ -9,15 +9,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from shoal.comm.peers import Peers, Steps
-from shoal.comm.vector import Operation, Vector
+from shoal.comm.collectives.algorithms import AllReduce
+from shoal.comm.wire import Sent
+
+if TYPE_CHECKING:
+    from shoal.comm.network import LinkTimes
+    from shoal.comm.peers import Peers, Steps
+    from shoal.comm.vector import Operation, Vector
 
 
-def ring_all_reduce(peers: Peers, x: Vector, operation: Operation) -> Steps:
-    parts = x.parts(peers.size)
-    yield from ring_reduce_scatter(peers, parts, operation)
-    yield from ring_all_gather(peers, parts)
+class ring(AllReduce):
+    """Reduce-scatter and all-gather, both around the ring."""
+
+    words = "around a ring"
+
+    def steps(self, peers: Peers, x: Vector, operation: Operation) -> Steps:
+        parts = x.parts(peers.size)
+        yield from ring_reduce_scatter(peers, parts, operation)
+        yield from ring_all_gather(peers, parts)
+
+    def sent(self, nbytes: int, ranks: int, hosts: tuple[int, ...] = ()) -> Sent:
+        return Sent(2 * (ranks - 1), 2 * nbytes * (ranks - 1) // ranks)
+
+    def link_seconds(self, nbytes: int, ranks: int, link: LinkTimes) -> float:
+        share = nbytes * (ranks - 1) / ranks
+        return 2 * (ranks - 1) * link.latency_s + share * (2 * link.byte_s + link.reduce_byte_s)
 
 
 def ring_reduce_scatter(peers: Peers, parts: Sequence[Vector], operation: Operation) -> Steps:
