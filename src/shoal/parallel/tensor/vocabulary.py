@@ -48,7 +48,7 @@ def cut_vocabulary(
     for path in vocabulary.heads:
         module = modules[path]
         product = partial(transposed_product, module) if is_transposed(module) else module.forward
-        module.forward = partial(_project, product, words[path], vocabulary.loss_parallel, members, noted)
+        module.forward = partial(project, product, words[path], vocabulary.loss_parallel, members, noted)
     return Applied(cuts=done, tally=noted)
 
 
@@ -93,7 +93,7 @@ def _look_up(
     return sum_out(found, members)
 
 
-def _project(
+def project(
     product: Any, words: int, keep_cut: bool, members: Members, tally: Tally, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
     def enter(x: torch.Tensor) -> torch.Tensor:
