@@ -151,14 +151,14 @@ def test_the_trace_holds_every_pass_once_and_none_overlap_on_a_rank(calm: StepCo
 
 
 def test_sixteen_thousand_ranks_are_played_by_their_classes() -> None:
-    costs = costs_of(
-        preset("gpt:1t"), cluster("dgx-a100", devices=16_384), micro=64, micro_batch=1, dp=32, pp=64, tp=8,
-        schedule="1f1b",
-    )  # fmt: skip
+    inputs = inputs_for(
+        preset("gpt:1t"), cluster("dgx-a100", devices=16_384), 32 * 64, dp=32, pp=64, tp=8, schedule="1f1b"
+    )
+    costs = step_costs(inputs)
     assert costs.ranks == 16_384
     step = play_step(costs)
     assert step.starts_s.shape == (2 * 64 * 64, 1)
-    assert step.step_s == pytest.approx(costs.price_s, rel=0.01)
+    assert step.step_s == pytest.approx(float(price(inputs).step_s[0]), rel=0.01)
 
 
 def test_islands_wait_for_each_other_only_when_they_are_averaged(calm: StepCosts) -> None:
