@@ -26,7 +26,7 @@ from shoal.estimate.simulate import (
 )
 from shoal.estimate.simulate.costs import StepCosts
 from shoal.estimate.simulate.disturb import BadDisturbance
-from shoal.estimate.simulate.goodput import played_goodput, young_interval_s
+from shoal.estimate.simulate.goodput import Goodput, young_interval_s
 from shoal.shapes.presets import preset
 from shoal.shapes.shape import Transformer
 
@@ -173,6 +173,27 @@ def test_islands_wait_for_each_other_only_when_they_are_averaged(calm: StepCosts
     assert alone < together  # Who is slow in one step may be fast in the next.
     slow = play_step(islands, Disturbance(stragglers=(Straggler(rank=0, factor=2.0),)))
     assert slow.island_s[0] > slow.island_s[1] == pytest.approx(play_step(calm).step_s)
+
+
+def played_goodput(of: Goodput, *, work_s: float, seed: int = 0) -> float:
+    """The same by playing: failures drawn at random while so much work is done."""
+    draw = np.random.default_rng(seed)
+    clock_s, done_s = 0.0, 0.0
+    failure_s = draw.exponential(of.mtbf_s)
+    while done_s < work_s:
+        stretch_s = min(of.interval_s, work_s - done_s) + of.checkpoint_s
+        if clock_s + stretch_s <= failure_s:
+            clock_s += stretch_s
+            done_s += min(of.interval_s, work_s - done_s)
+            continue
+        clock_s = failure_s
+        # A restart may fail as well, and begins again.
+        failure_s = clock_s + draw.exponential(of.mtbf_s)
+        while clock_s + of.restart_s > failure_s:
+            clock_s = failure_s
+            failure_s = clock_s + draw.exponential(of.mtbf_s)
+        clock_s += of.restart_s
+    return work_s / clock_s
 
 
 def test_young_and_daly_agree_with_playing_failures() -> None:
