@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, dataclass_transform
 
+from shoal.common.suggest import nearest_name
 from shoal.strategy.terms.arguments import (
     Argument,
     TermError,
     choice,
     flag,
-    nearest_name,
     nested,
     real,
     shortened,
@@ -108,7 +108,7 @@ class Term:
         given = dict(zip(places, positional, strict=False))
         for name, value in named.items():
             if name not in cls.arguments:
-                near = nearest_name(name, list(cls.arguments))
+                near = nearest_name(name, cls.arguments)
                 has = f"it has {', '.join(cls.arguments)}" if cls.arguments else "it has none"
                 raise TermError(
                     f"{cls.__name__} has no argument {shortened(name)}; {has}", argument=name, suggestion=near
