@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.common.numbers import divisors
 from shoal.strategy import (
     RULES,
     IllegalStrategy,
@@ -23,7 +24,7 @@ from shoal.strategy import (
     serial,
     tp,
 )
-from shoal.strategy.legality.rule import around, divisors
+from shoal.strategy.legality.rule import around
 from strategy.strategies import legal_strategies, strategies
 
 

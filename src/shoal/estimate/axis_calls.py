@@ -12,13 +12,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import prod
 
-from shoal.estimate.attention_traffic import Attention, attention_traffic
+from shoal.estimate.attention_traffic import attention_calls
 from shoal.estimate.held import Held
 from shoal.estimate.pipeline_traffic import pipeline_traffic
 from shoal.estimate.tensor_traffic import crossing_calls, gathered_logits_bytes
 from shoal.estimate.traffic import NUMBER_BYTES, Call, Group
+from shoal.layout.attention import AttentionCall
 from shoal.layout.crossings import Crossing
 from shoal.layout.forward import Flow, Forward, ModuleCall
 from shoal.layout.tensor.plan import Region
@@ -224,16 +226,13 @@ class _Step:
                 continue
             heads = self.place.tensor.ranks if self._in_heads(seen.at) else 1
             batch, num_heads, length, head_dim = seen.query.shape
-            call = Attention(
+            call = AttentionCall(
                 batch=batch, heads=num_heads // heads, kv_heads=max(1, seen.key.shape[1] // heads),
                 length=length // group.ranks, head_dim=head_dim, itemsize=seen.query.itemsize,
-                value_dim=seen.value.shape[-1],
+                value_dim=seen.value.shape[-1], trained=seen.query.learns,
             )  # fmt: skip
-            again = self._repeated(seen.at)
-            calls = attention_traffic(call, term.method, group, training=True, recomputed=again)
-            if not seen.query.learns:
-                calls = [each for each in calls if each[1] == "forward"]
-            yield from ((seen.module, each) for each in calls)
+            repeated = [replace(call, again=True)] if seen.query.learns and self._repeated(seen.at) else []
+            yield from ((seen.module, each) for each in attention_calls([call, *repeated], term.method, group))
         if sequence.gathers and self.held.runs(sequence.blocks[-1]):
             for done in self.forward.calls_of(sequence.blocks[-1]):
                 flow = next((f for f in done.results if f is not None and len(f.shape) == 3), None)

@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from warnings import catch_warnings, simplefilter
 
+from shoal.common.suggest import nearest_name
 from shoal.strategy.expression import SERIAL, Strategy
 from shoal.strategy.place_in_text import StrategyError
-from shoal.strategy.terms.arguments import Argument, Nested, TermError, nearest_name, shortened
+from shoal.strategy.terms.arguments import Argument, Nested, TermError, shortened
 from shoal.strategy.terms.term import FAMILIES, REGISTRY, Term
 
 if TYPE_CHECKING:
