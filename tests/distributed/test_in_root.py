@@ -56,7 +56,8 @@ def test_beside_recomputation_and_sharding(ranks: Callable[..., Any]) -> None:
 
 @pytest.mark.timeout(300)
 def test_beside_data_and_tensor_parallelism(ranks: Callable[..., Any]) -> None:
-    prove(ranks, ("pre_norm", "functions", "pooled"), ("dp(2, zero=3) * cp(2)", "cp(2) * tp(2)"), world=4)
+    prove(ranks, ("pre_norm", "pooled"), ("dp(2, zero=3) * cp(2)", "cp(2) * tp(2)"), world=4)
+    prove(ranks, ("functions", "multihead", "tied"), ("cp(2) * tp(2)",), world=4)
 
 
 @pytest.mark.parametrize(("name", "op"), [("shifted", "constant_pad_nd"), ("centred", "mean"), ("mixer", "mm")])

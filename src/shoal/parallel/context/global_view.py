@@ -9,7 +9,8 @@ cut. Autograd sees nothing but the parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -57,6 +58,8 @@ class _Program:
 class GlobalView(TorchFunctionMode):
     """Active while a module that holds attention runs; `cuts` are the cut tensors that it has met."""
 
+    by_library = False
+    """Whether attention is called for a module of PyTorch's, which hides the call from who watches the model."""
     active: list[GlobalView] = []  # noqa: RUF012  (One stack for the process: modules call each other.)
 
     def __init__(self, cut: SequenceCut, length: int, programs: dict[Any, _Program | None]) -> None:
@@ -247,7 +250,7 @@ class GlobalView(TorchFunctionMode):
         if mask is not None and self.cut.method == "ring" and mask.shape[-2] == self.length:
             mask = self.own(mask, Cut(mask.dim() - 2, (self.length,)))
         given = {"attn_mask": mask, "is_causal": causal, "scale": scale, **more}
-        return self.cut.attend((q, k, v), given, as_called=as_called)
+        return self.cut.attend((q, k, v), given, as_called=as_called and not GlobalView.by_library)
 
 
 def outside_global_view(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -267,6 +270,16 @@ def outside_global_view(function: Callable[..., torch.Tensor]) -> Callable[..., 
         return result
 
     return call
+
+
+@contextmanager
+def attention_of_library() -> Iterator[None]:
+    """Around a call of attention in the place of a module of PyTorch's."""
+    before, GlobalView.by_library = GlobalView.by_library, True
+    try:
+        yield
+    finally:
+        GlobalView.by_library = before
 
 
 def _is_tensor(leaf: Any) -> bool:
