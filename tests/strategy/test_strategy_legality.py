@@ -155,6 +155,12 @@ SAMPLES: dict[str, list[Sample]] = {
     "cp-needs-positions-apart": [
         Sample("cp(2)", "dp(2)", ModelFacts(context_why="no attention"), ModelFacts(context_why="no attention")),
     ],
+    "cp-in-stages-needs-blocks": [
+        Sample(
+            "pp(2) * cp(2)", "cp(4)", ModelFacts(context_in_stages_why="the model adds to the sequence itself"),
+            ModelFacts(context_in_stages_why="the model adds to the sequence itself"),
+        ),
+    ],
     "tp-divides-heads": [Sample("tp(3)", "tp(4)", ModelFacts(heads=16), ModelFacts(heads=16))],
     "tp-divides-kv-heads": [Sample("tp(16)", "tp(8)", GPT, GPT)],
     "tp-divides-hidden": [Sample("tp(3)", "tp(4)", ModelFacts(hidden=1024), ModelFacts(hidden=1024))],
