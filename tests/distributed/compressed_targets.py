@@ -17,7 +17,6 @@ import torch.distributed as dist
 from distributed import proofs
 from shoal.checkpoint.restore import restore
 from shoal.checkpoint.save import open_checkpoint, save
-from shoal.comm.compress.dense import Dense
 from shoal.comm.compress.method import Method
 from shoal.comm.ledger import BOOK
 from shoal.job import constant, load_job, no_options
@@ -31,7 +30,7 @@ from shoal.strategy.contract import Contract, contract
 from shoal.strategy.terms.compress import none
 
 
-class Lossless(Dense):
+class Lossless(Method):
     """A compression that sends everything, of all but small tensors: what is left to test is the way there and back."""
 
     def pays(self, shape: Sequence[int], itemsize: int, *, ranks: int = 2) -> bool:
@@ -46,12 +45,12 @@ def lossless() -> Iterator[None]:
     def exact(strategy: Any, facts: Any = None) -> Contract:
         return replace(contract(strategy, facts), kind="exact")
 
-    before, promised = apply.method_of, proofs.contract
-    apply.method_of, proofs.contract = method, exact
+    before, promised = apply.Method, proofs.contract
+    apply.Method, proofs.contract = method, exact
     try:
         yield
     finally:
-        apply.method_of, proofs.contract = before, promised
+        apply.Method, proofs.contract = before, promised
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shoal.comm.compress.table import method_of
+from shoal.comm.compress.method import Method
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members, Mesh
 from shoal.comm.points import reach
@@ -151,7 +151,7 @@ def _compression(
         return None
     term = next(axis.term for axis in strategy.axes if axis.name == placement.compressing)
     assert isinstance(term, dp)
-    return Compression(buckets, method_of(term.compress, clip=clip), seed=seed)
+    return Compression(buckets, Method(term.compress, clip=clip), seed=seed)
 
 
 def same_start(model: nn.Module, everyone: Members) -> None:

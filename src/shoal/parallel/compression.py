@@ -18,9 +18,9 @@ from shoal.comm.compress import traffic
 from shoal.comm.compress.exchange import run
 from shoal.comm.compress.given import Draw, Over, State
 from shoal.comm.compress.method import Method
+from shoal.comm.compress.sizes import matrix_of
 from shoal.parallel.bucket import Bucket
 from shoal.parallel.flat import Slot
-from shoal.strategy.terms.compress import powersgd
 
 
 @dataclass
@@ -122,12 +122,12 @@ class Compression:
                 yield Fragment(slot, low, high, shape)
 
     def _body(self, slot: Slot, low: int, high: int) -> tuple[int, int, tuple[int, ...]]:
-        """What of a range of a parameter is compressed, and in which shape: PowerSGD needs whole rows of a matrix."""
+        """What of a range of a parameter is compressed, and in which shape: some need whole rows of a matrix."""
         if (low, high) == (0, slot.shape.numel()):
             return low, high, tuple(slot.shape)
-        if not isinstance(self.method.term, powersgd):
+        if not self.method.term.whole_rows:
             return low, high, (1, high - low)
-        _, columns = traffic.matrix_of(slot.shape)
+        _, columns = matrix_of(slot.shape)
         first, last = -(-low // columns), high // columns
         return first * columns, last * columns, (max(0, last - first), columns)
 

@@ -22,7 +22,6 @@ ERRORS = "error "
 ISLANDS = "island "
 """What the names of an island's own state begin with (`checkpoint/islands.py`)."""
 PRIVATE = (ERRORS, ISLANDS)
-QUERY = "query"
 
 
 class SavedErrors(Protocol):
@@ -56,7 +55,7 @@ def errors(compression: Compression) -> Iterator[tuple[str, Piece]]:
             if low >= high or len(slot.shape) < 2:
                 continue
             each = compressed.get(slot.name)
-            for what in compression.method.feedback.keeps:
+            for what in compression.method.keeps:
                 values = torch.zeros(high - low, dtype=dtype)
                 if each is not None and what in each.state:
                     values[each.start - low : each.stop - low] = each.state[what].cpu()
@@ -64,17 +63,18 @@ def errors(compression: Compression) -> Iterator[tuple[str, Piece]]:
 
 
 def extras(compression: Compression) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """State of another size (PowerSGD's query, the same on all that compress), as (parameter, key, values)."""
+    """State of another size, the same on all that compress, as (parameter, key, values)."""
     for bucket in compression.buckets:
         if bucket.writes_errors and bucket.route.between.index == 0:
             for each in compression.fragments[id(bucket)]:
-                if QUERY in each.state:
-                    yield each.slot.name, _query_key(bucket, each), each.state[QUERY]
+                for what in compression.method.extras:
+                    if what in each.state:
+                        yield each.slot.name, _extra_key(what, bucket, each), each.state[what]
 
 
 def load(compression: Compression, saved: SavedErrors, *, step: int) -> None:
-    """Takes up the errors that a checkpoint of `step` steps holds. A query of other rows is not taken up: it only says
-    where to begin."""
+    """Takes up the errors that a checkpoint of `step` steps holds. State of another size is not taken up where it was
+    made of other rows: it only says where to begin (PowerSGD's query)."""
     compression.step = step
     for bucket in compression.buckets:
         replica, replicas = _replica(bucket.route)
@@ -82,20 +82,21 @@ def load(compression: Compression, saved: SavedErrors, *, step: int) -> None:
         for each in compression.fragments[id(bucket)]:
             each.state.clear()
             name = each.slot.name
-            for what in compression.method.feedback.keeps:
+            for what in compression.method.keeps:
                 keys = saved.errors(name, what)
                 if len(keys) == replicas:
                     each.state[what] = saved.read(name, keys[replica], each.start, each.stop).to(device, dtype)
                 elif keys:
                     total = sum(saved.read(name, key, each.start, each.stop).to(device, dtype) for key in keys)
                     each.state[what] = total / replicas  # type: ignore[assignment]
-            query = saved.extra(name, _query_key(bucket, each))
-            if query is not None:
-                each.state[QUERY] = query.to(device, dtype)
+            for what in compression.method.extras:
+                extra = saved.extra(name, _extra_key(what, bucket, each))
+                if extra is not None:
+                    each.state[what] = extra.to(device, dtype)
 
 
-def _query_key(bucket: Bucket, each: Fragment) -> str:
-    return f"{QUERY} [{each.start}:{each.stop}] {bucket.route.outside.index}"
+def _extra_key(what: str, bucket: Bucket, each: Fragment) -> str:
+    return f"{what} [{each.start}:{each.stop}] {bucket.route.outside.index}"
 
 
 def _replica(route: Route) -> tuple[int, int]:

@@ -49,7 +49,7 @@ def train(options: TrainOptions, channel: Any) -> dict[str, Any]:
     """On every rank: a job under a strategy, from its start or from a checkpoint, to its end."""
     asked = options.backend
     me = join(backend=None if asked is None else registered(asked), emulate=options.emulate)
-    job, strategy = job_from(options), parse(options.strategy or "serial")
+    job, strategy = job_from(options), parse("serial" if options.strategy is None else options.strategy)
     if options.gate:
         # No process stands above the ranks that could have done it.
         with Outside(job).kept():
