@@ -20,10 +20,10 @@ import torch.distributed as dist
 from shoal.calibration.codecs import nearest_pair
 from shoal.calibration.fit import Timed, fit_link
 from shoal.calibration.machine import lower_quartile
+from shoal.calibration.measure import ALGORITHMS
 from shoal.estimate.crossover import Bucket, Computing, Ends, Setting
 from shoal.parallel.engine import Engine
 
-ALGORITHMS = ("butterfly", "rabenseifner", "ring")
 LINK_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
 BACKGROUND_RATES = (6.25e7, 1.25e8, 2.5e8, 5e8)
 """Bytes a second: half a gigabit to four."""

@@ -71,7 +71,11 @@ class _Step:
         self._cut: tuple[float, float] | None = None
         if shapes.sequence is not None and self.place.context.ranks > 1:
             first, last = (forward.calls_of(path) for path in (shapes.sequence.blocks[0], shapes.sequence.blocks[-1]))
-            end = float(last[-1].stop) if shapes.sequence.gathers else float("inf")
+            end = float("inf")
+            if shapes.sequence.whole_from:
+                end = float(forward.calls_of(shapes.sequence.whole_from)[-1].start)
+            elif shapes.sequence.gathers and "" not in shapes.sequence.views:
+                end = float(last[-1].stop)
             self._cut = (first[0].start, end)
 
     def calls(self, total: int) -> Iterator[Placed]:
@@ -221,7 +225,7 @@ class _Step:
         assert term is not None
         assert sequence is not None
         for seen in self.forward.attention:
-            by_hand = any(seen.module == path or seen.module.startswith(f"{path}.") for path in sequence.views)
+            by_hand = any(seen.module == path or seen.module.startswith(f"{path}.") for path in sequence.views if path)
             if by_hand or not self.held.runs(seen.module):
                 continue
             heads = self.place.tensor.ranks if self._in_heads(seen.at) else 1
@@ -233,7 +237,7 @@ class _Step:
             )  # fmt: skip
             repeated = [replace(call, again=True)] if seen.query.learns and self._repeated(seen.at) else []
             yield from ((seen.module, each) for each in attention_calls([call, *repeated], term.method, group))
-        if sequence.gathers and self.held.runs(sequence.blocks[-1]):
+        if sequence.gathers and "" not in sequence.views and self.held.runs(sequence.blocks[-1]):
             for done in self.forward.calls_of(sequence.blocks[-1]):
                 flow = next((f for f in done.results if f is not None and len(f.shape) == 3), None)
                 if flow is not None:

@@ -23,29 +23,22 @@ from shoal.estimate.steps.model import JobModel
 from shoal.estimate.steps.price import price_step
 from shoal.estimate.target import local_slowdown
 from shoal.strategy import (
-    CompressTerm,
     ModelFacts,
     Strategy,
     accumulate,
     cp,
     dp,
-    fp16,
-    int8,
     is_legal,
     local,
-    powersgd,
     pp,
     recompute,
     shared,
-    sign,
-    ternary,
-    topk,
     tp,
-)  # fmt: skip
+)
+from shoal.strategy.terms.compress import compressors
 from shoal.strategy.terms.term import Term
 
 MOST_RANKS = 16
-COMPRESSORS: tuple[CompressTerm, ...] = (fp16(), int8(), ternary(), sign(), topk(0.01), powersgd(4))
 MICRO = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 CHUNKS = (2, 4)
 
@@ -133,7 +126,7 @@ def crossings_here(model: JobModel, machine: Machine, link: LinkTimes) -> dict[s
         ends=Ends(times=link, background_byte_s=machine.background_byte_s),
     )
     found = {}
-    for term in COMPRESSORS:
+    for term in (term for method in compressors() for term in method.measured()):
         times = named(machine.codecs, term)
         rate = setting.overtakes(term, Codec(tensor_s=times[0], element_s=times[1])) if times is not None else 0.0
         if 0 < rate < float("inf"):

@@ -28,7 +28,7 @@ class TrainingStopped(ValueError):
 def check(options: TrainOptions, channel: Any) -> dict[str, Any]:
     """Refuses what cannot be trained, and reports what will be: the job's name and steps, the checkpoint to go on from,
     and what the gate has to check."""
-    job, strategy = job_from(options), parse(options.strategy or "serial")
+    job, strategy = job_from(options), parse("serial" if options.strategy is None else options.strategy)
     try_job(job, strategy)
     facts = facts_of(job, layout_of(job, strategy))
     require_legal(strategy, facts=facts)

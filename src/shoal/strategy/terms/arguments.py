@@ -68,10 +68,12 @@ def shortened(text: str) -> str:
 class Argument:
     """One argument of a term: its name (set by the class around it), its default, and what it accepts."""
 
-    def __init__(self, *, default: Any, kw_only: bool) -> None:
+    def __init__(self, *, default: Any, kw_only: bool, sample: Any = None) -> None:
         self.name = ""
         self.default = default
         self.kw_only = kw_only
+        self.sample = sample
+        """A value for examples, tables and measurements."""
 
     @property
     def required(self) -> bool:
@@ -101,8 +103,8 @@ class Argument:
 class Whole(Argument):
     """A whole number between two bounds. Anything with `__index__` will do, except a truth value."""
 
-    def __init__(self, low: int, high: int, *, default: Any, kw_only: bool) -> None:
-        super().__init__(default=default, kw_only=kw_only)
+    def __init__(self, low: int, high: int, *, default: Any, kw_only: bool, sample: int | None = None) -> None:
+        super().__init__(default=default, kw_only=kw_only, sample=max(low, 2) if sample is None else sample)
         self.low = low
         self.high = high
 
@@ -127,8 +129,10 @@ class Whole(Argument):
 class Real(Argument):
     """A finite number above one bound and at most another."""
 
-    def __init__(self, above: float, high: float, *, default: Any, kw_only: bool) -> None:
-        super().__init__(default=default, kw_only=kw_only)
+    def __init__(
+        self, above: float, high: float, *, default: Any, kw_only: bool, sample: float | None = None
+    ) -> None:
+        super().__init__(default=default, kw_only=kw_only, sample=high if sample is None else sample)
         self.above = above
         self.high = high
 
@@ -152,7 +156,7 @@ class Choice(Argument):
     """One of a few words."""
 
     def __init__(self, choices: tuple[str, ...], *, default: Any, kw_only: bool) -> None:
-        super().__init__(default=default, kw_only=kw_only)
+        super().__init__(default=default, kw_only=kw_only, sample=choices[0])
         self.choices = choices
 
     @property
@@ -188,9 +192,9 @@ class Nested(Argument):
 
     @property
     def expects(self) -> str:
-        from shoal.strategy.terms.term import family_names
+        from shoal.strategy.terms.term import REGISTRY
 
-        return f"one of {', '.join(family_names(self.family))}"
+        return f"one of {', '.join(REGISTRY.of(self.family))}"
 
     def accept(self, value: Any) -> Any:
         from shoal.strategy.terms.term import Term
@@ -205,9 +209,11 @@ class Nested(Argument):
         raise self.refuse(value)
 
 
-def whole(low: int, high: int = LARGEST_COUNT, *, default: Any = REQUIRED, kw_only: bool = False) -> Any:
+def whole(
+    low: int, high: int = LARGEST_COUNT, *, default: Any = REQUIRED, kw_only: bool = False, sample: int | None = None
+) -> Any:
     """A whole number from `low` to `high`."""
-    return Whole(low, high, default=default, kw_only=kw_only)
+    return Whole(low, high, default=default, kw_only=kw_only, sample=sample)
 
 
 def size() -> Any:
@@ -215,9 +221,11 @@ def size() -> Any:
     return Whole(1, LARGEST_SIZE, default=REQUIRED, kw_only=False)
 
 
-def real(above: float, high: float, *, default: Any = REQUIRED, kw_only: bool = False) -> Any:
+def real(
+    above: float, high: float, *, default: Any = REQUIRED, kw_only: bool = False, sample: float | None = None
+) -> Any:
     """A number above one bound and at most another."""
-    return Real(above, high, default=default, kw_only=kw_only)
+    return Real(above, high, default=default, kw_only=kw_only, sample=sample)
 
 
 def choice(*choices: str, default: Any = REQUIRED, kw_only: bool = False) -> Any:
