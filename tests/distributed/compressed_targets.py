@@ -122,11 +122,11 @@ def conserve(arguments: dict[str, Any], channel: Any) -> list[dict[str, Any]]:
     for spec, strategy, plain in arguments["cases"]:
         dense = _ready(me, spec, plain, dtype=torch.float64, frozen=True)
         _train(dense, 0, 1, same_batch=True)
-        wanted = _summed(dense, (piece for key, piece in dense.engine.owned_state() if key == "momentum_buffer"))
+        wanted = _summed(dense, (piece for key, piece in dense.engine.owner.state() if key == "momentum_buffer"))
         dense.engine.close()
         ready = _ready(me, spec, strategy, dtype=torch.float64, frozen=True)
         unlike = _train(ready, 0, steps, same_batch=True)
-        given = _summed(ready, (piece for key, piece in ready.engine.owned_state() if key == "momentum_buffer"))
+        given = _summed(ready, (piece for key, piece in ready.engine.owner.state() if key == "momentum_buffer"))
         assert ready.engine.compression is not None
         families = {slot.name: bucket.family for bucket in ready.engine.buckets for slot in bucket.buffer.slots}
         kept = _summed(
@@ -152,7 +152,7 @@ def conserve(arguments: dict[str, Any], channel: Any) -> list[dict[str, Any]]:
 
 def _digest(ready: Prepared) -> str:
     digest = hashlib.sha256()
-    for piece in ready.engine.owned_parameters():
+    for piece in ready.engine.owner.parameters():
         digest.update(piece.values.numpy().tobytes())
     assert ready.engine.compression is not None
     for fragments in ready.engine.compression.fragments.values():

@@ -39,6 +39,7 @@ FACTS = st.builds(
     sequence_why=st.sampled_from(["", "", "a mean over tokens"]),
     sequence_under_cp_why=st.sampled_from(["", "", "tp begins before cp"]),
     context_why=st.sampled_from(["", "", "a convolution over tokens"]),
+    context_in_stages_why=st.sampled_from(["", "", "the model adds to the sequence itself"]),
     tensor_parts=st.sampled_from([None, None, (), (("a", "heads", 6), ("b", "features", 12)), (("c", "words", 0),)]),
 )
 SIZES = st.sampled_from([1, 1, 2, 3, 4])

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from shoal.checkpoint.restore import OwnView
 
 PARAMETER = "parameter"
+KEPT = "kept"
+"""What the names of a scheme's own state begin with; optimisers name none so."""
 
 
 def label(engine: Engine, what: str = "") -> str:
@@ -31,29 +33,30 @@ def label(engine: Engine, what: str = "") -> str:
 
 def add_island(contents: Contents, engine: Engine, own: list[torch.Tensor]) -> None:
     """Adds what this rank writes of its island; `own` is what `Engine.consensus` yields."""
-    outer, place = engine.outer, engine.placement
+    outer, place, owner = engine.outer, engine.placement, engine.owner
     if outer is None:
         return
-    own_buffers = {id(b): mine for b, mine in zip(outer.buffers, own[len(engine.masters) :], strict=False)}
-    for piece in engine.pieces_of(own[: len(engine.masters)], engine.owned_in_island) if own else ():
+    masters = owner.masters
+    own_buffers = {id(b): mine for b, mine in zip(outer.buffers, own[len(masters) :], strict=False)}
+    for piece in owner.pieces_of(own[: len(masters)], owner.owned_in_island) if own else ():
         contents.add_state(label(engine, PARAMETER), piece, engine.part_of(piece.name))
     for name in persistent_buffers(engine.model):
         mine = own_buffers.get(id(engine.model.get_buffer(name)))
         if mine is not None and name not in engine.absent and engine.speaks_for(name, of_island=True):
             contents.add_extra(f"buffer {name}", label(engine), mine, engine.part_of(name))
     for what, kept in outer.kept.items():
-        for piece in engine.pieces_of(kept, engine.owned_in_island):
-            contents.add_state(label(engine, what), piece, engine.part_of(piece.name))
+        for piece in owner.pieces_of(kept, owner.owned_in_island):
+            contents.add_state(label(engine, f"{KEPT} {what}"), piece, engine.part_of(piece.name))
     if place.islands.index:
-        firsts = {piece.name for piece in engine.pieces_of(engine.masters, engine.owned_in_island) if piece.start == 0}
-        for key, piece in engine.optimizer.state(engine.owned_in_island):
+        firsts = {piece.name for piece in owner.pieces_of(masters, owner.owned_in_island) if piece.start == 0}
+        for key, piece in owner.optimizer.state(owner.owned_in_island):
             contents.add_state(label(engine, key), piece, engine.part_of(piece.name))
         for name, values in engine.optimizer.values().items():
             if name in firsts:
-                owner = label(engine, name)
-                contents.optimizer[owner] = {key: contents.encoded(owner, key, value) for key, value in values.items()}
+                of = label(engine, name)
+                contents.optimizer[of] = {key: contents.encoded(of, key, value) for key, value in values.items()}
     if place.island.index == 0:
-        counts = {"count": outer.count, "steps": outer.steps}
+        counts = {"count": outer.count, "steps": outer.steps, **{f"{KEPT} {what}": 1 for what in outer.kept}}
         contents.optimizer[label(engine)] = {
             key: contents.encoded(label(engine), key, value) for key, value in counts.items()
         }
@@ -65,22 +68,25 @@ def load_island(engine: Engine, saved: OwnView) -> None:
     if outer is None:
         return
     outer.count, outer.steps = 0.0, 0
+    outer.kept = outer.term.begin(outer.masters)
     counts = saved.common().get(label(engine))
     if counts is None:
         return
     outer.count, outer.steps = float(counts["count"]), int(counts["steps"])
     for what, kept in outer.kept.items():
-        for piece in engine.pieces_of(kept, engine.owned_in_island):
+        if f"{KEPT} {what}" not in counts:  # Saved under another scheme.
+            continue
+        for piece in engine.owner.pieces_of(kept, engine.owner.owned_in_island):
             stop = piece.start + len(piece.values)
-            piece.values.copy_(saved.read(piece.name, label(engine, what), piece.start, stop))
+            piece.values.copy_(saved.read(piece.name, label(engine, f"{KEPT} {what}"), piece.start, stop))
     if outer.steps:
-        engine.load_parameters(lambda name, start, stop: saved.read(name, label(engine, PARAMETER), start, stop))
+        engine.owner.load_parameters(lambda name, start, stop: saved.read(name, label(engine, PARAMETER), start, stop))
         for name, buffer in persistent_buffers(engine.model).items():
             values = saved.extra(f"buffer {name}", label(engine), engine.part_of(name))
             if values is not None and name not in engine.absent:
                 buffer.copy_(values.view(buffer.shape))
     if engine.placement.islands.index:
-        engine.load_optimizer(_IslandState(engine, saved))
+        engine.owner.load(_IslandState(engine, saved))
 
 
 class _IslandState:

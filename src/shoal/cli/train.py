@@ -38,7 +38,7 @@ def train_command(
         options = _inherit(options, _run_of(options.resume))
     elif options.folder is not None:
         require_free(Path(options.folder))
-    strategy = parse(options.strategy or "serial")
+    strategy = parse("serial" if options.strategy is None else options.strategy)
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if launched and not os.environ["WORLD_SIZE"].isdecimal():
         raise CannotTrain(f"WORLD_SIZE is {os.environ['WORLD_SIZE']!r}: expected the number of ranks")

@@ -12,9 +12,9 @@ from typing import Protocol
 
 import torch
 
-from shoal.parallel.compression import Compression, Fragment, part_of, route_of, working_type
-from shoal.parallel.data import Bucket
-from shoal.parallel.optimizer import Piece
+from shoal.parallel.bucket import Bucket
+from shoal.parallel.compression import Compression, Fragment, working_type
+from shoal.parallel.flat_slice import Piece
 from shoal.parallel.placement import Route
 
 ERRORS = "error "
@@ -45,9 +45,9 @@ def error_key(what: str, replica: int, replicas: int) -> str:
 def errors(compression: Compression) -> Iterator[tuple[str, Piece]]:
     """What this rank writes: its error of each parameter, as (state key, piece)."""
     for bucket in compression.buckets:
-        if not _writes(bucket) or not compression.step:
+        if not bucket.writes_errors or not compression.step:
             continue
-        part, dtype = part_of(bucket), working_type(bucket.buffer.dtype)
+        part, dtype = bucket.compressed, working_type(bucket.buffer.dtype)
         compressed = {each.slot.name: each for each in compression.fragments[id(bucket)]}
         for slot in bucket.buffer.slots:
             low, high = max(slot.start, part.start) - slot.start, min(slot.stop, part.stop) - slot.start
@@ -59,13 +59,13 @@ def errors(compression: Compression) -> Iterator[tuple[str, Piece]]:
                 values = torch.zeros(high - low, dtype=dtype)
                 if each is not None and what in each.state:
                     values[each.start - low : each.stop - low] = each.state[what].cpu()
-                yield error_key(what, *_replica(route_of(bucket))), Piece(slot.name, tuple(slot.shape), low, values)
+                yield error_key(what, *_replica(bucket.route)), Piece(slot.name, tuple(slot.shape), low, values)
 
 
 def extras(compression: Compression) -> Iterator[tuple[str, str, torch.Tensor]]:
     """State of another size, the same on all that compress, as (parameter, key, values)."""
     for bucket in compression.buckets:
-        if _writes(bucket) and route_of(bucket).between.index == 0:
+        if bucket.writes_errors and bucket.route.between.index == 0:
             for each in compression.fragments[id(bucket)]:
                 for what in compression.method.extras:
                     if what in each.state:
@@ -77,7 +77,7 @@ def load(compression: Compression, saved: SavedErrors, *, step: int) -> None:
     made of other rows: it only says where to begin (PowerSGD's query)."""
     compression.step = step
     for bucket in compression.buckets:
-        replica, replicas = _replica(route_of(bucket))
+        replica, replicas = _replica(bucket.route)
         dtype, device = working_type(bucket.buffer.dtype), bucket.buffer.device
         for each in compression.fragments[id(bucket)]:
             each.state.clear()
@@ -96,12 +96,7 @@ def load(compression: Compression, saved: SavedErrors, *, step: int) -> None:
 
 
 def _extra_key(what: str, bucket: Bucket, each: Fragment) -> str:
-    return f"{what} [{each.start}:{each.stop}] {route_of(bucket).outside.index}"
-
-
-def _writes(bucket: Bucket) -> bool:
-    """Of those inside the compressing level that hold the same error, one writes it."""
-    return bucket.zero == 0 or route_of(bucket).inside.index == 0
+    return f"{what} [{each.start}:{each.stop}] {bucket.route.outside.index}"
 
 
 def _replica(route: Route) -> tuple[int, int]:

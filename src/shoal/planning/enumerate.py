@@ -14,11 +14,11 @@ from itertools import product
 
 import numpy as np
 
+from shoal.common.numbers import divisors
 from shoal.estimate.cost.inputs import RECOMPUTE, SCHEDULES
 from shoal.planning.candidates import COLUMNS, ORDERS, SEARCHED, Candidates, Column
 from shoal.planning.legal import legal
 from shoal.strategy import ModelFacts, SyncTerm
-from shoal.strategy.legality.rule import divisors
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 """Samples in a micro-batch; the whole share of a replica is tried too where it is smaller."""

@@ -12,6 +12,7 @@ from itertools import product
 from math import prod
 
 from shoal.comm.network import LinkTimes
+from shoal.common.numbers import ordered_products
 from shoal.estimate.codecs import named
 from shoal.estimate.crossover import Bucket, Codec, Computing, Ends, Setting
 from shoal.estimate.estimate import Estimate
@@ -77,7 +78,7 @@ def legal_here(facts: ModelFacts, *, world: int, sync: SyncTerm | None = None) -
     if not 1 <= world <= MOST_RANKS:
         raise ValueError(f"{world} ranks of one host were asked for; expected 1 to {MOST_RANKS}")
     seen = set()
-    for islands, *sizes in _factors(world, 5):
+    for islands, *sizes in ordered_products(world, 5):
         if islands > 1 and sync is None:
             continue
         outer = [dp(islands, sync=sync)] if sync is not None and islands > 1 else []
@@ -114,17 +115,6 @@ def _pipelines(stages: int) -> Iterator[pp]:
         for chunks in CHUNKS:
             if micro % stages == 0:
                 yield pp(stages, "interleaved", micro=micro, chunks=chunks)
-
-
-def _factors(number: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write a number as an ordered product."""
-    if parts == 1:
-        yield (number,)
-        return
-    for first in range(1, number + 1):
-        if number % first == 0:
-            for rest in _factors(number // first, parts - 1):
-                yield (first, *rest)
 
 
 def crossings_here(model: JobModel, machine: Machine, link: LinkTimes) -> dict[str, float]:

@@ -14,11 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shoal.launch import RankFailed, run_ranks
+from shoal.launch import RankFailed, run_ranks, warm_up
 from shoal.proof.gate import gate_locally
 from shoal.runtime.options import WrongOption
 from shoal.strategy import Strategy, Term, as_strategy, parse, require_legal
-from shoal.training.entry import check_run, train_run
+from shoal.strategy.islands import islands
+from shoal.training.entry import MODULES, check_run, train_run
 from shoal.training.options import TrainOptions
 from shoal.training.record.lock import FolderBusy, FolderLock, take
 from shoal.training.record.run import RUN, Run, RunBroken, new_folder, read_json, read_run, write_json
@@ -110,6 +111,7 @@ def require_free(folder: Path) -> None:
 
 def train_locally(options: TrainOptions, world: int, *, hang_after_s: float, on_message: Listener) -> dict[str, Any]:
     """Checks, chooses the folder, runs; returns rank 0's outcome with the memory of the rank that needed most."""
+    warm_up(*MODULES)
     if options.emulate is not None:
         require_emulation(options.emulate, world, options.backend)
     with contextlib.ExitStack() as held:
@@ -124,11 +126,12 @@ def train_locally(options: TrainOptions, world: int, *, hang_after_s: float, on_
             outcomes = run_ranks(
                 train_run, options.to_json(), ranks=world, hang_after_s=hang_after_s,
                 on_message=lambda rank, message: on_message(message),
+                islands=islands(parse(options.strategy or "serial")),
             )  # fmt: skip
         except RankFailed as error:
             _record_failure(Path(folder), error)
             raise
-    return {**outcomes[0], "memory_bytes": max(each["memory_bytes"] for each in outcomes)}
+    return {**outcomes[0], "memory_bytes": max(each["memory_bytes"] for each in outcomes if each is not None)}
 
 
 def _checked(options: TrainOptions, *, hang_after_s: float, on_message: Listener) -> TrainOptions:

@@ -8,16 +8,20 @@ sends is predicted by `estimate/outer_calls.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from shoal.comm.ledger import BOOK
+from shoal.comm.losses import Losses
 from shoal.comm.mesh import Members
+from shoal.parallel.placement import Placement
 from shoal.parallel.sync.scheme import Scheme
+
+T = TypeVar("T")
 
 PHASE = "outer"
 
@@ -25,10 +29,11 @@ PHASE = "outer"
 class OuterLevel:
     """One loose level of dp, as one rank sees it."""
 
-    def __init__(self, term: Scheme, islands: Members, masters: Sequence[torch.Tensor], model: nn.Module) -> None:
+    def __init__(
+        self, term: Scheme, placement: Placement, masters: Sequence[torch.Tensor], model: nn.Module
+    ) -> None:
         self.term = term
-        self.islands = islands
-        """The ranks that hold the same slice of the model in each island."""
+        self.placement = placement
         self.masters = masters
         """This rank's slices of the parameters."""
         self.model = model
@@ -38,6 +43,20 @@ class OuterLevel:
         """Samples or tokens that this island learned from since the last exchange."""
         self.steps = 0
         """Its updates since then."""
+        self.losses: Losses | None = None
+        """Where an island may be lost while the others go on."""
+        self.on_loss: Callable[[list[int], str], None] = lambda ranks, reason: None
+        """Called when islands were lost, with their ranks and the reason."""
+
+    @property
+    def islands(self) -> Members:
+        """The ranks that hold the same slice of the model in each island."""
+        return self.placement.islands
+
+    @property
+    def values(self) -> list[torch.Tensor]:
+        """What an exchange changes, and an average for the consensus of all islands."""
+        return [*self.masters, *self.buffers]
 
     @property
     def buffers(self) -> list[torch.Tensor]:
@@ -51,26 +70,52 @@ class OuterLevel:
         self.steps += 1
         if (clock + 1) % self.term.period:
             return False
-        with BOOK.during(PHASE):
-            total, stopping = self._sums(stop)
-            self.term.exchange(self, self.count / total)
+        changes = [*self.values, *(tensor for kept in self.kept.values() for tensor in kept)]
+        own = [tensor.clone() for tensor in changes] if self.losses is not None else []
+
+        def exchange() -> bool:
+            with BOOK.during(PHASE):
+                total, stopping = self._sums(stop)
+                self.term.exchange(self, self.count / total)
+            return stopping
+
+        def undo() -> None:
+            for tensor, mine in zip(changes, own, strict=True):
+                tensor.copy_(mine)
+
+        stopping = self.together(exchange, undo=undo)
         self.count, self.steps = 0.0, 0
         return stopping
+
+    def together(self, act: Callable[[], T], *, undo: Callable[[], None] = lambda: None) -> T:
+        """Does what all islands take part in. Where one is lost meanwhile, those that are left undo it and do it again
+        among themselves. Collective over all ranks."""
+        if self.losses is None:
+            return act()
+        return self.losses.together(act, undo=undo, lose=self._lose)
+
+    def _lose(self, ranks: list[int], reason: str) -> None:
+        self.placement.lose(ranks)
+        self.on_loss(ranks, reason)
 
     def agree(self) -> list[torch.Tensor]:
         """The islands' weighted mean becomes this rank's values; gives back what it had, for `take_back`. Nothing is
         sent where islands are equal. Collective over islands."""
         if not self.steps:
             return []
-        own = [tensor.clone() for tensor in (*self.masters, *self.buffers)]
-        with BOOK.during(PHASE):
-            total, _ = self._sums(False)
-            self.average(self.count / total)
+        own = [tensor.clone() for tensor in self.values]
+        try:
+            with BOOK.during(PHASE):
+                total, _ = self._sums(False)
+                self.average(self.count / total)
+        except BaseException:
+            self.take_back(own)
+            raise
         return own
 
     def take_back(self, own: Sequence[torch.Tensor]) -> None:
         if own:
-            for tensor, mine in zip((*self.masters, *self.buffers), own, strict=True):
+            for tensor, mine in zip(self.values, own, strict=True):
                 tensor.copy_(mine)
 
     def average(self, weight: float) -> None:

@@ -32,8 +32,8 @@ class Scheme(SyncTerm):
         raise TypeError(f"{self} does not say when islands exchange")
 
     def begin(self, parameters: Sequence[torch.Tensor]) -> dict[str, list[torch.Tensor]]:
-        """What it keeps for each element of the parameters, by name, as it is at the start. It is handed to every
-        exchange, which may change it, and is part of a checkpoint."""
+        """What it keeps for each element of the parameters, by name, as it is at the start. An exchange
+        changes it in place (it is undone where an island is lost meanwhile). It is part of a checkpoint."""
         return {}
 
     def exchange(self, level: OuterLevel, weight: float) -> None:

@@ -13,6 +13,8 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
+from shoal.common.suggest import nearest_name
+
 LARGEST_SIZE = 1_048_576
 """No axis has more parts than this: far beyond any machine, and small enough that products stay readable."""
 
@@ -47,15 +49,6 @@ class TermError(ValueError):
 
     def __str__(self) -> str:
         return self.message + (f" (did you mean {self.suggestion}?)" if self.suggestion else "")
-
-
-def nearest_name(wrong: str, valid: list[str]) -> str | None:
-    """The valid name that looks most like the wrong one, or None if none does."""
-    from difflib import get_close_matches  # Only an error pays for this import.
-
-    folded = {name.lower(): name for name in valid}
-    found = get_close_matches(wrong[:40].lower(), list(folded), n=1, cutoff=0.5)
-    return folded[found[0]] if found else None
 
 
 def shown(value: object) -> str:
@@ -173,7 +166,7 @@ class Choice(Argument):
     def accept(self, value: Any) -> str:
         if isinstance(value, str) and value in self.choices:
             return str(value)
-        near = nearest_name(value, list(self.choices)) if isinstance(value, str) else None
+        near = nearest_name(value, self.choices) if isinstance(value, str) else None
         raise self.refuse(value, suggestion=f'"{near}"' if near else None)
 
 

@@ -13,12 +13,12 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, dataclass_transform
 
+from shoal.common.suggest import nearest_name
 from shoal.strategy.terms.arguments import (
     Argument,
     TermError,
     choice,
     flag,
-    nearest_name,
     nested,
     real,
     shortened,
@@ -172,7 +172,7 @@ class Term:
         given = dict(zip(places, positional, strict=False))
         for name, value in named.items():
             if name not in cls.arguments:
-                near = nearest_name(name, list(cls.arguments))
+                near = nearest_name(name, cls.arguments)
                 has = f"it has {', '.join(cls.arguments)}" if cls.arguments else "it has none"
                 raise TermError(
                     f"{cls.__name__} has no argument {shortened(name)}; {has}", argument=name, suggestion=near

@@ -25,13 +25,13 @@ LOCKED_AT_ONCE = 1 << 18
 WORD = 8
 
 
-class OneMemory:
+class SharedBuffers:
     """The parameters of a bucket and the gradients of all replicas, as one of them sees them. Collective to make."""
 
     def __init__(self, members: Members, locks: SharedBlock, *, bucket: int, slots: int) -> None:
         """`locks` serves several buckets, each with its number; `slots`: parameters in this one."""
         self.members = members
-        self.apart = False
+        self.private = False
         """Whether each replica has a gradient of its own: over several micro-batches a sum in the order of arrival
         would not be the same every time."""
         self.gradients: list[torch.Tensor] = []
@@ -55,11 +55,11 @@ class OneMemory:
     @property
     def mine(self) -> torch.Tensor:
         """The gradient that this replica writes to, and whose slice of it holds the sum in the end."""
-        return self.gradients[self.members.index - (0 if self.apart else self.members.index % 2)]
+        return self.gradients[self.members.index - (0 if self.private else self.members.index % 2)]
 
     @property
     def in_use(self) -> list[torch.Tensor]:
-        return self.gradients if self.apart else self.gradients[::2]
+        return self.gradients if self.private else self.gradients[::2]
 
     def pieces(self, views: Sequence[torch.Tensor]) -> list[list[tuple[int, torch.Tensor]]]:
         """Each parameter's gradient cut into what is written under one lock, with numbers of this pair's own."""
@@ -108,7 +108,7 @@ class OneMemory:
                 total = total + other[some]
             self.mine[some] = total
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Goes on when all replicas have come so far."""
         if self.members.group is not None:
             dist.barrier(group=self.members.group)

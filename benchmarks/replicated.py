@@ -1,5 +1,10 @@
 """Step times of models that are only replicated (images, detection, BERT), from a short table of what each one
-computes.
+computes, held to a file of published throughputs:
+
+    python benchmarks/replicated.py ROWS.csv
+
+It is a model of eleven networks with constants of their own, fitted on the rows it is held to (`fit_replicated.py`):
+good to see what replication costs in the world, and to compare with (`comparison_images.py`); no part of the planner.
 
 A step is accumulated micro-batches, each the longer of device and host, then what gradients could not hide, then the
 optimiser. The device multiplies at a part of its peak that depends on kind and precision, and moves activations through
@@ -8,14 +13,17 @@ memory as often as the framework's kernels are unfused. Written over columns, as
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
+from shoal.cli.validate import print_scores, read_measurements
 from shoal.cluster import BadCluster, device
 from shoal.estimate.cost.constants import PHYSICS
+from shoal.estimate.validate import Prediction, score
 
 Row = Mapping[str, str]
 G, M = 1e9, 1e6
@@ -164,11 +172,6 @@ def habit_of(framework: str, *, source: str = "", fine_tuned: bool = False) -> s
 NEEDED = ("model", "gpu", "gpus", "batch_per_gpu")
 
 
-def is_replicated(row: Row) -> bool:
-    """Whether a file's rows are of models that are only replicated."""
-    return "batch_per_gpu" in row and "layers" not in row
-
-
 def columns(rows: Sequence[Row]) -> tuple[dict[str, Any], list[int], list[tuple[int, str]]]:
     """Columns of the rows that can be priced, which they are, and why the others cannot."""
     missing = [name for name in NEEDED if rows and name not in rows[0]]
@@ -251,3 +254,19 @@ def predict_replicated(rows: Sequence[Row]) -> list[tuple[float | None, str]]:
     for number, reason in refused:
         answers[number] = (None, reason)
     return answers
+
+
+def main() -> None:
+    rows = read_measurements(sys.argv[1])
+    predictions = [
+        Prediction(id=row.get("id", str(number)), step_s=step_s, reason=reason)
+        for number, (row, (step_s, reason)) in enumerate(zip(rows, predict_replicated(rows), strict=True), start=1)
+    ]
+    print_scores(score(rows, predictions))
+    for guess in predictions:
+        if guess.reason:
+            print(f"not predicted: {guess.id}: {guess.reason}")
+
+
+if __name__ == "__main__":
+    main()
