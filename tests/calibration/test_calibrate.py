@@ -12,11 +12,11 @@ import pytest
 
 from shoal.calibration.findings import CannotCalibrate, Findings, as_toml, findings_of, write_findings
 from shoal.calibration.fit import CannotFit, Timed, fit_link
+from shoal.calibration.measure import ALGORITHMS
 from shoal.comm.calibration import read_calibration
 from shoal.comm.choice import all_reduce_time
 from shoal.comm.network import DEFAULT, LinkTimes, Network
 
-ALGORITHMS = ("ring", "tree", "butterfly", "rabenseifner")
 SIZES = [1 << power for power in range(10, 25, 2)]
 LINKS = [LinkTimes(2e-5, 1.4e-10, 8e-11), LinkTimes(1e-3, 8e-8, 1e-11), LinkTimes(5e-6, 4e-11, 0.0)]
 
