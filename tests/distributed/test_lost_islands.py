@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
@@ -16,6 +17,7 @@ from shoal.launch import RankFailed
 from shoal.runtime.step import build_model
 from shoal.strategy import parse
 from shoal.strategy.islands import islands
+from shoal.training.entry import train_run
 from shoal.training.record.run import RUN, read_json
 
 Ranks = Callable[..., list[Any]]
@@ -65,10 +67,14 @@ def lose(ranks: Ranks, tmp_path: Path, killed: list[tuple[int, str, int]], strat
         KILLED, {**asked, "killed": killed}, ranks=chosen.world, islands=islands(chosen),
         on_message=lambda rank, message: heard.append(message),
     )  # fmt: skip
-    checkpoint = open_checkpoint(folder / "checkpoints" / "step-00000022")
-    values = {name: checkpoint.read_parameter(name, 0, prod(entry.shape)).view(entry.shape)
-              for name, entry in checkpoint.parameters.items()}  # fmt: skip
-    return results, heard, values
+    return results, heard, last_values(folder)
+
+
+def last_values(folder: Path) -> dict[str, torch.Tensor]:
+    """The parameters at the end of a run."""
+    saved = open_checkpoint(folder / "checkpoints" / "step-00000022")
+    shapes = {name: entry.shape for name, entry in saved.parameters.items()}
+    return {name: saved.read_parameter(name, 0, prod(shape)).view(shape) for name, shape in shapes.items()}
 
 
 @pytest.mark.parametrize(
@@ -110,6 +116,17 @@ def test_one_island_is_enough(ranks: Ranks, tmp_path: Path) -> None:
     results, _, _ = lose(ranks, tmp_path, [(1, "step: forward", 6), (2, "step: forward", 14)])
     assert [(loss["ranks"], loss["step"]) for loss in results[0]["lost"]] == [([1], 8), ([2], 16)]
     assert results[0]["status"] == "finished"
+
+
+def test_a_checkpoint_after_the_loss_is_one_of_the_islands_that_are_left(ranks: Ranks, tmp_path: Path) -> None:
+    _, _, values = lose(ranks, tmp_path, [(1, "step: forward", 6)])
+    again = tmp_path / "again"
+    shutil.copytree(tmp_path / "run" / "checkpoints" / "step-00000016", again / "checkpoints" / "step-00000016")
+    asked = {"job": LOOSE, "strategy": "dp(2, sync=local(4))", "folder": str(again), "gate": False,
+             "checkpoint_every": 8, "resume": str(again / "checkpoints" / "step-00000016")}  # fmt: skip
+    assert ranks(train_run, asked, ranks=2)[0]["status"] == "finished"
+    resumed = last_values(again)
+    assert all(torch.equal(resumed[name], value) for name, value in values.items())
 
 
 def test_without_the_first_island_the_run_ends(ranks: Ranks, tmp_path: Path) -> None:

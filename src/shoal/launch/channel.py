@@ -96,9 +96,6 @@ class Channel:
         if self._line is not None:
             self._line.write("may be lost", None)
 
-    def request_stop(self) -> None:
-        self._stop.set()
-
     def say(self, message: Mapping[str, Any]) -> None:
         """Sends a message of JSON values to the parent; without a parent, to the receiver of rank 0."""
         if self._line is not None:

@@ -1,10 +1,9 @@
-"""Replicas of one host in one memory: `dp(n, via=shared())`.
+"""The memory that replicas of one host share: parameters once, and their gradients.
 
-A bucket's parameters lie in memory that all replicas see, and beside them their gradients. Two replicas share one
-gradient: who comes first writes, who comes second adds, and a sum of two is the same in either order. When all have
-made theirs, each replica sums its slice of all gradients and updates its slice of the parameters in place. Nothing is
-sent: a barrier says that the gradients are there, another that the parameters are. There is one copy of parameters and
-optimiser state on the host, and a gradient for every two replicas.
+Two replicas share one gradient buffer: the first to arrive writes, the second adds, and the sum of two is the same in
+either order. When all gradients are there, each replica sums its slice of all buffers and updates its slice of the
+parameters in place. There is one copy of parameters and optimiser state on the host, and a gradient buffer for every
+two replicas.
 """
 
 from __future__ import annotations
