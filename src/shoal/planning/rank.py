@@ -22,7 +22,7 @@ from shoal.planning.enumerate import (
     enumerate_legal,
 )
 from shoal.planning.legal import facts_of
-from shoal.planning.price import Priced, joined, played, price_candidates, unplayed, with_times
+from shoal.planning.price import Priced, joined, played, price_candidates, with_times
 from shoal.shapes.shape import Transformer
 from shoal.strategy import ModelFacts, Strategy
 
@@ -200,11 +200,11 @@ def _fastest(priced: Priced, which: Column) -> Column:
 def ranked(question: Question, priced: Priced, *, play: Play = "shown") -> Plan:
     """Rows that fit, by the question's measure; of equals the one that needs less memory.
 
-    Pipelines without a closed form are ranked as if their stages were even; those that would be shown (or
-    only the best) are played, again and again until all of them have been.
+    Pipelines are ranked as if their stages were even; those that would be shown (or only the best) are simulated,
+    again and again until all of them have been.
     """
     plan = _ranked(question, priced)
-    left = unplayed(priced.rows) & priced.fits & (play != "nothing")
+    left = (priced.rows.pp > 1) & priced.fits & (play != "nothing")
     kinds = _kinds(priced.rows) if left.any() else priced.rows.pp
     while True:
         shown = plan.ranked[:1]
