@@ -127,3 +127,28 @@ def test_without_the_play_prices_stay_near_it() -> None:
             near, true = price(inputs, play=False).step_s[0], price(inputs).step_s[0]
             assert near == pytest.approx(true, rel=bound)
             assert schedule != "interleaved" or near <= true * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@given(seed=st.integers(0, 10**6))
+@settings(max_examples=60, deadline=None, phases=DRAWN)
+def test_no_step_is_shorter_than_its_busiest_rank(schedule: str, seed: int) -> None:
+    of = random_pipelines(schedule, seed=seed)
+    assert (cost_span._busiest_s(of, of.micro) <= spans_s([of])[0] * (1 + 1e-9)).all()
+
+
+def test_the_slowest_rank_sets_the_pace_of_a_long_step_however_late() -> None:
+    """Here the fifth micro-batch of a rank is not yet held up by the slowest rank, which later ones are."""
+    one, ranks, micro = np.ones(1), 8, 1000
+    parts = Passes(
+        layers=18 * one, dealt=0 * one, forward_s=one, backward_s=1.9 * one, weight_s=one, head_forward_s=0.5 * one,
+        head_backward_s=4.9 * one, host_s=0 * one, message_s=1.7 * one,
+    )  # fmt: skip
+    forward, backward, weight = parts.stages("1f1b", ranks=ranks, chunks=1)
+    [whole] = spans_s([Pipelines(
+        schedule="1f1b", ranks=ranks, chunks=1, micro=micro, forward_s=forward, backward_s=backward, weight_s=weight,
+        message_s=parts.message_s,
+    )])  # fmt: skip
+    found = np.full(1, np.nan)
+    cost_span._fill(found, parts, {(NAMES.index("1f1b"), ranks, 1, micro): np.array([0])})
+    assert found[0] == pytest.approx(whole[0], rel=0.003)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,14 @@ ORDERS: tuple[tuple[str, ...], ...] = (
 """Codes of the column `order`, innermost first: each axis innermost once, and dp outermost instead of pp."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+FAMILIES = (
+    "serial", "dp", "zero", "tp", "pp", "cp", "dp + tp", "dp + pp", "tp + pp", "3D (dp, tp, pp)", "with cp", "with ep",
+    "hybrid shards", "compressed", "local steps",
+)  # fmt: skip
+"""By the axes that a strategy uses; of those that apply the last."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Candidates:
     """Columns of whole numbers, all of one length."""
 
@@ -102,6 +110,21 @@ class Candidates:
     def micro_batch(self) -> Column:
         """Samples of a micro-batch."""
         return self.global_batch // (self.replicas * self.micro)
+
+    @cached_property
+    def family(self) -> Column:
+        """Indices of FAMILIES."""
+        data = (self.dp * self.outer > 1) | (self.ep > 1)
+        tensor, pipeline, context = self.tp > 1, self.pp > 1, self.cp > 1
+        masks = (
+            data, data & (self.zero > 0), tensor, pipeline, context, data & tensor, data & pipeline, tensor & pipeline,
+            tensor & pipeline & data, context & (data | tensor | pipeline), self.ep > 1,
+            (self.outer > 1) & (self.compress == 0), self.compress > 0, self.local > 0,
+        )  # fmt: skip
+        found = np.zeros(len(self), dtype=np.int8)
+        for code, mask in enumerate(masks, start=1):
+            found[mask] = code
+        return found
 
     def rows(self, chosen: Any) -> Candidates:
         """Some of the rows."""

@@ -201,24 +201,3 @@ def _crossed(
 
 def _kept(columns: dict[str, Column], mask: Column) -> dict[str, Column]:
     return {name: column[mask] for name, column in columns.items()}
-
-
-FAMILIES = (
-    "serial", "dp", "zero", "tp", "pp", "cp", "dp + tp", "dp + pp", "tp + pp", "3D (dp, tp, pp)", "with cp", "with ep",
-    "hybrid shards", "compressed", "local steps",
-)  # fmt: skip
-
-
-def families_of(rows: Candidates) -> Column:
-    """The family of each row, by the axes it uses, as an index of FAMILIES; of those that apply the last."""
-    data = (rows.dp * rows.outer > 1) | (rows.ep > 1)
-    tensor, pipeline, context = rows.tp > 1, rows.pp > 1, rows.cp > 1
-    masks = (
-        data, data & (rows.zero > 0), tensor, pipeline, context, data & tensor, data & pipeline, tensor & pipeline,
-        tensor & pipeline & data, context & (data | tensor | pipeline), rows.ep > 1,
-        (rows.outer > 1) & (rows.compress == 0), rows.compress > 0, rows.local > 0,
-    )  # fmt: skip
-    found = np.zeros(len(rows), dtype=np.int8)
-    for code, mask in enumerate(masks, start=1):
-        found[mask] = code
-    return found

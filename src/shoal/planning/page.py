@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from shoal.estimate.cost.price import SPLIT
-from shoal.planning.enumerate import FAMILIES, families_of
+from shoal.planning.candidates import FAMILIES
 from shoal.planning.rank import Plan, pareto
 from shoal.planning.told import GB, amount, gigabytes, seconds
 
@@ -167,7 +167,7 @@ def _scatter(plan: Plan) -> str:
     x = LogAxis([float(priced.memory_bytes[row]) / GB for row in shown], start=0, stop=100)
     unit, unit_s = _unit(float(np.median(priced.step_s[shown])))
     y = LogAxis([float(priced.step_s[row]) / unit_s for row in shown], start=PLOT_PX, stop=0)
-    names = [FAMILIES[code] for code in families_of(priced.rows.rows(np.array(shown, dtype=int)))]
+    names = [FAMILIES[code] for code in priced.rows.family[shown]]
     known = list(dict.fromkeys(names))
     colour = {name: FAMILY_COLOURS[place % len(FAMILY_COLOURS)] for place, name in enumerate(known)}
     drawn = []

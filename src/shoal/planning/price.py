@@ -106,11 +106,6 @@ def price_candidates(
     )  # fmt: skip
 
 
-def unplayed(rows: Candidates) -> Column:
-    """Rows with a pipeline: `price_candidates` takes their stages for even where there are more than `FEW` rows."""
-    return np.asarray(rows.pp > 1)
-
-
 def played(rows: Candidates, *, shape: Transformer, cluster: Cluster, profile: Profile = GOOD) -> dict[str, Column]:
     """The time of each row split by cause, with its pipeline played: for the rows that somebody looks at."""
     return _split(rows, inputs_of(rows, shape=shape, cluster=cluster), profile=profile, play=True)

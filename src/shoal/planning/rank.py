@@ -12,19 +12,17 @@ from shoal.cluster import BadCluster, Cluster
 from shoal.estimate.cost import GOOD, Profile
 from shoal.estimate.estimate import Estimate
 from shoal.estimate.target import Target, default_target, local_slowdown
-from shoal.planning.candidates import COMPRESSORS, Candidates, Column
+from shoal.planning.candidates import COMPRESSORS, FAMILIES, Candidates, Column
 from shoal.planning.enumerate import (
-    FAMILIES,
     WHOLE,
     Space,
     averaged,
     compressed,
     compressible,
     enumerate_legal,
-    families_of,
 )
 from shoal.planning.legal import facts_of
-from shoal.planning.price import Priced, joined, played, price_candidates, unplayed, with_times
+from shoal.planning.price import Priced, joined, played, price_candidates, with_times
 from shoal.shapes.shape import Transformer
 from shoal.strategy import ModelFacts, Strategy, SyncTerm
 
@@ -207,11 +205,11 @@ def _fastest(priced: Priced, which: Column) -> Column:
 def ranked(question: Question, priced: Priced, *, play: Play = "shown") -> Plan:
     """Rows that fit, by the question's measure; of equals the one that needs less memory.
 
-    Pipelines without a closed form are ranked as if their stages were even; those that would be shown (or
-    only the best) are played, again and again until all of them have been.
+    Pipelines are ranked as if their stages were even; those that would be shown (or only the best) are simulated,
+    again and again until all of them have been.
     """
     plan = _ranked(question, priced)
-    left = unplayed(priced.rows) & priced.fits & (play != "nothing")
+    left = (priced.rows.pp > 1) & priced.fits & (play != "nothing")
     kinds = _kinds(priced.rows) if left.any() else priced.rows.pp
     while True:
         shown = plan.ranked[:1]
@@ -228,7 +226,7 @@ def ranked(question: Question, priced: Priced, *, play: Play = "shown") -> Plan:
 
 def _kinds(rows: Candidates) -> Column:
     """Rows of one number have the same pipeline and belong to the same family."""
-    parts = (families_of(rows), rows.schedule, rows.chunks, rows.pp)
+    parts = (rows.family, rows.schedule, rows.chunks, rows.pp)
     return np.ravel_multi_index(parts, [int(part.max()) + 1 for part in parts])
 
 
@@ -279,7 +277,7 @@ def one_of_each(plan: Plan, top: int) -> list[int]:
     """The best row of each kind. Rows of a kind belong to one family and have the same KIND; what else they differ in
     (the order of axes, micro-batches, ranks moved between levels of dp) hardly changes their time."""
     rows = plan.priced.rows
-    columns = [families_of(rows), *(getattr(rows, name) for name in KIND)]
+    columns = [rows.family, *(getattr(rows, name) for name in KIND)]
     found: dict[tuple[int, ...], int] = {}
     for row in plan.ranked:
         found.setdefault(tuple(int(column[row]) for column in columns), int(row))
@@ -300,7 +298,7 @@ def pareto(plan: Plan) -> list[int]:
 
 def families(plan: Plan) -> Mapping[str, int]:
     """The best row of each family, best family first; where nothing fits, the row that needs least memory."""
-    codes = families_of(plan.priced.rows)
+    codes = plan.priced.rows.family
     order = plan.ranked
     in_order = codes[order]
     firsts = [int(np.argmax(in_order == code)) for code in range(len(FAMILIES)) if (in_order == code).any()]

@@ -16,9 +16,8 @@ from shoal.estimate.errors import (
     around,
 )
 from shoal.estimate.target import local_slowdown
-from shoal.planning.candidates import SEARCHED
+from shoal.planning.candidates import FAMILIES, SEARCHED
 from shoal.planning.counterfactual import Change
-from shoal.planning.enumerate import FAMILIES, families_of
 from shoal.planning.rank import Plan, families, one_of_each, pareto
 from shoal.strategy import contract
 
@@ -126,7 +125,7 @@ def _row(plan: Plan, row: int) -> dict[str, Any]:
     memory = float(priced.memory_bytes[row])
     found: dict[str, Any] = {
         "strategy": str(plan.strategy(row)),
-        "family_of": FAMILIES[int(families_of(rows.rows(slice(row, row + 1)))[0])],
+        "family_of": FAMILIES[int(rows.family[row])],
         "fits": fits,
         "memory_bytes": memory,
         "memory": gigabytes(memory),

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shoal.estimate.cost.gathers import kept_gathers
 from shoal.estimate.cost.inputs import RECOMPUTE, Column, Inputs
 from shoal.estimate.cost.profile import Profile
 from shoal.estimate.cost.schedule import Stages, in_flight, turns, weights_waiting
-from shoal.estimate.cost.weights import Weights, weights
+from shoal.estimate.cost.weights import Weights, kept_gathers, weights
 
 SELECTIVE, FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
 GIB = 2.0**30

@@ -21,7 +21,7 @@ ONE_AHEAD = SCHEDULES.index("1f1b")
 MOST_PASSES = 1_500
 """Longer steps are played for fewer micro-batches, and the rest is added at their pace."""
 
-PACED = (4, 6)
+PACED = (4, 5)
 """Micro-batches for each rank that tell the pace."""
 
 
@@ -99,8 +99,14 @@ def step_spans_s(inputs: Inputs, passes: Passes) -> Column:
 def _fill(found: Column, passes: Passes, groups: dict[tuple[int, int, int, int], Column]) -> None:
     """Fills in the spans of rows that share (schedule, ranks, chunks, micro)."""
     every: list[Pipelines] = []
+    alike = []
     for (code, ranks, chunks, micro), rows in groups.items():
         parts = passes.rows(rows, len(found))
+        # Strategies that differ outside of their pipelines have the same one, which is simulated once.
+        columns = np.stack([getattr(parts, field.name) for field in fields(Passes)])
+        _, firsts, same = np.unique(columns, axis=1, return_index=True, return_inverse=True)
+        alike.append(same.reshape(-1))
+        parts = parts.rows(firsts, len(rows))
         forward, backward, weight = parts.stages(SCHEDULES[code], ranks=ranks, chunks=chunks)
         every += [
             Pipelines(
@@ -109,14 +115,27 @@ def _fill(found: Column, passes: Passes, groups: dict[tuple[int, int, int, int],
             )
             for each in _micro(SCHEDULES[code], ranks=ranks, chunks=chunks, micro=micro)
         ]  # fmt: skip
-    spans = iter(spans_s(every))
-    for (code, ranks, chunks, micro), rows in groups.items():
-        counts = _micro(SCHEDULES[code], ranks=ranks, chunks=chunks, micro=micro)
-        some = [next(spans) for _ in counts]
-        found[rows] = some[-1]
-        if len(counts) == 2:
-            pace_s = (some[1] - some[0]) / (counts[1] - counts[0])
-            found[rows] += (micro - counts[1]) * pace_s
+    spans = iter(zip(every, spans_s(every), strict=True))
+    for ((_, _, _, micro), rows), same in zip(groups.items(), alike, strict=True):
+        first, span_s = next(spans)
+        if first.micro < micro:
+            last, later_s = next(spans)
+            pace_s = (later_s - span_s) / (last.micro - first.micro)
+            span_s = np.maximum(later_s + (micro - last.micro) * pace_s, _busiest_s(last, micro))
+        found[rows] = span_s[same]
+
+
+def _busiest_s(of: Pipelines, micro: int) -> Column:
+    """No step is shorter than that of any rank that never waits: until it is reached, its passes and messages, and the
+    way back. The pace of a full pipeline may come to this only after many micro-batches."""
+    homes = np.array([stage_rank(stage, of.ranks, of.chunks, of.schedule) for stage in range(of.ranks * of.chunks)])
+    enters = np.append(False, homes[1:] != homes[:-1])[:, None] * of.message_s
+    leaves = np.append(enters[1:], 0 * enters[:1], axis=0)
+    here = homes == np.arange(of.ranks)[:, None]
+    busy_s = here @ (of.forward_s + of.backward_s + 2 * (enters + leaves))
+    there_s, back_s = (np.cumsum(each + enters, axis=0) - each - enters for each in (of.forward_s, of.backward_s))
+    way_s = there_s if of.schedule == "zero-bubble" else there_s + back_s
+    return np.asarray((way_s[here.argmax(axis=1)] + micro * busy_s).max(axis=0))
 
 
 def _micro(schedule: str, *, ranks: int, chunks: int, micro: int) -> tuple[int, ...]:

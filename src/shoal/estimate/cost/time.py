@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from shoal.estimate.cost.constants import Physics
-from shoal.estimate.cost.gathers import kept_gathers
 from shoal.estimate.cost.inputs import RECOMPUTE, Column, Inputs
 from shoal.estimate.cost.kernels import attention_s, linear_s, streamed_s
 from shoal.estimate.cost.links import path
 from shoal.estimate.cost.profile import Profile
+from shoal.estimate.cost.weights import kept_gathers
 
 SELECTIVE, FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
 PASSES = ("compute", "host", "tensor", "context", "expert")

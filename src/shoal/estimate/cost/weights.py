@@ -1,4 +1,4 @@
-"""Parameters on one rank, before they are sharded among replicas."""
+"""What one rank holds: its parameters before they are sharded among replicas, and inputs that it keeps gathered."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shoal.estimate.cost.inputs import Column, Inputs
+from shoal.estimate.cost.profile import Profile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,3 +32,16 @@ def weights(inputs: Inputs) -> Weights:
         layer_experts=np.where(sparse, ffn * inputs.experts / inputs.ep, 0.0),
         embedding=table, head=table,
     )  # fmt: skip
+
+
+def kept_gathers(inputs: Inputs, profile: Profile) -> Column:
+    """Sequence parallelism gathers the inputs of products; who keeps them saves two gathers a layer and pays in memory.
+    The part of a layer's gathered inputs that is kept for backward: by a profile that keeps them all of it without a
+    pipeline, some in deep ones; none in a crowd, where its tensor parallelism stalls.
+    """
+    crowd = inputs.devices >= profile.crowd_devices
+    alone = (inputs.pp == 1) & ~(crowd & (inputs.tp >= 8) & (inputs.tp <= 16))
+    deep = (inputs.pp >= 4) & (inputs.tp <= 16) & ~crowd
+    part = np.where(alone, 1.0, np.where(deep, profile.regathered_deep, 0.0))
+    keeps = np.asarray(profile.regathered_bytes) > 0
+    return np.where((inputs.sequence > 0) & (inputs.tp > 1) & keeps, part, 0.0)

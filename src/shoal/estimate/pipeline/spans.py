@@ -126,32 +126,34 @@ def _lanes(schedule: str, ranks: int, chunks: int, micro: int) -> tuple[Places, 
         one = rounds * ranks + place if schedule == "interleaved" else turn
         chunk = chunk if schedule == "interleaved" else 0 * turn
         stages, numbers = [chunk * ranks + rank, (chunks - 1 - chunk) * ranks + rank], [one] * 2
-    rank = np.tile(rank, len(keys))
-    order = np.lexsort((np.concatenate(keys), rank))
+    rank, places = np.tile(rank, len(keys)), np.concatenate(keys)
+    order = np.argsort(rank * (1 + np.ptp(places)) + places)
     kind = np.repeat(np.arange(len(keys)), len(turn))
     return rank[order], kind[order], np.concatenate(stages)[order], np.concatenate(numbers)[order]
 
 
 def _waves(needed: Places, gives: Places, *, ends: Places, nothing: int) -> Places:
     """The wave of each pass. Lanes lie end to end; in each wave every rank goes on if it has what it needs."""
-    waves = np.full(len(needed), -1)
-    there = np.zeros(nothing + 2, dtype=bool)
+    there = np.zeros(nothing + 3, dtype=bool)
     there[nothing] = True
-    at, ends = np.append(0, ends[:-1]), np.asarray(ends)
-    wave = 0
-    while len(at):
-        goes = at[there[needed[at]]]
+    # Behind each lane lies a pass that needs what never comes.
+    behind = ends + np.arange(len(ends))
+    needed, gives = np.insert(needed, ends, nothing + 2), np.insert(gives, ends, nothing + 1)
+    waves = np.full(len(needed), -1)
+    at, wave = np.append(0, behind[:-1] + 1), 0
+    while True:
+        ready = there[needed[at]]
+        goes = at[ready]
         if not len(goes):
-            raise ValueError("a schedule does not come to an end")
+            break
         waves[goes] = wave
         # What is made in this wave is there in the next.
         there[gives[goes]] = True
-        at = at + (waves[at] == wave)
-        left = at < ends
-        if not left.all():
-            at, ends = at[left], ends[left]
+        at += ready
         wave += 1
-    return waves
+    if (at != behind).any():
+        raise ValueError("a schedule does not come to an end")
+    return np.delete(waves, behind)
 
 
 def spans_s(several: Sequence[Pipelines]) -> list[Numbers]:
