@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-
 NARROWER = (torch.float32, torch.bfloat16, torch.float16)
 
 
