@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -18,12 +19,12 @@ from shoal.layout.trace import trace
 WIDTH, HEADS, LENGTH, VOCABULARY = 8, 2, 12, 11
 
 
-def plan_of(model: Callable[[], nn.Module], *, pooled: bool = False) -> ContextPlan:
+def plan_of(model: Callable[[], nn.Module], *, pooled: bool = False, loss: Any = cross_entropy) -> ContextPlan:
     """The plan of a model of tokens; `pooled`: it answers once for a whole sample."""
     x = torch.randint(0, VOCABULARY, (6, LENGTH))
     y = torch.randint(0, VOCABULARY, (6,) if pooled else (6, LENGTH))
     job = Job(
-        name="small", model=model, train=TensorData(x=x, y=y), loss=cross_entropy,
+        name="small", model=model, train=TensorData(x=x, y=y), loss=loss,
         optimizer=partial(torch.optim.SGD, lr=0.1), global_batch=6, steps=1,
     )  # fmt: skip
     return context_plan(trace(job))
@@ -325,3 +326,27 @@ def test_what_blocks_tell_of_each_position_is_gathered_with_the_stream() -> None
     plan = plan_of(PooledAndPriced, pooled=True)
     assert plan.in_root
     assert plan.batch is None
+
+
+def each_of(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """The loss of each position."""
+    return F.cross_entropy(output.flatten(0, 1), batch["y"].flatten(), reduction="none")
+
+
+def masked_loss(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    counts = (batch["x"] % 3 == 0).flatten()
+    return (each_of(output, batch) * counts).sum(), counts.sum()
+
+
+def hardest_loss(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    return each_of(output, batch).view_as(batch["y"]).amax(1).sum(), len(output)
+
+
+def test_what_a_loss_of_each_position_is_multiplied_by_is_cut_along() -> None:
+    assert plan_of(Model, loss=masked_loss).batch == {"y": 1, "x": 1}
+
+
+def test_a_loss_that_compares_positions_needs_all_of_them() -> None:
+    plan = plan_of(Model, loss=hardest_loss)
+    assert plan.batch is None
+    assert "amax" in plan.why_whole

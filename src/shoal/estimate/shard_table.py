@@ -128,9 +128,9 @@ def _norms(held: Held, forward: Forward) -> Iterator[Norm]:
         return
     for norm in forward.norms:
         if held.runs(norm.module):
-            again = held.recomputes and held.shapes.in_block(norm.module)
+            again = held.recomputes and norm.learns and held.shapes.in_block(norm.module)
             yield Norm(channels=norm.channels // held.channel_parts(norm.module), itemsize=norm.itemsize,
-                       recomputed=again)  # fmt: skip
+                       recomputed=again, learns=norm.learns)  # fmt: skip
 
 
 def _buffers(held: Held, strategy: Strategy, forward: Forward, now: _Step, bucket_bytes: int) -> Iterator[Buffer]:

@@ -84,6 +84,8 @@ class Norm:
     channels: int
     itemsize: int
     recomputed: bool = False
+    learns: bool = True
+    """Whether backward comes to it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,6 +198,7 @@ def batch_norm_calls(table: ShardTable) -> Iterator[Call]:
         statistics = ranks * (2 * norm.channels + 1) * norm.itemsize
         for _ in range(table.micro_batches):
             yield axis, "forward", "all_gather", statistics, ranks
-            yield axis, "backward", "all_reduce", 2 * norm.channels * norm.itemsize, ranks
+            if norm.learns:
+                yield axis, "backward", "all_reduce", 2 * norm.channels * norm.itemsize, ranks
             if norm.recomputed:
                 yield axis, "backward", "all_gather", statistics, ranks

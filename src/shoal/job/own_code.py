@@ -73,16 +73,24 @@ def require_runs(job: Job, *, samples: int, autocast: bool = False) -> None:
     """
     states = random.getstate(), np.random.get_state()
     precision: Any = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
-    # Only whether there is a gradient is asked: what backward would need is let go at once.
-    unkept = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
     try:
         with torch.random.fork_rng(devices=[]), precision:
             torch.manual_seed(job.seed)
             model = built(job)
             if not any(param.requires_grad for param in model.parameters()):
                 raise JobError(f"job {job.name!r}: there is nothing to train: no parameter requires a gradient")
-            with unkept:
-                _require_trains(job, model, job.order().indices(0)[: max(1, samples)])
+            indices, asked = job.order().indices(0)[: max(1, samples)], []
+            try:
+                # Only whether there is a gradient is asked: what backward would need is let go at once.
+                with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, asked.append):
+                    _require_trains(job, model, indices)
+            except JobError:
+                if not asked:
+                    raise
+                # A forward that differentiates (a gradient penalty) needs what it has saved.
+                torch.manual_seed(job.seed)
+                model = built(job)
+                _require_trains(job, model, indices)
             if job.validation is not None:
                 _require_measures(job, model.eval(), max(1, samples))
     finally:

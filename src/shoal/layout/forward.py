@@ -89,6 +89,8 @@ class NormSeen:
     channels: int
     itemsize: int
     """Of a statistic."""
+    learns: bool = True
+    """Whether backward comes to it: not where it is frozen, and all in front of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -7,7 +7,7 @@ engine says of itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -119,10 +119,11 @@ class _Functions(TorchFunctionMode):
         elif getattr(func, "__name__", "") == "batch_norm":
             own = ("running_mean", "running_var", "weight", "bias")  # The functional form's order, and torch's.
             names = own if func is F.batch_norm else (*own[2:], *own[:2])
-            given, *_, training = _named(("input", *names, "training"), args, kwargs)
+            given, *around, training = _named(("input", *names, "training"), args, kwargs)
             if training:
                 width = torch.promote_types(given.dtype, torch.float32).itemsize
-                watch.norms.append(NormSeen(watch.module, int(given.shape[1]), width))
+                learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (given, *around))
+                watch.norms.append(NormSeen(watch.module, int(given.shape[1]), width, learns))
         return func(*args, **kwargs)
 
 
@@ -155,11 +156,11 @@ def _watching(model: nn.Module, watch: _Watch) -> Iterator[None]:
 
 def observe(
     job: Job, batch: Mapping[str, torch.Tensor] | None = None, *, dtype: torch.dtype | None = None,
-    autocast: bool = False, real: bool = False,
+    autocast: bool = False, real: bool = False, around: Callable[[], Any] = nullcontext,
 ) -> Forward:  # fmt: skip
     """The forward of a batch (of a few samples of the job's own, if none is given), on fakes where the model allows
     it. `dtype`: of the model, where it is not its own. `real`: not on fakes (libraries choose between ways to call
-    attention by whether they are traced)."""
+    attention by whether they are traced). `around`: what the model runs in."""
     if batch is None:
         batch = job.train.batch(np.arange(min(TYPICAL, len(job.train))))
     with torch.random.fork_rng(devices=[]):
@@ -169,12 +170,13 @@ def observe(
             if real:
                 raise CannotTrace("real tensors were asked for")
             model = _as_type(faked(build_without_memory(job), mode), dtype, mode)
-            with mode:
+            with mode, around():
                 return _observed(job, model, {k: mode.from_tensor(v.cpu()) for k, v in batch.items()}, autocast)
         except Exception:
             model = _as_type(job.model(), dtype, nullcontext())
         try:
-            return _observed(job, model, {k: v.cpu() for k, v in batch.items()}, autocast)
+            with around():
+                return _observed(job, model, {k: v.cpu() for k, v in batch.items()}, autocast)
         except Exception as error:
             raise CannotTrace(f"job {job.name!r}: the model raised on a batch of its data: {error}") from error
 

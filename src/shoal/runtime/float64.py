@@ -1,8 +1,9 @@
 """Float64 all the way: models that compute some parts in float32 on purpose are kept in float64 during a proof.
 
-Many norms and rotary embeddings cast to float32 inside and back. In a float64 proof that rounding, 1e-7 of each
-value, would hide faults ten thousand times larger than the tolerance. So a request to make a float64 tensor float32
-is answered with float64, in the serial and in the parallel run alike, and the certificate names the modules that asked.
+Many norms and rotary embeddings cast to float32 inside and back, and models with parameters in half precision cast what
+they are given. In a float64 proof that rounding, 1e-7 of each value and more, would hide faults ten thousand times
+larger than the tolerance. So a request to make a float64 tensor narrower is answered with float64, in the serial and
+in the parallel run alike, and the certificate names the modules that asked.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+NARROWER = (torch.float32, torch.bfloat16, torch.float16)
+
 
 class KeepFloat64(TorchFunctionMode):
-    """While active, nothing narrows float64 to float32. `modules` counts who wanted to, by class name."""
+    """While active, nothing narrows float64. `modules` counts who wanted to, by class name."""
 
     _paused: ClassVar[int] = 0
 
@@ -47,14 +50,14 @@ class KeepFloat64(TorchFunctionMode):
             if func is torch.full and kwargs.get("dtype") is None and _too_large(args[1:], kwargs.get("fill_value")):
                 kwargs["dtype"] = torch.float64  # The lowest float64, as a mask: float32 has no such number.
             return func(*args, **kwargs)
-        if func is torch.Tensor.float:
+        if func in (torch.Tensor.float, torch.Tensor.bfloat16, torch.Tensor.half):
             self._note()
             return args[0]
-        narrowed = kwargs.get("dtype") == torch.float32 or any(a is torch.float32 for a in args)
+        narrowed = kwargs.get("dtype") in NARROWER or any(a is dtype for a in args for dtype in NARROWER)
         if narrowed and func not in (torch.Tensor.__eq__,):
             self._note()
-            args = tuple(torch.float64 if a is torch.float32 else a for a in args)
-            if kwargs.get("dtype") == torch.float32:
+            args = tuple(torch.float64 if isinstance(a, torch.dtype) and a in NARROWER else a for a in args)
+            if kwargs.get("dtype") in NARROWER:
                 kwargs["dtype"] = torch.float64
         return func(*args, **kwargs)
 

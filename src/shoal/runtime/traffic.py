@@ -8,6 +8,7 @@ hand gathers under cp.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -28,6 +29,7 @@ from shoal.layout.observe import job_shapes, observe
 from shoal.parallel.engine import Engine
 from shoal.parallel.executor import Executor
 from shoal.parallel.pipeline.executor import Pipeline
+from shoal.runtime.float64 import KeepFloat64
 from shoal.runtime.regions_seen import RegionsSeen
 from shoal.runtime.routing import Routing
 from shoal.strategy import Strategy, amp, cp, pp
@@ -87,7 +89,10 @@ class Expected:
         key = tuple((name, tuple(entry.shape), entry.dtype) for name, entry in batch.items())
         if key not in self._forwards:
             narrow = self.strategy.term(amp) is not None
-            self._forwards[key] = observe(self.job, batch, dtype=self.dtype, autocast=narrow, real=self._real)
+            around = KeepFloat64 if self.dtype == torch.float64 else nullcontext
+            self._forwards[key] = observe(
+                self.job, batch, dtype=self.dtype, autocast=narrow, real=self._real, around=around
+            )
         return self._forwards[key]
 
     @property

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from shoal.layout.context.plan import CannotCutSequence, named
 from shoal.layout.cuts import Cut
 from shoal.layout.recorded import Call, Op
+from shoal.layout.tensor.dims import bind
 from shoal.layout.tensor.segments import NeedsSegments, Refuted
 from shoal.layout.tensor.spread import Graph
 
@@ -68,7 +69,10 @@ def _follow_loss(graph: Graph, op: Op, value: int, known: dict[int, Cut]) -> tup
     """As `Graph.follow`; a negative log likelihood reads its targets sample by sample, and sums."""
     if op.name in ("nll_loss_forward", "nll_loss2d_forward") and value == op.inputs[0] and known[value].dim != 1:
         cut = known[value]
-        return {op.inputs[1]: Cut(cut.dim if cut.dim == 0 else cut.dim - 1, cut.segments)}, True
+        rows = Cut(cut.dim if cut.dim == 0 else cut.dim - 1, cut.segments)
+        if bind(op, graph.values).named["reduction"] == 0:
+            return {op.inputs[1]: rows, op.outputs[0]: rows}, False
+        return {op.inputs[1]: rows}, True
     if op.name == "sum" and len(op.args) == 1:
         return {}, True  # Over everything: each rank's own positions are one term of it.
     return graph.follow(op, value, known[value], known)

@@ -1,0 +1,76 @@
+"""Jobs of kinds that users write, each of which was refused or failed a sound proof once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.job import Job, TensorData, cross_entropy
+
+WIDTH, CLASSES = 6, 5
+Batch = dict[str, Tensor]
+
+
+class Frozen(nn.Module):
+    """The first blocks do not learn, and their batch norms still take statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(inplace=True)) for _ in range(3)
+        )
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.blocks[0].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Penalised(nn.Module):
+    """Differentiates in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.detach().requires_grad_()
+        output = self.critic(x)
+        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        return output, (slope.norm(dim=-1) - 1) ** 2
+
+
+def penalised_loss(output: Any, batch: Batch) -> tuple[Tensor, int]:
+    return F.cross_entropy(output[0], batch["y"], reduction="sum") + output[1].sum(), len(batch["y"])
+
+
+class Half(nn.Sequential):
+    """Parameters in half precision; casts what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES))
+        self.to(torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(torch.bfloat16)).float()
+
+
+def job_of(model: Callable[[], nn.Module], loss: Any = cross_entropy) -> Job:
+    draw = torch.Generator().manual_seed(5)
+    train = TensorData(x=torch.randn(24, WIDTH, generator=draw), y=torch.randint(CLASSES, (24,), generator=draw))
+    return Job(
+        name="users", model=model, train=train, loss=loss, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        global_batch=8, steps=4,
+    )  # fmt: skip
+
+
+frozen = partial(job_of, Frozen)
+penalised = partial(job_of, Penalised, penalised_loss)
+half = partial(job_of, Half)
