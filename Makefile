@@ -1,11 +1,11 @@
-# Two commands matter: `make demo` and `make test`. Each builds `.venv` first if it is not there.
+# Three commands matter: `make demo`, `make test`, and `make quick` while editing. Each builds `.venv` first if it is not there.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv demo test test-all fuzz soak lint bench clean
+.PHONY: venv bytecode demo quick test test-all fuzz soak lint bench clean
 
 venv: $(STAMP)
 
@@ -24,10 +24,19 @@ lint: venv
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: lint
+# Tests start hundreds of processes; where Python is told to write no bytecode, each would compile what it imports.
+bytecode: venv
+	@$(BIN)/python -m compileall -q src tests
+
+# Without ranks or other processes, in less than a minute.
+quick: bytecode
+	$(BIN)/python -m pytest -m "not slow and not processes and not long" \
+		--ignore=tests/accelerator --ignore=tests/checkpoint --ignore=tests/distributed --ignore=tests/fuzz
+
+test: lint bytecode
 	$(BIN)/python -m pytest -m "not slow" --durations=15
 
-test-all: lint
+test-all: lint bytecode
 	$(BIN)/python -m pytest
 
 # Random jobs under random strategies against a plain PyTorch loop; a night's run. CASES and FIRST choose which.

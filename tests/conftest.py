@@ -1,9 +1,11 @@
-"""What all tests share: examples have no deadline, proofs of layouts are remembered in a folder of their own, and no
-test sees what was measured on the machine it runs on."""
+"""What all tests share: examples have no deadline, proofs of layouts are remembered in a folder of their own, no test
+sees what was measured on the machine it runs on, and `make quick` knows which tests start processes."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -20,3 +22,34 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("XDG_CACHE_HOME", str(own))
         patch.setenv("SHOAL_CALIBRATION", str(own / "never-written.toml"))
         yield
+
+
+STARTING_FOLDERS = {"accelerator", "checkpoint", "distributed", "fuzz"}
+STARTING_FIXTURES = {"device", "place", "ranks"}
+STARTS = {"subprocess.Popen", "os.fork", "os.posix_spawn", "os.system"}
+_quick_test: str | None = None
+
+
+@pytest.hookimpl(tryfirst=True)  # Before pytest selects by marker.
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent.name in STARTING_FOLDERS or STARTING_FIXTURES & set(getattr(item, "fixturenames", ())):
+            item.add_marker("processes")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    global _quick_test
+    _quick_test = None if item.get_closest_marker("processes") else item.nodeid
+    try:
+        return (yield)
+    finally:
+        _quick_test = None
+
+
+def _refuse_processes(event: str, arguments: tuple[Any, ...]) -> None:
+    if event in STARTS and _quick_test is not None:
+        raise RuntimeError(f"{_quick_test} starts a process: mark it with pytest.mark.processes")
+
+
+sys.addaudithook(_refuse_processes)

@@ -156,6 +156,7 @@ def test_a_typo_is_refused_with_the_nearest_name() -> None:
         preset_network("gpt:176b")
 
 
+@pytest.mark.processes
 def test_a_preset_needs_neither_torch_nor_numpy() -> None:
     code = (
         "import sys; from shoal.analysis import preset_network, report;"

@@ -41,6 +41,7 @@ def test_what_it_wrote_is_what_a_training_uses(shoal: Shoal, tmp_path: Path, mon
     assert environment["backend"] in (found.backend, f"shoal-{found.backend}")
 
 
+@pytest.mark.processes
 def test_a_training_takes_the_fastest_backend_and_the_algorithms_of_the_file(
     shoal: Shoal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -59,6 +60,7 @@ def test_a_training_takes_the_fastest_backend_and_the_algorithms_of_the_file(
     assert messages["shoal-gloo", 1.0] == messages["shoal", 1e-12] == 2 * messages["shoal", 1.0]
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(120)
 def test_a_broken_file_is_refused_by_a_training_and_mended_by_calibrating_anew(
     shoal: Shoal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -100,6 +102,7 @@ def test_the_command_itself_imports_no_torch(place: Place) -> None:
     assert place.run("-c", code).returncode == 0, sys.executable
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(60)
 def test_figures_of_a_machine_that_others_use_are_shown_and_not_written(
     shoal: Shoal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -68,6 +68,7 @@ def test_a_shape_is_planned_for_this_machine(shoal: Shoal, calibrated: Path) -> 
     assert json.loads(done.out)["cluster"]["devices"] == 2
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(120)
 def test_run_trains_by_the_best_plan(shoal: Shoal, calibrated: Path, tmp_path: Path) -> None:
     done = shoal("plan", write_job(tmp_path), "--cluster", "this", "--run")

@@ -10,6 +10,8 @@ import pytest
 from cli.command import Place
 from cli.conftest import Shoal
 
+pytestmark = pytest.mark.processes
+
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "shoal")
 
 # The first layer leaves a note for the second where no analysis sees it, and under pp no rank either.

@@ -12,6 +12,8 @@ import pytest
 from cli.conftest import Shoal
 from cli.jobs import write_job
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.mark.parametrize(
     ("strategy", "expected"),

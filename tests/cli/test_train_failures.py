@@ -15,6 +15,8 @@ from cli.jobs import write_job
 from shoal.checkpoint.saved import open_checkpoint
 from shoal.training.record.run import read_run
 
+pytestmark = pytest.mark.processes
+
 ON_RANK_1 = "os.environ['RANK'] == '1'"
 
 

@@ -19,6 +19,8 @@ from cli.jobs import write_job
 from shoal.comm.ledger import Ledger
 from shoal.training.record.run import read_run
 
+pytestmark = pytest.mark.processes
+
 FILES = {".lock", "run.json", "steps.jsonl", "validation.jsonl", "ledger.json", "events", "trace.json", "checkpoints"}
 
 

@@ -119,6 +119,7 @@ def test_predictions_without_a_group_follow_the_file_and_inside_a_job_what_its_r
         agree_on(None)
 
 
+@pytest.mark.processes
 def test_reading_it_takes_neither_torch_nor_numpy_and_pydantic_only_if_there_is_one() -> None:
     code = (
         "import sys, shoal.cluster, shoal.comm.choice; from shoal.comm.calibration import read_calibration; "

@@ -231,6 +231,7 @@ def test_one_rank_sends_nothing() -> None:
             assert Method(term).sent_bytes((64, 64), 4, 1, 0) == []
 
 
+@pytest.mark.processes
 def test_predictions_need_no_torch() -> None:
     code = "import sys, shoal.comm.compress.traffic; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -113,6 +113,7 @@ def test_what_was_taken_back_is_not_taken_for_the_message(
         reader.receive(0, Vector(torch.empty(ELEMENTS))).advance()
 
 
+@pytest.mark.processes
 @needs_permission
 def test_a_lender_that_has_died_is_named(links: tuple[SharedLink, SharedLink], peers: list[Peers]) -> None:
     _exchange(peers)

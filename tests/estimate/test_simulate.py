@@ -66,6 +66,7 @@ def small_cases(draw: st.DrawFn) -> dict:
     }  # fmt: skip
 
 
+@pytest.mark.long
 @given(case=small_cases())
 @settings(max_examples=500, deadline=None, phases=DRAWN)
 def test_the_price_equals_the_event_play_within_one_percent(case: dict) -> None:

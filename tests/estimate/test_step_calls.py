@@ -100,6 +100,7 @@ DRAWN = settings(
 )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", JOBS)
 @given(strategy=strategies())
 @settings(DRAWN, max_examples=25)

@@ -151,6 +151,7 @@ def test_memory_of_shards_and_of_recomputation() -> None:
     assert memory("dp(2) * accumulate(4)") < memory("dp(2)")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["language:tiny", "image:tiny"])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_every_plan_is_legal_and_the_fastest_comes_first(name: str, world: int) -> None:

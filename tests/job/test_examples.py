@@ -14,6 +14,7 @@ from shoal.job import load_job, param_groups
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [

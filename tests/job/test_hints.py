@@ -110,6 +110,7 @@ def test_hints_are_values_that_later_changes_of_their_arguments_do_not_reach() -
     assert shoal.LayoutHints is LayoutHints
 
 
+@pytest.mark.processes
 def test_hints_need_no_torch() -> None:
     code = "import sys, shoal; shoal.LayoutHints(stages=('a',)); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

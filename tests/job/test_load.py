@@ -83,6 +83,7 @@ def test_files_are_told_from_names_and_split_from_what_they_define() -> None:
     assert split_file(r"C:\jobs\gpt.py:big") == (r"C:\jobs\gpt.py", "big")
 
 
+@pytest.mark.processes
 def test_names_are_known_without_importing_torch() -> None:
     code = (
         "import sys, shoal.job.names as n; assert n.parse_name('image'); "
@@ -213,6 +214,7 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.processes
 def test_built_in_jobs_do_not_need_transformers_and_its_absence_is_told() -> None:
     hidden = "import sys; sys.modules['transformers'] = None; import shoal.job; "
     assert run_python(hidden + "shoal.job.load_job('language')").returncode == 0

@@ -29,6 +29,7 @@ def test_a_function_that_no_module_has_under_its_name_is_refused() -> None:
             name_of(target)
 
 
+@pytest.mark.processes
 def test_the_process_that_starts_ranks_loads_no_torch() -> None:
     rooms = "shoal.cli.train, shoal.cli.verify, shoal.training.local, shoal.proof"
     code = f"import sys, {rooms}; print('torch' in sys.modules)"

@@ -96,6 +96,7 @@ WANTED: dict[str, list[str]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", WANTED)
 def test_regions_of(family: str) -> None:
     assert regions(plan(family)) == WANTED[family]

@@ -192,6 +192,7 @@ def terms() -> Iterator[pp]:
         yield term
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("eager", "shapes"),
     [(False, 2), pytest.param(False, 1, marks=pytest.mark.slow), pytest.param(True, 1, marks=pytest.mark.slow),

@@ -38,6 +38,7 @@ def ratio(changed: Plan, plan: Plan) -> float:
     return float(changed.score[changed.best] / plan.score[plan.best])
 
 
+@pytest.mark.long
 def test_faster_links_gain_what_a_fresh_plan_gains(plan: Plan) -> None:
     told = {each.what: each for each in changes(plan)}
     question = plan.question
@@ -51,6 +52,7 @@ def test_faster_links_gain_what_a_fresh_plan_gains(plan: Plan) -> None:
     assert checked
 
 
+@pytest.mark.long
 def test_more_devices_gain_what_a_fresh_plan_gains(plan: Plan) -> None:
     sizes = [each for each in changes(plan) if " devices)" in each.what]
     assert len(sizes) == 2
@@ -64,6 +66,7 @@ def test_more_devices_gain_what_a_fresh_plan_gains(plan: Plan) -> None:
         assert ("no gain" in said.outcome) is (said.ratio >= 1)
 
 
+@pytest.mark.long
 def test_another_degree_costs_what_the_best_fresh_row_of_it_costs(plan: Plan) -> None:
     """Out of memory only if every row of that degree is, by as much as the smallest of them misses."""
     best, rows = plan.best, plan.priced.rows
@@ -96,6 +99,7 @@ def test_another_degree_costs_what_the_best_fresh_row_of_it_costs(plan: Plan) ->
     assert checked
 
 
+@pytest.mark.long
 def test_nothing_is_called_out_of_memory_that_a_whole_search_would_fit() -> None:
     """17 nodes want 17 stages, which the choices of the best plans for 16 do not fit."""
     question = question_for(preset("llama3:70b"), cluster("frontier", devices=128), global_batch=256)

@@ -12,6 +12,7 @@ from shoal.planning.rank import SHOWN, families, make_plan, pareto, question_for
 from shoal.shapes.presets import preset
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "where", "devices"), [("gpt2:medium", "dgx-a100", 16), ("gpt:13b", "lassen", 64)])
 def test_all_rows_that_are_shown_have_the_time_of_the_play(name: str, where: str, devices: int) -> None:
     shape, place = preset(name), cluster(where, devices=devices)

@@ -28,6 +28,7 @@ def test_independent_samples_are_found_independent(name: str) -> None:
     assert row.difference < 1e-12
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sorted(odd.JOBS))
 def test_no_odd_job_raises_a_false_alarm(name: str) -> None:
     row = couples_samples(odd.JOBS[name]())

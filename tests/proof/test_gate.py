@@ -108,6 +108,7 @@ def train(job: str, strategy: str, tmp_path: Path, **options: Any) -> tuple[Run,
     return run, said
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("strategy", "changes", "advice"),
     [
@@ -135,6 +136,7 @@ def test_a_layout_that_breaks_the_model_silently_is_stopped_and_the_parameter_is
     assert said == []
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("strategy", ["pp(2) * dp(2)", "cp(2)", "tp(2) * amp('bf16')"])
 def test_a_sound_layout_is_checked_once(strategy: str, write: Callable[..., str], tmp_path: Path) -> None:
     job = write()
@@ -150,6 +152,7 @@ def test_a_sound_layout_is_checked_once(strategy: str, write: Callable[..., str]
     assert entry["difference"] < 1e-10
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("strategy", ["dp(2, zero=1)", "dp(3)", "dp(2, via=shared())"])
 def test_data_parallelism_alone_is_checked_once(strategy: str, write: Callable[..., str], tmp_path: Path) -> None:
     _, said = train(write(), strategy, tmp_path)
@@ -158,6 +161,7 @@ def test_data_parallelism_alone_is_checked_once(strategy: str, write: Callable[.
     assert said == []
 
 
+@pytest.mark.processes
 def test_dropout_of_any_kind_does_not_count_as_a_difference(write: Callable[..., str], tmp_path: Path) -> None:
     job = write(between="F.dropout(h, 0.3, training=True) * torch.rand_like(h)", drop=0.4)
     _, said = train(job, "tp(2)", tmp_path)
@@ -165,6 +169,7 @@ def test_dropout_of_any_kind_does_not_count_as_a_difference(write: Callable[...,
     assert len(json.loads(proven_file().read_text())["proven"]) == 1
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
@@ -214,6 +219,7 @@ def normed(path: Path, *, spread: str, eps: str, batch: int, fault: str = "pass"
     return str(path)
 
 
+@pytest.mark.processes
 def test_a_batch_of_two_under_batch_norm_is_no_false_alarm(tmp_path: Path) -> None:
     job = normed(tmp_path / "normed.py", spread="1", eps="1e-5", batch=2)
     run, said = train(job, "dp(2)", tmp_path)
@@ -222,6 +228,7 @@ def test_a_batch_of_two_under_batch_norm_is_no_false_alarm(tmp_path: Path) -> No
     assert len(json.loads(proven_file().read_text())["proven"]) == 1
 
 
+@pytest.mark.processes
 def test_what_rounding_moves_is_not_called_wrong_and_a_fault_still_is(tmp_path: Path) -> None:
     ill = {"spread": "1e-8", "eps": "1e-40", "batch": 4}
     run, said = train(normed(tmp_path / "ill.py", **ill), "dp(2)", tmp_path)  # type: ignore[arg-type]

@@ -129,6 +129,7 @@ def stopped(job: str, strategy: str, tmp_path: Path, kind: type[Exception] = Lay
     return str(refused.value)
 
 
+@pytest.mark.processes
 def test_a_fault_behind_a_parameter_that_starts_at_zero_is_seen(write: Callable[..., str], tmp_path: Path) -> None:
     told = stopped(write(**HIDDEN), "pp(2, micro=1)", tmp_path)
     assert "the layout inferred for this model is wrong: under pp(2, micro=1), the " in told
@@ -166,6 +167,7 @@ class OverAll(torch.optim.Optimizer):
 """
 
 
+@pytest.mark.processes
 def test_an_optimiser_that_the_probe_takes_for_element_wise_is_stopped_by_name(
     write: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +208,7 @@ def test_optimisers_whose_updates_cannot_be_compared_are_checked_by_their_gradie
 DECLARES_ELEMENTWISE = "from shoal.strategy import ModelFacts; FACTS = ModelFacts(elementwise_optimizer=True)"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
@@ -222,6 +225,7 @@ def test_what_must_not_be_split_is_refused_by_name_before_the_first_step(
     assert told.startswith(f"dp(2) splits the batch, but job 'reach': {why}")
 
 
+@pytest.mark.processes
 def test_random_data_are_named_and_not_the_layout(write: Callable[..., str], tmp_path: Path) -> None:
     noisy = """
 class Noisy:
@@ -239,12 +243,14 @@ class Noisy:
     assert said[0].startswith("the strategy was not checked: two reads of sample ")
 
 
+@pytest.mark.processes
 def test_data_that_each_process_makes_anew_are_named(write: Callable[..., str], tmp_path: Path) -> None:
     job = write(data="import os; data = data + os.getpid() % 1000 / 1000")
     told = stopped(job, "pp(2, micro=1)", tmp_path)
     assert "rank 1 reads other values than rank 0 for the same samples" in told
 
 
+@pytest.mark.processes
 def test_a_compiled_model_is_refused_by_axes_that_cut_it_and_taken_by_dp(
     write: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -262,6 +268,7 @@ def test_a_compiled_model_is_refused_by_axes_that_cut_it_and_taken_by_dp(
     assert said == ["checking the strategy, once: two steps in float64 under dp(2)"]
 
 
+@pytest.mark.processes
 def test_a_compiled_model_is_proven_uncompiled_and_the_certificate_notes_it(write: Callable[..., str]) -> None:
     refused = "lambda graph, inputs: 1 / 0"
     job = write(model=f"lambda: torch.compile(nn.Sequential(Block(), Block()), backend={refused})")
@@ -270,6 +277,7 @@ def test_a_compiled_model_is_proven_uncompiled_and_the_certificate_notes_it(writ
     assert "the model is compiled (all of it: torch.compile); both runs executed it uncompiled" in certificate.notes
 
 
+@pytest.mark.processes
 def test_replicas_that_compute_something_else_are_stopped_under_plain_dp(
     write: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -288,6 +296,7 @@ def test_a_loss_that_is_no_number_is_called_that() -> None:
         require_right(found, question, lambda message: None)
 
 
+@pytest.mark.processes
 def test_a_serial_loss_that_is_no_number_is_said_to_be_so(write: Callable[..., str], tmp_path: Path) -> None:
     said: list[str] = []
     with pytest.raises(Exception, match="the loss is nan"):
@@ -334,6 +343,7 @@ class Widening(nn.Linear):
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("changes", "strategy", "sentence"),
     [
@@ -348,12 +358,14 @@ def test_what_replicas_do_not_share_is_named(
     assert sentence in stopped(write(**changes), strategy, tmp_path)
 
 
+@pytest.mark.processes
 def test_blocks_that_cannot_be_repeated_are_refused_on_one_rank(write: Callable[..., str], tmp_path: Path) -> None:
     told = stopped(write(**UNREPEATABLE), 'recompute("full")', tmp_path, CannotTrain)
     assert 'the model runs in one process but fails under recompute("full")' in told
     assert "Leave recompute out, or let blocks make new tensors" in told
 
 
+@pytest.mark.processes
 def test_noise_in_forward_is_checked(write: Callable[..., str], tmp_path: Path) -> None:
     _, said = train(write(**NOISE), "dp(2)", tmp_path)
     assert len(json.loads(proven_file().read_text())["proven"]) == 1, said
@@ -366,6 +378,7 @@ def test_recomputation_switches_a_key_value_cache_off() -> None:
     assert model.config.use_cache is False  # type: ignore[union-attr]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("strategy", ["dp(2, compress=powersgd(2))", "dp(2, compress=topk(0.1)) * tp(2)"])
 def test_strategies_that_compress_are_checked_too(strategy: str, write: Callable[..., str], tmp_path: Path) -> None:
     _, said = train(write(), strategy, tmp_path)
@@ -376,6 +389,7 @@ def test_strategies_that_compress_are_checked_too(strategy: str, write: Callable
 # Buffers that replicas update from their own share
 
 
+@pytest.mark.processes
 def test_an_undeclared_buffer_that_replicas_update_is_refused_by_name(
     write: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -384,6 +398,7 @@ def test_an_undeclared_buffer_that_replicas_update_is_refused_by_name(
     assert "declare what replicas do with it: Job(buffers={'0." in told
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("strategy", ["dp(2)", "dp(3)", "dp(2, zero=3)", "pp(2) * dp(2)", "dp(2) * accumulate(2)"])
 def test_declared_buffers_are_those_of_one_process(strategy: str, write: Callable[..., str], tmp_path: Path) -> None:
     _, said = train(write(**EMA, more=DECLARED), strategy, tmp_path)
@@ -394,6 +409,7 @@ def test_declared_buffers_are_those_of_one_process(strategy: str, write: Callabl
     assert entry["difference"] < 1e-10
 
 
+@pytest.mark.processes
 def test_local_and_broadcast_buffers_are_left_to_the_replicas(write: Callable[..., str], tmp_path: Path) -> None:
     run, said = train(write(**EMA, more="buffers={'*.seen': 'broadcast', '*.rows': 'local'},"), "dp(2)", tmp_path)
     assert run.status == "finished"
@@ -402,6 +418,7 @@ def test_local_and_broadcast_buffers_are_left_to_the_replicas(write: Callable[..
     assert ("broadcast", "optimizer") in counted
 
 
+@pytest.mark.processes
 def test_a_declaration_that_fits_no_buffer_is_refused(write: Callable[..., str], tmp_path: Path) -> None:
     told = stopped(write(**EMA, more="buffers={'*.sen': 'average'},"), "dp(2)", tmp_path, CannotTrain)
     assert "buffers names '*.sen', but no buffer of the model matches; its buffers: 0.constant, 0.rows" in told

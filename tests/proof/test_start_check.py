@@ -11,6 +11,8 @@ from shoal.proof.certify import verify
 from shoal.strategy import parse
 from shoal.training.local import CannotTrain, train_job
 
+pytestmark = pytest.mark.processes
+
 JOB = """
 import torch
 from torch import nn

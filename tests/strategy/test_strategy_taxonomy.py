@@ -223,6 +223,7 @@ def _timed(code: str, tmp_path: Path) -> tuple[float, str]:
     return min(seconds), out
 
 
+@pytest.mark.processes
 def test_explain_answers_at_once_and_loads_no_framework(tmp_path: Path) -> None:
     code = (
         "import sys; from shoal.cli.explain import explain_strategy; explain_strategy('dp(8, zero=1) * tp(2)');"
@@ -233,6 +234,7 @@ def test_explain_answers_at_once_and_loads_no_framework(tmp_path: Path) -> None:
     assert seconds < 0.4
 
 
+@pytest.mark.processes
 def test_the_algebra_imports_nothing_but_the_standard_library(tmp_path: Path) -> None:
     code = (
         "import sys; before = set(sys.modules); import shoal.strategy;"
@@ -244,6 +246,7 @@ def test_the_algebra_imports_nothing_but_the_standard_library(tmp_path: Path) ->
     assert out.splitlines() == ["['shoal']", "['common', 'strategy']"]
 
 
+@pytest.mark.processes
 def test_importing_the_algebra_is_cheap(tmp_path: Path) -> None:
     code = "import time; start = time.perf_counter(); import shoal.strategy; print(time.perf_counter() - start)"
     runs = [float(_timed(code, tmp_path)[1]) for _ in range(2)]

@@ -15,6 +15,8 @@ from shoal.training.local import CannotTrain, train_job
 from shoal.training.record import lock
 from shoal.training.record.lock import FolderBusy, join, take
 
+pytestmark = pytest.mark.processes
+
 HOLDS = """
 import sys, time
 from pathlib import Path

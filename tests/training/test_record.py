@@ -53,6 +53,7 @@ def lines(path: Path) -> list[Any]:
     return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.mark.processes
 def test_a_finished_run_reads_back_as_it_was_recorded(tmp_path: Path) -> None:
     record = recorder(tmp_path / "run")
     for step in (1, 2, 3, 4):
@@ -302,6 +303,7 @@ def test_every_run_gets_a_folder_of_its_own(tmp_path: Path) -> None:
     assert all((tmp_path / "runs" / name).is_dir() for name in names)
 
 
+@pytest.mark.processes
 def test_reading_a_run_needs_no_torch(tmp_path: Path) -> None:
     recorder(tmp_path).close("finished")
     code = (

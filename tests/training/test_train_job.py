@@ -42,6 +42,7 @@ def test_a_value_of_another_kind_is_refused_before_anything_starts(given: dict[s
         train_job("mine.py", **{"strategy": "dp(2)", **given})
 
 
+@pytest.mark.processes
 def test_a_strategy_may_be_one_term_and_a_folder_of_runs_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(CannotTrain, match="there is no file"):
         train_job(str(tmp_path / "absent.py"), dp(2))

@@ -111,9 +111,9 @@ def require_free(folder: Path) -> None:
 
 def train_locally(options: TrainOptions, world: int, *, hang_after_s: float, on_message: Listener) -> dict[str, Any]:
     """Checks, chooses the folder, runs; returns rank 0's outcome with the memory of the rank that needed most."""
-    warm_up(*MODULES)
     if options.emulate is not None:
         require_emulation(options.emulate, world, options.backend)
+    warm_up(*MODULES)
     with contextlib.ExitStack() as held:
         # Before a checkpoint in it is chosen: ranks of a killed run may still be writing one.
         if options.folder is not None and Path(options.folder).is_dir():

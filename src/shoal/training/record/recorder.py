@@ -187,7 +187,8 @@ def environment() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "platform": platform.platform(),
+        # Not platform.platform(): that starts a process to ask for the processor.
+        "platform": "-".join((platform.system(), platform.release(), platform.machine(), *platform.libc_ver())),
         "cpu_count": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "accelerators": _accelerators(),
