@@ -25,7 +25,7 @@ class CheckpointBroken(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StoredRange:
     """Elements [start, stop) of a tensor (or of one rank's part of it) laid out flat, and where they lie."""
 
     start: int
@@ -84,11 +84,11 @@ class Stored:
     """The shape of the part that it belongs to, for its checksum."""
 
 
-def piece(row: dict[str, Any], full: Full, world: int) -> Piece:
+def piece(row: dict[str, Any], full: Full, world: int) -> StoredRange:
     of = cut_part(row.get("part"), full.shape, world)
     start, stop = (count_of(row[end], end) for end in ("start", "stop"))
     is_complex = full.dtype in COMPLEX if row["state"] is None else _flag(row)
-    return Piece(start, stop, str(row["file"]), str(row["tensor"]), of, is_complex, sum_of(row))
+    return StoredRange(start, stop, str(row["file"]), str(row["tensor"]), of, is_complex, sum_of(row))
 
 
 def buffer(row: dict[str, Any], world: int) -> Buffer:
@@ -125,7 +125,7 @@ def cut_part(row: dict[str, Any] | None, shape: tuple[int, ...], world: int) -> 
     return Part(Cut(dim, tuple(segments)), ranks, count_of(row["index"], "index", most=ranks - 1))
 
 
-def complete(parts: list[Piece], shape: tuple[int, ...]) -> bool:
+def complete(parts: list[StoredRange], shape: tuple[int, ...]) -> bool:
     """Whether sorted parts make up a tensor of this shape, without gap or overlap."""
     if not parts or parts[0].of is None:
         return all(part.of is None for part in parts) and _gapless(parts, prod(shape))
@@ -136,7 +136,7 @@ def complete(parts: list[Piece], shape: tuple[int, ...]) -> bool:
     return every and sum(map(len, groups)) == len(parts) and of.cut.size == shape[of.cut.dim]
 
 
-def _gapless(parts: list[Piece], numel: int) -> bool:
+def _gapless(parts: list[StoredRange], numel: int) -> bool:
     at = 0
     for part in parts:
         if part.start != at or part.stop <= part.start:

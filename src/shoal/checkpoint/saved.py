@@ -35,8 +35,8 @@ from shoal.checkpoint.rows import (
     MOST_STEPS,
     Buffer,
     CheckpointBroken,
-    Piece,
     Stored,
+    StoredRange,
     buffer,
     buffer_complete,
     complete,
@@ -77,7 +77,7 @@ class Checkpoint:
             name: {key: (from_json(value), str(kind)) for key, (value, kind) in numbers.items()}
             for name, numbers in manifest["numbers"].items()
         }
-        self._parts: dict[tuple[str, str | None], list[Piece]] = {}
+        self._parts: dict[tuple[str, str | None], list[StoredRange]] = {}
         for row in manifest["pieces"]:
             name, key = str(row["parameter"]), row["state"]
             if name not in self.parameters or not (key is None or isinstance(key, str)):
@@ -200,7 +200,7 @@ class Checkpoint:
             return torch.empty(0, dtype=self.parameters[name].dtype)
         return found[0] if len(found) == 1 else torch.cat(found)
 
-    def _assemble(self, name: str, key: str | None, parts: list[Piece]) -> torch.Tensor:
+    def _assemble(self, name: str, key: str | None, parts: list[StoredRange]) -> torch.Tensor:
         """The whole of a tensor that was cut when it was saved. The last one stays: ranges of it are asked in turn."""
         if self._assembled is None or self._assembled[0] != (name, key):
             shape = self.parameters[name].shape
