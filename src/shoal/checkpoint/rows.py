@@ -49,7 +49,7 @@ class Full:
 
 
 @dataclass(frozen=True, slots=True)
-class Buffer:
+class StoredBuffer:
     """A buffer, or one rank's part of it."""
 
     full: Full
@@ -91,9 +91,10 @@ def piece(row: dict[str, Any], full: Full, world: int) -> StoredRange:
     return StoredRange(start, stop, str(row["file"]), str(row["tensor"]), of, is_complex, sum_of(row))
 
 
-def buffer(row: dict[str, Any], world: int) -> Buffer:
+def buffer(row: dict[str, Any], world: int) -> StoredBuffer:
     full = full_of(row)
-    return Buffer(full, str(row["file"]), str(row["tensor"]), cut_part(row.get("part"), full.shape, world), sum_of(row))
+    part = cut_part(row.get("part"), full.shape, world)
+    return StoredBuffer(full, str(row["file"]), str(row["tensor"]), part, sum_of(row))
 
 
 def extra(row: dict[str, Any]) -> Extra:
@@ -145,7 +146,7 @@ def _gapless(parts: list[StoredRange], numel: int) -> bool:
     return at == numel
 
 
-def buffer_complete(rows: list[Buffer]) -> bool:
+def buffer_complete(rows: list[StoredBuffer]) -> bool:
     """Whether the parts of a buffer are all there, once."""
     first, of = rows[0].full, rows[0].of
     if of is None:

@@ -33,9 +33,9 @@ from shoal.checkpoint.files import (
 from shoal.checkpoint.regular import read_regular
 from shoal.checkpoint.rows import (
     MOST_STEPS,
-    Buffer,
     CheckpointBroken,
     Stored,
+    StoredBuffer,
     StoredRange,
     buffer,
     buffer_complete,
@@ -70,7 +70,7 @@ class Checkpoint:
         self.files: dict[str, tuple[int, str]] = {
             name: (count_of(entry["bytes"], "bytes"), str(entry["sha256"])) for name, entry in manifest["files"].items()
         }
-        self._buffers: dict[str, list[Buffer]] = {}
+        self._buffers: dict[str, list[StoredBuffer]] = {}
         for name, row in manifest["buffers"].items():
             self._buffers.setdefault(str(row.get("buffer", name)), []).append(buffer(row, self.world))
         self._numbers = {
