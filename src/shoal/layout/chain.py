@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shoal.job.errors import did_you_mean
 from shoal.layout.blocks import blocks
 from shoal.layout.cost import cost
-from shoal.layout.recorded import Call, Question, Trace
+from shoal.layout.recorded import Question, Trace, TracedCall
 from shoal.layout.wires import Crossing, Wire
 
 
@@ -268,12 +268,12 @@ def _largest(model: nn.Module, holders: set[str], block_paths: set[str], called:
     return found
 
 
-def _given(call: Call) -> Given:
+def _given(call: TracedCall) -> Given:
     known = {value: leaf for leaf, value in reversed(list(enumerate(call.arguments))) if value is not None}
     return Given({n: known[value] for n, value in enumerate(call.results) if value in known}, call.learning)
 
 
-def _same_as_argument(trace: Trace, call: Call) -> int | None:
+def _same_as_argument(trace: Trace, call: TracedCall) -> int | None:
     if not call.bare or call.results[0] is None:
         return None
     result = trace.values[call.results[0]]

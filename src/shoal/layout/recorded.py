@@ -70,7 +70,7 @@ class Op:
 
 
 @dataclass(slots=True)
-class Call:
+class TracedCall:
     """One call of a module: which operations it spans, and the tensors it was given and gave back."""
 
     path: str
@@ -129,7 +129,7 @@ class Trace:
     samples: int
     values: list[Value]
     ops: list[Op]
-    calls: list[Call]
+    calls: list[TracedCall]
     parameters: dict[str, int]
     """Name -> value."""
     buffers: dict[str, int]
@@ -158,5 +158,5 @@ class Trace:
     def parameter_names(self) -> dict[int, str]:
         return {value: name for name, value in self.parameters.items()}
 
-    def calls_of(self, path: str) -> list[Call]:
+    def calls_of(self, path: str) -> list[TracedCall]:
         return [call for call in self.calls if call.path == path]

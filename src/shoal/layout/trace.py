@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from shoal.job import Job
 from shoal.job.facts import build_without_memory
 from shoal.job.own_code import built, naming_the_line
-from shoal.layout.recorded import Attention, Call, Op, Question, Ref, Trace, Value
+from shoal.layout.recorded import Attention, Op, Question, Ref, Trace, TracedCall, Value
 from shoal.layout.tensor.sized_calls import SizedCalls
 
 READS_VALUES = (torch.ops.aten._local_scalar_dense, torch.ops.aten.equal, torch.ops.aten.is_nonzero)
@@ -47,8 +47,8 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.values: list[Value] = []
         self.ops: list[Op] = []
-        self.calls: list[Call] = []
-        self.open: list[Call] = []
+        self.calls: list[TracedCall] = []
+        self.open: list[TracedCall] = []
         self.questions: list[Question] = []
         self.constants: dict[int, str] = {}
         self._known: dict[int, int] = {}
@@ -115,7 +115,7 @@ class Recorder(TorchDispatchMode):
         return [self.value_of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in tree_leaves(tree)]
 
     def enter(self, path: str, args: Any, kwargs: Any) -> None:
-        call = Call(path, len(self.ops), self.flat((args, kwargs)), inputs=tree_map(self._ref, (args, kwargs)))
+        call = TracedCall(path, len(self.ops), self.flat((args, kwargs)), inputs=tree_map(self._ref, (args, kwargs)))
         call.number = len(self.calls)
         self.calls.append(call)
         self.open.append(call)

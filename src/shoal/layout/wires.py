@@ -14,7 +14,7 @@ from math import inf
 
 from torch.utils._pytree import tree_leaves
 
-from shoal.layout.recorded import Call, Op, Ref, Trace
+from shoal.layout.recorded import Op, Ref, Trace, TracedCall
 
 Place = tuple[int, int, int]
 """(piece, which of its calls, which of its results laid flat)"""
@@ -62,7 +62,7 @@ class Change:
 class Crossing:
     """Which values belong to a stage since when, and until when they are needed."""
 
-    def __init__(self, trace: Trace, order: Sequence[str], calls: dict[str, list[Call]]) -> None:
+    def __init__(self, trace: Trace, order: Sequence[str], calls: dict[str, list[TracedCall]]) -> None:
         self.trace, self.order, self.calls = trace, order, calls
         self.starts = [calls[path][0].first for path in order]
         self._in_memory: dict[int, list[int]] = {}

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from shoal.layout.cuts import Cut
 from shoal.layout.global_view import PRODUCTS, Walk, follow
-from shoal.layout.recorded import Call, Trace
+from shoal.layout.recorded import Trace, TracedCall
 from shoal.layout.tensor.spread import Graph
 
 
-def holders(graph: Graph, call: Call, stream: int, cut: Cut) -> list[Call]:
+def holders(graph: Graph, call: TracedCall, stream: int, cut: Cut) -> list[TracedCall]:
     """The calls within a block that hold attention other than `scaled_dot_product_attention` called by the model.
     Raises CannotFollow where the block writes into positions in place."""
     trace = graph.trace
     ops = [op for op in trace.ops[call.first : call.stop] if graph.live[op.number]]
     walk = follow(graph, ops, {stream: cut}, cut.size, attention=trace.attention)
-    found: list[Call] = []
+    found: list[TracedCall] = []
     for first, last in spans(walk):
         holder = _innermost(trace, call, first, last)
         if holder not in found:
@@ -48,11 +48,11 @@ def spans(walk: Walk) -> list[tuple[int, int]]:
     return found
 
 
-def _contains(outer: Call, inner: Call) -> bool:
+def _contains(outer: TracedCall, inner: TracedCall) -> bool:
     return outer.first <= inner.first and inner.stop <= outer.stop and outer.number != inner.number
 
 
-def _innermost(trace: Trace, block: Call, first: int, last: int) -> Call:
+def _innermost(trace: Trace, block: TracedCall, first: int, last: int) -> TracedCall:
     """The smallest call that spans both operations."""
     spanning = [c for c in trace.calls if c.first <= first and last < c.stop and _within(c.path, block.path)]
     return min(spanning, key=lambda c: (c.stop - c.first, -c.path.count(".")), default=block)

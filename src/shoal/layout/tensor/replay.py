@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.layout.cuts import Cut
-from shoal.layout.recorded import Call, Op, Ref
+from shoal.layout.recorded import Op, Ref, TracedCall
 from shoal.layout.tensor.dims import bind
 from shoal.layout.tensor.resized import Rehearsed
 from shoal.layout.tensor.segments import slice_range
@@ -77,7 +77,7 @@ def _numbers(func: Any, args: Any, start: int | None) -> tuple[Any, ...]:
     return tuple(leaf for leaf in args if isinstance(leaf, float))
 
 
-def expected(graph: Graph, call: Call, cuts: Mapping[int, Cut], times: int) -> list[Step]:
+def expected(graph: Graph, call: TracedCall, cuts: Mapping[int, Cut], times: int) -> list[Step]:
     """What the call's operations should give with all cut dimensions so many times as large."""
 
     def local(value: int) -> tuple[int, ...]:
@@ -103,7 +103,7 @@ def _start(op: Op, graph: Graph, cuts: Mapping[int, Cut], times: int) -> int:
 class Replay:
     """One call of a module, to be made again with other sizes."""
 
-    def __init__(self, graph: Graph, call: Call, modules: dict[str, nn.Module]) -> None:
+    def __init__(self, graph: Graph, call: TracedCall, modules: dict[str, nn.Module]) -> None:
         self.graph = graph
         self.call = call
         self.module = modules[call.path]

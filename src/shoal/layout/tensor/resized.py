@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from shoal.layout.cuts import Cut
-from shoal.layout.recorded import Call
+from shoal.layout.recorded import TracedCall
 from shoal.layout.tensor.plan import ResizedView
 from shoal.layout.tensor.sized_calls import NotedCall, SizedCall, places, read
 from shoal.layout.tensor.spread import Graph
@@ -131,7 +131,7 @@ class Rehearsed:
     """The sized calls of one call of a module, as traced, and what became of them when it was made again."""
 
     def __init__(
-        self, graph: Graph, call: Call, cuts: Mapping[int, Cut], times: int, only: frozenset[Key] | None = None
+        self, graph: Graph, call: TracedCall, cuts: Mapping[int, Cut], times: int, only: frozenset[Key] | None = None
     ) -> None:
         """`only`: the calls to be made with other sizes; None to find out."""
         self.only, self.times = only, times
@@ -223,7 +223,7 @@ class _Rehearses(ResizingMode):
             self.rehearsed.wrong |= not agree
 
 
-def is_within(inner: Call, outer: Call) -> bool:
+def is_within(inner: TracedCall, outer: TracedCall) -> bool:
     return outer.first <= inner.first and inner.stop <= outer.stop
 
 

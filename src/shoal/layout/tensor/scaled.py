@@ -13,7 +13,7 @@ from itertools import combinations
 from torch import nn
 
 from shoal.layout.cuts import Cut
-from shoal.layout.recorded import Call
+from shoal.layout.recorded import TracedCall
 from shoal.layout.tensor.plan import ResizedView
 from shoal.layout.tensor.regions import Found
 from shoal.layout.tensor.replay import Attribute, Replay
@@ -106,7 +106,7 @@ class Scaling:
                 scaled.append((path, "groups"))
         return tuple(scaled)
 
-    def _call(self, found: Found) -> Call:
+    def _call(self, found: Found) -> TracedCall:
         """The call of the smallest module that holds all of the region."""
         numbers = found.interior | found.spreading.sums
         first, last = min(numbers), max(numbers)
@@ -115,7 +115,7 @@ class Scaling:
             raise Refuted("no call of a module holds all of it")
         return min(calls, key=lambda call: (call.stop - call.first, -len(call.path)))
 
-    def _likeness(self, found: Found, call: Call) -> object:
+    def _likeness(self, found: Found, call: TracedCall) -> object:
         cuts = tuple((_below(name, call.path), cut) for name, cut in found.cuts.items())
         named = tuple(
             (_below(each.module, call.path), each.order, each.function, each.sizes)
@@ -124,13 +124,13 @@ class Scaling:
         )
         return type(self.modules[call.path]), self._ops_of(call), cuts, named
 
-    def _ops_of(self, call: Call) -> object:
+    def _ops_of(self, call: TracedCall) -> object:
         return tuple(
             (op.name, _below(op.module, call.path), tuple(self.graph.values[v].shape for v in op.outputs))
             for op in self.graph.ops[call.first : call.stop]
         )
 
-    def _search(self, found: Found, call: Call) -> Sizes:
+    def _search(self, found: Found, call: TracedCall) -> Sizes:
         """By attributes alone, if they do; else with sizes in calls divided too."""
         replay = Replay(self.graph, call, self.modules)
         try:
@@ -147,7 +147,7 @@ class Scaling:
             return Sizes(attributes=chosen, views=tuple(views.values()))
 
     def _attributes(
-        self, found: Found, call: Call, replay: Replay, *, resizing: bool
+        self, found: Found, call: TracedCall, replay: Replay, *, resizing: bool
     ) -> tuple[tuple[Attribute, ...], dict[Key, ResizedView]]:
         cuts = found.spreading.cuts
         views: dict[Key, ResizedView] = {}
@@ -188,7 +188,12 @@ class Scaling:
         return chosen, views
 
     def _check_views(
-        self, found: Found, call: Call, replay: Replay, scaled: tuple[Attribute, ...], views: dict[Key, ResizedView]
+        self,
+        found: Found,
+        call: TracedCall,
+        replay: Replay,
+        scaled: tuple[Attribute, ...],
+        views: dict[Key, ResizedView],
     ) -> None:
         """A call is known by its number, which must be the same wherever the module is called, and in evaluation."""
         owners = {path for path, _ in views}
@@ -201,7 +206,7 @@ class Scaling:
                 f"the code of {call.path or 'the model'} names sizes and takes another way when it does not train"
             )
 
-    def _candidates(self, found: Found, call: Call) -> list[Attribute]:
+    def _candidates(self, found: Found, call: TracedCall) -> list[Attribute]:
         """Those of the innermost modules first."""
         cuts = found.spreading.cuts
         sizes = {size for cut in cuts.values() for size in (*cut.segments, cut.size)} | found.spreading.units
@@ -227,7 +232,7 @@ class Scaling:
         return candidates
 
 
-def _relative(cuts: dict[int, Cut], graph: Graph, call: Call) -> object:
+def _relative(cuts: dict[int, Cut], graph: Graph, call: TracedCall) -> object:
     return tuple(sorted((_below(graph.values[v].name, call.path), cut.dim, cut.segments) for v, cut in cuts.items()))
 
 
