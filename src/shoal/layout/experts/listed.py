@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.layout.experts.rehearsal import rehearsing, set_random_state
-from shoal.layout.experts.watch import Call, Frame, Watch, copied, device_of
+from shoal.layout.experts.watch import Frame, MemberCall, Watch, copied, device_of
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 """Relative, for results that must be alike up to the order of sums; coarser types get 0.05."""
@@ -122,7 +122,7 @@ def why_not_listed(model: nn.Module, path: str, watch: Watch) -> Listed | str | 
     )
 
 
-def _owner(calls: list[Call]) -> tuple[Frame | None, list[Call]]:
+def _owner(calls: list[MemberCall]) -> tuple[Frame | None, list[MemberCall]]:
     """The innermost module that was running around all calls, in its first run, and the calls of that run."""
     depth = min(len(call.around) for call in calls)
     while depth and len({id(call.around[depth - 1].module) for call in calls}) > 1:
@@ -167,7 +167,7 @@ class _Silent(nn.Module):
 
 
 def _rehearsed(
-    frame: Frame, container: nn.Module, keys: tuple[str, ...], calls: list[Call]
+    frame: Frame, container: nn.Module, keys: tuple[str, ...], calls: list[MemberCall]
 ) -> list[tuple[int, Any]] | None:
     """What members are asked when all of them answer zeros; None if the owner cannot be run like that."""
     notes: list[tuple[int, Any]] = []
@@ -183,7 +183,7 @@ def _rehearsed(
     return notes
 
 
-def _asked_alike(notes: list[tuple[int, Any]], calls: list[Call]) -> bool:
+def _asked_alike(notes: list[tuple[int, Any]], calls: list[MemberCall]) -> bool:
     """Whether members were asked the same in the rehearsal as in the run: then nothing they answer decides it."""
     if [place for place, _ in notes] != [call.member for call in calls]:
         return False

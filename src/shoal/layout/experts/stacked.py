@@ -18,7 +18,7 @@ from torch import nn
 
 from shoal.layout.experts.listed import alike
 from shoal.layout.experts.rehearsal import rehearsing
-from shoal.layout.experts.watch import Call
+from shoal.layout.experts.watch import MemberCall
 
 MOST_COUNTS = 6
 """Attributes that happen to equal the number of experts; beyond this, not all choices among them are tried."""
@@ -102,7 +102,7 @@ def only(module: nn.Module, experts: slice) -> Iterator[None]:
         module._parameters.update(before)
 
 
-def why_not_stacked(module: nn.Module, count: int, call: Call) -> Stacked | str | None:
+def why_not_stacked(module: nn.Module, count: int, call: MemberCall) -> Stacked | str | None:
     """What is known of the experts; a reason why they cannot be dealt out; None if they are no experts."""
     found = routed(call.args, call.kwargs)
     if found is None or not isinstance(call.output, torch.Tensor) or call.output.dim() != 2:

@@ -26,7 +26,7 @@ class Frame:
 
 
 @dataclass(eq=False)
-class Call:
+class MemberCall:
     """One call of a member of a list, or of a module with stacked parameters."""
 
     number: int
@@ -54,8 +54,8 @@ class Watch:
     def __init__(self, model: nn.Module, *, lists: Mapping[str, tuple[str, ...]], stacks: list[str]) -> None:
         self.model = model
         self.lists = dict(lists)
-        self.list_calls: dict[str, list[Call]] = {}
-        self.stack_calls: dict[str, Call] = {}
+        self.list_calls: dict[str, list[MemberCall]] = {}
+        self.stack_calls: dict[str, MemberCall] = {}
         """The first call of each."""
         self._stacks = {id(model.get_submodule(path)): path for path in stacks}
         self._members: dict[int, list[tuple[str, int]]] = {}
@@ -66,7 +66,7 @@ class Watch:
             parts = path.split(".") if path else []
             self._around_lists |= {id(model.get_submodule(".".join(parts[:n]))) for n in range(len(parts) + 1)}
         self._running: list[Frame] = []
-        self._open: list[list[Call]] = []
+        self._open: list[list[MemberCall]] = []
         self._number = 0
         self._device = device_of(model)
         self._hooks: list[Any] = []
@@ -96,9 +96,9 @@ class Watch:
         self._running.append(frame)
         self._open.append(calls)
 
-    def _note(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def _note(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MemberCall:
         self._number += 1
-        return Call(self._number, place, copied(args), copied(kwargs), tuple(self._running))
+        return MemberCall(self._number, place, copied(args), copied(kwargs), tuple(self._running))
 
     def _ends(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         self._running.pop()
