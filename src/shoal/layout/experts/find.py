@@ -18,7 +18,7 @@ from torch import nn
 from shoal.layout.experts.listed import Listed, like_members, why_not_listed
 from shoal.layout.experts.rehearsal import random_state, rehearsing, set_random_state
 from shoal.layout.experts.stacked import Stacked, stacked_count, why_not_stacked
-from shoal.layout.experts.watch import Watch, device_of
+from shoal.layout.experts.watch import ExpertWatch, device_of
 
 Form = Literal["listed", "stacked"]
 
@@ -81,7 +81,7 @@ def survey_experts(model: nn.Module, run: Callable[[], object]) -> Survey:
         return Survey(layers=(), passed_over=())
     device = device_of(model)
     before = random_state(device)
-    watch = Watch(model, lists=lists, stacks=list(stacks))
+    watch = ExpertWatch(model, lists=lists, stacks=list(stacks))
     try:
         with rehearsing(model), watch:
             run()
@@ -101,7 +101,7 @@ def survey_experts(model: nn.Module, run: Callable[[], object]) -> Survey:
 Found = tuple[int, ExpertLayer | PassedOver]
 
 
-def _listed(model: nn.Module, path: str, watch: Watch) -> Found | None:
+def _listed(model: nn.Module, path: str, watch: ExpertWatch) -> Found | None:
     verdict = why_not_listed(model, path, watch)
     at = watch.list_calls[path][0].number
     names = tuple(name for key in watch.lists[path] for name in _names_below(model, f"{path}.{key}" if path else key))
@@ -116,7 +116,7 @@ def _listed(model: nn.Module, path: str, watch: Watch) -> Found | None:
     return (at, PassedOver(path=path, reason=f"{path or 'the model'}: {verdict}")) if verdict else None
 
 
-def _stacked(model: nn.Module, path: str, count: int, watch: Watch) -> Found | None:
+def _stacked(model: nn.Module, path: str, count: int, watch: ExpertWatch) -> Found | None:
     module, call = model.get_submodule(path), watch.stack_calls[path]
     verdict = why_not_stacked(module, count, call)
     names = tuple(f"{path}.{name}" if path else name for name, _ in module.named_parameters(recurse=False))

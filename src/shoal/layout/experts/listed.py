@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.layout.experts.rehearsal import rehearsing, set_random_state
-from shoal.layout.experts.watch import Frame, MemberCall, Watch, copied, device_of
+from shoal.layout.experts.watch import ExpertWatch, Frame, MemberCall, copied, device_of
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 """Relative, for results that must be alike up to the order of sums; coarser types get 0.05."""
@@ -77,7 +77,7 @@ def alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     return float((a - b).abs().max()) <= TOLERANCE.get(a.dtype, 0.05) * max(size, 1e-30)
 
 
-def why_not_listed(model: nn.Module, path: str, watch: Watch) -> Listed | str | None:
+def why_not_listed(model: nn.Module, path: str, watch: ExpertWatch) -> Listed | str | None:
     """What is known of the experts of this list; a reason why they cannot be dealt out; None if they are no experts."""
     frame, calls = _owner(watch.list_calls[path])
     if frame is None:

@@ -48,7 +48,7 @@ def device_of(model: nn.Module) -> torch.device:
     return next((param.device for param in model.parameters()), torch.device("cpu"))
 
 
-class Watch:
+class ExpertWatch:
     """Notes the calls of list members and of stacked modules."""
 
     def __init__(self, model: nn.Module, *, lists: Mapping[str, tuple[str, ...]], stacks: list[str]) -> None:
@@ -71,7 +71,7 @@ class Watch:
         self._device = device_of(model)
         self._hooks: list[Any] = []
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> ExpertWatch:
         for module in self.model.modules():
             self._hooks.append(module.register_forward_pre_hook(self._begins, with_kwargs=True))
             self._hooks.append(module.register_forward_hook(self._ends, with_kwargs=True))
