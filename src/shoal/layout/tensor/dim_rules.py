@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from shoal.layout.recorded import Op, Ref, Value
-from shoal.layout.tensor.dims import Call, Links, Place, aligned, bind
+from shoal.layout.tensor.dims import BoundOp, Links, Place, aligned, bind
 
 
 def links_of(op: Op, values: list[Value]) -> Links | None:
@@ -22,16 +22,16 @@ def links_of(op: Op, values: list[Value]) -> Links | None:
     return None if rule is None else rule(bind(op, values))
 
 
-def elementwise(call: Call) -> Links:
+def elementwise(call: BoundOp) -> Links:
     op = call.op
     out = call.shape(call.out)
     return aligned([(v, call.values[v].shape) for v in (*op.inputs, *op.outputs)], out)
 
 
-def all_but(*names: str, default: int | None = None) -> Callable[[Call], Links]:
+def all_but(*names: str, default: int | None = None) -> Callable[[BoundOp], Links]:
     """Same shape in and out; the named dimensions are needed whole."""
 
-    def rule(call: Call) -> Links:
+    def rule(call: BoundOp) -> Links:
         shape = call.shape(call.op.inputs[0])
         whole: list[int] = []
         for name in names:
@@ -45,7 +45,7 @@ def all_but(*names: str, default: int | None = None) -> Callable[[Call], Links]:
     return rule
 
 
-def reduction(call: Call) -> Links:
+def reduction(call: BoundOp) -> Links:
     """Dimensions that are not reduced pass through; a reduced one is needed whole."""
     source = call.op.inputs[0]
     shape = call.shape(source)
@@ -60,8 +60,8 @@ def reduction(call: Call) -> Links:
     return links
 
 
-def permuted(order: Callable[[Call, int], list[int]]) -> Callable[[Call], Links]:
-    def rule(call: Call) -> Links:
+def permuted(order: Callable[[BoundOp, int], list[int]]) -> Callable[[BoundOp], Links]:
+    def rule(call: BoundOp) -> Links:
         source = call.op.inputs[0]
         dims = order(call, len(call.shape(source)))
         return Links(carried=[[(source, dim), (call.out, at)] for at, dim in enumerate(dims)])
@@ -69,7 +69,7 @@ def permuted(order: Callable[[Call, int], list[int]]) -> Callable[[Call], Links]
     return rule
 
 
-def _transposed(call: Call, num: int) -> list[int]:
+def _transposed(call: BoundOp, num: int) -> list[int]:
     dims = list(range(num))
     if num >= 2:
         a, b = (int(call.named[name]) % num for name in ("dim0", "dim1"))
@@ -83,7 +83,7 @@ def _product(a: int, b: int, out: int, *, batch: int) -> Links:
     return Links(carried=carried, contracted=[[(a, batch + 1), (b, batch)]])
 
 
-def product(call: Call) -> Links:
+def product(call: BoundOp) -> Links:
     """mm, bmm, and both with something added."""
     first, second = call.tensors("self", "mat1", "batch1", "mat2", "batch2")[-2:]
     out = call.shape(call.out)
@@ -101,7 +101,7 @@ def _group_with(links: Links, place: Place) -> int:
     return next(number for number, group in enumerate(links.carried) if place in group)
 
 
-def matrix_vector(call: Call) -> Links:
+def matrix_vector(call: BoundOp) -> Links:
     matrix, vector = call.tensors("self", "mat", "vec")[-2:]
     links = Links(carried=[[(matrix.value, 0), (call.out, 0)]], contracted=[[(matrix.value, 1), (vector.value, 0)]])
     if call.op.name == "addmv":
@@ -109,7 +109,7 @@ def matrix_vector(call: Call) -> Links:
     return links
 
 
-def convolution(call: Call) -> Links:
+def convolution(call: BoundOp) -> Links:
     source, weight, bias = call.tensor("input"), call.tensor("weight"), call.tensor("bias")
     assert source is not None
     assert weight is not None
@@ -128,7 +128,7 @@ def convolution(call: Call) -> Links:
     return links
 
 
-def batch_norm(call: Call) -> Links:
+def batch_norm(call: BoundOp) -> Links:
     """By channels. The samples are needed whole: their mean is taken."""
     source = call.op.inputs[0]
     vectors = [(v, 0) for v in (*call.op.inputs[1:], *call.op.outputs[1:]) if len(call.shape(v)) == 1]
@@ -137,13 +137,13 @@ def batch_norm(call: Call) -> Links:
     return Links(carried=[[(source, 1), (call.out, 1), *vectors]])
 
 
-def layer_norm(call: Call) -> Links:
+def layer_norm(call: BoundOp) -> Links:
     source = call.op.inputs[0]
     kept = len(call.shape(source)) - len(call.named["normalized_shape"])
     return Links(carried=[[(v, dim) for v in (source, *call.op.outputs)] for dim in range(kept)])
 
 
-def group_norm(call: Call) -> Links:
+def group_norm(call: BoundOp) -> Links:
     source, groups = call.op.inputs[0], int(call.named["group"])
     channels: list[Place] = [(source, 1), (call.out, 1)]
     channels += [(ref.value, 0) for ref in call.tensors("weight", "bias")]
@@ -153,7 +153,7 @@ def group_norm(call: Call) -> Links:
     return Links(carried=[channels + moments, samples], indivisible=dict.fromkeys(channels, together))
 
 
-def attention(call: Call) -> Links:
+def attention(call: BoundOp) -> Links:
     """Samples and heads, each on its own. Fewer key-value heads than heads are dealt out proportionally."""
     read = call.tensors("query", "key", "value")
     links = Links(
@@ -168,10 +168,10 @@ def attention(call: Call) -> Links:
     return links
 
 
-def leading(trailing: int) -> Callable[[Call], Links]:
+def leading(trailing: int) -> Callable[[BoundOp], Links]:
     """All but the last few dimensions: pooling, interpolation, triangles."""
 
-    def rule(call: Call) -> Links:
+    def rule(call: BoundOp) -> Links:
         source = call.op.inputs[0]
         dims = range(len(call.shape(source)) - trailing)
         return Links(carried=[[(source, dim), *((v, dim) for v in call.op.outputs)] for dim in dims])
@@ -179,14 +179,14 @@ def leading(trailing: int) -> Callable[[Call], Links]:
     return rule
 
 
-def pad(call: Call) -> Links:
+def pad(call: BoundOp) -> Links:
     source = call.op.inputs[0]
     shape, given = call.shape(source), call.named["pad"]
     padded = {len(shape) - 1 - number // 2 for number, size in enumerate(given) if size}
     return Links(carried=[[(source, d), (call.out, d)] for d in range(len(shape)) if d not in padded])
 
 
-def embedding(call: Call) -> Links:
+def embedding(call: BoundOp) -> Links:
     weight, indices = call.named["weight"].value, call.named["indices"].value
     num = len(call.shape(indices))
     links = Links(carried=[[(indices, dim), (call.out, dim)] for dim in range(num)])
@@ -194,7 +194,7 @@ def embedding(call: Call) -> Links:
     return links
 
 
-def index(call: Call) -> Links:
+def index(call: BoundOp) -> Links:
     """Dimensions that are not indexed, where the indexed ones stand together."""
     source, indices = call.named["self"].value, call.named["indices"]
     given = [at for at, entry in enumerate(indices) if isinstance(entry, Ref)]
@@ -208,7 +208,7 @@ def index(call: Call) -> Links:
     return links
 
 
-def along_others(call: Call) -> Links:
+def along_others(call: BoundOp) -> Links:
     """gather, scatter, index_add and their like: everything but the dimension they act along."""
     shape = call.shape(call.op.inputs[0])
     acting = call.dim(of=shape)
@@ -216,17 +216,17 @@ def along_others(call: Call) -> Links:
     return aligned(places, call.shape(call.out), [acting])
 
 
-def expand(call: Call) -> Links:
+def expand(call: BoundOp) -> Links:
     source = call.op.inputs[0]
     return aligned([(source, call.shape(source)), (call.out, call.shape(call.out))], call.shape(call.out))
 
 
-def uniform(call: Call) -> Links:
+def uniform(call: BoundOp) -> Links:
     """Made of nothing but a size and a number: any part of it looks like the whole."""
     return Links(carried=[[(v, dim)] for v in call.op.outputs for dim in range(len(call.shape(v)))])
 
 
-def stack(call: Call) -> Links:
+def stack(call: BoundOp) -> Links:
     out = call.shape(call.out)
     at = call.dim(of=out)
     sources = call.op.inputs
@@ -234,7 +234,7 @@ def stack(call: Call) -> Links:
     return Links(carried=[[(call.out, dim), *((v, n) for v in sources)] for n, dim in enumerate(kept)])
 
 
-RULES: dict[str, Callable[[Call], Links]] = {
+RULES: dict[str, Callable[[BoundOp], Links]] = {
     **dict.fromkeys(
         "clone detach alias _to_copy contiguous lift_fresh copy fill zero bernoulli native_dropout dropout where "
         "masked_fill rsub zeros_like ones_like empty_like full_like rand_like randn_like log_sigmoid_forward "

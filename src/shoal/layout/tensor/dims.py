@@ -29,7 +29,7 @@ class Links:
 
 
 @dataclass(slots=True)
-class Call:
+class BoundOp:
     """An operation with its arguments by name."""
 
     op: Op
@@ -56,7 +56,7 @@ class Call:
         return int(default if found is None else found) % max(len(of), 1)
 
 
-def bind(op: Op, values: list[Value]) -> Call:
+def bind(op: Op, values: list[Value]) -> BoundOp:
     schema = op.overload._schema
     named: dict[str, Any] = {}
     for position, argument in enumerate(schema.arguments):
@@ -66,7 +66,7 @@ def bind(op: Op, values: list[Value]) -> Call:
             named[argument.name] = op.kwargs[argument.name]
         else:
             named[argument.name] = argument.default_value if argument.has_default_value() else None
-    return Call(op, values, named)
+    return BoundOp(op, values, named)
 
 
 def aligned(places: Iterable[tuple[int, tuple[int, ...]]], out: Sequence[int], leave_out: Iterable[int] = ()) -> Links:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from itertools import accumulate, pairwise
 
 from shoal.layout.cuts import Cut
-from shoal.layout.tensor.dims import Call
+from shoal.layout.tensor.dims import BoundOp
 
 Known = Mapping[int, Cut]
 """What is known of other values so far."""
@@ -103,7 +103,7 @@ def _factors(a: tuple[int, ...], b: tuple[int, ...]) -> list[tuple[list[int], li
     return found
 
 
-def view(call: Call, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
+def view(call: BoundOp, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
     other = call.out if value == call.op.inputs[0] else call.op.inputs[0]
     shape, new = call.shape(value), call.shape(other)
     if 0 in shape:
@@ -114,7 +114,7 @@ def view(call: Call, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
     return {other: found}
 
 
-def select(call: Call, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
+def select(call: BoundOp, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
     """select and unbind: one entry of a dimension, or each of them."""
     source = call.op.inputs[0]
     at = call.dim(of=call.shape(source))
@@ -125,7 +125,7 @@ def select(call: Call, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
     return {source: Cut(cut.dim + (cut.dim >= at), cut.segments)}
 
 
-def split(call: Call, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
+def split(call: BoundOp, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
     source = call.op.inputs[0]
     at = call.dim(of=call.shape(source))
     if cut.dim != at:
@@ -147,7 +147,7 @@ def split(call: Call, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
     }
 
 
-def slice_range(call: Call) -> tuple[int, int, int, int]:
+def slice_range(call: BoundOp) -> tuple[int, int, int, int]:
     """(dimension, start, stop, step) of a slice, as positions."""
     shape = call.shape(call.op.inputs[0])
     at = call.dim(of=shape)
@@ -155,7 +155,7 @@ def slice_range(call: Call) -> tuple[int, int, int, int]:
     return at, start, max(start, stop), step
 
 
-def slice_(call: Call, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
+def slice_(call: BoundOp, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
     source, out = call.op.inputs[0], call.out
     at, start, stop, step = slice_range(call)
     other = out if value == source else source
@@ -177,7 +177,7 @@ def slice_(call: Call, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
     return {source: Cut(at, tuple(s for s in (start, *cut.segments, size - stop) if s))}
 
 
-def cat(call: Call, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
+def cat(call: BoundOp, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
     at = call.dim(of=call.shape(call.out))
     sources = [v for v in call.op.inputs if len(call.shape(v)) == len(call.shape(call.out))]
     if cut.dim != at:
@@ -197,7 +197,7 @@ def cat(call: Call, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
     return {call.out: Cut(at, joined)}
 
 
-def repeat(call: Call, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
+def repeat(call: BoundOp, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
     source = call.op.inputs[0]
     shape, out = call.shape(source), call.shape(call.out)
     new = len(out) - len(shape)
@@ -213,7 +213,7 @@ def repeat(call: Call, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
     return {source: Cut(cut.dim - new, once)}
 
 
-def glu(call: Call, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
+def glu(call: BoundOp, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
     """Two halves of a dimension, one times a gate made of the other."""
     source = call.op.inputs[0]
     at = call.dim(of=call.shape(source), default=-1)
@@ -229,7 +229,7 @@ def glu(call: Call, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
     return {call.out: first}
 
 
-STRUCTURAL: dict[str, Callable[[Call, int, Cut, Known], dict[int, Cut]]] = {
+STRUCTURAL: dict[str, Callable[[BoundOp, int, Cut, Known], dict[int, Cut]]] = {
     **dict.fromkeys("view _unsafe_view reshape _reshape_alias flatten squeeze unsqueeze".split(), view),
     **dict.fromkeys(["select", "unbind"], select),
     **dict.fromkeys("split split_with_sizes chunk unsafe_chunk unsafe_split unsafe_split_with_sizes".split(), split),
