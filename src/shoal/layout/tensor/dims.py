@@ -17,7 +17,7 @@ Place = tuple[int, int]
 
 
 @dataclass(slots=True)
-class Links:
+class DimLinks:
     """What goes together in one operation."""
 
     carried: list[list[Place]] = field(default_factory=list)
@@ -69,7 +69,9 @@ def bind(op: Op, values: list[Value]) -> BoundOp:
     return BoundOp(op, values, named)
 
 
-def aligned(places: Iterable[tuple[int, tuple[int, ...]]], out: Sequence[int], leave_out: Iterable[int] = ()) -> Links:
+def aligned(
+    places: Iterable[tuple[int, tuple[int, ...]]], out: Sequence[int], leave_out: Iterable[int] = ()
+) -> DimLinks:
     """Operands laid against `out` from the right, as broadcasting does; a dimension of size 1 takes no part."""
     skipped = set(leave_out)
     groups: list[list[Place]] = [[] for _ in out]
@@ -78,4 +80,4 @@ def aligned(places: Iterable[tuple[int, tuple[int, ...]]], out: Sequence[int], l
             at = dim + len(out) - len(shape)
             if at >= 0 and at not in skipped and size == out[at] and size != 1:
                 groups[at].append((value, dim))
-    return Links(carried=[group for group in groups if group])
+    return DimLinks(carried=[group for group in groups if group])

@@ -16,7 +16,7 @@ from functools import cached_property
 from shoal.layout.cuts import Cut
 from shoal.layout.recorded import Op, Trace
 from shoal.layout.tensor.dim_rules import links_of
-from shoal.layout.tensor.dims import Links, Place, bind
+from shoal.layout.tensor.dims import DimLinks, Place, bind
 from shoal.layout.tensor.segments import STRUCTURAL, Known, NeedsSegments, Refuted, borders, refined
 
 READS_SIZES_ONLY = {"new_zeros", "new_ones", "new_full", "new_empty"}
@@ -32,9 +32,9 @@ class Graph:
         self.values, self.ops = trace.values, trace.ops
         self.users = trace.users()
         self.outputs = {value for value in trace.output if value is not None}
-        self._links: dict[int, Links | None] = {}
+        self._links: dict[int, DimLinks | None] = {}
 
-    def links(self, op: Op) -> Links | None:
+    def links(self, op: Op) -> DimLinks | None:
         if op.number not in self._links:
             self._links[op.number] = links_of(op, self.values)
         return self._links[op.number]
@@ -92,7 +92,7 @@ class Graph:
             raise Refuted(f"{size} dealt out in stretches of {list(cut.segments)} meet {new}")
         return Cut(other[1], tuple(segment * new // size for segment in cut.segments))
 
-    def _check_units(self, links: Links, place: Place, cut: Cut) -> None:
+    def _check_units(self, links: DimLinks, place: Place, cut: Cut) -> None:
         unit = links.indivisible.get(place, 1)
         if any(segment % unit for segment in cut.segments):
             raise Refuted(f"groups of {unit} would be torn")
