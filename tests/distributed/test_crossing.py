@@ -11,7 +11,7 @@ import pytest
 
 from shoal.job import load_job
 from shoal.launch import run_ranks
-from shoal.layout.chain import CannotCut
+from shoal.layout.chain import StageCutError
 from shoal.layout.layout import layout_of
 from shoal.proof.certify import EXACT
 from shoal.training.local import train_job
@@ -62,7 +62,7 @@ def test_every_schedule_and_three_stages_train_the_model_of_one_process() -> Non
     ],
 )
 def test_a_cut_that_would_train_another_model_is_refused(model: str, stages: int, why: str) -> None:
-    with pytest.raises(CannotCut, match=why):
+    with pytest.raises(StageCutError, match=why):
         layout_of(load_job(f"{JOBS}:{model}")).stages(stages)
 
 

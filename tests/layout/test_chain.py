@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from shoal.job import Job, TensorData, cross_entropy
-from shoal.layout.chain import CannotCut, Chain, Link, chain
+from shoal.layout.chain import Chain, Link, StageCutError, chain
 from shoal.layout.cost import cost, flops
 from shoal.layout.trace import trace
 
@@ -147,7 +147,7 @@ def test_a_tensor_that_is_no_argument_and_no_result_forbids_the_cut_and_is_named
     for path in ("layers.1", "layers.2"):
         assert "a result of sigmoid in Loose is used behind it as well" in link(found, path).why_not
     assert found.why_not_more().startswith("layers.1 ")
-    with pytest.raises(CannotCut, match=r"into 2 stages at most, not 3: layers\.1 needs more"):
+    with pytest.raises(StageCutError, match=r"into 2 stages at most, not 3: layers\.1 needs more"):
         found.stages(3)
 
 
@@ -198,7 +198,7 @@ def test_a_model_without_pieces_has_no_cut() -> None:
 
     found = chain_of(Bare)
     assert found.cuts() == []
-    with pytest.raises(CannotCut):
+    with pytest.raises(StageCutError):
         found.stages(2)
 
 
@@ -213,7 +213,7 @@ def test_declared_stages_are_taken_as_they_are_or_refused_by_name() -> None:
         (["head"], 3, "make 2 stages, but the strategy has 3"),
         ([], 2, "make 1 stages, but the strategy has 2"),
     ):
-        with pytest.raises(CannotCut, match=why):
+        with pytest.raises(StageCutError, match=why):
             found.stages(num, declared=declared)
 
 
@@ -241,7 +241,7 @@ def test_stages_are_as_even_as_brute_force_finds(
     open_cuts = [number for number in range(1, len(costs)) if number not in closed]
     assert found.cuts() == open_cuts
     if len(open_cuts) + 1 < num:
-        with pytest.raises(CannotCut, match=f"at most, not {num}"):
+        with pytest.raises(StageCutError, match=f"at most, not {num}"):
             found.stages(num, balanced=balanced)
         return
     stages = found.stages(num, balanced=balanced)

@@ -89,7 +89,7 @@ class Chain:
         costs = [link.cost if balanced else 1.0 for link in self.links]
         borders = [0, *self.cuts(), len(self.links)]
         if len(borders) - 1 < num:
-            raise CannotCut(
+            raise StageCutError(
                 f"the model can be cut into {len(borders) - 1} stages at most, not {num}: {self.why_not_more()}"
             )
         return _partition(costs, borders, num)
@@ -99,16 +99,16 @@ class Chain:
         for path in declared:
             if path not in numbers:
                 there = ", ".join(self.links[number].path for number in self.cuts()[:8]) or "nowhere"
-                raise CannotCut(
+                raise StageCutError(
                     f"layout: stages names {path!r}, which is no piece of the model; it can be cut before {there}"
                     f"{', ...' if len(self.cuts()) > 8 else ''}.{did_you_mean(path, numbers)}"
                 )
             if not numbers[path]:
-                raise CannotCut(f"layout: stages names {path!r}, which is the first piece: nothing lies before it")
+                raise StageCutError(f"layout: stages names {path!r}, which is the first piece: nothing lies before it")
             if why := self.links[numbers[path]].why_not:
-                raise CannotCut(f"layout: stages names {path!r}, but no cut can be before it: it {why}")
+                raise StageCutError(f"layout: stages names {path!r}, but no cut can be before it: it {why}")
         if len(declared) + 1 != num:
-            raise CannotCut(
+            raise StageCutError(
                 f"layout: stages names the cuts {', '.join(declared)}, which make {len(declared) + 1} stages, but the "
                 f"strategy has {num}; name as many pieces as there are cuts, {num - 1}, or leave stages out"
             )
@@ -132,7 +132,7 @@ class Chain:
         )
 
 
-class CannotCut(ValueError):
+class StageCutError(ValueError):
     """The model has too few places at which it can be cut."""
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from shoal.job import Job
 from shoal.job.facts import build_without_memory
-from shoal.layout.chain import CannotCut, Chain, Link
+from shoal.layout.chain import Chain, Link, StageCutError
 from shoal.layout.context import ContextPlan
 from shoal.layout.experts.find import Survey
 from shoal.layout.layout import Layout, facts_of, layout_of
@@ -138,7 +138,7 @@ def _stage_tables(layout: Layout) -> list[list[dict[str, Any]]]:
     for num in wanted:
         try:
             tables.append(_stages(layout, num))
-        except CannotCut:
+        except StageCutError:
             if layout.borders is not None:
                 raise
     return tables
