@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from shoal.job import Job, TensorData, cross_entropy
-from shoal.layout.chain import Chain, Link, StageCutError, chain
+from shoal.layout.chain import Chain, ModelPiece, StageCutError, chain
 from shoal.layout.cost import cost, flops
 from shoal.layout.trace import trace
 
@@ -34,7 +34,7 @@ def chain_of(model: Callable[[], nn.Module], *, whole: bool = False) -> Chain:
     return chain(trace(job_of(model, whole=whole)))
 
 
-def link(found: Chain, path: str) -> Link:
+def link(found: Chain, path: str) -> ModelPiece:
     return next(each for each in found.links if each.path == path)
 
 
@@ -219,7 +219,7 @@ def test_declared_stages_are_taken_as_they_are_or_refused_by_name() -> None:
 
 def chain_with(costs: list[float], closed: set[int]) -> Chain:
     links = tuple(
-        Link(
+        ModelPiece(
             path=f"piece.{number}", is_block=True, cost=value, parameters=frozenset(), wires=(),
             why_not="is closed" if number in closed else "", same_as_argument=None,
         )

@@ -42,7 +42,7 @@ class Given:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Link:
+class ModelPiece:
     """One piece of the model."""
 
     path: str
@@ -65,7 +65,7 @@ class Link:
 class Chain:
     """The pieces of a model, first to last."""
 
-    links: tuple[Link, ...]
+    links: tuple[ModelPiece, ...]
     tied: frozenset[str]
     """Parameters that are read by more than one piece."""
     written: Mapping[str, Written]
@@ -171,7 +171,7 @@ def chain(trace: Trace) -> Chain:
             if again[before] > starts[number] and len(calls[order[before]]) > 1:
                 why_not = f"lies between two uses of {order[before]}"
         links.append(
-            Link(
+            ModelPiece(
                 path=path,
                 is_block=path in block_paths,
                 cost=costs[number],

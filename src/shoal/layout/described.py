@@ -15,7 +15,7 @@ from torch import nn
 
 from shoal.job import Job
 from shoal.job.facts import build_without_memory
-from shoal.layout.chain import Chain, Link, StageCutError
+from shoal.layout.chain import Chain, ModelPiece, StageCutError
 from shoal.layout.context import ContextPlan
 from shoal.layout.experts.find import Survey
 from shoal.layout.layout import Layout, facts_of, layout_of
@@ -97,7 +97,7 @@ def _pieces(chain: Chain, model: nn.Module, samples: int) -> list[dict[str, Any]
     ]
 
 
-def _crossing_bytes(link: Link, samples: int) -> int:
+def _crossing_bytes(link: ModelPiece, samples: int) -> int:
     return round(sum(prod(wire.shape) * wire.itemsize for wire in link.wires) / samples)
 
 
