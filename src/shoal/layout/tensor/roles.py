@@ -29,7 +29,7 @@ Role = Literal["column", "row", "whole"]
 ROLES: tuple[Role, ...] = ("column", "row", "whole")
 
 
-class CannotCut(ValueError):
+class InvalidRole(ValueError):
     """A role that the job declares does not hold for its model."""
 
 
@@ -173,14 +173,14 @@ def _declared(
     wishes: dict[str, Role] = {}
     for pattern, role in declared.items():
         if role not in ROLES:
-            raise CannotCut(f"{pattern!r} is declared {role!r}, but a role is one of {', '.join(ROLES)}")
+            raise InvalidRole(f"{pattern!r} is declared {role!r}, but a role is one of {', '.join(ROLES)}")
         # Whole may be declared of an embedding too, or of a block and all that it holds.
         among = (path for path in modules if path) if role == "whole" else known
         paths = [path for path in among if fnmatchcase(path, pattern)]
         if not paths:
             none = [path for path in refused if fnmatchcase(path, pattern)]
             reason = f"{none[0]} is none: {refused[none[0]]}" if none else f"the model has {', '.join(list(known)[:8])}"
-            raise CannotCut(f"{pattern!r} is declared {role!r}, but matches no projection; {reason}")
+            raise InvalidRole(f"{pattern!r} is declared {role!r}, but matches no projection; {reason}")
         wishes |= {path: ROLES[ROLES.index(role)] for path in paths}
     return wishes
 
@@ -190,7 +190,7 @@ def _check_declared(wishes: dict[str, Role], columns: set[str], rows: set[str], 
         if (role == "column" and path not in columns) or (role == "row" and path not in rows):
             is_now = "a row" if path in rows else "a column" if path in columns else "whole"
             why = whole.get(path, "no region ends in it")
-            raise CannotCut(f"{path} is declared a {role}, but can only be {is_now}: {why}")
+            raise InvalidRole(f"{path} is declared a {role}, but can only be {is_now}: {why}")
 
 
 def _order(known: dict[str, Projection], wishes: dict[str, Role], model: nn.Module) -> list[Projection]:
