@@ -43,7 +43,7 @@ class Wire:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class BufferChange:
     """What a forward does with a buffer that it changes, by operations."""
 
     reads: tuple[int, ...]
@@ -141,7 +141,7 @@ class Crossing:
         return tuple(wires), ""
 
 
-def _changed_buffers(trace: Trace, since: list[float]) -> dict[str, Change]:
+def _changed_buffers(trace: Trace, since: list[float]) -> dict[str, BufferChange]:
     found = {}
     users = trace.users()
     for name, value in trace.buffers.items():
@@ -154,7 +154,7 @@ def _changed_buffers(trace: Trace, since: list[float]) -> dict[str, Change]:
         if writes:
             reads = {op for each in same for op in users.get(each, ())} - writes
             own = any(since[out] <= op for op in writes for out in trace.ops[op].outputs)
-            found[name] = Change(tuple(sorted(reads)), tuple(sorted(writes)), own)
+            found[name] = BufferChange(tuple(sorted(reads)), tuple(sorted(writes)), own)
     return found
 
 
