@@ -18,7 +18,7 @@ from shoal.job.errors import did_you_mean
 from shoal.layout.blocks import blocks
 from shoal.layout.cost import cost
 from shoal.layout.recorded import Question, Trace, TracedCall
-from shoal.layout.wires import Crossing, Wire
+from shoal.layout.wires import ValueLifetimes, Wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ def chain(trace: Trace) -> Chain:
     order = sorted((path for path in paths if calls[path]), key=lambda path: calls[path][0].first)
     if not order:
         return Chain(links=(), tied=frozenset(), written={})
-    crossing = Crossing(trace, order, calls)
+    crossing = ValueLifetimes(trace, order, calls)
     starts = crossing.starts
     again = [max(call.stop for call in calls[path]) for path in order]
     names = trace.parameter_names()
@@ -193,7 +193,7 @@ def chain(trace: Trace) -> Chain:
     )  # fmt: skip
 
 
-def _branch_before(crossing: Crossing, start: int) -> Question | None:
+def _branch_before(crossing: ValueLifetimes, start: int) -> Question | None:
     """A value that one stage alone has, and that the code between pieces reads before an operation."""
     for question in crossing.trace.questions:
         inside = any(question.module == path or question.module.startswith(path + ".") for path in crossing.order)
@@ -215,7 +215,7 @@ def _uncalled(trace: Trace, order: list[str]) -> tuple[str, ...]:
     )
 
 
-def _written(crossing: Crossing) -> dict[str, Written]:
+def _written(crossing: ValueLifetimes) -> dict[str, Written]:
     """Of buffers outside the pieces."""
     pieces = tuple(f"{path}." for path in crossing.order)
     return {

@@ -59,7 +59,7 @@ class BufferChange:
         return (behind and early) or (self.own and before and (behind or late))
 
 
-class Crossing:
+class ValueLifetimes:
     """Which values belong to a stage since when, and until when they are needed."""
 
     def __init__(self, trace: Trace, order: Sequence[str], calls: dict[str, list[TracedCall]]) -> None:
