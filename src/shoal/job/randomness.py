@@ -90,7 +90,7 @@ class Cuts:
 
 
 @dataclass
-class Forward:
+class ForwardDraws:
     """One call of the model: whose random numbers it draws, and how far it is."""
 
     samples: tuple[int, ...]
@@ -128,10 +128,10 @@ class Randomness:
         """`exact`: for a proof. What cannot be placed is refused, and all numbers are drawn on the CPU."""
         self.seed, self.places, self.exact = seed, places, exact
         self.cuts = cuts or Cuts()
-        self.current: Forward | None = None
+        self.current: ForwardDraws | None = None
         self._mode = _Draws(self)
         self._open = 0
-        self._log: dict[int, tuple[Forward, Place]] = {}
+        self._log: dict[int, tuple[ForwardDraws, Place]] = {}
         self._bases: dict[int, int] = {}
         """Where the cursor of each forward begins -> the step it belongs to."""
         self.steps_in_flight = 1
@@ -178,7 +178,7 @@ class Randomness:
         """Around one call of the model (and its loss) on the samples with these counters, in a step that starts at
         counter `step`. What is recomputed later in backward draws the same again."""
         self._forget_before(step)
-        current = Forward(tuple(samples), tuple(gathered), step)
+        current = ForwardDraws(tuple(samples), tuple(gathered), step)
         first = samples[0] if len(samples) else step
         number = sum(each == step for each in self._bases.values())
         base = key_of(self.seed, first, number, *self.cuts.salt) >> (CURSOR_BITS + 1)
@@ -261,7 +261,7 @@ class Randomness:
         assert self.current is not None
         return self.current.stack[-1]
 
-    def _next(self) -> tuple[Forward, Place]:
+    def _next(self) -> tuple[ForwardDraws, Place]:
         """Which draw this is: a repetition of one in the log, or a new one."""
         assert self.current is not None
         cursor = torch.default_generator.initial_seed()
@@ -274,7 +274,7 @@ class Randomness:
             torch.default_generator.manual_seed(cursor + 1)
         return known
 
-    def _plan(self, forward: Forward, place: Place, shape: tuple[int, ...]) -> _Plan:
+    def _plan(self, forward: ForwardDraws, place: Place, shape: tuple[int, ...]) -> _Plan:
         known = self.places.drawn.get(place)
         varies = known is not None and known.varies
         # A module that draws on conditions may draw here what another call of it drew elsewhere.
@@ -302,7 +302,7 @@ class Randomness:
         if self.exact and why not in self.unplaced:
             self.unplaced.append(why)
 
-    def _guess(self, forward: Forward, shape: tuple[int, ...]) -> Drawn | None:
+    def _guess(self, forward: ForwardDraws, shape: tuple[int, ...]) -> Drawn | None:
         """For a place that no call of the model showed before. Without cuts the local shape is the uncut one."""
         if self.cuts.tensor * self.cuts.context > 1 or not forward.samples:
             return None
@@ -310,7 +310,7 @@ class Randomness:
             return Drawn(dim=0, whole=(shape[0] // len(forward.samples), *shape[1:]))
         return Drawn(dim=None, whole=shape)
 
-    def _fitted(self, known: Drawn, forward: Forward, shape: tuple[int, ...], *, lenient: bool) -> _Plan | None:
+    def _fitted(self, known: Drawn, forward: ForwardDraws, shape: tuple[int, ...], *, lenient: bool) -> _Plan | None:
         """`lenient`: samples may have other lengths than those that were looked at, where nothing is cut."""
         if known.varies:
             return None
@@ -331,13 +331,15 @@ class Randomness:
                 return _Plan(kind="sample", dim=dim, gathered=gathered, whole=uncut, parts=parts)
         return None
 
-    def _one_key(self, forward: Forward, place: Place, plan: _Plan) -> int:
+    def _one_key(self, forward: ForwardDraws, place: Place, plan: _Plan) -> int:
         first = forward.samples[0] if forward.samples and plan.kind != "step" else forward.step
         held = [int(part[0]) if part is not None else 0 for part in plan.parts]
         salt = self.cuts.salt if plan.kind == "rank" else ()
         return key_of(self.seed, place.key, first, len(plan.kind), *held, *salt) >> 1
 
-    def _draw(self, forward: Forward, place: Place, plan: _Plan, shape: tuple[int, ...], kind: str) -> torch.Tensor:
+    def _draw(
+        self, forward: ForwardDraws, place: Place, plan: _Plan, shape: tuple[int, ...], kind: str
+    ) -> torch.Tensor:
         numbers = self._numbers
         if plan.kind == "rank":
             return torch.from_numpy(numbers.fill(kind, shape, place.key, self._one_key(forward, place, plan)))
