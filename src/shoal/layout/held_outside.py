@@ -18,12 +18,12 @@ import torch
 from torch import nn
 
 from shoal.job import Job
-from shoal.layout.held_state import OPAQUE, Held, below, found_in, on_copies
+from shoal.layout.held_state import OPAQUE, StateHolder, below, found_in, on_copies
 
 ATOMS = (bool, int, float, complex, str, bytes, type(None))
 
 
-class _Names(Held):
+class _Names(StateHolder):
     """Some entries of a namespace: globals that code names, or the values that a class holds."""
 
     def __init__(self, space: Any, names: Iterable[str]) -> None:
@@ -42,7 +42,7 @@ class _Names(Held):
                 self.what[name] = value
 
 
-class _Cell(Held):
+class _Cell(StateHolder):
     """A variable of an enclosing function."""
 
     def content(self) -> Any:
@@ -60,7 +60,7 @@ class Outside:
     """What is held outside of modules by the code of a job's model and loss."""
 
     def __init__(self, job: Job) -> None:
-        self.held: list[Held] = []
+        self.held: list[StateHolder] = []
         self._seen: set[int] = set()
         self._kept: list[Any] = []
         """Objects that were followed, so that no other takes their identity."""

@@ -30,7 +30,7 @@ OPAQUE = frozenset({"torch", "numpy", "shoal", *sys.stdlib_module_names})
 ATOMS = (type(None), bool, int, float, complex, str, bytes, type, FunctionType, MethodType, ModuleType, nn.Module)
 
 
-class Held:
+class StateHolder:
     """Something that holds values under names or places."""
 
     def __init__(self, what: Any, *, skip: frozenset[str] = frozenset()) -> None:
@@ -94,7 +94,7 @@ class Held:
 class HeldNow:
     """What modules hold at one moment, to be compared with later."""
 
-    def __init__(self, modules: Iterable[nn.Module], more: Iterable[Held] = ()) -> None:
+    def __init__(self, modules: Iterable[nn.Module], more: Iterable[StateHolder] = ()) -> None:
         self.before = [(held, held.content()) for held in (*found_in(modules), *more)]
         self._copies: dict[int, tuple[Any, tuple[Any, int]]] = {}
         for _, content in self.before:
@@ -102,7 +102,7 @@ class HeldNow:
                 if id(value) not in self._copies:
                     self._copies[id(value)] = (value, copy_of(value))
 
-    def changed(self) -> tuple[list[tuple[Held, Any]], dict[int, Any]]:
+    def changed(self) -> tuple[list[tuple[StateHolder, Any]], dict[int, Any]]:
         """What holds something else since then, with its content before; and by identity, arrays that were written to,
         as they were."""
         old = {key: copied[0] for key, (value, copied) in self._copies.items() if is_changed(value, copied)}
@@ -120,7 +120,7 @@ class HeldNow:
         for path, module in model.named_modules():
             for own, skip in ((module._buffers, frozenset()), (vars(module), OWN)):
                 for key in own.keys() - skip:
-                    inside: list[Held] = []
+                    inside: list[StateHolder] = []
                     below([own[key]], inside, set())
                     before = changed[id(own)].get(key, self) if id(own) in changed else own[key]
                     if before is not own[key] or id(before) in old or any(id(each.what) in changed for each in inside):
@@ -128,21 +128,21 @@ class HeldNow:
         return sorted(names)
 
 
-def found_in(modules: Iterable[nn.Module]) -> list[Held]:
+def found_in(modules: Iterable[nn.Module]) -> list[StateHolder]:
     """All that these modules hold, each once."""
-    found: list[Held] = []
+    found: list[StateHolder] = []
     seen: set[int] = set()
     for module in modules:
         if module._buffers:
-            found.append(Held(module._buffers))
+            found.append(StateHolder(module._buffers))
         own = vars(module)
         # Also where there is nothing yet: a forward may be the first to set an attribute.
-        found.append(Held(own, skip=OWN))
+        found.append(StateHolder(own, skip=OWN))
         below([own[key] for key in own.keys() - OWN], found, seen)
     return found
 
 
-def below(values: Iterable[Any], found: list[Held], seen: set[int]) -> None:
+def below(values: Iterable[Any], found: list[StateHolder], seen: set[int]) -> None:
     """Adds what lies below some values: containers, generators and objects of the job's own classes."""
     for value in values:
         if isinstance(value, (*ATOMS, torch.Tensor, np.ndarray)) or id(value) in seen:
@@ -151,26 +151,26 @@ def below(values: Iterable[Any], found: list[Held], seen: set[int]) -> None:
         if isinstance(value, tuple):
             below(value, found, seen)
         elif isinstance(value, dict):
-            found.append(Held(value))
+            found.append(StateHolder(value))
             if len(value) <= LONGEST:
                 below(value.values(), found, seen)
         elif isinstance(value, (list, deque, set)):
-            found.append(Held(value))
+            found.append(StateHolder(value))
             if len(value) <= LONGEST:
                 below(value, found, seen)
         elif isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
-            found.append(Held(value))
+            found.append(StateHolder(value))
         elif type(value) is SimpleNamespace or type(value).__module__.partition(".")[0] not in OPAQUE:
             if hasattr(value, "__dict__"):
-                found.append(Held(vars(value)))
+                found.append(StateHolder(vars(value)))
                 below(vars(value).values(), found, seen)
             if _slots(value):
-                found.append(Held(value))
+                found.append(StateHolder(value))
                 below(found[-1].content().values(), found, seen)
 
 
 @contextmanager
-def on_copies(held: Iterable[Held]) -> Iterator[None]:
+def on_copies(held: Iterable[StateHolder]) -> Iterator[None]:
     """Inside, these hold copies of their arrays; afterwards they hold what they held, as it was."""
     before = [(each, each.content()) for each in held]
     copies: dict[int, Any] = {}
@@ -277,5 +277,5 @@ def _arrays(state: Any) -> Any:
     return {key: _arrays(value) for key, value in state}
 
 
-GENERATORS = (Held(random._inst), Held(np.random.mtrand._rand))  # type: ignore[attr-defined]
+GENERATORS = (StateHolder(random._inst), StateHolder(np.random.mtrand._rand))  # type: ignore[attr-defined]
 """Python's and NumPy's own, from which any code may draw. PyTorch's is set back by its checkpointing."""

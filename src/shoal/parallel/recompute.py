@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from shoal.comm.ledger import BOOK
 from shoal.layout.blocks import blocks
-from shoal.layout.held_state import GENERATORS, Held
+from shoal.layout.held_state import GENERATORS, StateHolder
 from shoal.parallel.forward_state import ForwardState
 
 _again = 0
@@ -105,7 +105,7 @@ def _without_cache(model: nn.Module) -> None:
 
 
 def _call(
-    name: str, block: nn.Module, forward: Any, mode: str, kept: set[Any], generators: list[Held], *args: Any,
+    name: str, block: nn.Module, forward: Any, mode: str, kept: set[Any], generators: list[StateHolder], *args: Any,
     **kwargs: Any,
 ) -> Any:  # fmt: skip
     if not (block.training and torch.is_grad_enabled()):
