@@ -12,7 +12,7 @@ import torch
 from shoal.comm import progress
 from shoal.comm.mail import Mail
 from shoal.comm.peers import Peers, Steps
-from shoal.comm.progress import FULL_EVERY, LOOK_S, SPIN_S, Line, Task
+from shoal.comm.progress import FULL_EVERY, LOOK_S, SPIN_S, Task, TaskQueue
 from shoal.comm.transport.shared import SharedLink
 from shoal.comm.vector import Vector
 
@@ -21,14 +21,14 @@ LATE_S = 0.005
 
 
 @pytest.fixture
-def line(links: tuple[SharedLink, SharedLink], monkeypatch: pytest.MonkeyPatch) -> Iterator[Line]:
+def line(links: tuple[SharedLink, SharedLink], monkeypatch: pytest.MonkeyPatch) -> Iterator[TaskQueue]:
     monkeypatch.setattr(progress, "may_spin", lambda: True)
-    line = Line([links[0]], "a test")
+    line = TaskQueue([links[0]], "a test")
     yield line
     line.close()
 
 
-def _wait_for_one(line: Line, peers: list[Peers], *, late_s: float) -> None:
+def _wait_for_one(line: TaskQueue, peers: list[Peers], *, late_s: float) -> None:
     """A message that comes so much later than it is waited for."""
     here, there = (each.begin("broadcast") for each in peers)
 
@@ -50,7 +50,7 @@ def _wait_for_one(line: Line, peers: list[Peers], *, late_s: float) -> None:
         sender.join()
 
 
-def test_spinning_in_vain_becomes_rare_and_comes_back_where_it_pays(line: Line, peers: list[Peers]) -> None:
+def test_spinning_in_vain_becomes_rare_and_comes_back_where_it_pays(line: TaskQueue, peers: list[Peers]) -> None:
     moments = [line.moment_s]
     while len(moments) < FULL_EVERY:
         _wait_for_one(line, peers, late_s=LATE_S)
@@ -61,7 +61,7 @@ def test_spinning_in_vain_becomes_rare_and_comes_back_where_it_pays(line: Line, 
     assert line.moment_s == SPIN_S
 
 
-def test_a_late_message_is_slept_for(line: Line, peers: list[Peers]) -> None:
+def test_a_late_message_is_slept_for(line: TaskQueue, peers: list[Peers]) -> None:
     """Not spun for: the processor is free for whoever is late."""
     _wait_for_one(line, peers, late_s=LATE_S)
     start = time.thread_time()

@@ -46,7 +46,7 @@ from shoal.comm.mail import ANY, Mail
 from shoal.comm.monitored import monitored_barrier
 from shoal.comm.network import DEFAULT, Network, agreed
 from shoal.comm.peers import Peers, Steps
-from shoal.comm.progress import Line, Task, note_ranks_here
+from shoal.comm.progress import Task, TaskQueue, note_ranks_here
 from shoal.comm.sparse import SparsePart
 from shoal.comm.transport import emulated
 from shoal.comm.transport.connect import connect
@@ -82,7 +82,7 @@ class ShoalGroup(CountedGroup):
             collective, mail = (slow.around(links, ranks, ranks[rank]) for links in (collective, mail))
             hosts = slow.hosts(ranks)
         self.peers = Peers(rank, size, collective, hosts=hosts)
-        self.line = Line(collective.values(), f"collectives of {name}")
+        self.line = TaskQueue(collective.values(), f"collectives of {name}")
         self.mail = Mail(mail, f"messages of {name}")
         self._timeout_s = timeout.total_seconds()
         self._monitored = 0

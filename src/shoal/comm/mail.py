@@ -14,7 +14,7 @@ from struct import Struct
 import numpy as np
 
 from shoal.comm.peers import Steps, Waits
-from shoal.comm.progress import Line, Task
+from shoal.comm.progress import Task, TaskQueue
 from shoal.comm.transfer import Send
 from shoal.comm.transport.link import ALIGN, Bytes, Link, PeerLost
 from shoal.comm.vector import Vector
@@ -54,7 +54,7 @@ class Wanted(Task):
         """Whether a message for it is on its way in."""
 
 
-class Mail(Line):
+class Mail(TaskQueue):
     """The messages between this rank and its peers."""
 
     def __init__(self, links: Mapping[int, Link], name: str) -> None:

@@ -79,7 +79,7 @@ class Task:
             call()
 
 
-class Line:
+class TaskQueue:
     """The tasks of one group, in order."""
 
     def __init__(self, links: Iterable[Link], name: str) -> None:
@@ -277,5 +277,5 @@ def _happened(events: Mapping[int, int], seconds: float, *, to_the_microsecond: 
 
 def run(steps: Steps, links: Iterable[Link], *, timeout_s: float = 60.0) -> None:
     """One collective, waited for: what the tests and the calibration use."""
-    line = Line(links, "once")
+    line = TaskQueue(links, "once")
     line.wait(line.submit(Task(steps, "a collective"), background=False), timeout_s)

@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from shoal.comm.mail import Wanted
-from shoal.comm.progress import Line, Task
+from shoal.comm.progress import Task, TaskQueue
 
 NO_TIMEOUT = timedelta(0)
 
@@ -18,7 +18,7 @@ NO_TIMEOUT = timedelta(0)
 class Collective(Work):  # type: ignore[misc]
     """What a call gives back: to be waited for, asked, or turned into a future."""
 
-    def __init__(self, line: Line, task: Task, result: list[torch.Tensor], timeout_s: float) -> None:
+    def __init__(self, line: TaskQueue, task: Task, result: list[torch.Tensor], timeout_s: float) -> None:
         super().__init__()
         self._line, self._task, self._result, self._timeout_s = line, task, result, timeout_s
 
