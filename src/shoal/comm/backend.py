@@ -44,7 +44,7 @@ from shoal.comm.counted import CountedGroup
 from shoal.comm.laid_flat import Flat, as_few, even_parts, parts_by_rows
 from shoal.comm.mail import ANY, Mail
 from shoal.comm.monitored import monitored_barrier
-from shoal.comm.network import DEFAULT, Network, agreed
+from shoal.comm.network import DEFAULT, NetworkTimes, agreed
 from shoal.comm.peers import Peers, Steps
 from shoal.comm.progress import Task, TaskQueue, note_ranks_here
 from shoal.comm.sparse import SparsePart
@@ -60,7 +60,14 @@ class ShoalGroup(CountedGroup):
     """A group of ranks joined by Shoal's own links."""
 
     def __init__(
-        self, store: Any, rank: int, size: int, name: str, timeout: timedelta, network: Network, ranks: Sequence[int]
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        name: str,
+        timeout: timedelta,
+        network: NetworkTimes,
+        ranks: Sequence[int],
     ) -> None:
         """`ranks`: the members' numbers in the job."""
         super().__init__(rank, size, name)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.comm.network import DEFAULT, LinkTimes, Network, agreed
+from shoal.comm.network import DEFAULT, LinkTimes, NetworkTimes, agreed
 from shoal.files.toml import BadFile, read_toml
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class WrongCalibration(ValueError):
 class Calibration:
     """What a job needs of the file."""
 
-    network: Network
+    network: NetworkTimes
     backend: str
 
 
@@ -76,10 +76,10 @@ def read_calibration(path: Path | None = None) -> Calibration | None:
     found = read_calibration_file(path)
     if found is None:
         return None
-    return Calibration(Network(_link(found.links.inside), _link(found.links.between)), found.backend.fastest)
+    return Calibration(NetworkTimes(_link(found.links.inside), _link(found.links.between)), found.backend.fastest)
 
 
-def network_here() -> Network:
+def network_here() -> NetworkTimes:
     """The links of this process's job; outside a job, the links that one started here would take."""
     here = agreed()
     if here is None:

@@ -11,7 +11,7 @@ from math import ceil, log2
 
 from shoal.comm.calibration import network_here
 from shoal.comm.emulate import Emulation, Speed
-from shoal.comm.network import DEFAULT, LinkTimes, Network
+from shoal.comm.network import DEFAULT, LinkTimes, NetworkTimes
 
 ALL_REDUCE = ("ring", "tree", "butterfly", "rabenseifner", "hierarchical")
 
@@ -19,17 +19,17 @@ ONE_MEMORY = 1.5
 """A butterfly sends and takes in the same memory: what arrives has to wait until what it replaces has left."""
 
 
-def network_like(emulation: Emulation, machine: Network = DEFAULT) -> Network:
+def network_like(emulation: Emulation, machine: NetworkTimes = DEFAULT) -> NetworkTimes:
     """The links of an emulated cluster, on top of what this machine's own cost."""
     own = machine.inside
 
     def times(speed: Speed) -> LinkTimes:
         return LinkTimes(own.latency_s + speed.latency_s, own.byte_s + 1 / speed.bytes_per_s, own.reduce_byte_s)
 
-    return Network(inside=times(emulation.inside), between=times(emulation.between))
+    return NetworkTimes(inside=times(emulation.inside), between=times(emulation.between))
 
 
-def all_reduce_time(algorithm: str, nbytes: int, ranks: int, per_host: int, network: Network) -> float:
+def all_reduce_time(algorithm: str, nbytes: int, ranks: int, per_host: int, network: NetworkTimes) -> float:
     """Seconds by the model. `per_host` ranks share a host (all of them: one host)."""
     if ranks == 1:
         return 0.0
@@ -57,7 +57,7 @@ def all_reduce_time(algorithm: str, nbytes: int, ranks: int, per_host: int, netw
 
 
 @lru_cache(maxsize=4096)
-def choose_all_reduce(nbytes: int, ranks: int, per_host: int, network: Network) -> str:
+def choose_all_reduce(nbytes: int, ranks: int, per_host: int, network: NetworkTimes) -> str:
     """The cheapest; of equals the one with the fewest messages."""
     options = ["butterfly", "rabenseifner", "ring", "tree"]
     if 1 < per_host < ranks and ranks % per_host == 0:

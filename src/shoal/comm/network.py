@@ -20,7 +20,7 @@ class LinkTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class Network:
+class NetworkTimes:
     """The links of a job: inside a host and between hosts."""
 
     inside: LinkTimes
@@ -30,20 +30,20 @@ class Network:
         return self.inside if hosts == 1 else self.between
 
 
-DEFAULT = Network(
+DEFAULT = NetworkTimes(
     inside=LinkTimes(latency_s=30e-6, byte_s=1 / 6e9, reduce_byte_s=1 / 12e9),
     between=LinkTimes(latency_s=100e-6, byte_s=1 / 1e9, reduce_byte_s=1 / 12e9),
 )
 """Until `shoal calibrate` has measured: two processes of one machine over shared memory; a 10 Gb/s network."""
 
-_agreed: Network | None = None
+_agreed: NetworkTimes | None = None
 
 
-def agreed() -> Network | None:
+def agreed() -> NetworkTimes | None:
     """What the ranks of this process's job have agreed on; None outside a job."""
     return _agreed
 
 
-def agree_on(network: Network | None) -> None:
+def agree_on(network: NetworkTimes | None) -> None:
     global _agreed
     _agreed = network
