@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from shoal.checkpoint.buffers import persistent_buffers
 from shoal.checkpoint.contents import Contents
-from shoal.layout.cuts import Part
+from shoal.layout.cuts import TensorPart
 from shoal.parallel.engine import Engine
 from shoal.parallel.kept_errors import PRIVATE
 
@@ -31,7 +31,7 @@ class RestoredWrongly(ValueError):
     """After a restore a rank holds something else than the checkpoint."""
 
 
-def checksum(values: torch.Tensor, start: int = 0, part: Part | None = None, shape: tuple[int, ...] = ()) -> int:
+def checksum(values: torch.Tensor, start: int = 0, part: TensorPart | None = None, shape: tuple[int, ...] = ()) -> int:
     """Of elements of a tensor laid out flat, the first of which has the number `start`.
 
     `part`, `shape`: the elements are of this part of a tensor, and the part's own shape.
@@ -55,7 +55,7 @@ def checksum(values: torch.Tensor, start: int = 0, part: Part | None = None, sha
     return _signed(total)
 
 
-def _in_full(place: torch.Tensor, part: Part, shape: tuple[int, ...]) -> torch.Tensor:
+def _in_full(place: torch.Tensor, part: TensorPart, shape: tuple[int, ...]) -> torch.Tensor:
     """Where elements of a part lie in the full tensor."""
     dim, inner = part.cut.dim, prod(shape[part.cut.dim + 1 :])
     intervals = part.cut.intervals(part.ranks, part.index)
@@ -114,7 +114,7 @@ def name_of(parameter: str, state: str | None) -> str:
     return f"parameter {parameter}" if state is None else f"{state} of {parameter}"
 
 
-def _held(engine: Engine) -> Iterator[tuple[str, torch.Tensor, int, Part | None, tuple[int, ...]]]:
+def _held(engine: Engine) -> Iterator[tuple[str, torch.Tensor, int, TensorPart | None, tuple[int, ...]]]:
     """Everything on this rank that a checkpoint holds, copies included: name, values, start,
     part and the part's own shape."""
     sharded = set()

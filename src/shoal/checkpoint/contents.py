@@ -15,7 +15,7 @@ import torch
 from shoal.checkpoint.files import dtype_name, file_of
 from shoal.checkpoint.islands import add_island
 from shoal.checkpoint.values import encode
-from shoal.layout.cuts import Part
+from shoal.layout.cuts import TensorPart
 from shoal.parallel.engine import Engine
 from shoal.parallel.kept_errors import errors, extras
 from shoal.parallel.optimizer import Piece
@@ -50,15 +50,15 @@ class Contents:
             "optimizer": self.optimizer,
         }
 
-    def add_parameter(self, piece: Piece, dtype: torch.dtype, part: Part | None = None) -> None:
+    def add_parameter(self, piece: Piece, dtype: torch.dtype, part: TensorPart | None = None) -> None:
         shape = piece.shape if part is None else part.whole_shape(piece.shape)
         self.parameters[piece.name] = {"shape": list(shape), "dtype": dtype_name(dtype)}
         self._add(piece, None, part)
 
-    def add_state(self, key: str, piece: Piece, part: Part | None = None) -> None:
+    def add_state(self, key: str, piece: Piece, part: TensorPart | None = None) -> None:
         self._add(piece, key, part)
 
-    def add_extra(self, name: str, key: str, values: torch.Tensor, part: Part | None = None) -> None:
+    def add_extra(self, name: str, key: str, values: torch.Tensor, part: TensorPart | None = None) -> None:
         full = extra_name(name, key, part)
         self.extras[full] = {"file": self.file, "tensor": full} | ({"complex": True} if values.is_complex() else {})
         self.tensors.append((full, values))
@@ -77,7 +77,7 @@ class Contents:
         except ValueError as error:
             raise ValueError(f"{key!r} of {owner} cannot be saved: {error}") from error
 
-    def add_buffer(self, name: str, values: torch.Tensor, part: Part | None = None) -> None:
+    def add_buffer(self, name: str, values: torch.Tensor, part: TensorPart | None = None) -> None:
         key = f"buffer {name}"
         if part is not None:
             shape = part.whole_shape(tuple(values.shape))
@@ -96,7 +96,7 @@ class Contents:
         self.buffers[name] = entry
         self.tensors.append((key, values))
 
-    def _add(self, piece: Piece, state: str | None, part: Part | None = None) -> None:
+    def _add(self, piece: Piece, state: str | None, part: TensorPart | None = None) -> None:
         start, stop = piece.start, piece.start + piece.values.numel()
         if start == stop:
             return
@@ -117,7 +117,7 @@ class Contents:
         self.pieces.append(row)
 
 
-def extra_name(name: str, key: str, part: Part | None) -> str:
+def extra_name(name: str, key: str, part: TensorPart | None) -> str:
     return f"{name} {key}" if part is None else f"{name} {key} part {part.index}"
 
 

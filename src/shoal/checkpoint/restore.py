@@ -21,7 +21,7 @@ from shoal.checkpoint.saved import Checkpoint, CheckpointBroken, from_manifest
 from shoal.comm.json_exchange import exchange, world_and_rank
 from shoal.comm.ledger import BOOK
 from shoal.comm.points import reach
-from shoal.layout.cuts import Part
+from shoal.layout.cuts import TensorPart
 from shoal.parallel.engine import Engine
 from shoal.parallel.kept_errors import load as load_errors
 
@@ -114,7 +114,7 @@ class OwnView:
     def keys_of(self, name: str, prefix: str) -> list[str]:
         return self.checkpoint.keys_of(name, prefix)
 
-    def extra(self, name: str, key: str, part: Part | None = None) -> torch.Tensor | None:
+    def extra(self, name: str, key: str, part: TensorPart | None = None) -> torch.Tensor | None:
         return self.checkpoint.extra(extra_name(name, key, part or self.engine.part_of(name)))
 
     def read(self, name: str, key: str, start: int, stop: int) -> torch.Tensor:

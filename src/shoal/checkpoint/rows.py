@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shoal.checkpoint.files import COMPLEX, DTYPES, dtype_name
-from shoal.layout.cuts import Cut, Part
+from shoal.layout.cuts import Cut, TensorPart
 
 _DTYPES = {dtype_name(dtype): dtype for dtype in (*DTYPES, *COMPLEX)}
 
@@ -32,7 +32,7 @@ class StoredRange:
     stop: int
     file: str
     tensor: str
-    of: Part | None = None
+    of: TensorPart | None = None
     """Which part of the tensor, if it was cut."""
     is_complex: bool = False
     sum: int | None = None
@@ -55,7 +55,7 @@ class StoredBuffer:
     full: Full
     file: str
     tensor: str
-    of: Part | None
+    of: TensorPart | None
     sum: int | None
 
 
@@ -79,7 +79,7 @@ class Stored:
     """Whether its last dimension holds real and imaginary parts."""
     sum: int | None
     start: int = 0
-    of: Part | None = None
+    of: TensorPart | None = None
     local: tuple[int, ...] = ()
     """The shape of the part that it belongs to, for its checksum."""
 
@@ -115,7 +115,7 @@ def _flag(row: dict[str, Any]) -> bool:
     return value
 
 
-def cut_part(row: dict[str, Any] | None, shape: tuple[int, ...], world: int) -> Part | None:
+def cut_part(row: dict[str, Any] | None, shape: tuple[int, ...], world: int) -> TensorPart | None:
     if row is None:
         return None
     cut, ranks = row["cut"], count_of(row["ranks"], "ranks", least=1, most=world)
@@ -123,7 +123,7 @@ def cut_part(row: dict[str, Any] | None, shape: tuple[int, ...], world: int) -> 
     dim = count_of(cut["dim"], "dim", most=len(shape) - 1)
     if sum(segments) != shape[dim]:
         raise ValueError(f"segments {segments} of a dimension of {shape[dim]}")
-    return Part(Cut(dim, tuple(segments)), ranks, count_of(row["index"], "index", most=ranks - 1))
+    return TensorPart(Cut(dim, tuple(segments)), ranks, count_of(row["index"], "index", most=ranks - 1))
 
 
 def complete(parts: list[StoredRange], shape: tuple[int, ...]) -> bool:

@@ -61,7 +61,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorPart:
     """One rank's part of a tensor that is cut."""
 
     cut: Cut
@@ -87,5 +87,5 @@ class Part:
         return {"cut": self.cut.to_json(), "ranks": self.ranks, "index": self.index}
 
     @staticmethod
-    def from_json(row: dict[str, Any]) -> Part:
-        return Part(Cut.from_json(row["cut"]), int(row["ranks"]), int(row["index"]))
+    def from_json(row: dict[str, Any]) -> TensorPart:
+        return TensorPart(Cut.from_json(row["cut"]), int(row["ranks"]), int(row["index"]))
