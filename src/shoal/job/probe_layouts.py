@@ -38,7 +38,7 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ProbeSlice:
     """What an optimiser is given: ranges of copies, laid end to end."""
 
     which: int
@@ -48,7 +48,7 @@ class Piece:
     attributes: dict[str, Any] = field(default_factory=dict)
 
 
-Layout = list[list[Piece]]
+Layout = list[list[ProbeSlice]]
 """For each rank, the tensors that its optimiser steps."""
 Row = list[Tensor | None]
 """The gradients of one step, one for each copy."""
@@ -122,8 +122,8 @@ def alone(copies: Sequence[Copy]) -> Layout:
     return [[_whole(copy, place)] for place, copy in enumerate(copies)]
 
 
-def _whole(copy: Copy, place: int) -> Piece:
-    return Piece(copy.which, copy.shape, ((place, 0, copy.numel),), copy.attributes)
+def _whole(copy: Copy, place: int) -> ProbeSlice:
+    return ProbeSlice(copy.which, copy.shape, ((place, 0, copy.numel),), copy.attributes)
 
 
 def sliced(copies: Sequence[Copy], rows: Sequence[Row]) -> Layout:
@@ -151,7 +151,7 @@ def sliced(copies: Sequence[Copy], rows: Sequence[Row]) -> Layout:
     return [[tensor for which, run in each for tensor in _chunks(which, run, copies)] for each in ranks]
 
 
-def _chunks(which: int, run: list[tuple[int, int, int]], copies: Sequence[Copy]) -> Iterator[Piece]:
+def _chunks(which: int, run: list[tuple[int, int, int]], copies: Sequence[Copy]) -> Iterator[ProbeSlice]:
     total, at, turn = sum(stop - start for _, start, stop in run), 0, 0
     while at < total:
         end = min(at + CUTS[turn % len(CUTS)], total)
@@ -164,5 +164,5 @@ def _chunks(which: int, run: list[tuple[int, int, int]], copies: Sequence[Copy])
         # One type in a tensor: complex parameters are never joined with others.
         for dtype in dict.fromkeys(copies[place].dtype for place, _, _ in sources):
             own = tuple(source for source in sources if copies[source[0]].dtype == dtype)
-            yield Piece(which, (sum(stop - start for _, start, stop in own),), own)
+            yield ProbeSlice(which, (sum(stop - start for _, start, stop in own),), own)
         at, turn = end, turn + 1

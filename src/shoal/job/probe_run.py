@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shoal.job.errors import JobError
 from shoal.job.kept import common, copied, exact, holders, holds_parameters, is_plain, layers, put_state, state_of
 from shoal.job.pointwise import OptimizerFactory, Watch
-from shoal.job.probe_layouts import Copy, Layout, Piece, Row, start_of
+from shoal.job.probe_layouts import Copy, Layout, ProbeSlice, Row, start_of
 
 TOLERANCE = 1e-12
 LOW_PRECISION = 1e-5
@@ -220,21 +220,21 @@ def _put(holder: Any, key: str, kind: type, value: float) -> None:
     holder[key] = kind(value)
 
 
-def _param(tensor: Piece, copies: Sequence[Copy]) -> nn.Parameter:
+def _param(tensor: ProbeSlice, copies: Sequence[Copy]) -> nn.Parameter:
     parts = [start_of(copies[place], place)[start:stop] for place, start, stop in tensor.sources]
     param = nn.Parameter(torch.cat(parts).view(tensor.shape))
     vars(param).update(tensor.attributes)
     return param
 
 
-def _joined(row: Row, tensor: Piece) -> Tensor | None:
+def _joined(row: Row, tensor: ProbeSlice) -> Tensor | None:
     parts = [(row[place], start, stop) for place, start, stop in tensor.sources]
     found = [gradient[start:stop] for gradient, start, stop in parts if gradient is not None]
     return torch.cat(found).view(tensor.shape) if len(found) == len(parts) else None
 
 
 def _groups(
-    copies: Sequence[Copy], rank: list[Piece], params: list[nn.Parameter]
+    copies: Sequence[Copy], rank: list[ProbeSlice], params: list[nn.Parameter]
 ) -> tuple[list[dict[str, Any]], list[tuple[int, nn.Parameter]]]:
     """The groups of one rank. Where slices are given, a rank that lacks parameters of a group has a parameter without
     elements there, as in the engine."""
