@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shoal.job.errors import did_you_mean
 from shoal.layout.blocks import blocks
 from shoal.layout.cost import cost
-from shoal.layout.recorded import Question, Trace, TracedCall
+from shoal.layout.recorded import Trace, TracedCall, ValueRead
 from shoal.layout.wires import ValueLifetimes, Wire
 
 
@@ -193,7 +193,7 @@ def chain(trace: Trace) -> Chain:
     )  # fmt: skip
 
 
-def _branch_before(crossing: ValueLifetimes, start: int) -> Question | None:
+def _branch_before(crossing: ValueLifetimes, start: int) -> ValueRead | None:
     """A value that one stage alone has, and that the code between pieces reads before an operation."""
     for question in crossing.trace.questions:
         inside = any(question.module == path or question.module.startswith(path + ".") for path in crossing.order)

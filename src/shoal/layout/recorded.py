@@ -108,7 +108,7 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class ValueRead:
     """A place where the model's code reads the value of a tensor, as a branch does."""
 
     op: int
@@ -139,7 +139,7 @@ class Trace:
     model_stop: int
     """Number of the first operation after the model: the loss."""
     attention: list[Attention] = field(default_factory=list)
-    questions: list[Question] = field(default_factory=list)
+    questions: list[ValueRead] = field(default_factory=list)
     sized_calls: list[NotedCall] = field(default_factory=list)
     """Calls of functions that name sizes, in order."""
     constants: dict[int, str] = field(default_factory=dict)

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from shoal.job import Job
 from shoal.job.facts import build_without_memory
 from shoal.job.own_code import built, naming_the_line
-from shoal.layout.recorded import Attention, Op, Question, Ref, Trace, TracedCall, Value
+from shoal.layout.recorded import Attention, Op, Ref, Trace, TracedCall, Value, ValueRead
 from shoal.layout.tensor.sized_calls import SizedCalls
 
 READS_VALUES = (torch.ops.aten._local_scalar_dense, torch.ops.aten.equal, torch.ops.aten.is_nonzero)
@@ -49,7 +49,7 @@ class Recorder(TorchDispatchMode):
         self.ops: list[Op] = []
         self.calls: list[TracedCall] = []
         self.open: list[TracedCall] = []
-        self.questions: list[Question] = []
+        self.questions: list[ValueRead] = []
         self.constants: dict[int, str] = {}
         self._known: dict[int, int] = {}
         self._alive: list[torch.Tensor] = []
@@ -94,7 +94,7 @@ class Recorder(TorchDispatchMode):
             if getattr(func, "overloadpacket", None) in READS_VALUES:
                 learned = any(self.values[value].learned for value in inputs)
                 where = self.open[-1].path if self.open else ""
-                self.questions.append(Question(len(self.ops), where, learned, inputs))
+                self.questions.append(ValueRead(len(self.ops), where, learned, inputs))
             return result  # A question about a tensor, such as its device.
         learned = any(self.values[value].learned for value in inputs)
         number = len(self.ops)
