@@ -26,8 +26,8 @@ from shoal.job import Job, TensorData
 from shoal.layout.chain import chain
 from shoal.layout.experts.listed import like_members
 from shoal.layout.experts.stacked import stacked_count
-from shoal.layout.recorded import Attention as AttentionCall
 from shoal.layout.recorded import Op, Trace, Value
+from shoal.layout.recorded import TracedAttention as AttentionCall
 from shoal.layout.trace import trace
 
 

@@ -17,7 +17,8 @@ from torch import nn
 from shoal.layout.blocks import blocks
 from shoal.layout.cuts import Cut
 from shoal.layout.global_view import CannotFollow, factors, follow, is_regular
-from shoal.layout.recorded import Attention, Op, Trace
+from shoal.layout.recorded import Op, Trace
+from shoal.layout.recorded import TracedAttention as Attention
 from shoal.layout.recorded import TracedCall as Call
 from shoal.layout.tensor.segments import NeedsSegments, Refuted
 from shoal.layout.tensor.spread import Graph

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from shoal.layout.cuts import Cut
-from shoal.layout.recorded import Attention, Op
+from shoal.layout.recorded import Op, TracedAttention
 from shoal.layout.tensor.dims import bind
 from shoal.layout.tensor.segments import NeedsSegments, Refuted
 from shoal.layout.tensor.spread import READS_SIZES_ONLY, Graph
@@ -65,7 +65,7 @@ class Walk:
 
 
 def follow(
-    graph: Graph, ops: Iterable[Op], cuts: dict[int, Cut], length: int, *, attention: Sequence[Attention] = ()
+    graph: Graph, ops: Iterable[Op], cuts: dict[int, Cut], length: int, *, attention: Sequence[TracedAttention] = ()
 ) -> Walk:
     """Follows `cuts` through the operations. `attention`: calls of `scaled_dot_product_attention` among them, which
     are taken as one operation each."""

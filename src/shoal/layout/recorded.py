@@ -92,7 +92,7 @@ class TracedCall:
 
 
 @dataclass(slots=True)
-class Attention:
+class TracedAttention:
     """One call of `scaled_dot_product_attention`, whatever operations it is made of."""
 
     first: int
@@ -138,7 +138,7 @@ class Trace:
     loss: int | None
     model_stop: int
     """Number of the first operation after the model: the loss."""
-    attention: list[Attention] = field(default_factory=list)
+    attention: list[TracedAttention] = field(default_factory=list)
     questions: list[ValueRead] = field(default_factory=list)
     sized_calls: list[NotedCall] = field(default_factory=list)
     """Calls of functions that name sizes, in order."""

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from shoal.job import Job
 from shoal.job.facts import build_without_memory
 from shoal.job.own_code import built, naming_the_line
-from shoal.layout.recorded import Attention, Op, Ref, Trace, TracedCall, Value, ValueRead
+from shoal.layout.recorded import Op, Ref, Trace, TracedAttention, TracedCall, Value, ValueRead
 from shoal.layout.tensor.sized_calls import SizedCalls
 
 READS_VALUES = (torch.ops.aten._local_scalar_dense, torch.ops.aten.equal, torch.ops.aten.is_nonzero)
@@ -157,7 +157,7 @@ class _AttentionCalls(TorchFunctionMode):
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self.recorder = recorder
-        self.found: list[Attention] = []
+        self.found: list[TracedAttention] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -169,7 +169,7 @@ class _AttentionCalls(TorchFunctionMode):
         output = func(*args, **kwargs)
         value, mask = self.recorder.value_of, given.get("attn_mask")
         self.found.append(
-            Attention(
+            TracedAttention(
                 first, len(self.recorder.ops), value(given["query"]), value(given["key"]), value(given["value"]),
                 None if mask is None else value(mask), bool(given.get("is_causal")), value(output),
                 self.recorder.open[-1].path if self.recorder.open else "",
