@@ -40,7 +40,7 @@ class CannotTrace(ValueError):
     """The model cannot be called on a sample of its own data."""
 
 
-class Recorder(TorchDispatchMode):
+class OpRecorder(TorchDispatchMode):
     """Sees every operation and writes it down."""
 
     def __init__(self) -> None:
@@ -154,7 +154,7 @@ def _digest(tensor: torch.Tensor) -> str:
 class _AttentionCalls(TorchFunctionMode):
     """Notes each call of attention; below this level it may be one operation or a dozen."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: OpRecorder) -> None:
         super().__init__()
         self.recorder = recorder
         self.found: list[TracedAttention] = []
@@ -179,7 +179,7 @@ class _AttentionCalls(TorchFunctionMode):
 
 
 @contextmanager
-def _watching(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+def _watching(model: nn.Module, recorder: OpRecorder) -> Iterator[None]:
     """Tells the recorder of every module's call."""
     hooks = []
     for path, module in model.named_modules():
@@ -261,7 +261,7 @@ def _is_fake(model: nn.Module) -> bool:
 
 
 def _record(job: Job, model: nn.Module, batch: dict[str, torch.Tensor], samples: int, fake: bool) -> Trace:
-    recorder = Recorder()
+    recorder = OpRecorder()
     parameters, buffers = recorder.enter_state(model)
     for name, entry in batch.items():
         recorder.value_of(entry, "batch", name)

@@ -27,7 +27,7 @@ from shoal.layout.global_view import SIZED, Step, Walk, follow
 from shoal.layout.recorded import Op, Ref, Trace
 from shoal.layout.tensor.dims import bind
 from shoal.layout.tensor.spread import Graph
-from shoal.layout.trace import Recorder
+from shoal.layout.trace import OpRecorder
 
 if TYPE_CHECKING:
     from shoal.parallel.context.cut import SequenceCut
@@ -140,7 +140,7 @@ class GlobalView(TorchFunctionMode):
 
     def _followed(self, func: Any, leaves: list[Any], shape: TreeSpec) -> _Program | None:
         """The function as operations; None if it looks at values, and so needs its arguments in full."""
-        mode, recorder = FakeTensorMode(allow_non_fake_inputs=True), Recorder()
+        mode, recorder = FakeTensorMode(allow_non_fake_inputs=True), OpRecorder()
         made: dict[int, torch.Tensor] = {}
         # Recomputation counts what is saved and remembers operations; these are no part of the forward.
         with _disable_current_modes(), torch.no_grad(), mode:
