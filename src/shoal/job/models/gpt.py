@@ -34,7 +34,7 @@ class GPTConfig:
             raise ValueError(f"hidden is {self.hidden}, which does not divide by heads, {self.heads}")
 
 
-class Attention(nn.Module):
+class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.head_dim = config.hidden // config.heads
@@ -66,7 +66,7 @@ class Block(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.hidden)
-        self.attention = Attention(config)
+        self.attention = CausalSelfAttention(config)
         self.mlp_norm = nn.LayerNorm(config.hidden)
         self.mlp = MLP(config)
 
