@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from shoal.analysis.aten import FREE, operator_of
 from shoal.analysis.network import Network, NetworkBuilder
 from shoal.analysis.operator import Operator
-from shoal.analysis.products import Attention
+from shoal.analysis.products import AttentionProduct
 from shoal.analysis.reductions import Loss, Softmax
 from shoal.job import Job, TensorData
 from shoal.layout.chain import chain
@@ -113,7 +113,7 @@ class _Walk:
 
     def _attend(self, call: AttentionCall) -> None:
         query, key, value = (self.value(number).shape for number in (call.query, call.key, call.value))
-        operator = Attention(
+        operator = AttentionProduct(
             samples=prod(query[:-3]), heads=query[-3] if len(query) > 2 else 1,
             kv_heads=key[-3] if len(key) > 2 else 1, queries=query[-2], keys=key[-2], head_dim=query[-1],
             value_dim=value[-1], causal=call.causal,

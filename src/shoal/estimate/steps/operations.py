@@ -14,7 +14,7 @@ from shoal.analysis.elementwise import Activation, Concatenation
 from shoal.analysis.lookup import Embedding
 from shoal.analysis.network import Network
 from shoal.analysis.operator import ELEMENT_BYTES, Operator
-from shoal.analysis.products import Attention, FullyConnected, MatrixProduct
+from shoal.analysis.products import AttentionProduct, FullyConnected, MatrixProduct
 from shoal.analysis.reductions import BatchNorm, LayerNorm, Loss, Pooling, Softmax
 from shoal.estimate.steps.machine import Machine
 
@@ -106,7 +106,7 @@ def _operation(operator: Operator, name: str, piece: str) -> Operation:
                 kind="linear", name=name, piece=piece, count=operator.batch, rows=operator.rows,
                 columns=operator.columns, inner=operator.inner,
             )  # fmt: skip
-        case Attention():
+        case AttentionProduct():
             # Timed under a causal mask, which leaves half of the scores.
             whole = 1.0 if operator.causal else 2.0
             return Operation(
