@@ -24,7 +24,7 @@ from shoal.job.groups import Options, no_options
 from shoal.job.kept import exact, holds_parameters, is_plain
 from shoal.job.pointwise import OptimizerFactory, Watch, looks_at_shapes
 from shoal.job.probe_layouts import CUTS, Copy, Layout, Row, alone, copies_of, full, gradients, shrunk, sliced
-from shoal.job.probe_run import MIDDLE, Run, tensors_in
+from shoal.job.probe_run import MIDDLE, ProbeRun, tensors_in
 
 Kind = Literal["elementwise", "parameter", "coupled"]
 
@@ -121,7 +121,7 @@ def _known(factory: OptimizerFactory, copies: list[Copy]) -> Probe | None:
     return Probe(kind="elementwise", **run.described())
 
 
-def _reference(factory: OptimizerFactory, copies: list[Copy]) -> tuple[Run, list[Row], list[list[Tensor]], Watch]:
+def _reference(factory: OptimizerFactory, copies: list[Copy]) -> tuple[ProbeRun, list[Row], list[list[Tensor]], Watch]:
     """One optimiser over all copies, the gradients it was given, and the copies after every step. One that fails in
     steps that a plain loop may never make (counters set forward, parameters without a gradient) is spared these."""
     run = built(factory, copies)
@@ -139,7 +139,7 @@ def _reference(factory: OptimizerFactory, copies: list[Copy]) -> tuple[Run, list
     raise _refusal(factory, copies, run.name, trouble) from trouble
 
 
-def _forgets(factory: OptimizerFactory, reference: Run, rows: list[Row], wanted: list[list[Tensor]]) -> bool:
+def _forgets(factory: OptimizerFactory, reference: ProbeRun, rows: list[Row], wanted: list[list[Tensor]]) -> bool:
     """Whether a run that is resumed in the middle departs from the unbroken one, by a bit or by an error."""
     try:
         after = reference.resumed(factory).train(rows[MIDDLE:STEPS])
@@ -152,9 +152,9 @@ def _jumps(steps: int) -> dict[int, int]:
     return dict(zip(range(STEPS, steps), JUMPS, strict=False))
 
 
-def built(factory: OptimizerFactory, copies: list[Copy]) -> Run:
+def built(factory: OptimizerFactory, copies: list[Copy]) -> ProbeRun:
     try:
-        return Run(factory, copies, full(copies))
+        return ProbeRun(factory, copies, full(copies))
     except JobError:
         raise
     except Exception as error:
@@ -184,13 +184,13 @@ def _refusal(factory: OptimizerFactory, copies: list[Copy], name: str, error: Ex
 
 def _differs(
     factory: OptimizerFactory, copies: list[Copy], layout: Layout, rows: list[Row], wanted: list[list[Tensor]],
-    reference: Run,
+    reference: ProbeRun,
 ) -> str:  # fmt: skip
     """How another layout departs from the reference; empty if it does not."""
     single = len(layout) == len(copies) and all(len(rank) == 1 for rank in layout)
     how = "by an optimiser of its own" if single else "in slices"
     try:
-        run = Run(factory, copies, layout)
+        run = ProbeRun(factory, copies, layout)
         tolerance = reference.tolerance()
         run.counters = reference.counters
         for after, expected in zip(run.stepping(rows, jumps=_jumps(len(rows))), wanted, strict=True):

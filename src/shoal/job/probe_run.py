@@ -24,7 +24,7 @@ MIDDLE = 8
 """After this number of steps a run can be resumed."""
 
 
-class Run:
+class ProbeRun:
     """Optimisers over one layout of the copies, all starting alike."""
 
     def __init__(self, factory: OptimizerFactory, copies: Sequence[Copy], layout: Layout) -> None:
@@ -106,9 +106,9 @@ class Run:
         }  # fmt: skip
         return copied(([param.detach() for param in params], [state_of(optimizer, p) for p in params], shared))
 
-    def resumed(self, factory: OptimizerFactory) -> Run:
+    def resumed(self, factory: OptimizerFactory) -> ProbeRun:
         """A new optimiser that is given what the checkpoint of the middle would hold."""
-        fresh = Run(factory, self.copies, self.layout)
+        fresh = ProbeRun(factory, self.copies, self.layout)
         values, states, shared = copied(self.snapshot)
         optimizer = fresh.optimizers[0]
         for param, value, state in zip(fresh.params[0], values, states, strict=True):
