@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from shoal.layout.cuts import Cut
 from shoal.layout.tensor.projections import Projection, operands, same_tensor
 from shoal.layout.tensor.segments import Refuted
-from shoal.layout.tensor.spread import Graph, Spread, Spreading
+from shoal.layout.tensor.spread import CutPropagation, Graph, Spreading
 
 ATTENTION = ("softmax", "scaled_dot_product")
 
@@ -59,7 +59,7 @@ class Finder:
         uncut = {self._weight(path): "is cut in another region" for path in self.placed}
         uncut |= {self._weight(path): why for path, why in self.never.items()} | self.taken
         sum_at = [number for number, path in self.path_of.items() if path not in self.never_rows]
-        spread = Spread(self.graph, sum_at=sum_at, uncut=uncut)
+        spread = CutPropagation(self.graph, sum_at=sum_at, uncut=uncut)
         spreading = spread.run({value: Cut(dim, (self.graph.values[value].shape[dim],))})
         columns, rows = self._roles(spreading)
         if not rows:

@@ -116,7 +116,7 @@ class Spreading:
         return math.gcd(*(segment for cut in self.cuts.values() for segment in cut.segments), *self.units)
 
 
-class Spread:
+class CutPropagation:
     """Follows cuts until nothing more follows."""
 
     def __init__(self, graph: Graph, *, sum_at: Iterable[int], uncut: Mapping[int, str] | None = None) -> None:
