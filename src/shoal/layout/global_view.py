@@ -32,7 +32,7 @@ class CannotFollow(ValueError):
 
 
 @dataclass(slots=True)
-class Step:
+class PlacedOp:
     """One operation, and what happens to its operands before it."""
 
     op: Op
@@ -59,7 +59,7 @@ class Walk:
     length: int
     """Positions of the full sequence."""
     cuts: dict[int, Cut]
-    steps: list[Step] = field(default_factory=list)
+    steps: list[PlacedOp] = field(default_factory=list)
     copies: set[int] = field(default_factory=set)
     """Values that share memory with a gathered copy."""
 
@@ -83,8 +83,8 @@ def follow(
     return walk
 
 
-def _step(graph: Graph, op: Op, walk: Walk) -> Step:
-    step = Step(op)
+def _step(graph: Graph, op: Op, walk: Walk) -> PlacedOp:
+    step = PlacedOp(op)
     given = [value for value in dict.fromkeys(op.inputs) if value in walk.cuts]
     writes = op.overload._schema.is_mutable
     if not given:
@@ -120,7 +120,7 @@ def _where(op: Op, what: str) -> str:
     return f"{op.module or 'the model itself'} ({op.name}) {what}"
 
 
-def _share(op: Op, step: Step, walk: Walk) -> None:
+def _share(op: Op, step: PlacedOp, walk: Walk) -> None:
     """Notes results that are views of a gathered copy."""
     if any(value in step.gathered or value in walk.copies for value in op.inputs):
         returns = op.overload._schema.returns
@@ -128,7 +128,7 @@ def _share(op: Op, step: Step, walk: Walk) -> None:
             walk.copies.update(op.outputs)
 
 
-def _one_more(graph: Graph, op: Op, kept: dict[int, Cut], step: Step, length: int) -> tuple[int, str] | None:
+def _one_more(graph: Graph, op: Op, kept: dict[int, Cut], step: PlacedOp, length: int) -> tuple[int, str] | None:
     """An operand that must be gathered, and why; None if the operation runs on the parts."""
     for value, cut in kept.items():
         try:
@@ -158,7 +158,7 @@ def _one_more(graph: Graph, op: Op, kept: dict[int, Cut], step: Step, length: in
     return None
 
 
-def _attends(graph: Graph, op: Op, step: Step, walk: Walk) -> bool:
+def _attends(graph: Graph, op: Op, step: PlacedOp, walk: Walk) -> bool:
     """Whether this is attention of the sequence to itself: queries, keys and values are cut along it alike."""
     call = bind(op, graph.values)
     read = [call.named[name].value for name in ("query", "key", "value")]

@@ -23,7 +23,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shoal.layout.cuts import Cut
-from shoal.layout.global_view import SIZED, Step, Walk, follow
+from shoal.layout.global_view import SIZED, PlacedOp, Walk, follow
 from shoal.layout.recorded import Op, Ref, Trace
 from shoal.layout.tensor.dims import bind
 from shoal.layout.tensor.spread import Graph
@@ -40,7 +40,7 @@ MOST_PROGRAMS = 4096
 class _Program:
     """A function with certain arguments, as operations on parts."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[PlacedOp, ...]
     inputs: tuple[tuple[int, int], ...]
     """(leaf of the arguments, value)."""
     results: tuple[Any, ...]
@@ -194,7 +194,7 @@ class GlobalView(TorchFunctionMode):
         full: torch.Tensor = self.full(x)
         return full
 
-    def _run_step(self, step: Step, operands: dict[int, Any], program: _Program) -> list[Any]:
+    def _run_step(self, step: PlacedOp, operands: dict[int, Any], program: _Program) -> list[Any]:
         op = step.op
         if step.attends:
             return [self._attend_fused(op, operands, program), *([None] * (len(op.outputs) - 1))]
