@@ -36,7 +36,7 @@ LAYOUT_ONLY = frozenset("clone view _unsafe_view _reshape_alias reshape detach a
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ReplayedOp:
     """What is compared of an operation."""
 
     name: str
@@ -45,14 +45,14 @@ class Step:
     free: bool = False
     """Nobody reads what it gives, so that it may be anything."""
 
-    def agrees(self, got: Step) -> bool:
+    def agrees(self, got: ReplayedOp) -> bool:
         return got.name == self.name and (self.free or (got.shapes == self.shapes and got.numbers == self.numbers))
 
 
 class _Steps(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[Step] = []
+        self.found: list[ReplayedOp] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -64,7 +64,7 @@ class _Steps(TorchDispatchMode):
                 begin, size = (args[2] if len(args) > 2 else 0), args[0].shape[args[1] if len(args) > 1 else 0]
                 start = slice(begin, None).indices(size)[0]
             shapes = tuple(tuple(int(size) for size in leaf.shape) for leaf in outputs)
-            self.found.append(Step(name, shapes, _numbers(func, args, start)))
+            self.found.append(ReplayedOp(name, shapes, _numbers(func, args, start)))
         return result
 
 
@@ -77,7 +77,7 @@ def _numbers(func: Any, args: Any, start: int | None) -> tuple[Any, ...]:
     return tuple(leaf for leaf in args if isinstance(leaf, float))
 
 
-def expected(graph: Graph, call: TracedCall, cuts: Mapping[int, Cut], times: int) -> list[Step]:
+def expected(graph: Graph, call: TracedCall, cuts: Mapping[int, Cut], times: int) -> list[ReplayedOp]:
     """What the call's operations should give with all cut dimensions so many times as large."""
 
     def local(value: int) -> tuple[int, ...]:
@@ -87,10 +87,12 @@ def expected(graph: Graph, call: TracedCall, cuts: Mapping[int, Cut], times: int
     steps = []
     for op in graph.ops[call.first : call.stop]:
         if op.name not in LAYOUT_ONLY and not graph.live[op.number]:
-            steps.append(Step(op.name, free=True))
+            steps.append(ReplayedOp(op.name, free=True))
         elif op.name not in LAYOUT_ONLY:
             start = _start(op, graph, cuts, times) if op.name == "slice" else None
-            steps.append(Step(op.name, tuple(local(v) for v in op.outputs), _numbers(op.overload, op.args, start)))
+            steps.append(
+                ReplayedOp(op.name, tuple(local(v) for v in op.outputs), _numbers(op.overload, op.args, start))
+            )
     return steps
 
 
@@ -143,7 +145,7 @@ class Replay:
         resized: Rehearsed | None,
         *,
         training: bool = True,
-    ) -> tuple[list[Step], bool]:
+    ) -> tuple[list[ReplayedOp], bool]:
         steps = _Steps()
         by_name = {self.graph.values[v].name: cut for v, cut in cuts.items() if self.graph.values[v].name}
         with ExitStack() as stack:
