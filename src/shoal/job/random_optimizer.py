@@ -27,7 +27,7 @@ from shoal.job.pointwise import OptimizerFactory
 
 
 @dataclass(frozen=True)
-class Stretch:
+class ParameterRange:
     """Elements of a named parameter inside a tensor that the optimiser updates."""
 
     name: str
@@ -55,7 +55,7 @@ class UpdateDraws:
         self._step, self._update = counter, 0
 
     @contextmanager
-    def update(self, params: Iterable[tuple[Tensor, Sequence[Stretch]]]) -> Iterator[None]:
+    def update(self, params: Iterable[tuple[Tensor, Sequence[ParameterRange]]]) -> Iterator[None]:
         """Around one call of the optimiser's step."""
         key = key_of(self.seed, self._step, self._update, -2)
         self._update += 1
@@ -109,7 +109,7 @@ class _Attributed(TorchDispatchMode):
 class _Placed(_Attributed):
     """Each element of a parameter draws its own."""
 
-    def __init__(self, params: Iterable[tuple[Tensor, Sequence[Stretch]]], numbers: Numbers, key: int) -> None:
+    def __init__(self, params: Iterable[tuple[Tensor, Sequence[ParameterRange]]], numbers: Numbers, key: int) -> None:
         given = list(params)
         super().__init__(param for param, _ in given)
         self.stretches = [stretches for _, stretches in given]

@@ -24,7 +24,7 @@ from torch import nn
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
 from shoal.comm.points import reach
-from shoal.job.random_optimizer import Stretch, UpdateDraws
+from shoal.job.random_optimizer import ParameterRange, UpdateDraws
 from shoal.layout.cuts import TensorPart
 from shoal.parallel.batch_norm import release
 from shoal.parallel.buffers import BufferExchange
@@ -313,13 +313,13 @@ class Engine:
         """Around the optimiser's own step: what it draws has a place."""
         return nullcontext() if self.update_draws is None else self.update_draws.update(self._drawn_for())
 
-    def _drawn_for(self) -> Iterator[tuple[torch.Tensor, list[Stretch]]]:
+    def _drawn_for(self) -> Iterator[tuple[torch.Tensor, list[ParameterRange]]]:
         for param, pieces in self.optimizer.contents():
             stretches = []
             for at, piece in pieces:
                 part = self.part_of(piece.name)
                 whole, held = self.shapes[piece.name][0], None if part is None else part.of
-                stretches.append(Stretch(piece.name, whole, held, piece.start, piece.values.numel(), at))
+                stretches.append(ParameterRange(piece.name, whole, held, piece.start, piece.values.numel(), at))
             yield param, stretches
 
     def _optimizer(self, apart: frozenset[str]) -> SlicedOptimizer:
