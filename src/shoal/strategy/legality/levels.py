@@ -4,14 +4,14 @@ whom.
 
 from __future__ import annotations
 
-from shoal.strategy.legality.rule import Breach, Case, Table, divisors
+from shoal.strategy.legality.rule import Breach, Case, RuleTable, divisors
 from shoal.strategy.terms.axes import dp, ensemble, pp
 from shoal.strategy.terms.modifiers import amp
 from shoal.strategy.terms.numerals import count, counted
 from shoal.strategy.terms.sync import asp, bsp, gossip, softsync, ssp
 from shoal.strategy.terms.via import allreduce
 
-rule = Table()
+rule = RuleTable()
 
 LOOSE = (softsync, ssp, asp)
 """Synchronisations in which a replica does not wait for all others, so that no collective can carry them."""

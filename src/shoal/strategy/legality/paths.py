@@ -5,7 +5,7 @@ on each.
 from __future__ import annotations
 
 from shoal.strategy.legality.levels import LOOSE, composites_around, is_composite
-from shoal.strategy.legality.rule import Breach, Case, Table
+from shoal.strategy.legality.rule import Breach, Case, RuleTable
 from shoal.strategy.terms.axes import dp
 from shoal.strategy.terms.compress import CompressTerm, hitopk, mstopk, none, topk
 from shoal.strategy.terms.modifiers import amp, offload
@@ -13,7 +13,7 @@ from shoal.strategy.terms.numerals import count, counted
 from shoal.strategy.terms.sync import asp, bsp, gossip, hogwild
 from shoal.strategy.terms.via import allreduce, ps, shared
 
-rule = Table()
+rule = RuleTable()
 
 
 @rule(

@@ -104,7 +104,7 @@ class Rule(NamedTuple):
                 yield breach
 
 
-class Table:
+class RuleTable:
     """Rows of rules, filled by decorating their functions; the function's name is the rule's."""
 
     def __init__(self) -> None:
