@@ -27,7 +27,7 @@ FIRST: tuple[Literal["F"], Literal["B"]] = ("F", "B")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rule:
+class PriorityRule:
     """What a rank does when it could do several things."""
 
     first: Literal["F", "B"]
@@ -44,7 +44,7 @@ def zero_bubble(*, held: Sequence[Sequence[int]], micro: int) -> list[list[Told]
     if chunks == 1:
         return [_one_chunk(rank, ranks, micro) for rank in range(ranks)]
     bounds = sorted({chunks, ranks, ranks * chunks // 2, ranks * (chunks - 1), WITHOUT_BOUND})
-    rules = [Rule(first=first, most_owed=bound) for first in FIRST for bound in bounds]
+    rules = [PriorityRule(first=first, most_owed=bound) for first in FIRST for bound in bounds]
     found = [_Scheduler(held=held, micro=micro, rule=rule).run() for rule in rules]
     return min(found, key=lambda one: one[0])[1]
 
@@ -101,7 +101,7 @@ def _v_order(rank: int, ranks: int, micro: int) -> list[Told]:
 class _Scheduler:
     """Unit by unit, every rank picks the best of what it can do now."""
 
-    def __init__(self, *, held: Sequence[Sequence[int]], micro: int, rule: Rule) -> None:
+    def __init__(self, *, held: Sequence[Sequence[int]], micro: int, rule: PriorityRule) -> None:
         self.held = held
         self.micro = micro
         self.rule = rule
