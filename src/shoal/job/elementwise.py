@@ -22,7 +22,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from shoal.job.errors import JobError
 from shoal.job.groups import Options, no_options
 from shoal.job.kept import exact, holds_parameters, is_plain
-from shoal.job.pointwise import OptimizerFactory, Watch, looks_at_shapes
+from shoal.job.pointwise import OptimizerFactory, PointwiseCheck, looks_at_shapes
 from shoal.job.probe_layouts import CUTS, Copy, Layout, Row, alone, copies_of, full, gradients, shrunk, sliced
 from shoal.job.probe_run import MIDDLE, ProbeRun, tensors_in
 
@@ -121,16 +121,18 @@ def _known(factory: OptimizerFactory, copies: list[Copy]) -> Probe | None:
     return Probe(kind="elementwise", **run.described())
 
 
-def _reference(factory: OptimizerFactory, copies: list[Copy]) -> tuple[ProbeRun, list[Row], list[list[Tensor]], Watch]:
+def _reference(
+    factory: OptimizerFactory, copies: list[Copy]
+) -> tuple[ProbeRun, list[Row], list[list[Tensor]], PointwiseCheck]:
     """One optimiser over all copies, the gradients it was given, and the copies after every step. One that fails in
     steps that a plain loop may never make (counters set forward, parameters without a gradient) is spared these."""
     run = built(factory, copies)
     if run.needs_closure:
         rows = gradients(copies, STEPS + len(JUMPS), absent=False)[:STEPS]
-        return run, rows, run.train(rows), Watch()
+        return run, rows, run.train(rows), PointwiseCheck()
     trouble: Exception | None = None
     for steps, absent in product((STEPS + len(JUMPS), STEPS), (True, False)):
-        rows, watch = gradients(copies, steps, absent=absent), Watch()
+        rows, watch = gradients(copies, steps, absent=absent), PointwiseCheck()
         try:
             return run, rows, run.train(rows, jumps=_jumps(steps), watch=watch), watch
         except Exception as error:

@@ -35,7 +35,7 @@ LENGTHS = (1, 7, 1000)
 STEPS = 3
 
 
-class Watch(TorchDispatchMode):
+class PointwiseCheck(TorchDispatchMode):
     """Names the first operation that computes an element from others; records all of them where asked to."""
 
     def __init__(self, *, recording: bool = False) -> None:
@@ -131,7 +131,7 @@ def _recorded(optimizer: OptimizerFactory, shape: tuple[int, ...], options: dict
     with FakeTensorMode(allow_non_fake_inputs=True):
         param = nn.Parameter(torch.empty(shape, dtype=dtype))
         running = optimizer([{"params": [param], **options}])
-        with Watch(recording=True) as watch:
+        with PointwiseCheck(recording=True) as watch:
             for _ in range(STEPS):
                 param.grad = torch.empty(shape, dtype=dtype)
                 running.step()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shoal.job.errors import JobError
 from shoal.job.kept import common, copied, exact, holders, holds_parameters, is_plain, layers, put_state, state_of
-from shoal.job.pointwise import OptimizerFactory, Watch
+from shoal.job.pointwise import OptimizerFactory, PointwiseCheck
 from shoal.job.probe_layouts import Copy, Layout, ProbeSlice, Row, start_of
 
 TOLERANCE = 1e-12
@@ -57,7 +57,7 @@ class ProbeRun:
         return list(self.stepping(rows, **how))
 
     def stepping(
-        self, rows: Sequence[Row], *, jumps: Mapping[int, int] | None = None, watch: Watch | None = None,
+        self, rows: Sequence[Row], *, jumps: Mapping[int, int] | None = None, watch: PointwiseCheck | None = None,
         sparse: bool = False, closure: bool = False,
     ) -> Iterator[list[Tensor]]:  # fmt: skip
         """Steps once for each row of gradients and gives the copies. `jumps`: at which steps counters are set forward,
