@@ -35,7 +35,7 @@ class Stacked:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Routed:
+class RoutedArguments:
     """The three tensors of a call, and how to make the same call with others."""
 
     hidden: torch.Tensor
@@ -59,7 +59,7 @@ def stacked_count(module: nn.Module) -> int:
     return count if count >= 2 and any(param.dim() >= 2 for param in params) else 0
 
 
-def routed(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Routed | None:
+def routed(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RoutedArguments | None:
     """Tokens, numbers and weights among the arguments, told apart by type and shape; None if it is no such call."""
     given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
     indices = [value for value in given if value.dtype in (torch.int64, torch.int32) and value.dim() == 2]
@@ -75,7 +75,7 @@ def routed(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Routed | None:
     hidden = floats[0] if weights is floats[1] else floats[1]
     if hidden.shape[0] != index.shape[0]:
         return None
-    return Routed(hidden=hidden, index=index, weights=weights, args=args, kwargs=kwargs)
+    return RoutedArguments(hidden=hidden, index=index, weights=weights, args=args, kwargs=kwargs)
 
 
 @contextmanager
@@ -118,7 +118,7 @@ def why_not_stacked(module: nn.Module, count: int, call: MemberCall) -> Stacked 
         module.train(was_training)
 
 
-def _tried(module: nn.Module, count: int, found: Routed) -> Stacked | str:
+def _tried(module: nn.Module, count: int, found: RoutedArguments) -> Stacked | str:
     hidden, weights, index = found.hidden, found.weights, found.index
     whole = _asked(module, found, index, weights)
     slots = [_asked(module, found, index[:, k : k + 1], weights[:, k : k + 1]) for k in range(index.shape[1])]
@@ -142,7 +142,7 @@ def _tried(module: nn.Module, count: int, found: Routed) -> Stacked | str:
     )
 
 
-def _asked(module: nn.Module, found: Routed, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _asked(module: nn.Module, found: RoutedArguments, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     # Copies: the module may change what it is given.
     return found.call(module.forward, hidden=found.hidden.clone(), index=index.clone(), weights=weights.clone())
 
@@ -159,7 +159,7 @@ def _fits(
     count: int,
     few: int,
     names: tuple[str, ...],
-    found: Routed,
+    found: RoutedArguments,
     index: torch.Tensor,
     expected: list[torch.Tensor],
 ) -> bool:
