@@ -127,7 +127,7 @@ def ledger_of(
 
 
 @dataclass(slots=True)
-class Call:
+class LastCall:
     """The last collective a group entered: what a late rank is recognised by."""
 
     number: int
@@ -141,7 +141,7 @@ class Book:
 
     def __init__(self) -> None:
         self.phase = "setup"
-        self.last: dict[str, Call] = {}
+        self.last: dict[str, LastCall] = {}
         self._entered: dict[tuple[str, str, str], list[int]] = {}
         """(axis, phase, kind) -> calls, messages, bytes."""
 
@@ -165,7 +165,7 @@ class Book:
         entry[2] += cost.bytes
         last = self.last.get(group)
         number = last.number + 1 if last else 1
-        self.last[group] = Call(number, kind, self.phase, time.monotonic())
+        self.last[group] = LastCall(number, kind, self.phase, time.monotonic())
 
     def forget(self, group: str) -> None:
         """A group that is no more is late for nothing."""
