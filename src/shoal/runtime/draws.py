@@ -18,8 +18,9 @@ from torch import nn
 
 from shoal.job import Job
 from shoal.job.draw_places import Places, draw_places
+from shoal.job.draw_plan import Cuts
 from shoal.job.random_optimizer import ParameterRange, UpdateDraws
-from shoal.job.randomness import Cuts, Randomness
+from shoal.job.randomness import Randomness
 from shoal.layout.experts.rehearsal import ParametersKept, random_state, rehearsing, set_random_state
 from shoal.layout.held_outside import Outside
 from shoal.parallel.engine import Engine

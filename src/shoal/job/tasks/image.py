@@ -1,5 +1,5 @@
 """The task `image`: a VGG or a ResNet, both with batch norm, learns MNIST's digits.
-SGD with momentum, the setting in which batch size, batch norm and the order of reductions show most plainly.
+SGD with momentum, where batch size, batch norm and the order of reductions affect the result most.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The task `language`: a byte-level GPT learns the sources of Python's standard library. AdamW with decay on
-matrices only, warm-up and cosine, clipping: the settings of the field, at a size that fits the machine.
+"""The task `language`: a byte-level GPT learns the sources of Python's standard library. AdamW with weight decay on
+matrices only, warm-up and cosine, clipping: the usual settings, at a size that fits the machine.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ SIZES = {
 
 
 def language(size: str = "tiny", *, ignore_fraction: float = 0.0, **changes: Any) -> Job:
-    """The job at one size. `ignore_fraction` leaves that part of the training targets uncounted, unevenly;
+    """The job at one size. `ignore_fraction` masks that fraction of the training targets, unevenly over samples;
     `changes` replace fields of the Job.
     """
     settings = SIZES[size]
