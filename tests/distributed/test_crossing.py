@@ -56,9 +56,9 @@ def test_every_schedule_and_three_stages_train_the_model_of_one_process() -> Non
 @pytest.mark.parametrize(
     ("model", "stages", "why"),
     [
-        ("early", 4, "a result of add in Early is used behind it as well"),
+        ("early", 4, "a result of add in Early is also used after it"),
         ("late_counter", 2, "lies between two uses of the buffer steps, which the forward changes"),
-        ("one_norm", 3, r"blocks\.1 needs more than it is given|lies between two uses of the buffer blocks\.0\.norm"),
+        ("one_norm", 3, r"blocks\.1 needs more than its arguments|lies between two uses of the buffer blocks\.0\.norm"),
     ],
 )
 def test_a_cut_that_would_train_another_model_is_refused(model: str, stages: int, why: str) -> None:

@@ -1,9 +1,9 @@
 """One forward of a job, recorded operation by operation, without running it.
 
-The model is built of fake tensors (shapes without memory) and called once on a few samples, loss included. What
-comes out is a straight list of operations on values: what each reads, what it writes, in which module it happens.
-All that Shoal infers about a model (where it may be cut, and how) is read off this list. A model whose code looks
-at values (a mixture of experts that asks which expert was chosen) cannot run on fakes; it runs on real tensors.
+The model is built of fake tensors (shapes without memory) and called once on a few samples, loss included. The result
+is a flat list of operations on values: what each reads, what it writes, in which module. Everything that Shoal infers
+about a model (where and how it can be cut) is derived from this list. A model whose code branches on values (a mixture
+of experts that tests which expert was chosen) cannot run on fakes; it runs on real tensors.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from shoal.layout.tensor.sized_calls import SizedCalls
 
 READS_VALUES = (torch.ops.aten._local_scalar_dense, torch.ops.aten.equal, torch.ops.aten.is_nonzero)
 SAMPLES = 2
-"""Enough to tell a batch from a single sample."""
+"""Batch size of a trace: enough to distinguish a batch from a single sample."""
 LARGEST_CONSTANT = 1 << 17
-"""Elements of a constant tensor that counts by its values."""
+"""Largest constant tensor that is identified by its values."""
 
 
 class CannotTrace(ValueError):
@@ -41,7 +41,7 @@ class CannotTrace(ValueError):
 
 
 class OpRecorder(TorchDispatchMode):
-    """Sees every operation and writes it down."""
+    """Records every operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class OpRecorder(TorchDispatchMode):
         self._known[id(tensor)] = number
         if source == "constant":
             self.constants[number] = _digest(tensor)
-        self._alive.append(tensor)  # An identity means something only as long as its tensor lives.
+        self._alive.append(tensor)  # An id is unique only while its tensor is alive.
         return number
 
     def enter_state(self, model: nn.Module) -> tuple[dict[str, int], dict[str, int]]:
@@ -95,7 +95,7 @@ class OpRecorder(TorchDispatchMode):
                 learned = any(self.values[value].learned for value in inputs)
                 where = self.open[-1].path if self.open else ""
                 self.questions.append(ValueRead(len(self.ops), where, learned, inputs))
-            return result  # A question about a tensor, such as its device.
+            return result  # A query about a tensor, such as its device.
         learned = any(self.values[value].learned for value in inputs)
         number = len(self.ops)
         outputs = tuple(
@@ -128,7 +128,7 @@ class OpRecorder(TorchDispatchMode):
         call.bare = isinstance(output, torch.Tensor)
 
     def note_reached(self, loss: Any) -> None:
-        """Which values the gradient of the loss comes to, as far as it has one."""
+        """Marks the values that receive a gradient from the loss, if it has one."""
         if not isinstance(loss, torch.Tensor) or loss.grad_fn is None:
             return
         reached, ahead = {loss.grad_fn}, [loss.grad_fn]
@@ -141,7 +141,7 @@ class OpRecorder(TorchDispatchMode):
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    """Of a constant's values, where it has any; fakes of small constants keep them."""
+    """Digest of a constant's values, if it has any; fakes of small constants keep them."""
     real = getattr(tensor, "constant", None) if isinstance(tensor, FakeTensor) else tensor
     if real is None or real.is_meta or real.layout is not torch.strided or real.numel() > LARGEST_CONSTANT:
         return ""
@@ -152,7 +152,7 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 class _AttentionCalls(TorchFunctionMode):
-    """Notes each call of attention; below this level it may be one operation or a dozen."""
+    """Records each call of attention; below this level it may be one operation or a dozen."""
 
     def __init__(self, recorder: OpRecorder) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class _AttentionCalls(TorchFunctionMode):
 
 @contextmanager
 def _watching(model: nn.Module, recorder: OpRecorder) -> Iterator[None]:
-    """Tells the recorder of every module's call."""
+    """Reports every module call to the recorder."""
     hooks = []
     for path, module in model.named_modules():
         if type(module).forward is nn.Module.forward:
@@ -192,7 +192,7 @@ def _watching(model: nn.Module, recorder: OpRecorder) -> Iterator[None]:
         def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             recorder.leave(output)
 
-        # First of all pre-hooks: what those of the model make of the arguments belongs to the call.
+        # Run before the model's own pre-hooks: their changes to the arguments belong to the call.
         hooks.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
         hooks.append(module.register_forward_hook(after, with_kwargs=True))
     try:
@@ -203,7 +203,7 @@ def _watching(model: nn.Module, recorder: OpRecorder) -> Iterator[None]:
 
 
 def trace(job: Job, *, samples: int = SAMPLES, model: nn.Module | None = None) -> Trace:
-    """Records a forward of the job's model, on fakes where the model allows it."""
+    """Records a forward of the job's model, on fake tensors if the model allows it."""
     indices = np.arange(min(samples, len(job.train)))
     with naming_the_line(job, "train.batch(indices)"):
         batch = job.train.batch(indices)
@@ -226,7 +226,7 @@ def trace(job: Job, *, samples: int = SAMPLES, model: nn.Module | None = None) -
 
 @contextmanager
 def _quiet_fakes() -> Iterator[None]:
-    """What fails on fakes is run for real; PyTorch would log it with a traceback."""
+    """Suppresses PyTorch's log of failures on fakes: the model then runs on real tensors."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before = log.level
     log.setLevel(logging.CRITICAL)
@@ -237,7 +237,7 @@ def _quiet_fakes() -> Iterator[None]:
 
 
 def faked(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """The same model with fakes for its parameters and buffers, tied ones still tied."""
+    """The same model with fake parameters and buffers; tied ones stay tied."""
     made: dict[int, Any] = {}
 
     def fake(tensor: torch.Tensor) -> Any:

@@ -1,8 +1,8 @@
-"""Attention that a model writes out itself, found by what it computes and not by its name.
+"""Attention that a model implements itself, found by what it computes, not by its name.
 
 A product whose two operands both carry the sequence makes a score for each pair of positions; a later product that
 sums over one of the two makes one result for each position again. What happens in between (scale, masks, alibi, a soft
-cap, softmax, dropout) is the model's affair. The innermost module that spans both products holds the attention.
+cap, softmax, dropout) does not matter. The innermost module that spans both products holds the attention.
 """
 
 from __future__ import annotations

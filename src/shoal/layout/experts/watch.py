@@ -1,5 +1,5 @@
-"""Hooks that note who calls whom while a model runs: for each call of a would-be expert its input, its output and the
-modules that were running around it. They are on the model only inside `with`.
+"""Hooks that record calls while a model runs: for each call of a candidate expert its input, its output and the
+enclosing modules. They are installed only inside `with`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shoal.layout.experts.rehearsal import random_state
 
 @dataclass(eq=False)
 class Frame:
-    """One call of a module that was running: enough to call it again."""
+    """One call of an enclosing module: enough to repeat it."""
 
     module: nn.Module
     args: tuple[Any, ...] = ()
@@ -30,17 +30,17 @@ class MemberCall:
     """One call of a member of a list, or of a module with stacked parameters."""
 
     number: int
-    """The place among all such calls of the run."""
+    """Its number among all such calls of the run."""
     member: int
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     around: tuple[Frame, ...]
-    """The modules that were running, outermost first."""
+    """The enclosing module calls, outermost first."""
     output: Any = None
 
 
 def copied(value: Any) -> Any:
-    """The same structure with tensors of its own: the run may change those it was given."""
+    """The same structure with copied tensors: the run may write to the originals."""
     return tree_map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, value)
 
 
@@ -49,7 +49,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 class ExpertWatch:
-    """Notes the calls of list members and of stacked modules."""
+    """Records the calls of list members and of stacked modules."""
 
     def __init__(self, model: nn.Module, *, lists: Mapping[str, tuple[str, ...]], stacks: list[str]) -> None:
         self.model = model

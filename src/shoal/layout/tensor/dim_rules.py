@@ -1,7 +1,7 @@
-"""For each ATen operation, which dimensions of its operands go together.
+"""For each ATen operation, which dimensions of its operands correspond.
 
-What a rule leaves out needs the whole dimension (a softmax, a mean). Operations that take a dimension apart or put
-it together are in `segments.py`; one that is in neither file refutes whatever reaches it.
+A dimension that a rule omits is needed in full (a softmax, a mean). Operations that split or merge a dimension are in
+`segments.py`; an operation in neither file refutes any split that reaches it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shoal.layout.tensor.dims import BoundOp, DimLinks, Place, aligned, bind
 
 
 def links_of(op: Op, values: list[Value]) -> DimLinks | None:
-    """The dimensions that go together in an operation; None if there is no rule for it."""
+    """The corresponding dimensions of an operation; None if there is no rule for it."""
     rule = RULES.get(op.name) or RULES.get(op.name.rstrip("_"))
     if rule is None and torch.Tag.pointwise in op.overload.tags:
         rule = elementwise
@@ -29,7 +29,7 @@ def elementwise(call: BoundOp) -> DimLinks:
 
 
 def all_but(*names: str, default: int | None = None) -> Callable[[BoundOp], DimLinks]:
-    """Same shape in and out; the named dimensions are needed whole."""
+    """Same shape in and out; the named dimensions are needed in full."""
 
     def rule(call: BoundOp) -> DimLinks:
         shape = call.shape(call.op.inputs[0])
@@ -46,7 +46,7 @@ def all_but(*names: str, default: int | None = None) -> Callable[[BoundOp], DimL
 
 
 def reduction(call: BoundOp) -> DimLinks:
-    """Dimensions that are not reduced pass through; a reduced one is needed whole."""
+    """Dimensions that are not reduced pass through; a reduced one is needed in full."""
     source = call.op.inputs[0]
     shape = call.shape(source)
     given = call.named.get("dim")
@@ -84,7 +84,7 @@ def _product(a: int, b: int, out: int, *, batch: int) -> DimLinks:
 
 
 def product(call: BoundOp) -> DimLinks:
-    """mm, bmm, and both with something added."""
+    """mm, bmm, addmm, baddbmm."""
     first, second = call.tensors("self", "mat1", "batch1", "mat2", "batch2")[-2:]
     out = call.shape(call.out)
     links = _product(first.value, second.value, call.out, batch=len(out) - 2)
@@ -119,7 +119,7 @@ def convolution(call: BoundOp) -> DimLinks:
         links = DimLinks(contracted=[[(source.value, 1), (weight.value, into)]])
         channels: list[Place] = [(weight.value, outof), (call.out, 1)]
     else:
-        # A group keeps to itself, so that a rank may hold some of the groups: of their inputs and of their outputs.
+        # Groups are independent, so a rank can hold some of them, with their inputs and outputs.
         channels = [(source.value, 1), (weight.value, 0), (call.out, 1)]
         links = DimLinks(indivisible={place: call.values[place[0]].shape[place[1]] // groups for place in channels})
     if bias is not None:
@@ -129,7 +129,7 @@ def convolution(call: BoundOp) -> DimLinks:
 
 
 def batch_norm(call: BoundOp) -> DimLinks:
-    """By channels. The samples are needed whole: their mean is taken."""
+    """Channels pass through. All samples are needed, for their mean."""
     source = call.op.inputs[0]
     vectors = [(v, 0) for v in (*call.op.inputs[1:], *call.op.outputs[1:]) if len(call.shape(v)) == 1]
     width = call.shape(source)[1]
@@ -154,7 +154,7 @@ def group_norm(call: BoundOp) -> DimLinks:
 
 
 def attention(call: BoundOp) -> DimLinks:
-    """Samples and heads, each on its own. Fewer key-value heads than heads are dealt out proportionally."""
+    """Samples and heads are independent. Fewer key-value heads than heads are split in proportion."""
     read = call.tensors("query", "key", "value")
     links = DimLinks(
         carried=[[(ref.value, dim) for ref in read] + [(v, dim) for v in call.op.outputs[:2]] for dim in (0, 1)]
@@ -195,7 +195,7 @@ def embedding(call: BoundOp) -> DimLinks:
 
 
 def index(call: BoundOp) -> DimLinks:
-    """Dimensions that are not indexed, where the indexed ones stand together."""
+    """Dimensions that are not indexed, if the indexed ones are adjacent."""
     source, indices = call.named["self"].value, call.named["indices"]
     given = [at for at, entry in enumerate(indices) if isinstance(entry, Ref)]
     if given != list(range(given[0], given[-1] + 1)):
@@ -209,7 +209,7 @@ def index(call: BoundOp) -> DimLinks:
 
 
 def along_others(call: BoundOp) -> DimLinks:
-    """gather, scatter, index_add and their like: everything but the dimension they act along."""
+    """gather, scatter, index_add and similar: every dimension but the one they act along."""
     shape = call.shape(call.op.inputs[0])
     acting = call.dim(of=shape)
     places = [(v, call.shape(v)) for v in (*call.op.inputs, *call.op.outputs) if len(call.shape(v)) == len(shape)]
@@ -222,7 +222,7 @@ def expand(call: BoundOp) -> DimLinks:
 
 
 def uniform(call: BoundOp) -> DimLinks:
-    """Made of nothing but a size and a number: any part of it looks like the whole."""
+    """Created from a size and a number: any part of it looks like the full tensor."""
     return DimLinks(carried=[[(v, dim)] for v in call.op.outputs for dim in range(len(call.shape(v)))])
 
 

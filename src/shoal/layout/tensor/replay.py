@@ -1,9 +1,9 @@
-"""Calls a part of the model again with other sizes, on fakes, to see whether its code follows.
+"""Calls a part of the model again with other sizes, on fake tensors, to check that its code adapts.
 
 A model's own code may name sizes: `view(B, L, self.num_heads, ...)`, `split(self.split_size)`. With a part of the
-heads these attributes, or the sizes in the calls themselves, have to be divided as well. Which ones is found by
-trying: the call has to run through, and every operation in it has to follow. It is tried with more of everything
-rather than less: with twice the heads no dimension becomes 1, of which libraries take notice.
+heads these attributes, or the sizes in the calls themselves, must be divided as well. Which ones is found by trying:
+the call must succeed, and every operation in it must have the expected shapes. Sizes are multiplied rather than
+divided: with twice the heads no dimension becomes 1, which libraries treat differently.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ Attribute = tuple[str, str]
 """(module path, attribute), the latter possibly "config.num_heads"."""
 
 LAYOUT_ONLY = frozenset("clone view _unsafe_view _reshape_alias reshape detach alias expand contiguous empty".split())
-"""Whether a reshape copies depends on strides, and they may differ between a part and the whole."""
+"""Ignored: whether a reshape copies depends on strides, which may differ between a part and the full tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayedOp:
-    """What is compared of an operation."""
+    """The compared properties of an operation."""
 
     name: str
     shapes: tuple[tuple[int, ...], ...] = ()
     numbers: tuple[Any, ...] = ()
     free: bool = False
-    """Nobody reads what it gives, so that it may be anything."""
+    """Whether its result is never read, so that it need not agree."""
 
     def agrees(self, got: ReplayedOp) -> bool:
         return got.name == self.name and (self.free or (got.shapes == self.shapes and got.numbers == self.numbers))
@@ -69,7 +69,7 @@ class _Steps(TorchDispatchMode):
 
 
 def _numbers(func: Any, args: Any, start: int | None) -> tuple[Any, ...]:
-    """What is no size, and must therefore be as it was: factors, exponents; where a slice begins."""
+    """Numbers that are not sizes and must be unchanged: factors, exponents, the start of a slice."""
     if start is not None:
         return (start,)
     if torch.Tag.pointwise in func.tags:
@@ -78,7 +78,7 @@ def _numbers(func: Any, args: Any, start: int | None) -> tuple[Any, ...]:
 
 
 def expected(graph: Graph, call: TracedCall, cuts: Mapping[int, Cut], times: int) -> list[ReplayedOp]:
-    """What the call's operations should give with all cut dimensions so many times as large."""
+    """What the call's operations should return with all split dimensions `times` as large."""
 
     def local(value: int) -> tuple[int, ...]:
         shape, cut = graph.values[value].shape, cuts.get(value)
@@ -119,8 +119,8 @@ class Replay:
     def progress(
         self, cuts: Mapping[int, Cut], times: int, scaled: tuple[Attribute, ...], resized: Rehearsed | None = None
     ) -> tuple[int, bool]:
-        """How many operations gave what they should, and whether all did. `resized`: with sizes in calls changed too,
-        and what was changed is noted there."""
+        """How many operations agreed, and whether all did. `resized`: also changes sizes in calls, and records the
+        changes."""
         wanted = expected(self.graph, self.call, cuts, times)
         found, finished = self._run(cuts, times, scaled, resized)
         same = 0
@@ -134,7 +134,7 @@ class Replay:
     def runs_in_evaluation(
         self, cuts: Mapping[int, Cut], times: int, scaled: tuple[Attribute, ...], resized: Rehearsed
     ) -> bool:
-        """Whether the code runs through when it is not training; its operations may be others."""
+        """Whether the code also runs in evaluation mode, where its operations may differ."""
         return self._run(cuts, times, scaled, resized, training=False)[1] and not resized.wrong
 
     def _run(
@@ -177,10 +177,10 @@ class Replay:
 
     @contextmanager
     def _resized(self, cuts: Mapping[str, Cut], times: int) -> Iterator[None]:
-        """Fakes in place of all parameters and buffers of the module, larger where they are cut."""
+        """Replaces all parameters and buffers of the module by fakes, larger where they are split."""
         before: list[tuple[dict[str, Any], str, Any]] = []
         made: dict[int, Any] = {}
-        # Code may keep what it computes (a mask, a table of angles); a fake of it must not stay behind.
+        # Code may cache what it computes (a mask, a table of angles); a fake must not remain in the cache.
         attributes = [(module, dict(vars(module))) for module in self.module.modules()]
         for module in self.module.modules():
             for held in (module._parameters, module._buffers):
@@ -210,7 +210,7 @@ class Replay:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Fakes report every call that fails; here that is an answer, and not worth a traceback."""
+    """Suppresses PyTorch's log of failures on fakes: here a failure is an expected result."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
@@ -220,7 +220,7 @@ def _quiet() -> Iterator[None]:
 
 
 def divided(modules: dict[str, nn.Module], scaled: tuple[Attribute, ...], degree: int) -> AbstractContextManager[None]:
-    """With attributes divided, as a rank has them that holds one part of `degree`."""
+    """With attributes divided by `degree`, as on a rank."""
     return with_sizes(modules, scaled, lambda size: size // degree)
 
 
@@ -228,7 +228,7 @@ def divided(modules: dict[str, nn.Module], scaled: tuple[Attribute, ...], degree
 def with_sizes(
     modules: dict[str, nn.Module], scaled: tuple[Attribute, ...], change: Callable[[int], int]
 ) -> Iterator[None]:
-    """With attributes changed; a config gets a copy of its own, so that no other module sees it."""
+    """With attributes changed; a config is copied first, so that other modules do not see the change."""
     before: list[tuple[nn.Module, str, Any]] = []
     try:
         for path, attribute in scaled:

@@ -1,8 +1,8 @@
-"""Which sizes in a model's code have to be divided with a region, found by replaying it.
+"""Which sizes in a model's code must be divided with a region, found by replaying it.
 
-Candidates are whole numbers on the modules around the region, and in their configs, that equal a size that is dealt
-out. Starting with none, the one that lets the replay get furthest is added until it runs to its end. Where attributes
-alone do not do, sizes in calls (`view(B, T, C)`, where C is the width of the input) are divided as well.
+Candidates are integer attributes of the modules around the region, and of their configs, that equal a split size.
+Starting with none, the one that lets the replay get furthest is added until the replay completes. If attributes alone
+are not enough, sizes in calls (`view(B, T, C)`, where C is the width of the input) are divided as well.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from shoal.layout.tensor.spread import Graph
 
 MOST_TRIES = 128
 TIMES = (2, 3)
-"""A code that runs with twice and with three times the size does not depend on it."""
+"""Code that runs with twice and with three times the size does not depend on the size."""
 NO_SIZES = {"in_features", "out_features", "in_channels", "out_channels", "num_features", "embedding_dim"}
-"""What the library's own layers remember and do not read."""
+"""Attributes that torch.nn's layers store but do not read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +38,7 @@ class Sizes:
 
 
 class Scaling:
-    """Finds the sizes of one region after another; like regions are asked once."""
+    """Finds the sizes of one region after another; identical regions are searched once."""
 
     def __init__(self, graph: Graph, modules: dict[str, nn.Module]) -> None:
         self.graph = graph
@@ -47,7 +47,7 @@ class Scaling:
         self._together: dict[object, bool] = {}
 
     def sizes(self, found: Found) -> Sizes:
-        """What is to be divided with a region; raises if the code does not follow."""
+        """What must be divided with a region; raises Refuted if the code does not adapt."""
         if self._is_library_code(found):
             return Sizes(attributes=self._groups(found))
         call = self._call(found)
@@ -71,7 +71,7 @@ class Scaling:
         )
 
     def hold_together(self, found: list[tuple[Found, Sizes]]) -> bool:
-        """Whether regions that lie in one call still run when all of them are cut at once."""
+        """Whether the regions of one call still run when all of them are split at once."""
         cuts = {v: cut for region, _ in found for v, cut in region.spreading.cuts.items()}
         numbers = {number for region, _ in found for number in region.interior | region.spreading.sums}
         calls = [call for call in self.graph.trace.calls if call.first <= min(numbers) and max(numbers) < call.stop]
@@ -131,7 +131,7 @@ class Scaling:
         )
 
     def _search(self, found: Found, call: TracedCall) -> Sizes:
-        """By attributes alone, if they do; else with sizes in calls divided too."""
+        """By attributes alone if possible; else with sizes in calls divided too."""
         replay = Replay(self.graph, call, self.modules)
         try:
             return Sizes(attributes=self._attributes(found, call, replay, resizing=False)[0])
@@ -195,15 +195,15 @@ class Scaling:
         scaled: tuple[Attribute, ...],
         views: dict[Key, ResizedView],
     ) -> None:
-        """A call is known by its number, which must be the same wherever the module is called, and in evaluation."""
+        """A call is identified by its number, which must be the same in every call of the module, and in evaluation."""
         owners = {path for path, _ in views}
         for each in self.graph.trace.calls:
             if each.path in owners and not is_within(each, call):
-                raise Refuted(f"{each.path} names sizes in its code and is called once more elsewhere")
+                raise Refuted(f"{each.path} names sizes in its code and is also called elsewhere")
         resized = Rehearsed(self.graph, call, found.spreading.cuts, TIMES[0], frozenset(views))
         if not replay.runs_in_evaluation(found.spreading.cuts, TIMES[0], scaled, resized):
             raise Refuted(
-                f"the code of {call.path or 'the model'} names sizes and takes another way when it does not train"
+                f"the code of {call.path or 'the model'} names sizes and takes another branch in evaluation"
             )
 
     def _candidates(self, found: Found, call: TracedCall) -> list[Attribute]:

@@ -1,8 +1,8 @@
-"""How a cut dimension passes through operations that take it apart or put it together.
+"""How a cut dimension passes through operations that split or merge it.
 
-A cut is the sizes of stretches that are each dealt out. Merging an outer dimension of 3 with a cut one of 4 heads
-makes three stretches of 4; splitting three stretches of 32 into (3, 4, 8) leaves the 4 cut. A query-key-value
-matrix cut as one stretch cannot be split in three: that is found here, and asked for again with three stretches.
+A cut is the sizes of segments that are each split among the ranks. Merging an outer dimension of 3 with a cut one of 4
+heads gives three segments of 4; viewing three segments of 32 as (3, 4, 8) leaves the 4 cut. A query-key-value matrix
+cut as one segment cannot be divided in three: that is detected here, and the search repeats with three segments.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shoal.layout.cuts import Cut
 from shoal.layout.tensor.dims import BoundOp
 
 Known = Mapping[int, Cut]
-"""What is known of other values so far."""
+"""The cuts of other values found so far."""
 
 
 class Refuted(ValueError):
@@ -36,13 +36,13 @@ def borders(segments: tuple[int, ...]) -> list[int]:
 
 
 def refined(segments: tuple[int, ...], at: set[int]) -> tuple[int, ...]:
-    """The segments, cut further at the given places."""
+    """The segments, divided further at the given positions."""
     places = sorted({*borders(segments), *at})
     return tuple(b - a for a, b in pairwise(places))
 
 
 def between(cut: Cut, start: int, stop: int, *, value: int) -> Cut:
-    """The segments of a stretch, if it begins and ends at borders."""
+    """The segments of a range, if it begins and ends at borders."""
     places = borders(cut.segments)
     if start not in places or stop not in places:
         raise NeedsSegments(value, Cut(cut.dim, refined(cut.segments, {start, stop})))
@@ -50,7 +50,7 @@ def between(cut: Cut, start: int, stop: int, *, value: int) -> Cut:
 
 
 def regrouped(cut: Cut, shape: tuple[int, ...], new: tuple[int, ...]) -> Cut | None:
-    """The same cut after a view from `shape` to `new`; None if it is none of one dimension there."""
+    """The same cut after a view from `shape` to `new`; None if it is not a cut of one dimension there."""
     if shape == new:
         return cut
     for old_dims, new_dims in _factors(shape, new):
@@ -133,7 +133,7 @@ def split(call: BoundOp, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
     sizes = [call.shape(v)[at] for v in call.op.outputs]
     if value != source:
         if source in known:
-            return {}  # It decides, and finds out whether they agree.
+            return {}  # The input decides, and checks whether the outputs agree.
         parts = {**{v: Cut(at, (size,)) for v, size in zip(call.op.outputs, sizes, strict=True)}, **known, value: cut}
         return {source: Cut(at, sum((parts[v].segments for v in call.op.outputs), ()))}
     places = [0, *accumulate(sizes)]
@@ -167,7 +167,7 @@ def slice_(call: BoundOp, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
             raise Refuted(f"takes every {step}th entry of the dimension, from {start} to {stop} of {size}")
         if value == source:
             if any(segment % step for segment in cut.segments):
-                raise Refuted(f"takes every {step}th entry of stretches of {list(cut.segments)}")
+                raise Refuted(f"takes every {step}th entry of segments of {list(cut.segments)}")
             return {out: Cut(at, tuple(segment // step for segment in cut.segments))}
         return {source: Cut(at, tuple(segment * step for segment in cut.segments))}
     if value == source:
@@ -214,7 +214,7 @@ def repeat(call: BoundOp, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
 
 
 def glu(call: BoundOp, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
-    """Two halves of a dimension, one times a gate made of the other."""
+    """Multiplies one half of a dimension by a gate computed from the other."""
     source = call.op.inputs[0]
     at = call.dim(of=call.shape(source), default=-1)
     other = call.out if value == source else source
