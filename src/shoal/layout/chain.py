@@ -143,8 +143,8 @@ def chain(trace: Trace) -> Chain:
     order = sorted((path for path in paths if calls[path]), key=lambda path: calls[path][0].first)
     if not order:
         return Chain(links=(), tied=frozenset(), written={})
-    crossing = ValueLifetimes(trace, order, calls)
-    starts = crossing.starts
+    lifetimes = ValueLifetimes(trace, order, calls)
+    starts = lifetimes.starts
     again = [max(call.stop for call in calls[path]) for path in order]
     names = trace.parameter_names()
     costs = [0.0] * len(order)
@@ -159,8 +159,8 @@ def chain(trace: Trace) -> Chain:
     links = []
     for number, path in enumerate(order):
         call = calls[path][0]
-        wires, why_not = crossing.before(number)
-        asked = _branch_before(crossing, call.first) if number else None
+        wires, why_not = lifetimes.before(number)
+        asked = _branch_before(lifetimes, call.first) if number else None
         if asked is not None:
             where = asked.module or f"the model itself (class {type(trace.model).__name__})"
             why_not = (
@@ -188,18 +188,18 @@ def chain(trace: Trace) -> Chain:
             seen[name] = seen.get(name, 0) + 1
     tied = frozenset(name for name, times in seen.items() if times > 1)
     return Chain(
-        links=tuple(links), tied=tied, written=_written(crossing), uncalled=_uncalled(trace, order),
-        renewed=tuple(name for name, change in crossing.changed.items() if change.reads),
+        links=tuple(links), tied=tied, written=_written(lifetimes), uncalled=_uncalled(trace, order),
+        renewed=tuple(name for name, change in lifetimes.changed.items() if change.reads),
     )  # fmt: skip
 
 
-def _branch_before(crossing: ValueLifetimes, start: int) -> ValueRead | None:
+def _branch_before(lifetimes: ValueLifetimes, start: int) -> ValueRead | None:
     """A read, before an operation, of a value that only one stage has, by the code between pieces."""
-    for question in crossing.trace.questions:
-        inside = any(question.module == path or question.module.startswith(path + ".") for path in crossing.order)
-        own = question.learned or any(crossing.since[value] < question.op for value in question.values)
-        if question.op <= start and own and not inside:
-            return question
+    for read in lifetimes.trace.value_reads:
+        inside = any(read.module == path or read.module.startswith(path + ".") for path in lifetimes.order)
+        own = read.learned or any(lifetimes.since[value] < read.op for value in read.values)
+        if read.op <= start and own and not inside:
+            return read
     return None
 
 
@@ -215,12 +215,12 @@ def _uncalled(trace: Trace, order: list[str]) -> tuple[str, ...]:
     )
 
 
-def _written(crossing: ValueLifetimes) -> dict[str, Written]:
+def _written(lifetimes: ValueLifetimes) -> dict[str, Written]:
     """The changed buffers outside the pieces."""
-    pieces = tuple(f"{path}." for path in crossing.order)
+    pieces = tuple(f"{path}." for path in lifetimes.order)
     return {
-        name: Written(max(bisect_right(crossing.starts, change.writes[-1]) - 1, 0), change.own)
-        for name, change in crossing.changed.items() if not name.startswith(pieces)
+        name: Written(max(bisect_right(lifetimes.starts, change.writes[-1]) - 1, 0), change.own)
+        for name, change in lifetimes.changed.items() if not name.startswith(pieces)
     }  # fmt: skip
 
 

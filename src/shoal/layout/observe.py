@@ -39,7 +39,7 @@ from shoal.layout.forward import (
 )
 from shoal.layout.layout import Layout
 from shoal.layout.tensor.tokens import stream_blocks
-from shoal.layout.trace import CannotTrace, faked
+from shoal.layout.trace import CannotTrace, faked, reporting_calls
 from shoal.layout.wires import Wire
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -131,28 +131,6 @@ def _named(names: tuple[str, ...], args: Any, kwargs: Any) -> tuple[Any, ...]:
     return tuple(given.get(name) for name in names)
 
 
-@contextmanager
-def _watching(model: nn.Module, watch: _Watch) -> Iterator[None]:
-    hooks = []
-    for path, module in model.named_modules():
-        if type(module).forward is nn.Module.forward:
-            continue  # Containers are not called.
-
-        def before(_: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
-            watch.enter(path, args, kwargs)
-
-        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            watch.leave(module, output)
-
-        hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        hooks.append(module.register_forward_hook(after, with_kwargs=True))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 def observe(
     job: Job, batch: Mapping[str, torch.Tensor] | None = None, *, dtype: torch.dtype | None = None,
     autocast: bool = False, real: bool = False,
@@ -207,7 +185,7 @@ def _observed(job: Job, model: nn.Module, batch: dict[str, torch.Tensor], autoca
     model.train()
     precision = torch.autocast("cpu", torch.bfloat16, cache_enabled=False) if autocast else nullcontext()
     with ExitStack() as stack:
-        stack.enter_context(_watching(model, watch))
+        stack.enter_context(reporting_calls(model, watch, before_own_hooks=False))
         stack.enter_context(_Functions(watch))
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(watch.pack, lambda kept: kept))
         stack.enter_context(precision)

@@ -139,7 +139,7 @@ class Trace:
     model_stop: int
     """Number of the first operation after the model: the loss."""
     attention: list[TracedAttention] = field(default_factory=list)
-    questions: list[ValueRead] = field(default_factory=list)
+    value_reads: list[ValueRead] = field(default_factory=list)
     sized_calls: list[NotedCall] = field(default_factory=list)
     """Calls of functions that name sizes, in order."""
     constants: dict[int, str] = field(default_factory=dict)

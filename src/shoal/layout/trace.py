@@ -12,7 +12,7 @@ import hashlib
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -49,7 +49,7 @@ class OpRecorder(TorchDispatchMode):
         self.ops: list[Op] = []
         self.calls: list[TracedCall] = []
         self.open: list[TracedCall] = []
-        self.questions: list[ValueRead] = []
+        self.value_reads: list[ValueRead] = []
         self.constants: dict[int, str] = {}
         self._known: dict[int, int] = {}
         self._alive: list[torch.Tensor] = []
@@ -94,7 +94,7 @@ class OpRecorder(TorchDispatchMode):
             if getattr(func, "overloadpacket", None) in READS_VALUES:
                 learned = any(self.values[value].learned for value in inputs)
                 where = self.open[-1].path if self.open else ""
-                self.questions.append(ValueRead(len(self.ops), where, learned, inputs))
+                self.value_reads.append(ValueRead(len(self.ops), where, learned, inputs))
             return result  # A query about a tensor, such as its device.
         learned = any(self.values[value].learned for value in inputs)
         number = len(self.ops)
@@ -120,7 +120,7 @@ class OpRecorder(TorchDispatchMode):
         self.calls.append(call)
         self.open.append(call)
 
-    def leave(self, output: Any) -> None:
+    def leave(self, module: nn.Module, output: Any) -> None:
         call = self.open.pop()
         call.stop, call.results = len(self.ops), self.flat(output)
         leaves = enumerate(tree_leaves(output))
@@ -178,22 +178,27 @@ class _AttentionCalls(TorchFunctionMode):
         return output
 
 
+class _SeesCalls(Protocol):
+    def enter(self, path: str, args: Any, kwargs: Any) -> None: ...
+
+    def leave(self, module: nn.Module, output: Any) -> None: ...
+
+
 @contextmanager
-def _watching(model: nn.Module, recorder: OpRecorder) -> Iterator[None]:
-    """Reports every module call to the recorder."""
+def reporting_calls(model: nn.Module, to: _SeesCalls, *, before_own_hooks: bool) -> Iterator[None]:
+    """Reports every module call. `before_own_hooks`: with the arguments before the model's own pre-hooks change them."""
     hooks = []
     for path, module in model.named_modules():
         if type(module).forward is nn.Module.forward:
             continue  # Containers are not called.
 
         def before(_: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
-            recorder.enter(path, args, kwargs)
+            to.enter(path, args, kwargs)
 
-        def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            recorder.leave(output)
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            to.leave(module, output)
 
-        # Run before the model's own pre-hooks: their changes to the arguments belong to the call.
-        hooks.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+        hooks.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=before_own_hooks))
         hooks.append(module.register_forward_hook(after, with_kwargs=True))
     try:
         yield
@@ -267,7 +272,7 @@ def _record(job: Job, model: nn.Module, batch: dict[str, torch.Tensor], samples:
         recorder.value_of(entry, "batch", name)
     model.train()
     with ExitStack() as stack:
-        stack.enter_context(_watching(model, recorder))
+        stack.enter_context(reporting_calls(model, recorder, before_own_hooks=True))
         stack.enter_context(recorder)
         attention = stack.enter_context(_AttentionCalls(recorder))
         sized = stack.enter_context(SizedCalls(recorder.running, recorder.known))
@@ -280,7 +285,7 @@ def _record(job: Job, model: nn.Module, batch: dict[str, torch.Tensor], samples:
         model=model, fake=fake, samples=samples, values=recorder.values, ops=recorder.ops, calls=recorder.calls,
         parameters=parameters, buffers=buffers, output=recorder.flat(output),
         loss=recorder.value_of(loss) if isinstance(loss, torch.Tensor) else None, model_stop=model_stop,
-        attention=attention.found, questions=recorder.questions, sized_calls=sized.found, constants=recorder.constants,
+        attention=attention.found, value_reads=recorder.value_reads, sized_calls=sized.found, constants=recorder.constants,
         buffers_behind=behind,
     )  # fmt: skip
 

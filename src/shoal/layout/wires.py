@@ -78,9 +78,9 @@ class ValueLifetimes:
             self.since = self._since(own)
             self.changed = _changed_buffers(trace, self.since)
         self.last_use = {value: max(ops) for value, ops in trace.users().items()}
-        for question in trace.questions:
-            for each in question.values:
-                self.last_use[each] = max(self.last_use.get(each, -1), question.op - 1)
+        for read in trace.value_reads:
+            for each in read.values:
+                self.last_use[each] = max(self.last_use.get(each, -1), read.op - 1)
         for number in [*trace.output, trace.loss]:
             if number is not None:
                 self.last_use[number] = len(trace.ops)
