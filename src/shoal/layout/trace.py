@@ -186,7 +186,7 @@ class _SeesCalls(Protocol):
 
 @contextmanager
 def reporting_calls(model: nn.Module, to: _SeesCalls, *, before_own_hooks: bool) -> Iterator[None]:
-    """Reports every module call. `before_own_hooks`: with the arguments before the model's own pre-hooks change them."""
+    """Reports every module call. `before_own_hooks`: with the arguments as they were before the model's own pre-hooks."""
     hooks = []
     for path, module in model.named_modules():
         if type(module).forward is nn.Module.forward:
@@ -285,8 +285,8 @@ def _record(job: Job, model: nn.Module, batch: dict[str, torch.Tensor], samples:
         model=model, fake=fake, samples=samples, values=recorder.values, ops=recorder.ops, calls=recorder.calls,
         parameters=parameters, buffers=buffers, output=recorder.flat(output),
         loss=recorder.value_of(loss) if isinstance(loss, torch.Tensor) else None, model_stop=model_stop,
-        attention=attention.found, value_reads=recorder.value_reads, sized_calls=sized.found, constants=recorder.constants,
-        buffers_behind=behind,
+        attention=attention.found, value_reads=recorder.value_reads, sized_calls=sized.found,
+        constants=recorder.constants, buffers_behind=behind,
     )  # fmt: skip
 
 
