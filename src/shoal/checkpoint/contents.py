@@ -1,7 +1,7 @@
-"""What one rank writes into a checkpoint: its pieces of parameters and optimiser state, and a table of them.
+"""What one rank writes into a checkpoint: its ranges of parameters and optimiser state, and a table of them.
 
-Every element is written by exactly one rank; what is whole everywhere (buffers, frozen parameters) by the first of
-those that hold it.
+Every element is written by exactly one rank; replicated tensors (buffers, frozen parameters) by the first rank that
+holds them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Contents:
     extras: dict[str, Any] = field(default_factory=dict)
     """Tensors that belong to a parameter and are not of its size."""
     optimizer: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """What the optimiser keeps for several parameters together."""
+    """Optimiser state that belongs to several parameters together."""
 
     @property
     def bytes(self) -> int:
@@ -64,7 +64,7 @@ class Contents:
         self.tensors.append((full, values))
 
     def encoded(self, owner: str, key: str, value: Any) -> list[Any]:
-        """A value that is no range of a parameter, for the manifest; its tensors go into the file."""
+        """A value other than a range of a parameter, encoded for the manifest; its tensors go into the file."""
         number = count()
 
         def put(tensor: torch.Tensor) -> str:
@@ -124,8 +124,8 @@ def extra_name(name: str, key: str, part: TensorPart | None) -> str:
 def contents_of(
     engine: Engine, *, buffers: dict[str, torch.Tensor], rank: int, own: list[torch.Tensor] | None = None
 ) -> Contents:
-    """What this rank writes of the engine's state; `buffers` are the model's as they shall be saved, `own` are this
-    island's values where they differ from the agreed ones."""
+    """What this rank writes of the engine's state. `buffers`: the model's buffers as they are saved; `own`: this
+    island's values, if they differ from the consensus."""
     contents = Contents(file=file_of(rank))
     firsts = set()
     for piece in engine.owned_parameters():
@@ -142,7 +142,7 @@ def contents_of(
         for name, key, values in extras(engine.compression):
             if engine.placement.writes(families[name]):
                 contents.add_extra(name, key, values, engine.part_of(name))
-    # Whoever writes a parameter's first element also reports its numbers, so that they are reported once.
+    # The rank that writes a parameter's first element also writes its scalar state, so that it is written once.
     contents.numbers = {
         name: {key: contents.encoded(name, key, value) for key, value in values.items()}
         for name, values in engine.optimizer.values().items()

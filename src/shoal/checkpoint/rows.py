@@ -1,6 +1,6 @@
-"""Rows of a checkpoint's manifest: tensors, the pieces that make them up, and whether these are complete.
+"""Rows of a checkpoint's manifest: tensors, the ranges they consist of, and whether these are complete.
 
-Whatever a row says is checked when it is read: sizes are numbers, cuts fit their tensors, pieces have no gap.
+Each row is validated when it is read: sizes are numbers, cuts fit their tensors, ranges have no gap.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class CheckpointBroken(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class StoredRange:
-    """Elements [start, stop) of a tensor (or of one rank's part of it) laid out flat, and where they lie."""
+    """Elements [start, stop) of a flattened tensor (or of one rank's part of it), and the file that holds them."""
 
     start: int
     stop: int
     file: str
     tensor: str
     of: TensorPart | None = None
-    """Which part of the tensor, if it was cut."""
+    """The part of the tensor, if it was split."""
     is_complex: bool = False
     sum: int | None = None
     """Its checksum (checksum.py); None in checkpoints of earlier versions."""
@@ -41,7 +41,7 @@ class StoredRange:
 
 @dataclass(frozen=True, slots=True)
 class Full:
-    """A tensor as the model has it, uncut."""
+    """An unsplit tensor, as in the model."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -71,7 +71,7 @@ class Extra:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor as it must lie in its file; None where the manifest does not say."""
+    """The expected form of a tensor in its file; None if the manifest does not specify it."""
 
     shape: tuple[int, ...] | None
     dtype: torch.dtype | None
@@ -127,7 +127,7 @@ def cut_part(row: dict[str, Any] | None, shape: tuple[int, ...], world: int) -> 
 
 
 def complete(parts: list[StoredRange], shape: tuple[int, ...]) -> bool:
-    """Whether sorted parts make up a tensor of this shape, without gap or overlap."""
+    """Whether sorted ranges cover a tensor of this shape without gap or overlap."""
     if not parts or parts[0].of is None:
         return all(part.of is None for part in parts) and _gapless(parts, prod(shape))
     of = parts[0].of
@@ -147,7 +147,7 @@ def _gapless(parts: list[StoredRange], numel: int) -> bool:
 
 
 def buffer_complete(rows: list[StoredBuffer]) -> bool:
-    """Whether the parts of a buffer are all there, once."""
+    """Whether each part of a buffer is present exactly once."""
     first, of = rows[0].full, rows[0].of
     if of is None:
         return len(rows) == 1

@@ -186,7 +186,7 @@ class _SeesCalls(Protocol):
 
 @contextmanager
 def reporting_calls(model: nn.Module, to: _SeesCalls, *, before_own_hooks: bool) -> Iterator[None]:
-    """Reports every module call. `before_own_hooks`: with the arguments as they were before the model's own pre-hooks."""
+    """Reports every module call. `before_own_hooks`: with the arguments before the model's own pre-hooks."""
     hooks = []
     for path, module in model.named_modules():
         if type(module).forward is nn.Module.forward:
