@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from shoal.comm import progress
-from shoal.comm.mail import Mail
 from shoal.comm.peers import Peers, Steps
+from shoal.comm.point_to_point import PointToPoint
 from shoal.comm.progress import FULL_EVERY, LOOK_S, SPIN_S, Task, TaskQueue
 from shoal.comm.transport.shared import SharedLink
 from shoal.comm.vector import Vector
@@ -51,14 +51,14 @@ def _wait_for_one(line: TaskQueue, peers: list[Peers], *, late_s: float) -> None
 
 
 def test_spinning_in_vain_becomes_rare_and_comes_back_where_it_pays(line: TaskQueue, peers: list[Peers]) -> None:
-    moments = [line.moment_s]
+    moments = [line.spin_s]
     while len(moments) < FULL_EVERY:
         _wait_for_one(line, peers, late_s=LATE_S)
-        moments.append(line.moment_s)
+        moments.append(line.spin_s)
     assert max(moments) == SPIN_S
     assert sum(moments) < len(moments) * SPIN_S / 4
     _wait_for_one(line, peers, late_s=0.0)
-    assert line.moment_s == SPIN_S
+    assert line.spin_s == SPIN_S
 
 
 def test_a_late_message_is_slept_for(line: TaskQueue, peers: list[Peers]) -> None:
@@ -76,7 +76,7 @@ def test_a_message_that_has_come_is_not_slept_on_while_another_is_expected(
 ) -> None:
     """As in a pipeline: the next micro-batch's receive is under way while this one's is waited for."""
     monkeypatch.setattr(progress, "may_spin", lambda: spin)
-    here, there = Mail({1: links[0]}, "here"), Mail({0: links[1]}, "there")
+    here, there = PointToPoint({1: links[0]}, "here"), PointToPoint({0: links[1]}, "there")
     try:
         for turn in range(4):
             here.receive(1, 100 + turn, Vector(torch.empty(1)), background=True)
