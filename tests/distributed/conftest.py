@@ -6,16 +6,23 @@ Targets live in importable modules (pytest's `pythonpath` holds `tests`), never 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
 import pytest
 
-from shoal.launch import run_ranks
-from shoal.launch.start import Target
+from shoal.launch import run_ranks, warm_up
+from shoal.launch.start import Target, name_of
+from shoal.proof import entry as proof
+from shoal.training import entry as training
 
 TIMEOUT_S = 60.0
+
+
+def load(module: str, environment: Mapping[str, str] | None = None) -> None:
+    """Lets the server load what its ranks need: each of them would do so in every test otherwise."""
+    warm_up(*training.MODULES, *proof.MODULES, *([module] if module else []), environment=environment)
 
 
 @pytest.fixture
@@ -32,6 +39,8 @@ def ranks() -> Callable[..., list[Any]]:
         before, left_s = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[0]
         signal.signal(signal.SIGALRM, give_up)
         signal.setitimer(signal.ITIMER_REAL, timeout_s)
+        name = target if isinstance(target, str) else name_of(target)
+        load(name.partition(":")[0], options.get("environment"))
         try:
             return run_ranks(target, arguments or {}, **options)
         finally:

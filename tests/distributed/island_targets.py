@@ -71,14 +71,14 @@ def resumed(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     losses, counter = _run(unbroken, 0, at, 0)
     save(Path(arguments["folder"]), unbroken.engine, step=at, progress={"counter": counter})
     more, _ = _run(unbroken, at, steps, counter)
-    values = [master.clone() for master in unbroken.engine.masters]
+    values = [master.clone() for master in unbroken.engine.owner.masters]
     buffers = [buffer.clone() for buffer in unbroken.engine.model.buffers()]
     unbroken.close()
     again = _ready(me, name, arguments.get("under", strategy))
     checkpoint = open_checkpoint(Path(arguments["folder"]) / f"step-{at:08}")
     restore(again.engine, checkpoint)
     then, _ = _run(again, at, steps, checkpoint.progress["counter"])
-    same = all(map(torch.equal, values, again.engine.masters)) and all(
+    same = all(map(torch.equal, values, again.engine.owner.masters)) and all(
         map(torch.equal, buffers, again.engine.model.buffers())
     )
     again.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -42,6 +43,11 @@ def surroundings(arguments: dict[str, Any], channel: Channel) -> dict[str, Any]:
         "is_local": channel.is_local,
         "started_with": open("/proc/self/environ", "rb").read().decode(errors="replace"),
     }
+
+
+def modules_loaded(arguments: dict[str, Any], channel: Channel) -> list[str]:
+    """Those of the named modules that this rank has without having imported them."""
+    return [name for name in arguments["names"] if name in sys.modules]
 
 
 def say_much(arguments: dict[str, Any], channel: Channel) -> float:

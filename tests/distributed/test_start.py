@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from shoal.launch import RankFailed, run_ranks
+from distributed import targets
+from shoal.launch import RankFailed, run_ranks, warm_up
 
 Ranks = Callable[..., list[Any]]
 
@@ -81,6 +82,26 @@ def test_a_variable_that_libraries_read_at_start_is_there_at_their_start(ranks: 
     found = ranks("distributed.targets:surroundings", {"name": "MALLOC_MMAP_THRESHOLD_"}, ranks=1, environment=setting)
     assert found[0]["asked"] == "65536"
     assert "MALLOC_MMAP_THRESHOLD_=65536" in found[0]["started_with"].split("\x00")
+
+
+def test_what_the_server_has_loaded_no_rank_imports_again(ranks: Ranks) -> None:
+    own = {"environment": {"PYTHON_OF_THIS_TEST": "1"}}  # A server of its own, in which nothing is loaded yet.
+    names = {"names": ["distributed.loads", "distributed.fails_to_load"]}
+    assert ranks(targets.modules_loaded, names, ranks=2, **own) == [[], []]
+    warm_up("distributed.fails_to_load", "distributed.loads", **own)
+    assert ranks(targets.modules_loaded, names, ranks=2, **own) == [["distributed.loads"]] * 2
+
+
+def test_a_server_that_still_loads_ends_with_its_parent_at_once(tmp_path: Path) -> None:
+    (tmp_path / "endless.py").write_text("import time; open('loading', 'w').close(); time.sleep(600)")
+    code = (
+        "import pathlib, time; from shoal.launch import warm_up; warm_up('endless')\n"
+        "while not pathlib.Path('loading').exists(): time.sleep(0.01)\n"
+        "before_s = time.monotonic(); import shoal.launch.forkserver as f; f.stop_servers()\n"
+        "print(time.monotonic() - before_s)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 2.0
 
 
 def test_other_variables_reach_ranks_without_a_new_server(ranks: Ranks) -> None:

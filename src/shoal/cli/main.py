@@ -331,6 +331,7 @@ def demo() -> None:
 def run() -> None:
     """The `shoal` command. Errors that a user can mend are shown as sentences, not as tracebacks."""
     try:
+        _start_early(sys.argv[1:])
         # Typer turns an interrupt into a status, which it returns.
         status = app(standalone_mode=False)
         sys.stdout.flush()
@@ -347,6 +348,14 @@ def run() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Everything is ending; another Ctrl-C must not change the status.
         print("stopped", file=sys.stderr)
     sys.exit(status or 0)
+
+
+def _start_early(words: list[str]) -> None:
+    """Ranks are forked off a process that takes a second to load; it loads while this one reads the command line."""
+    if words[:1] in (["train"], ["verify"]) and "--help" not in words and "RANK" not in os.environ:
+        from shoal.launch import warm_up
+
+        warm_up()
 
 
 def _tell(error: Exception) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import importlib
 import json
 import os
 import select
@@ -35,6 +36,8 @@ class ForkServer:
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.owner = os.getpid()
         self._lock = threading.Lock()
+        self._loaded: set[str] = set()
+        self._has_forked = False
         self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         paths = [path or os.getcwd() for path in sys.path]
         code = (
@@ -62,8 +65,18 @@ class ForkServer:
         # process closes its files before its end can be waited for.
         return not select.select([self._link], [], [], 0)[0]
 
+    def load(self, modules: Sequence[str]) -> None:
+        """Asks for modules to be imported before the next rank is forked; each rank would import them by itself
+        otherwise."""
+        new = [name for name in modules if name not in self._loaded]
+        if new:
+            self._loaded.update(new)
+            with contextlib.suppress(OSError):  # The server is gone; whoever asks for ranks starts another.
+                self._ask({"do": "load", "modules": new}, [])
+
     def fork(self, *, link: socket.socket, directory: str) -> int:
         """Starts a rank that holds `link`; returns the descriptor on which its pid and its end are told."""
+        self._has_forked = True
         read, write = os.pipe()
         streams = [_copy_of(number) for number in (1, 2)]
         try:
@@ -93,6 +106,8 @@ class ForkServer:
         if self.owner != os.getpid():
             return
         self._link.close()
+        if not self._has_forked:
+            self._process.kill()  # It may still be loading, and has no rank to look after.
         try:
             self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
@@ -139,10 +154,11 @@ def serve(descriptor: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     parent = os.getppid()
     link = socket.socket(fileno=descriptor)
+    gc.disable()  # Nearly all that is made while modules load stays; to look for the rest takes a fifth of the time.
     from shoal.launch import rank
 
-    gc.freeze()  # What is loaded now stays shared between the ranks.
     _Server(link, parent).run(rank.main)
+    os._exit(0)  # There is nothing to tidy up that the kernel does not.
 
 
 class _Server:
@@ -186,7 +202,13 @@ class _Server:
         request = json.loads(data)
         if request["do"] == "fork":
             self._directories.add(request["directory"])
+            gc.freeze()  # What is loaded now stays shared between the ranks.
             self._fork(descriptors, selector)
+        elif request["do"] == "load":
+            for name in request["modules"]:
+                # A rank that imports it fails in the same way, and reports it.
+                with contextlib.suppress(Exception):
+                    importlib.import_module(name)
         elif request["do"] == "signal":
             for pid in request["pids"]:
                 if pid in self._ends:
@@ -204,6 +226,7 @@ class _Server:
         if pid == 0:
             status = 1
             try:
+                gc.enable()
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 selector.close()

@@ -23,9 +23,11 @@ Target = Callable[[dict[str, Any], "Channel"], Any]
 """What a rank runs: it takes the arguments and the line to its parent, and returns a JSON value."""
 
 
-def warm_up(*, threads_per_rank: int | None = None, environment: Mapping[str, str] | None = None) -> None:
-    """Starts the server in the background, so that it has torch imported by the time ranks are asked for."""
-    server_for(_environment(threads_per_rank, environment))
+def warm_up(
+    *modules: str, threads_per_rank: int | None = None, environment: Mapping[str, str] | None = None
+) -> None:
+    """Starts the server in the background, so that it has torch and these modules by the time ranks are asked for."""
+    server_for(_environment(threads_per_rank, environment)).load(modules)
 
 
 def run_ranks(

@@ -16,7 +16,19 @@ class AttentionCall:
     head_dim: int
     value_dim: int
     itemsize: int
-    trained: bool
-    again: bool
+    trained: bool = True
+    again: bool = False
     """Whether it is a recomputation inside backward."""
-    evaluating: bool
+    evaluating: bool = False
+
+    @property
+    def queries(self) -> int:
+        return self.batch * self.heads * self.length * self.head_dim
+
+    @property
+    def keys_and_values(self) -> int:
+        return self.batch * self.kv_heads * self.length * (self.head_dim + self.value_dim)
+
+    @property
+    def output(self) -> int:
+        return self.batch * self.heads * self.length * self.value_dim

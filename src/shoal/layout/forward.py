@@ -181,7 +181,9 @@ class SequenceShape:
     gathers: bool
     """Whether the residual stream is gathered after the last block."""
     views: tuple[str, ...]
-    """Modules that implement attention themselves: their traffic depends on their own code."""
+    """Modules that implement attention themselves: their traffic depends on their own code. "" is the model."""
+    whole_from: str = ""
+    """If the model is one of them: the first module that is called after it gathers, if any."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 from shoal.launch import RankFailed, run_ranks, warm_up
 from shoal.launch.start import Target
-from shoal.proof.entry import examine, parallel_run, serial_run
+from shoal.proof.entry import MODULES, examine, parallel_run, serial_run
 from shoal.proof.options import ProofOptions
 from shoal.proof.tolerance import DISTURBANCES, EXACT, LOSS, MARGIN, WIDEST
 from shoal.strategy import Strategy
@@ -98,7 +98,7 @@ def verify(
         IllegalStrategy: The strategy cannot train this job.
         SamplesCoupled: It splits batches whose samples depend on each other; the text says how.
     """
-    warm_up()
+    warm_up(*MODULES)
     asked = {**(overrides or {}), "job": job_spec, "size": size, "strategy": str(strategy), "num_steps": steps}
     options = ProofOptions.from_json(asked)
     progress("one pass over a batch, at once and in parts")

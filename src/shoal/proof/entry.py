@@ -7,6 +7,9 @@ from typing import Any
 from shoal.proof.options import ProofOptions
 from shoal.runtime.options import JobOptions
 
+MODULES = ("shoal.proof.examine", "shoal.proof.runs")
+"""What they import, for `warm_up`."""
+
 
 def gate_steps(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     """On every rank, before training: two steps in float64, compared with serial ones."""

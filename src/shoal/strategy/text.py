@@ -10,10 +10,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from warnings import catch_warnings, simplefilter
 
+from shoal.common.suggest import nearest_name
 from shoal.strategy.expression import SERIAL, Strategy
 from shoal.strategy.place_in_text import StrategyError
-from shoal.strategy.terms.arguments import Argument, Nested, TermError, nearest_name, shortened
-from shoal.strategy.terms.term import FAMILIES, REGISTRY, Term, family_names
+from shoal.strategy.terms.arguments import Argument, Nested, TermError, shortened
+from shoal.strategy.terms.term import FAMILIES, REGISTRY, Term
 
 if TYPE_CHECKING:
     import ast
@@ -162,11 +163,11 @@ class _Reader:
         if found is not None:
             return found
         if isinstance(wanted, Nested):
-            near = nearest_name(node.id, list(family_names(wanted.family)))
+            near = nearest_name(node.id, list(REGISTRY.of(wanted.family)))
             known = "" if near else f"; {wanted.name} takes {wanted.expects}"
         else:
             near = nearest_name(node.id, [*REGISTRY, SERIAL])
-            known = "" if near else f"; the axes are {', '.join(family_names('axis'))}"
+            known = "" if near else f"; the axes are {', '.join(REGISTRY.of('axis'))}"
         raise self.error(f"there is no term {shortened(node.id)}{known}", node, suggestion=near)
 
     def _call(self, ast: Any, node: ast.Call, wanted: Argument | None = None) -> Term:

@@ -6,6 +6,9 @@ from typing import Any
 
 from shoal.training.options import TrainOptions
 
+MODULES = ("shoal.training.check", "shoal.training.loop")
+"""What they import, for `warm_up`."""
+
 
 def check_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     """In one process, before ranks start: refuses what cannot be trained, and reports what will be."""

@@ -14,11 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shoal.launch import RankFailed, run_ranks
+from shoal.launch import RankFailed, run_ranks, warm_up
 from shoal.proof.gate import gate_locally
 from shoal.runtime.options import WrongOption
 from shoal.strategy import Strategy, Term, as_strategy, parse, require_legal
-from shoal.training.entry import check_run, train_run
+from shoal.training.entry import MODULES, check_run, train_run
 from shoal.training.options import TrainOptions
 from shoal.training.record.lock import FolderBusy, FolderLock, take
 from shoal.training.record.run import RUN, Run, RunBroken, new_folder, read_json, read_run, write_json
@@ -110,6 +110,7 @@ def require_free(folder: Path) -> None:
 
 def train_locally(options: TrainOptions, world: int, *, hang_after_s: float, on_message: Listener) -> dict[str, Any]:
     """Checks, chooses the folder, runs; returns rank 0's outcome with the memory of the rank that needed most."""
+    warm_up(*MODULES)
     if options.emulate is not None:
         require_emulation(options.emulate, world, options.backend)
     with contextlib.ExitStack() as held:

@@ -1,7 +1,8 @@
 """The training loop, as every rank runs it: steps, evaluation, checkpoints, and rank 0's record of it all.
 
 A stop (Ctrl-C, SIGTERM) reaches one rank first; it travels with the loss to the others, so that all stop
-after the same step, write a checkpoint and end. Nothing of a run depends on when it was interrupted.
+after the same step, write a checkpoint and end. Nothing of a run depends on when it was interrupted. Islands, which
+average their models only now and then, do these things when they meet (`pace.py`).
 """
 
 from __future__ import annotations
@@ -23,18 +24,20 @@ from shoal.checkpoint.save import CheckpointFailed, require_savable, save
 from shoal.comm.group import registered
 from shoal.comm.json_exchange import exchange
 from shoal.comm.ledger import BOOK, Ledger
+from shoal.estimate.outer_calls import period
 from shoal.launch.devices import peak_memory_bytes
 from shoal.launch.join import join, leave
 from shoal.launch.watch import beat
 from shoal.layout.held_outside import Outside
 from shoal.layout.layout import facts_of, layout_of
 from shoal.parallel.batch_norm import batch_norms
-from shoal.parallel.engine import NOTHING_COUNTED, NonFinite
+from shoal.parallel.result import NOTHING_COUNTED, NonFinite
 from shoal.proof.one_step import gate_here
 from shoal.runtime.setup import Prepared, job_from, prepare, staleness
 from shoal.strategy import parse
 from shoal.training.check import TrainingStopped, require_job_of, resume_point, warning
 from shoal.training.options import TrainOptions
+from shoal.training.pace import Pace
 from shoal.training.record import lock
 from shoal.training.record.lock import FolderBusy, FolderLock
 from shoal.training.record.recorder import Recorder, new_folder, tracing
@@ -109,6 +112,7 @@ class TrainingRun:
         self.last_loss: float | None = None
         self.evaluated_step: int | None = None
         self.stopping = False
+        self.pace = Pace(period(ready.strategy))
         if options.resume is not None:
             self._resume(Path(options.resume))
         self.recorder: Recorder | None = None
@@ -147,7 +151,7 @@ class TrainingRun:
             if self.stopping:
                 break
             self._evaluate_if_due()
-            if every and self.step % every == 0 and self.step < job.steps:
+            if self.pace.due(self.step, every) and self.step < job.steps:
                 self._save(final=False)
         if trace is not None:
             trace.close()
@@ -160,8 +164,8 @@ class TrainingRun:
         return self._close(status)
 
     def _evaluate_if_due(self) -> None:
-        every, within = self.job.evaluate_every, 0 < self.step < self.job.steps
-        if every and within and self.step % every == 0 and self.evaluated_step != self.step:
+        due = self.pace.due(self.step, self.job.evaluate_every or 0)
+        if due and 0 < self.step < self.job.steps and self.evaluated_step != self.step:
             self._evaluate()
 
     def _done(self) -> bool:
@@ -246,7 +250,7 @@ class TrainingRun:
 
     def _require_finite(self) -> None:
         """A checkpoint that cannot be trained on must not take the place of one that can."""
-        pieces = self.engine.owned_parameters()
+        pieces = self.engine.owner.parameters()
         mine = next((piece.name for piece in pieces if not bool(torch.isfinite(piece.values).all())), None)
         with BOOK.during("checkpoint"):
             lost = [report["name"] for report in exchange({"name": mine}) if report["name"] is not None]

@@ -1,0 +1,1 @@
+"""A module that nothing imports but the test of servers that load modules."""
