@@ -140,7 +140,7 @@ def compression_acts_once_a_step(case: Case, index: int, level: dp) -> Breach | 
 
 
 @rule(dp, gossip, why="Gossip goes from neighbour to neighbour; there is no server and no collective to choose.")
-def gossip_speaks_to_neighbours(case: Case, index: int, level: dp) -> Breach | None:
+def gossip_sends_to_neighbours(case: Case, index: int, level: dp) -> Breach | None:
     if not isinstance(level.sync, gossip) or level.via == allreduce():
         return None
     return Breach(
