@@ -141,7 +141,7 @@ def _outer(strategy: Strategy, engine: Engine) -> OuterLevel | None:
     term = next((level.sync for level in strategy.dp_levels if not isinstance(level.sync, bsp)), None)
     if term is None:
         return None
-    return SCHEMES[type(term)](term, engine.placement.islands, engine.owner.masters, engine.model)
+    return SCHEMES[type(term)](term, engine.placement, engine.owner.masters, engine.model)
 
 
 def _compression(

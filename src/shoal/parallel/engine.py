@@ -260,11 +260,13 @@ class Engine:
             own = self.outer.agree()
             if own:
                 self.owner.publish()
-        yield own
-        with torch.no_grad():
-            if own:
-                self.outer.take_back(own)
-                self.owner.publish()
+        try:
+            yield own
+        finally:
+            with torch.no_grad():
+                if own:
+                    self.outer.take_back(own)
+                    self.owner.publish()
 
     def part_of(self, name: str) -> TensorPart | None:
         """Which part of a parameter this rank holds; None if all of it."""

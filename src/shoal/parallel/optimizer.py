@@ -7,7 +7,6 @@ tensor for each parameter, of its shape, which needs full parameters: that is st
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from shoal.job.probe_run import needs_closure
 from shoal.parallel.bucket import Bucket
 from shoal.parallel.flat_slice import FlatSlice, HeldState, Piece, SavedState
 from shoal.parallel.fused import prefer_fused, start_momentum
+from shoal.parallel.learning_rates import LearningRates
 
 Factory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -73,12 +73,7 @@ class SlicedOptimizer:
         prefer_fused(self.optimizer)
         self._sgd = [each for _, each in layers(self.optimizer) if isinstance(each, torch.optim.SGD)]
         self.needs_closure = needs_closure(self.optimizer)
-        for group in self.optimizer.param_groups:
-            if isinstance(group.get("lr"), torch.Tensor):
-                group["lr"] = group["lr"].detach().clone()  # The schedule writes to it: not to the user's own.
-        self.base_lrs = [copy.deepcopy(group.get("lr")) for group in self.optimizer.param_groups]
-        self._factor = 1.0
-        """The schedule's factor in the groups' learning rates."""
+        self.rates = LearningRates(self.optimizer)
         self._fresh = {
             where: {key: exact(value) for key, value in entries.items()}
             for where, entries in common(self.optimizer).items()
@@ -143,11 +138,13 @@ class SlicedOptimizer:
     def give(self, without: frozenset[str] = frozenset()) -> None:
         """Hands the optimiser the reduced gradients, as they lie in the buckets. `without`: parameters that have no
         gradient in this step; all of them stand apart."""
+        reduced = {id(bucket): bucket.reduced() for bucket in self.buckets}
         for part in self.slices:
             if part.first in without:
                 part.param.grad = None
                 continue
-            gradient = part.bucket.reduced()[part.start - part.bucket.offset : part.stop - part.bucket.offset]
+            offset = part.bucket.offset
+            gradient = reduced[id(part.bucket)][part.start - offset : part.stop - offset]
             part.param.grad = gradient.view(part.param.shape)
         for which, param in self.placeholders.items():
             used = any(label == which and name not in without for name, label in self.labels.items())
@@ -164,7 +161,7 @@ class SlicedOptimizer:
         """One step with the reduced gradients (see `give`). `closure` computes the loss and the gradients again;
         `around()` is entered for the optimiser's own step."""
         self.give(without)
-        self._apply(lr_factor)
+        self.rates.apply(lr_factor)
         for each in self._sgd:
             start_momentum(each)
         if closure is None:
@@ -174,22 +171,6 @@ class SlicedOptimizer:
             self.optimizer.step(closure)  # type: ignore[arg-type]
         for part in self.slices:
             part.param.grad = None
-
-    def _apply(self, lr_factor: float) -> None:
-        """Writes learning rates only when the factor changes: between, they are the optimiser's and its schedulers'."""
-        if lr_factor == self._factor:
-            return
-        for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
-            if base is None:
-                raise ValueError(
-                    f"{type(self.optimizer).__name__} has no learning rate ('lr') in its groups, so a schedule cannot "
-                    "change it; leave Job.schedule out, or name the optimiser's learning rate 'lr'"
-                )
-            if isinstance(base, torch.Tensor):
-                group["lr"].copy_(base * lr_factor)
-            else:
-                group["lr"] = base * lr_factor
-        self._factor = lr_factor
 
     def _sized(self, part: FlatSlice, value: Any) -> bool:
         """Whether a value of the state has an element for each one of the parameter's."""
@@ -226,7 +207,7 @@ class SlicedOptimizer:
         for where, entries in common(self.optimizer).items():
             for key, value in entries.items():
                 if key == "lr" and where.startswith("group "):
-                    wanted = self._wanted_lr(int(where.removeprefix("group ")))
+                    wanted = self.rates.wanted(int(where.removeprefix("group ")))
                     changed = exact(value) != exact(wanted)
                     adjusted = adjusted or changed
                 else:
@@ -234,17 +215,11 @@ class SlicedOptimizer:
                 if changed and not holds_parameters(value, params):
                     found.setdefault(self._by_options(where), {})[key] = value
         if adjusted:
-            found["schedule"] = {"factor": self._factor}
+            found["schedule"] = {"factor": self.rates.factor}
         if self.apart:
             # A fused kernel rounds by where a tensor begins and ends: cut as before, a resumed run is the same.
             found["slices"] = {"apart": sorted(self.apart)}
         return found
-
-    def _wanted_lr(self, place: int) -> Any:
-        base = self.base_lrs[place]
-        if base is None or self._factor == 1.0:
-            return base
-        return (base * self._factor).to(base.dtype) if isinstance(base, torch.Tensor) else base * self._factor
 
     def _by_options(self, where: str, *, back: bool = False) -> str:
         """A group's place in the optimiser, as that of its options; or the other way. A wrapped optimiser with groups
@@ -267,7 +242,7 @@ class SlicedOptimizer:
         kept = holders(self.optimizer)
         for label, entries in saved.common().items():
             if label == "schedule":
-                self._factor = entries["factor"]
+                self.rates.factor = entries["factor"]
                 continue
             where = self._by_options(label, back=True)
             if where in kept:  # Not "slices", which decided how this was built.

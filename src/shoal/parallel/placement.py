@@ -97,6 +97,8 @@ class Placement:
         """The ranks that hold the same part of the model in each island."""
         self.world = mesh.along(*every, label="world") if loose else self.island
         """All ranks."""
+        self.survivors: Members | None = None
+        """The ranks that are left, once some were lost."""
         self.batch_over_tp = batch_over_tp
         cuts = [self.sharded] if self.sharded else []
         cuts += [name for axis in (self.pipeline, self.tensor, self.experts) for name in self._names(axis)]
@@ -166,6 +168,15 @@ class Placement:
         if len(stages) < 2:
             return self.mesh.along(*names, label=label)
         return self.mesh.among(names, self.pipeline.axis, stages)
+
+    def lose(self, ranks: Sequence[int]) -> None:
+        """Goes on without islands that were lost: the others split the batch and exchange among themselves. Collective
+        among those that are left."""
+        same = self.world is self.islands
+        self.islands = self.mesh.without(self.islands, ranks)
+        self.world = self.survivors = self.islands if same else self.mesh.without(self.world, ranks)
+        left = tuple(rank for rank in self.split.ranks if rank not in ranks)
+        self.split = Members(self.split.axis, left, left.index(self.mesh.rank), None)
 
     def multiplicity(self, family: Family) -> int:
         """How many ranks of `norm` hold the same gradient of a family after reduction."""

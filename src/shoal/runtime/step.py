@@ -258,7 +258,8 @@ class StepRunner:
         if world.group is None:
             return totals
         if self.engine.pipelined:
-            names = next(row["names"] for row in exchange({"names": list(totals)}) if row["names"])
+            rows = exchange({"names": list(totals)}, self.engine.placement.survivors)
+            names = next(row["names"] for row in rows if row["names"])
             totals = {name: totals.get(name, [0.0, 0.0]) for name in names}
         flat = torch.tensor(list(totals.values()), dtype=torch.float64, device=self.device)
         dist.all_reduce(flat, group=world.group)

@@ -36,6 +36,7 @@ from shoal.proof.one_step import gate_here
 from shoal.runtime.setup import Prepared, job_from, prepare, staleness
 from shoal.strategy import parse
 from shoal.training.check import TrainingStopped, require_job_of, resume_point, warning
+from shoal.training.lost_islands import LostIslands
 from shoal.training.options import TrainOptions
 from shoal.training.pace import Pace
 from shoal.training.record import lock
@@ -67,7 +68,7 @@ def train(options: TrainOptions, channel: Any) -> dict[str, Any]:
         except BaseException as error:
             run.failed(error)
             raise
-        leave()
+        leave(lost=run.lost.ranks)
     return outcome
 
 
@@ -113,6 +114,7 @@ class TrainingRun:
         self.evaluated_step: int | None = None
         self.stopping = False
         self.pace = Pace(period(ready.strategy))
+        self.lost = LostIslands(ready, channel, rank=rank)
         if options.resume is not None:
             self._resume(Path(options.resume))
         self.recorder: Recorder | None = None
@@ -143,6 +145,7 @@ class TrainingRun:
             require_savable(self.engine, self.ready.optimizer)
         trace = tracing(self.folder, steps=3) if self.rank == 0 and self.options.trace else None
         BOOK.take()
+        self.lost.allow()
         self._evaluate_if_due()  # A stop comes before the evaluation of its step.
         while self.step < job.steps and not self._done():
             self._one_step()
@@ -175,11 +178,14 @@ class TrainingRun:
         started = time.perf_counter()
         self.engine.stop_requested = bool(self.channel.stop_requested)
         lr_factor = self.job.schedule(self.step)
+        self.lost.in_step = True
         try:
             result = self.runner.step(self.step, self.counter)
         except NonFinite as error:
             read = self.runner.read_outside(self.counter)
             raise self._no_number(self.step + 1, error.what, read) from error
+        finally:
+            self.lost.in_step = False
         seconds = time.perf_counter() - started
         samples = self.runner.order.next(self.counter) - self.counter
         self.counter += samples
@@ -208,8 +214,12 @@ class TrainingRun:
         self._settle()
         if self.job.batch_norm == "local" and batch_norms(self.engine.model):
             average_buffers(self.engine.model, self.engine.replicas.everyone)
-        with self.engine.consensus():
-            self.metrics = self.runner.evaluate(watch=beat)
+
+        def evaluate() -> dict[str, float]:
+            with self.engine.consensus():
+                return self.runner.evaluate(watch=beat)
+
+        self.metrics = self.lost.together(evaluate)
         self.evaluated_step = self.step
         BOOK.take()
         target = self.job.target
@@ -226,9 +236,13 @@ class TrainingRun:
             "reached_step": self.reached_step, "loss": self.last_loss, "evaluated_step": self.evaluated_step,
         }  # fmt: skip
         self._settle()
-        self._require_finite()
+
+        def write() -> Path:
+            self._require_finite()
+            return save(self.folder / "checkpoints", self.engine, step=self.step, progress=progress)
+
         try:
-            path = save(self.folder / "checkpoints", self.engine, step=self.step, progress=progress)
+            path = self.lost.together(write)
         except CheckpointFailed as error:
             # Half a run is worth more than none: training goes on and tries again, if there is a next time.
             if final:
@@ -253,7 +267,8 @@ class TrainingRun:
         pieces = self.engine.owner.parameters()
         mine = next((piece.name for piece in pieces if not bool(torch.isfinite(piece.values).all())), None)
         with BOOK.during("checkpoint"):
-            lost = [report["name"] for report in exchange({"name": mine}) if report["name"] is not None]
+            reports = exchange({"name": mine}, self.engine.placement.survivors)
+        lost = [report["name"] for report in reports if report["name"] is not None]
         if lost:
             raise self._no_number(self.step, f"the parameter {lost[0]} is no longer finite")
 
@@ -287,7 +302,7 @@ class TrainingRun:
             "memory_bytes": peak_memory_bytes(self.engine.device),
             "steps_to_target": self.reached_step, "time_to_target_s": self.reached_s,
             "ledger": self.ledger.to_json(), "predicted": self.ready.predicted.to_json(),
-            "folder": str(self.folder), **staleness(self.ready.executor),
+            "folder": str(self.folder), **self.lost.report(), **staleness(self.ready.executor),
         }  # fmt: skip
         if self.recorder is not None:
             self.recorder.close(status, outcome)
