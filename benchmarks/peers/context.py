@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from peers.common import LIMIT, Contestants, Step, batches, clip_by, optimizer_of, shoal_step, squares, sum_over
 from shoal.job import Job
-from shoal.job.models.gpt import GPT, Attention
+from shoal.job.models.gpt import GPT, CausalSelfAttention
 from shoal.runtime.step import build_model
 
 PEERS = {"cp(2, 'ring')": "gathered keys and values, DDP", "cp(2, 'ulysses')": "all-to-all of heads, DDP"}
@@ -63,7 +63,7 @@ def dealing(ranks: int, plain: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class CutAttention(nn.Module):
-    def __init__(self, whole: Attention, attend: Any) -> None:
+    def __init__(self, whole: CausalSelfAttention, attend: Any) -> None:
         super().__init__()
         self.whole, self.attend = whole, attend
 

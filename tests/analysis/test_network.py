@@ -13,7 +13,7 @@ from shoal.analysis.elementwise import Activation, Add, Concatenation, Learned, 
 from shoal.analysis.lookup import Embedding, Unknown
 from shoal.analysis.network import intensity, parallelism
 from shoal.analysis.operator import NOTHING, log2_ceil
-from shoal.analysis.products import Attention, FullyConnected, MatrixProduct
+from shoal.analysis.products import AttentionProduct, FullyConnected, MatrixProduct
 from shoal.analysis.reductions import BatchNorm, LayerNorm, Loss, Pooling, Reduction, Softmax
 
 few = st.integers(1, 6)
@@ -33,9 +33,9 @@ def convolutions(draw: st.DrawFn) -> Convolution:
 
 
 @st.composite
-def attentions(draw: st.DrawFn) -> Attention:
+def attentions(draw: st.DrawFn) -> AttentionProduct:
     kv_heads = draw(few)
-    return Attention(
+    return AttentionProduct(
         samples=draw(few), heads=kv_heads * draw(few), kv_heads=kv_heads, queries=draw(size), keys=draw(size),
         head_dim=draw(size), value_dim=draw(size), causal=draw(st.booleans()),
     )  # fmt: skip
@@ -131,13 +131,13 @@ def test_operators_by_hand(operator: Operator, work: tuple[int, ...], depth: tup
 
 def test_attention_is_its_products_and_a_softmax() -> None:
     shape = {"samples": 2, "heads": 3, "kv_heads": 3, "queries": 8, "keys": 8, "head_dim": 4, "value_dim": 4}
-    whole = Attention(**shape, causal=False)
+    whole = AttentionProduct(**shape, causal=False)
     first = MatrixProduct(batch=6, rows=8, inner=4, columns=8).forward()
     soft = Softmax(rows=48, width=8).forward()
     second = MatrixProduct(batch=6, rows=8, inner=8, columns=4).forward()
     assert whole.forward().work == first.work + soft.work + second.work
     assert whole.forward().depth == first.depth + soft.depth + second.depth
-    assert Attention(**shape, causal=True).scores == 6 * (8 * 9 // 2)
+    assert AttentionProduct(**shape, causal=True).scores == 6 * (8 * 9 // 2)
     assert whole.input_gradient().work == 2 * (first.work + second.work) + soft.work
 
 

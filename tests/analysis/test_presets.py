@@ -10,7 +10,7 @@ import pytest
 from shoal.analysis import Network, concurrency, network_of, preset_names, preset_network, report
 from shoal.analysis.convolution import Convolution
 from shoal.analysis.presets import is_preset
-from shoal.analysis.products import Attention, FullyConnected
+from shoal.analysis.products import AttentionProduct, FullyConnected
 from shoal.shapes.shape import Transformer
 
 PARAMETERS = {
@@ -87,7 +87,7 @@ def test_work_of_a_transformer_is_its_weights_and_its_attention() -> None:
     network = network_of(shape, 5)
     weights = shape.parameters - shape.vocab * shape.hidden
     assert products(network) == 5 * 16 * weights
-    attention = [layer.operator for layer in network.layers if isinstance(layer.operator, Attention)]
+    attention = [layer.operator for layer in network.layers if isinstance(layer.operator, AttentionProduct)]
     assert [each.scores for each in attention] == 3 * [5 * 4 * 16 * 17 // 2]
 
 

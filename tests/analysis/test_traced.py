@@ -14,7 +14,7 @@ from shoal.analysis import Network, concurrency, network_of, preset_network, rep
 from shoal.analysis.elementwise import Learned
 from shoal.analysis.lookup import Unknown
 from shoal.analysis.presets.classic import vgg
-from shoal.analysis.products import Attention, FullyConnected
+from shoal.analysis.products import AttentionProduct, FullyConnected
 from shoal.analysis.traced import module_network, traced_network
 from shoal.job import Job, TensorData, cross_entropy, load_job
 from shoal.shapes.shape import Transformer
@@ -56,7 +56,7 @@ def test_the_real_image_networks(name: str) -> None:
 
 def test_query_key_and_value_lie_side_by_side() -> None:
     network = traced_network(load_job("language:tiny"))
-    number = next(n for n, layer in enumerate(network.layers) if isinstance(layer.operator, Attention))
+    number = next(n for n, layer in enumerate(network.layers) if isinstance(layer.operator, AttentionProduct))
     projections = [network.layers[read] for read in network.layers[number].inputs]
     assert len(projections) == 3
     assert len({layer.inputs for layer in projections}) == 1

@@ -15,14 +15,14 @@ from shoal.calibration.fit import CannotFit, Timed, fit_link
 from shoal.calibration.measure import ALGORITHMS
 from shoal.comm.calibration import read_calibration
 from shoal.comm.choice import all_reduce_time
-from shoal.comm.network import DEFAULT, LinkTimes, Network
+from shoal.comm.network import DEFAULT, LinkTimes, NetworkTimes
 
 SIZES = [1 << power for power in range(10, 25, 2)]
 LINKS = [LinkTimes(2e-5, 1.4e-10, 8e-11), LinkTimes(1e-3, 8e-8, 1e-11), LinkTimes(5e-6, 4e-11, 0.0)]
 
 
 def times_of(link: LinkTimes, ranks: int) -> list[Timed]:
-    network = Network(link, link)
+    network = NetworkTimes(link, link)
     return [Timed(name, n, all_reduce_time(name, n, ranks, ranks, network)) for name in ALGORITHMS for n in SIZES]
 
 

@@ -11,9 +11,10 @@ import torch
 from checkpoint.checkpoint_targets import Net, engine_for, train
 from checkpoint.mutations import try_many
 from shoal.checkpoint.checksum import RestoredWrongly
+from shoal.checkpoint.opening import open_checkpoint
 from shoal.checkpoint.restore import CheckpointMismatch
+from shoal.checkpoint.rows import CheckpointBroken
 from shoal.checkpoint.save import restore, save
-from shoal.checkpoint.saved import CheckpointBroken, open_checkpoint
 from shoal.launch import run_ranks
 from shoal.training.entry import train_run
 

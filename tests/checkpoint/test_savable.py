@@ -92,7 +92,7 @@ def test_what_would_be_lost_in_a_resume_is_found_by_a_resume_in_memory(optimizer
         require_savable(run.engine, run.optimizer)
     assert str(refused.value) == (
         f"no checkpoint of this job can be written: {optimizer.__name__} was rebuilt in the middle of a trial from all "
-        "that a checkpoint holds of it, and its next steps were others. It keeps something outside of its state, its "
+        "that a checkpoint holds of it, and its next steps differed. It keeps something outside its state, its "
         "groups and its attributes (in a hook, a closure or a global), or one tensor in two places; keep it there, "
         "once, or train without checkpoints (--checkpoint-every 0)"
     )

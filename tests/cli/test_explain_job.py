@@ -124,7 +124,7 @@ def test_people_get_it_in_a_hundred_columns(steps: str, shoal: Shoal, monkeypatc
         "steps.0 .. 5: 6 like blocks",
         "a pipeline can be cut at 4 of 7 places",
         "128 B a sample",
-        "no cut before steps.0, steps.1, steps.2: it needs more than it is given",
+        "no cut before steps.0, steps.1, steps.2: it needs more than its arguments",
         "tied: enter.weight is read by enter and leave",
         "2 stages: enter .. ",
         "4 stages: enter .. ",
@@ -160,7 +160,7 @@ def test_with_a_strategy_it_says_whether_the_job_can_be_trained_by_it(steps: str
     assert done.status == 0
     assert "no: " in done.out
     done = shoal("explain", steps, "-s", "pp(8)")
-    assert "needs more than it is given" in done.out
+    assert "needs more than its arguments" in done.out
 
 
 def test_what_the_job_declares_is_shown_and_obeyed(tmp_path: Path, shoal: Shoal) -> None:

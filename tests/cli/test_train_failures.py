@@ -12,7 +12,7 @@ import pytest
 from cli.command import Place
 from cli.conftest import Shoal
 from cli.jobs import write_job
-from shoal.checkpoint.saved import open_checkpoint
+from shoal.checkpoint.opening import open_checkpoint
 from shoal.training.record.run import read_run
 
 pytestmark = pytest.mark.processes

@@ -10,7 +10,7 @@ import pytest
 
 from shoal.comm.calibration import Calibration, WrongCalibration, calibration_path, network_here, read_calibration
 from shoal.comm.choice import on_one_host
-from shoal.comm.network import DEFAULT, LinkTimes, Network, agree_on
+from shoal.comm.network import DEFAULT, LinkTimes, NetworkTimes, agree_on
 
 WHOLE = """
 [links.inside]
@@ -34,7 +34,7 @@ of = "other readers"
 
 def test_the_file_gives_network_and_backend_whatever_other_tables_there_are(tmp_path: Path) -> None:
     (tmp_path / "file.toml").write_text(WHOLE)
-    network = Network(LinkTimes(2e-5, 1.5e-10, 0.0), LinkTimes(1e-4, 8e-10, 2e-11))
+    network = NetworkTimes(LinkTimes(2e-5, 1.5e-10, 0.0), LinkTimes(1e-4, 8e-10, 2e-11))
     assert read_calibration(tmp_path / "file.toml") == Calibration(network, "gloo")
 
 

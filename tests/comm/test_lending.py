@@ -12,8 +12,8 @@ import torch
 from comm.serial import numbers, summed, together
 from shoal.comm.collectives import direct
 from shoal.comm.collectives.algorithms import ALL_REDUCE
-from shoal.comm.mail import Mail
 from shoal.comm.peers import Peers
+from shoal.comm.point_to_point import PointToPoint
 from shoal.comm.transfer import LARGE_BYTES
 from shoal.comm.transport.link import PeerLost
 from shoal.comm.transport.peer_memory import PeerMemory
@@ -140,7 +140,7 @@ def test_a_reader_that_has_died_is_named(links: tuple[SharedLink, SharedLink], p
 
 def test_a_message_that_was_given_away_keeps_its_memory(links: tuple[SharedLink, SharedLink]) -> None:
     """A copy made for one message has no other owner."""
-    here, there = Mail({1: links[0]}, "here"), Mail({0: links[1]}, "there")
+    here, there = PointToPoint({1: links[0]}, "here"), PointToPoint({0: links[1]}, "there")
     given = numbers(1, 4 << 20, torch.float32)
     letter = here.send(1, 0, Vector(given.clone()), background=False)
     for _ in range(4):

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from shoal.comm import progress
-from shoal.comm.mail import Mail
 from shoal.comm.peers import Peers, Steps
-from shoal.comm.progress import FULL_EVERY, LOOK_S, SPIN_S, Line, Task
+from shoal.comm.point_to_point import PointToPoint
+from shoal.comm.progress import FULL_EVERY, LOOK_S, SPIN_S, Task, TaskQueue
 from shoal.comm.transport.shared import SharedLink
 from shoal.comm.vector import Vector
 
@@ -21,14 +21,14 @@ LATE_S = 0.005
 
 
 @pytest.fixture
-def line(links: tuple[SharedLink, SharedLink], monkeypatch: pytest.MonkeyPatch) -> Iterator[Line]:
+def line(links: tuple[SharedLink, SharedLink], monkeypatch: pytest.MonkeyPatch) -> Iterator[TaskQueue]:
     monkeypatch.setattr(progress, "may_spin", lambda: True)
-    line = Line([links[0]], "a test")
+    line = TaskQueue([links[0]], "a test")
     yield line
     line.close()
 
 
-def _wait_for_one(line: Line, peers: list[Peers], *, late_s: float) -> None:
+def _wait_for_one(line: TaskQueue, peers: list[Peers], *, late_s: float) -> None:
     """A message that comes so much later than it is waited for."""
     here, there = (each.begin("broadcast") for each in peers)
 
@@ -50,18 +50,18 @@ def _wait_for_one(line: Line, peers: list[Peers], *, late_s: float) -> None:
         sender.join()
 
 
-def test_spinning_in_vain_becomes_rare_and_comes_back_where_it_pays(line: Line, peers: list[Peers]) -> None:
-    moments = [line.moment_s]
+def test_spinning_in_vain_becomes_rare_and_comes_back_where_it_pays(line: TaskQueue, peers: list[Peers]) -> None:
+    moments = [line.spin_s]
     while len(moments) < FULL_EVERY:
         _wait_for_one(line, peers, late_s=LATE_S)
-        moments.append(line.moment_s)
+        moments.append(line.spin_s)
     assert max(moments) == SPIN_S
     assert sum(moments) < len(moments) * SPIN_S / 4
     _wait_for_one(line, peers, late_s=0.0)
-    assert line.moment_s == SPIN_S
+    assert line.spin_s == SPIN_S
 
 
-def test_a_late_message_is_slept_for(line: Line, peers: list[Peers]) -> None:
+def test_a_late_message_is_slept_for(line: TaskQueue, peers: list[Peers]) -> None:
     """Not spun for: the processor is free for whoever is late."""
     _wait_for_one(line, peers, late_s=LATE_S)
     start = time.thread_time()
@@ -76,7 +76,7 @@ def test_a_message_that_has_come_is_not_slept_on_while_another_is_expected(
 ) -> None:
     """As in a pipeline: the next micro-batch's receive is under way while this one's is waited for."""
     monkeypatch.setattr(progress, "may_spin", lambda: spin)
-    here, there = Mail({1: links[0]}, "here"), Mail({0: links[1]}, "there")
+    here, there = PointToPoint({1: links[0]}, "here"), PointToPoint({0: links[1]}, "there")
     try:
         for turn in range(4):
             here.receive(1, 100 + turn, Vector(torch.empty(1)), background=True)

@@ -185,7 +185,7 @@ def given_up(arguments: dict[str, Any], channel: Channel) -> dict[str, Any]:
     if me.rank == 0:
         group: ShoalGroup = dist.group.WORLD
         hopeless = dist.irecv(torch.zeros(3), 1, tag=7)
-        group.mail.give_up(1)
+        group.messages.give_up(1)
         try:
             hopeless.wait()
         except PeerLost as lost:

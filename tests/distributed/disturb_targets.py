@@ -14,9 +14,9 @@ from typing import Any
 import torch.distributed as dist
 
 from shoal.checkpoint.contents import contents_of
+from shoal.checkpoint.opening import open_checkpoint
 from shoal.checkpoint.restore import restore
 from shoal.checkpoint.save import averaged_buffers, save
-from shoal.checkpoint.saved import open_checkpoint
 from shoal.comm.json_exchange import exchange
 from shoal.comm.points import on_reach
 from shoal.job import load_job

@@ -10,12 +10,12 @@ import torch
 
 from shoal.job import load_job
 from shoal.job.draw_places import Place
-from shoal.job.randomness import Cuts, Randomness
+from shoal.job.draw_plan import Cuts, PlacedNumbers
 from shoal.launch.join import join, leave
 from shoal.runtime.setup import prepare
 from shoal.strategy import parse
 
-_honest_draw = Randomness._draw
+_honest_values = PlacedNumbers.values
 _honest_parts = Cuts.parts
 
 
@@ -27,7 +27,7 @@ def drawn(arguments: dict[str, Any], channel: Any) -> list[list[dict[str, Any]]]
     found: list[list[dict[str, Any]]] = []
 
     def noting(self: Any, forward: Any, place: Place, plan: Any, shape: Any, kind: str) -> torch.Tensor:
-        numbers = _honest_draw(self, forward, place, plan, shape, kind)
+        numbers = _honest_values(self, forward, place, plan, shape, kind)
         samples = forward.gathered if plan.gathered else forward.samples
         rows = numbers.movedim(plan.dim, 0).reshape(len(samples), -1) < 0.7
         for sample, row in zip(samples, rows, strict=True):
@@ -39,7 +39,7 @@ def drawn(arguments: dict[str, Any], channel: Any) -> list[list[dict[str, Any]]]
             )
         return numbers
 
-    Randomness._draw = noting  # type: ignore[method-assign]
+    PlacedNumbers.values = noting  # type: ignore[method-assign]
     job = load_job(arguments["job"])
     for text in arguments["strategies"]:
         found.append([])

@@ -220,7 +220,7 @@ def test_a_pipeline_deeper_than_the_model_is_refused(job: str) -> None:
 def test_a_running_total_forbids_the_cuts_it_would_be_lost_at() -> None:
     job = load_job(f"{HERE / 'jobs' / 'plain.py'}:running_total")
     found = check(parse("pp(3)"), facts=facts_of(job, layout_of(job, parse("pp(3)"))))
-    assert "layers.1 needs more than it is given: a result of add in RunningTotal" in found[0].reason
+    assert "layers.1 needs more than its arguments: a result of add in RunningTotal" in found[0].reason
 
 
 def test_every_axis_is_proven_at_every_size_and_every_schedule_in_the_quick_run() -> None:

@@ -160,7 +160,7 @@ def test_a_sum_of_sparse_tensors_is_that_of_dense_ones(ranks: Ranks, world: int)
     found = ranks(f"{TARGETS}:sparse_sums", ranks=world)
     for rank in found:
         assert rank["wrong"] == []
-        assert rank["told"].startswith("an all-reduce of sparse tensors: rank ")
+        assert rank["told"].startswith("an all-reduce of sparse tensors: the shape, ")
         assert all(abs(entered - sent) <= world for entered, sent in rank["counted"]), rank["counted"]
 
 
@@ -170,7 +170,7 @@ def test_a_sum_of_sparse_tensors_is_that_of_dense_ones(ranks: Ranks, world: int)
         ([2], False, "[Rank 0]: Rank 2 failed to pass monitoredBarrier in 1000 ms", "Rank 2 failed"),
         ([1, 3], True, "[Rank 0]: Ranks 1, 3 failed to pass monitoredBarrier in 1000 ms", "Ranks 1, 3 failed"),
         ([1, 3], False, "[Rank 0]: Rank 1 failed to pass monitoredBarrier in 1000 ms", "Rank 1 failed"),
-        ([0], False, "", "it did not answer in 1000 ms"),
+        ([0], False, "", "it did not reply in 1000 ms"),
     ],
 )
 def test_a_monitored_barrier_names_the_ranks_that_did_not_arrive(

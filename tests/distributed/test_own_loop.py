@@ -24,7 +24,7 @@ def test_state_that_replicas_change_is_refused_until_it_is_declared(ranks: Run, 
         assert found["seen"][0] == found["seen"][1]
         assert found["mean apart"] < 1e-13
         assert "buffers names 'maen', but no buffer of the model matches" in found["misspelt"]
-        assert "buffers says 'mean' for '*', but must say one of" in found["mode"]
+        assert "buffers has 'mean' for '*', but a mode is one of" in found["mode"]
 
 
 def test_losses_and_counts_that_do_not_add_up_are_named(ranks: Run) -> None:

@@ -77,7 +77,7 @@ def test_branches_on_true_sizes_are_found_without_memory() -> None:
         huge = nn.Embedding(50_000, 4096)
     found = probe(TallOnes, huge)
     assert found.kind == "parameter"
-    assert found.why == "its steps on weight of shape [50000, 4096] are others than on slices of it"
+    assert found.why == "its steps on weight of shape [50000, 4096] differ from those on slices of it"
     assert probe(TallOnes, nn.Linear(20, 20)).kind == "elementwise"
     assert probe(LongOnes, nn.Linear(20, 20)).kind == "parameter"
 

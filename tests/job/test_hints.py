@@ -124,8 +124,8 @@ def test_declared_stages_are_the_stages_in_whatever_order_they_are_named() -> No
 @pytest.mark.parametrize(
     ("stages", "told"),
     [
-        (("step9",), "'step9', which is no piece of the model; it can be cut before step1, step2, step3, leave"),
-        (("step1.up",), "'step1.up', which is no piece"),
+        (("step9",), "'step9', which is not a piece of the model; it can be cut before step1, step2, step3, leave"),
+        (("step1.up",), "'step1.up', which is not a piece"),
         (("enter",), "'enter', which is the first piece"),
         (("step1", "step2"), "the cuts step1, step2, which make 3 stages, but the strategy has 2"),
     ],
@@ -142,7 +142,7 @@ def test_a_stage_where_no_cut_can_be_is_refused_with_the_reason() -> None:
             x = self.step1(self.enter(x))
             return self.leave(self.step1(self.step2(x)))
 
-    with pytest.raises(ValueError, match="'step2', but no cut can be before it: it lies between two uses of step1"):
+    with pytest.raises(ValueError, match="but the model cannot be cut before it: it lies between two uses of step1"):
         layout_of(make(Twice, stages=("step2",)), parse("pp(2)"))
 
 
@@ -187,7 +187,7 @@ def test_declared_blocks_are_the_blocks_for_every_axis_and_for_zero() -> None:
 @pytest.mark.parametrize(
     ("patterns", "told"),
     [
-        (("stap*",), "blocks names 'stap*', but no module with parameters is called so; the model has enter, step1"),
+        (("stap*",), "blocks names 'stap*', but no module with parameters has that name; the model has enter, step1"),
         (("step*", "step1.up"), "'step1.up', which lies within the block step1"),
     ],
 )

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shoal.job.draw_places import Places, draw_places
+from shoal.job.draw_plan import Cuts
 from shoal.job.random_optimizer import draws_numbers
-from shoal.job.randomness import CannotPlace, Cuts, Randomness
+from shoal.job.randomness import CannotPlace, Randomness
 
 WIDTH = 6
 

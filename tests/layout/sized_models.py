@@ -154,10 +154,10 @@ def a_slice_of_the_width(self: Attention, x: Tensor) -> Tensor:
 
 
 BAD: dict[str, tuple[Code, str]] = {
-    "zeros as wide as the input": (with_zeros, "holds whole"),
+    "zeros as wide as the input": (with_zeros, "is replicated on every rank"),
     "zeros of a size": (with_fresh_zeros, "names a size"),
     "parts are mixed": (sums_over_the_width, "_softmax"),
-    "another way in evaluation": (another_way_in_evaluation, "takes another way when it does not train"),
+    "another way in evaluation": (another_way_in_evaluation, "takes another branch in evaluation"),
     "one module for parts and wholes": (one_module_for_parts_and_wholes, "names a size"),
     "a slice of the width": (a_slice_of_the_width, "names a size"),
 }

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from shoal.job import Job, TensorData, cross_entropy
-from shoal.layout.chain import CannotCut, Chain, Link, chain
+from shoal.layout.chain import Chain, ModelPiece, StageCutError, chain
 from shoal.layout.cost import cost, flops
 from shoal.layout.trace import trace
 
@@ -34,7 +34,7 @@ def chain_of(model: Callable[[], nn.Module], *, whole: bool = False) -> Chain:
     return chain(trace(job_of(model, whole=whole)))
 
 
-def link(found: Chain, path: str) -> Link:
+def link(found: Chain, path: str) -> ModelPiece:
     return next(each for each in found.links if each.path == path)
 
 
@@ -145,9 +145,9 @@ def test_a_tensor_that_is_no_argument_and_no_result_forbids_the_cut_and_is_named
     found = chain_of(Loose)
     assert found.cuts() == [3], "behind the last layer the product is the head's argument"
     for path in ("layers.1", "layers.2"):
-        assert "a result of sigmoid in Loose is used behind it as well" in link(found, path).why_not
+        assert "a result of sigmoid in Loose is also used after it" in link(found, path).why_not
     assert found.why_not_more().startswith("layers.1 ")
-    with pytest.raises(CannotCut, match=r"into 2 stages at most, not 3: layers\.1 needs more"):
+    with pytest.raises(StageCutError, match=r"into 2 stages at most, not 3: layers\.1 needs more"):
         found.stages(3)
 
 
@@ -198,7 +198,7 @@ def test_a_model_without_pieces_has_no_cut() -> None:
 
     found = chain_of(Bare)
     assert found.cuts() == []
-    with pytest.raises(CannotCut):
+    with pytest.raises(StageCutError):
         found.stages(2)
 
 
@@ -207,19 +207,19 @@ def test_declared_stages_are_taken_as_they_are_or_refused_by_name() -> None:
     assert found.stages(2, declared=["head"]) == [(0, 3), (3, 4)]
     assert chain_of(Skips).stages(3, declared=["head", "layers.1"]) == [(0, 1), (1, 3), (3, 4)]
     for declared, num, why in (
-        (["layers.2"], 2, "no cut can be before it: it needs more"),
+        (["layers.2"], 2, "the model cannot be cut before it: it needs more"),
         (["layers.0"], 2, "the first piece: nothing lies before it"),
-        (["layer.1"], 2, "no piece of the model; it can be cut before head"),
+        (["layer.1"], 2, "not a piece of the model; it can be cut before head"),
         (["head"], 3, "make 2 stages, but the strategy has 3"),
         ([], 2, "make 1 stages, but the strategy has 2"),
     ):
-        with pytest.raises(CannotCut, match=why):
+        with pytest.raises(StageCutError, match=why):
             found.stages(num, declared=declared)
 
 
 def chain_with(costs: list[float], closed: set[int]) -> Chain:
     links = tuple(
-        Link(
+        ModelPiece(
             path=f"piece.{number}", is_block=True, cost=value, parameters=frozenset(), wires=(),
             why_not="is closed" if number in closed else "", same_as_argument=None,
         )
@@ -241,7 +241,7 @@ def test_stages_are_as_even_as_brute_force_finds(
     open_cuts = [number for number in range(1, len(costs)) if number not in closed]
     assert found.cuts() == open_cuts
     if len(open_cuts) + 1 < num:
-        with pytest.raises(CannotCut, match=f"at most, not {num}"):
+        with pytest.raises(StageCutError, match=f"at most, not {num}"):
             found.stages(num, balanced=balanced)
         return
     stages = found.stages(num, balanced=balanced)
@@ -326,7 +326,7 @@ def test_a_model_that_calls_no_module_says_so() -> None:
 
     assert chain_of(Own).why_not_more() == (
         "the model can be cut only between calls of modules with parameters, and it calls no module with parameters; "
-        "make its layers modules and call them, LayoutHints(blocks=...) names them where no list does"
+        "make its layers modules and call them, and name them in LayoutHints(blocks=...) if they are in no list"
     )
 
 
@@ -340,6 +340,6 @@ def test_no_cut_comes_after_a_branch_on_data() -> None:
     found = chain_of(Branching)
     assert not found.cuts()
     assert link(found, "head").why_not == (
-        "comes after a branch on data: the model itself (class Branching) reads the value of a tensor in front of it, "
+        "comes after a branch on data: the model itself (class Branching) reads the value of a tensor before it, "
         "which only the stage that computes it knows; put the branch inside one block, or use torch.where"
     )

@@ -140,7 +140,7 @@ def test_stacked_experts_that_do_not_add_up_are_passed_over_in_words() -> None:
     survey = survey_experts(model, lambda: model(vectors()))
     assert survey.layers == ()
     assert [each.reason for each in survey.passed_over] == [
-        "experts: what its experts say of a token does not add up slot by slot"
+        "experts: the results of its experts for a token do not add up slot by slot"
     ]
 
 
@@ -161,10 +161,10 @@ class WithFlag(nn.Linear):
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (Mixture([Attention() for _ in range(2)]), "does not answer for rows of tokens one by one"),
+        (Mixture([Attention() for _ in range(2)]), "does not treat rows of tokens one by one"),
         (
             Mixture([nn.Sequential(*linears(1), nn.BatchNorm1d(WIDTH)) for _ in range(2)]),
-            "does not answer for rows of tokens one by one",
+            "does not treat rows of tokens one by one",
         ),
         (
             Mixture([WithFlag(WIDTH, WIDTH) for _ in range(2)], lambda self, expert, x: expert(x, True)),
@@ -191,7 +191,7 @@ def test_experts_called_past_their_list_are_passed_over() -> None:
     model.ask = lambda self, expert, x: real[next(places) % 3](x)
     survey = survey_experts(model, lambda: model(vectors()))
     assert survey.layers == ()
-    assert "called past the list" in survey.passed_over[0].reason
+    assert "called from elsewhere" in survey.passed_over[0].reason
 
 
 def test_experts_that_share_a_parameter_are_passed_over() -> None:

@@ -134,7 +134,7 @@ def test_code_that_takes_another_way_than_traced_is_an_error_and_not_a_wrong_res
     model: Any = sized.Model(lambda self, x: self.c_attn(x)[..., : sized.WIDTH].contiguous().view(x.shape))
     view = ResizedView(module="attn", order=0, function="view", num_sizes=3, places=(2,))
     divide_views(modules_by_path(model), [view], 2)
-    with pytest.raises(ValueError, match=r"attn: view\(2, 5, 12\).*does not ask for 2 times what there is.*whole"):
+    with pytest.raises(ValueError, match=r"attn: view\(2, 5, 12\).*does not name 2 times the local size.*whole"):
         model(torch.randn(2, 5, sized.WIDTH))
 
 

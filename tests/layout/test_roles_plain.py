@@ -14,7 +14,7 @@ from layout.parts import compare
 from shoal.job import Job
 from shoal.layout.layout import facts_of, layout_of
 from shoal.layout.tensor.plan import TensorPlan
-from shoal.layout.tensor.roles import CannotCut, tensor_plan
+from shoal.layout.tensor.roles import InvalidRole, tensor_plan
 from shoal.layout.trace import trace
 from shoal.strategy import parse
 
@@ -185,13 +185,13 @@ def test_declared_roles_that_hold_are_taken() -> None:
     ],
 )
 def test_declared_roles_that_do_not_hold_are_refused_with_the_reason(declared: dict[str, str], words: str) -> None:
-    with pytest.raises(CannotCut, match=words):
+    with pytest.raises(InvalidRole, match=words):
         plan_of(plain.between(24, 24, lambda self, x: x.relu()), declared=declared)
 
 
 def test_a_declared_column_that_the_code_refutes_is_refused_with_the_operation() -> None:
     wide, narrow, code, _ = plain.BAD["a norm over all"]
-    with pytest.raises(CannotCut, match="native_layer_norm"):
+    with pytest.raises(InvalidRole, match="native_layer_norm"):
         plan_of(plain.between(wide, narrow, code), declared={"up": "column"})
 
 

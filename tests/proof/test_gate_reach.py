@@ -422,7 +422,7 @@ def test_local_and_broadcast_buffers_are_left_to_the_replicas(write: Callable[..
 def test_a_declaration_that_fits_no_buffer_is_refused(write: Callable[..., str], tmp_path: Path) -> None:
     told = stopped(write(**EMA, more="buffers={'*.sen': 'average'},"), "dp(2)", tmp_path, CannotTrain)
     assert "buffers names '*.sen', but no buffer of the model matches; its buffers: 0.constant, 0.rows" in told
-    with pytest.raises(JobError, match="buffers says 'mean' for"):
+    with pytest.raises(JobError, match="buffers has 'mean' for"):
         load_file(write(more="buffers='mean',"))
 
 

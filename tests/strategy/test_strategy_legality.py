@@ -49,7 +49,7 @@ SAMPLES: dict[str, list[Sample]] = {
         Sample("dp(2) * pp(2) * dp(2, sync=asp())", "dp(2, sync=asp()) * pp(2) * dp(2)"),
     ],
     "shards-step-together": [Sample("dp(4, zero=1, sync=local(4))", "dp(4, sync=local(4)) * dp(2, zero=1)")],
-    "shards-meet-by-allreduce": [Sample("dp(4, zero=2, via=ps(1))", "dp(4, zero=0, via=ps(1))")],
+    "shards-need-allreduce": [Sample("dp(4, zero=2, via=ps(1))", "dp(4, zero=0, via=ps(1))")],
     "one-level-shards": [Sample("dp(2, zero=1) * dp(2, zero=3)", "dp(2) * dp(2, zero=3)")],
     "shards-need-every-owner": [Sample("dp(4, zero=1, sync=bsp(backup=1))", "dp(4, sync=bsp(backup=1))")],
     "backups-leave-a-worker": [Sample("dp(2, sync=bsp(backup=2))", "dp(2, sync=bsp(backup=1))")],
@@ -59,7 +59,7 @@ SAMPLES: dict[str, list[Sample]] = {
     ],
     "softsync-waits-for-one": [Sample("dp(4, sync=softsync(5))", "dp(4, sync=softsync(4))")],
     "a-torus-has-two-sides": [Sample('dp(7, sync=gossip("torus"))', 'dp(8, sync=gossip("torus"))')],
-    "async-gossip-needs-two-camps": [
+    "async-gossip-needs-a-bipartite-graph": [
         Sample('dp(5, sync=gossip("ring", "async"))', 'dp(6, sync=gossip("ring", "async"))'),
         Sample('dp(8, sync=gossip("exponential", "async"))', 'dp(8, sync=gossip("exponential", "push-sum"))'),
         Sample('dp(12, sync=gossip("torus", "async"))', 'dp(16, sync=gossip("torus", "async"))'),
@@ -93,7 +93,7 @@ SAMPLES: dict[str, list[Sample]] = {
         Sample("dp(4, zero=2, compress=topk(0.1)) * accumulate(2)", "dp(4, zero=1, compress=topk(0.1)) * accumulate(2)"),
         Sample("pp(2) * dp(4, zero=3, compress=int8())", "dp(4, zero=3, compress=int8())"),
     ],
-    "gossip-speaks-to-neighbours": [Sample('dp(4, sync=gossip("ring"), via=ps(1))', 'dp(4, sync=gossip("ring"))')],
+    "gossip-sends-to-neighbours": [Sample('dp(4, sync=gossip("ring"), via=ps(1))', 'dp(4, sync=gossip("ring"))')],
     "colocated-shards-have-hosts": [Sample("dp(2, via=ps(3, colocated=True))", "dp(3, via=ps(3, colocated=True))")],
     "hierarchies-need-groups": [Sample('dp(7, via=allreduce("hierarchical"))', 'dp(8, via=allreduce("hierarchical"))')],
     "amp-needs-a-moment": [Sample('dp(4, sync=hogwild()) * amp("bf16")', 'dp(4) * amp("bf16")')],

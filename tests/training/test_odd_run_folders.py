@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shoal.checkpoint.files import put_in_place, remove, tidy
-from shoal.checkpoint.saved import CheckpointBroken
+from shoal.checkpoint.rows import CheckpointBroken
 from shoal.cli.train import _inherit
 from shoal.training.check import require_job_of
 from shoal.training.options import TrainOptions

@@ -38,7 +38,7 @@ REDUCTIONS = frozenset(
 )
 
 
-class Reader(Protocol):
+class TraceReader(Protocol):
     """What a formula may ask of the trace."""
 
     def value(self, number: int) -> Value: ...
@@ -50,14 +50,14 @@ class Reader(Protocol):
         """Takes so many of a parameter's numbers for an operator; fewer are given where others had them before."""
 
 
-def operator_of(reader: Reader, op: Op) -> Operator:
+def operator_of(reader: TraceReader, op: Op) -> Operator:
     """The operator that an operation is."""
     formula = FORMULAS.get(op.name)
     operator = formula(reader, op) if formula is not None else None
     return operator if operator is not None else _by_shapes(reader, op)
 
 
-def _by_shapes(reader: Reader, op: Op) -> Operator:
+def _by_shapes(reader: TraceReader, op: Op) -> Operator:
     elements = reader.value(op.outputs[0]).numel
     weights = sum(reader.claim(number, reader.value(number).numel) for number in dict.fromkeys(op.inputs))
     name = op.name.rstrip("_")
@@ -84,14 +84,14 @@ def _tensors(op: Op) -> list[int]:
     return [arg.value for arg in op.args if isinstance(arg, Ref)]
 
 
-def _shape(reader: Reader, op: Op) -> tuple[int, ...]:
+def _shape(reader: TraceReader, op: Op) -> tuple[int, ...]:
     return reader.value(_tensors(op)[0]).shape
 
 
-def _product(first: int, *, bias: bool) -> Callable[[Reader, Op], Operator]:
+def _product(first: int, *, bias: bool) -> Callable[[TraceReader, Op], Operator]:
     """A product of two tensors, from the argument `first` on: fully connected where the second is a parameter."""
 
-    def formula(reader: Reader, op: Op) -> Operator:
+    def formula(reader: TraceReader, op: Op) -> Operator:
         tensors = _tensors(op)
         left, right = (reader.value(number).shape for number in tensors[first : first + 2])
         weight = tensors[first + 1]
@@ -104,7 +104,7 @@ def _product(first: int, *, bias: bool) -> Callable[[Reader, Op], Operator]:
     return formula
 
 
-def _convolution(reader: Reader, op: Op) -> Operator | None:
+def _convolution(reader: TraceReader, op: Op) -> Operator | None:
     stride, padding, dilation, transposed, _, groups = op.args[3:9]
     tensors = _tensors(op)
     if reader.parameter(tensors[1]) is None:
@@ -128,7 +128,7 @@ def _sides(given: Any, like: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(given) if len(given) == len(like) else tuple(given) * len(like)
 
 
-def _pooling(reader: Reader, op: Op) -> Operator | None:
+def _pooling(reader: TraceReader, op: Op) -> Operator | None:
     shape, output = _shape(reader, op), reader.value(op.outputs[0]).shape
     kernel = op.args[1]
     if "adaptive" in op.name:
@@ -138,7 +138,7 @@ def _pooling(reader: Reader, op: Op) -> Operator | None:
     )
 
 
-def _mean(reader: Reader, op: Op) -> Operator | None:
+def _mean(reader: TraceReader, op: Op) -> Operator | None:
     """The mean of whole images is a pooling."""
     shape = _shape(reader, op)
     over = op.args[1] if len(op.args) > 1 else None
@@ -147,14 +147,14 @@ def _mean(reader: Reader, op: Op) -> Operator | None:
     return Pooling(samples=shape[0], channels=shape[1], image=shape[2:], output=(1, 1), kernel=shape[2:])
 
 
-def _batch_norm(reader: Reader, op: Op) -> Operator:
+def _batch_norm(reader: TraceReader, op: Op) -> Operator:
     shape = _shape(reader, op)
     for number in op.inputs[1:]:
         reader.claim(number, shape[1])
     return BatchNorm(samples=shape[0], channels=shape[1], image=shape[2:])
 
 
-def _layer_norm(reader: Reader, op: Op) -> Operator:
+def _layer_norm(reader: TraceReader, op: Op) -> Operator:
     shape, width = _shape(reader, op), prod(op.args[1])
     weights = [arg.value for arg in op.args[2:4] if isinstance(arg, Ref)]
     for number in weights:
@@ -162,13 +162,13 @@ def _layer_norm(reader: Reader, op: Op) -> Operator:
     return LayerNorm(rows=prod(shape) // width, width=width, bias=len(weights) > 1, affine=bool(weights))
 
 
-def _softmax(reader: Reader, op: Op) -> Operator:
+def _softmax(reader: TraceReader, op: Op) -> Operator:
     shape = _shape(reader, op)
     width = shape[op.args[1]] if shape else 1
     return Softmax(rows=prod(shape) // width, width=width)
 
 
-def _embedding(reader: Reader, op: Op) -> Operator | None:
+def _embedding(reader: TraceReader, op: Op) -> Operator | None:
     table, numbers = (reader.value(number) for number in _tensors(op)[:2])
     if reader.parameter(table.number) is None:
         return None
@@ -176,7 +176,7 @@ def _embedding(reader: Reader, op: Op) -> Operator | None:
     return Embedding(lookups=numbers.numel, table=table.shape[0], width=table.shape[1])
 
 
-FORMULAS: dict[str, Callable[[Reader, Op], Operator | None]] = {
+FORMULAS: dict[str, Callable[[TraceReader, Op], Operator | None]] = {
     **{name: _product(first, bias=name == "addmm") for name, first in LEFT.items()},
     "convolution": _convolution,
     "max_pool2d_with_indices": _pooling,

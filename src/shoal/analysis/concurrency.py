@@ -12,7 +12,7 @@ from typing import Any
 
 from shoal.analysis.convolution import Convolution
 from shoal.analysis.network import Layer, Network
-from shoal.analysis.products import Attention, FullyConnected, MatrixProduct
+from shoal.analysis.products import AttentionProduct, FullyConnected, MatrixProduct
 from shoal.analysis.reductions import BatchNorm, Pooling
 
 
@@ -56,7 +56,7 @@ def _tensor(network: Network) -> Concurrency:
     """Attention is cut by heads; without it the widest matrix or the most channels are the limit."""
     dense = _of(network, FullyConnected)
     convolutions = _of(network, Convolution)
-    attention = _of(network, Attention)
+    attention = _of(network, AttentionProduct)
     widest = max((max(each.inputs, each.outputs) for each in dense), default=0)
     channels = max((each.out_channels for each in convolutions), default=0)
     heads = max((each.heads for each in attention), default=0)
@@ -69,7 +69,8 @@ def _tensor(network: Network) -> Concurrency:
     if widest:
         words.append(f"a widest matrix of {widest:,}")
     share = _share(
-        network, lambda layer: isinstance(layer.operator, FullyConnected | Convolution | Attention | MatrixProduct)
+        network,
+        lambda layer: isinstance(layer.operator, FullyConnected | Convolution | AttentionProduct | MatrixProduct),
     )
     degree = heads or max(widest, channels, 1)
     return Concurrency(
@@ -78,14 +79,14 @@ def _tensor(network: Network) -> Concurrency:
 
 
 def _context(network: Network) -> Concurrency:
-    length = max((each.queries for each in _of(network, Attention)), default=0)
+    length = max((each.queries for each in _of(network, AttentionProduct)), default=0)
     if not length:
         return Concurrency(axis="cp", title="context", degree=1, work_share=0.0, words="no attention over a sequence")
     positions = network.batch * length
 
     def by_position(layer: Layer) -> bool:
         operator: Any = layer.operator
-        if isinstance(operator, Attention):
+        if isinstance(operator, AttentionProduct):
             return True
         sizes = (getattr(operator, name, None) for name in ("rows", "elements", "lookups"))
         size = next((size for size in sizes if size), 0)

@@ -84,7 +84,7 @@ class MatrixProduct(Operator):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Attention(Operator):
+class AttentionProduct(Operator):
     """softmax(Q K^T) V for every head: two products and a softmax, whose two sums (maximum and total) count each
     score once. Scores need not be stored; a causal mask leaves half of them.
     """

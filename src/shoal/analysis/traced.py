@@ -20,14 +20,14 @@ from torch.utils._pytree import tree_leaves
 from shoal.analysis.aten import FREE, operator_of
 from shoal.analysis.network import Network, NetworkBuilder
 from shoal.analysis.operator import Operator
-from shoal.analysis.products import Attention
+from shoal.analysis.products import AttentionProduct
 from shoal.analysis.reductions import Loss, Softmax
 from shoal.job import Job, TensorData
 from shoal.layout.chain import chain
 from shoal.layout.experts.listed import like_members
 from shoal.layout.experts.stacked import stacked_count
-from shoal.layout.recorded import Attention as AttentionCall
 from shoal.layout.recorded import Op, Trace, Value
+from shoal.layout.recorded import TracedAttention as AttentionCall
 from shoal.layout.trace import trace
 
 
@@ -113,7 +113,7 @@ class _Walk:
 
     def _attend(self, call: AttentionCall) -> None:
         query, key, value = (self.value(number).shape for number in (call.query, call.key, call.value))
-        operator = Attention(
+        operator = AttentionProduct(
             samples=prod(query[:-3]), heads=query[-3] if len(query) > 2 else 1,
             kv_heads=key[-3] if len(key) > 2 else 1, queries=query[-2], keys=key[-2], head_dim=query[-1],
             value_dim=value[-1], causal=call.causal,

@@ -19,7 +19,7 @@ from shoal.calibration.fit import Fit, Timed, fit_link
 from shoal.calibration.machine import alpha_beta, lower_quartile, machine_of
 from shoal.comm.calibration import BACKENDS, WrongCalibration, read_calibration_file
 from shoal.comm.choice import choose_all_reduce
-from shoal.comm.network import DEFAULT, Network
+from shoal.comm.network import DEFAULT, NetworkTimes
 from shoal.estimate.steps.machine import Curve, Machine
 from shoal.estimate.steps.read import machine_here, table_of_machine
 from shoal.files.toml import toml_text
@@ -66,10 +66,10 @@ class Findings:
     """Of each kind of product, how far its model is from the times at the median."""
 
     @property
-    def network(self) -> Network:
+    def network(self) -> NetworkTimes:
         """What was measured; what was not is as it would be without a calibration."""
         found = {name: fit.link for name, fit in self.links.items()}
-        return Network(inside=found.get("inside", DEFAULT.inside), between=found.get("between", DEFAULT.between))
+        return NetworkTimes(inside=found.get("inside", DEFAULT.inside), between=found.get("between", DEFAULT.between))
 
     @property
     def usable(self) -> bool:
@@ -149,7 +149,7 @@ def _curves(rows: Sequence[Mapping[str, Any]], backend: str) -> dict[str, Curve]
 
 
 def _over_best(timed: Sequence[Timed], ranks: int, fit: Fit) -> float:
-    network = Network(inside=fit.link, between=fit.link)
+    network = NetworkTimes(inside=fit.link, between=fit.link)
     ratios = []
     for nbytes in {each.nbytes for each in timed}:
         seconds = {each.algorithm: each.seconds for each in timed if each.nbytes == nbytes}

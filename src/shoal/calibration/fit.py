@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.comm.choice import all_reduce_time
-from shoal.comm.network import LinkTimes, Network
+from shoal.comm.network import LinkTimes, NetworkTimes
 
 Array = NDArray[Any]
 UNITS = (LinkTimes(1.0, 0.0, 0.0), LinkTimes(0.0, 1.0, 0.0), LinkTimes(0.0, 0.0, 1.0))
@@ -80,7 +80,7 @@ def _first_guess(model: Array, measured: Array, nbytes: Array) -> Array:
 
 
 def _predicted(timed: Timed, ranks: int, link: LinkTimes) -> float:
-    return all_reduce_time(timed.algorithm, timed.nbytes, ranks, ranks, Network(inside=link, between=link))
+    return all_reduce_time(timed.algorithm, timed.nbytes, ranks, ranks, NetworkTimes(inside=link, between=link))
 
 
 def _least_squares(model: Array, measured: Array, weights: Array) -> Array | None:

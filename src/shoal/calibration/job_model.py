@@ -11,7 +11,7 @@ from shoal.estimate.steps.model import JobModel, Piece
 from shoal.estimate.steps.operations import operations
 from shoal.job import Job
 from shoal.job.facts import build_without_memory
-from shoal.layout.chain import CannotCut
+from shoal.layout.chain import StageCutError
 from shoal.layout.layout import Layout, facts_of, layout_of
 from shoal.layout.observe import job_shapes, observe
 from shoal.layout.trace import trace
@@ -57,7 +57,7 @@ def job_model(job: Job) -> tuple[JobModel, ModelFacts]:
 def _possible_stages(layout: Layout) -> tuple[int, ...]:
     found = []
     for num in range(1, MOST_STAGES + 1):
-        with contextlib.suppress(CannotCut):
+        with contextlib.suppress(StageCutError):
             layout.stages(num)
             found.append(num)
     return tuple(found)

@@ -41,7 +41,7 @@ WIDTH, CHANNELS, SIDE = 256, 32, 8
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class OperatorCase:
     """One operator at one shape, to be timed forward and backward."""
 
     kind: str
@@ -51,39 +51,41 @@ class Case:
     call: Callable[..., Tensor]
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[OperatorCase]:
     """Everything that is timed but the optimiser."""
     for m, k, n in LINEAR:
-        yield Case("linear", (1, m, n, k), partial(_linear, m, k, n), F.linear)
+        yield OperatorCase("linear", (1, m, n, k), partial(_linear, m, k, n), F.linear)
     for samples, channels, out, side, kernel in CONVOLUTION:
         shape = (1, samples * side * side, out, channels * kernel * kernel)
         make = partial(_image, samples, channels, out, side, kernel)
-        yield Case("convolution", shape, make, partial(F.conv2d, padding=kernel // 2))
+        yield OperatorCase("convolution", shape, make, partial(F.conv2d, padding=kernel // 2))
     for samples, heads, length, width in ATTENTION:
         shape = (samples * heads, length, length, width)
-        yield Case("attention", shape, partial(_heads, samples, heads, length, width), _attend)
+        yield OperatorCase("attention", shape, partial(_heads, samples, heads, length, width), _attend)
     for elements in SIZES:
         yield from _passes(elements)
 
 
-def _passes(elements: int) -> Iterator[Case]:
+def _passes(elements: int) -> Iterator[OperatorCase]:
     rows = elements // WIDTH
     samples = max(1, elements // (CHANNELS * SIDE * SIDE))
     pixels = samples * CHANNELS * SIDE * SIDE
     flat = partial(_input, rows, WIDTH)
     image = partial(_input, samples, CHANNELS, SIDE, SIDE)
     targets, words = torch.zeros(rows, dtype=torch.long), torch.arange(rows) % WIDTH
-    yield Case("add", (elements,), lambda: (flat(), flat()), torch.add)
-    yield Case("relu", (elements,), lambda: (flat(),), F.relu)
-    yield Case("gelu", (elements,), lambda: (flat(),), partial(F.gelu, approximate="tanh"))
-    yield Case("copy", (2 * elements,), lambda: (flat(), flat()), lambda x, y: torch.cat((x, y)))
-    yield Case("layer norm", (elements,), lambda: (flat(), _weight(WIDTH), _weight(WIDTH)),
+    yield OperatorCase("add", (elements,), lambda: (flat(), flat()), torch.add)
+    yield OperatorCase("relu", (elements,), lambda: (flat(),), F.relu)
+    yield OperatorCase("gelu", (elements,), lambda: (flat(),), partial(F.gelu, approximate="tanh"))
+    yield OperatorCase("copy", (2 * elements,), lambda: (flat(), flat()), lambda x, y: torch.cat((x, y)))
+    yield OperatorCase("layer norm", (elements,), lambda: (flat(), _weight(WIDTH), _weight(WIDTH)),
                lambda x, w, b: F.layer_norm(x, (WIDTH,), w, b))  # fmt: skip
-    yield Case("batch norm", (pixels,), lambda: (image(), _weight(CHANNELS), _weight(CHANNELS)),
+    yield OperatorCase("batch norm", (pixels,), lambda: (image(), _weight(CHANNELS), _weight(CHANNELS)),
                lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True))  # fmt: skip
-    yield Case("pooling", (pixels,), lambda: (image(),), lambda x: F.max_pool2d(x, 2))
-    yield Case("loss", (elements,), lambda: (flat(),), lambda x: F.cross_entropy(x, targets, reduction="sum"))
-    yield Case("embedding", (elements,), lambda: (_weight(WIDTH, WIDTH),), lambda table: F.embedding(words, table))
+    yield OperatorCase("pooling", (pixels,), lambda: (image(),), lambda x: F.max_pool2d(x, 2))
+    yield OperatorCase("loss", (elements,), lambda: (flat(),), lambda x: F.cross_entropy(x, targets, reduction="sum"))
+    yield OperatorCase(
+        "embedding", (elements,), lambda: (_weight(WIDTH, WIDTH),), lambda table: F.embedding(words, table)
+    )
 
 
 def _linear(rows: int, inputs: int, outputs: int) -> tuple[Tensor, ...]:
@@ -139,7 +141,7 @@ def measure_operators(
     return rows + updates
 
 
-def _timed(case: Case) -> tuple[float, float]:
+def _timed(case: OperatorCase) -> tuple[float, float]:
     """Seconds of one forward and one backward, of several inputs one after the other."""
     first = case.make()
     size = 4 * sum(each.numel() for each in first)

@@ -1,1 +1,1 @@
-"""Checkpoints: written whole or not at all, verified before they are read, read by any strategy."""
+"""Checkpoints: written atomically, verified before they are read, readable by any strategy."""

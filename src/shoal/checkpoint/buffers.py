@@ -1,7 +1,7 @@
-"""A model's buffers over replicas: which belong to its state, and their mean where replicas differ.
+"""A model's buffers over replicas: which belong to its state, and their mean if replicas differ.
 
-With local batch norm every replica has running statistics of its own samples; what is evaluated and saved is
-their mean. With synchronised batch norm they are equal, and the mean is that same value to the bit.
+With local batch norm every replica has running statistics of its own samples; their mean is evaluated and saved.
+With synchronised batch norm they are equal, and the mean is that value to the bit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from shoal.comm.mesh import Members
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that belong to the model's state; those it recomputes when it is built do not."""
+    """The persistent buffers of the model: without those that it recomputes when it is built."""
     passing = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules(remove_duplicate=False)
@@ -24,7 +24,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def averaged_buffers(model: nn.Module, members: Members) -> dict[str, torch.Tensor]:
-    """The buffers, floating-point ones as the mean over all members; the model's own stay. Collective."""
+    """The buffers, floating-point ones averaged over all members; the model is unchanged. Collective."""
     buffers = persistent_buffers(model)
     floating = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point() and buffer.numel()}
     if members.group is None or not floating:
@@ -43,7 +43,7 @@ def averaged_buffers(model: nn.Module, members: Members) -> dict[str, torch.Tens
 
 
 def average_buffers(model: nn.Module, members: Members) -> None:
-    """The floating-point buffers of all members become their mean, in place. Collective."""
+    """Averages the floating-point buffers over all members, in place. Collective."""
     own = persistent_buffers(model)
     with torch.no_grad():
         for name, mean in averaged_buffers(model, members).items():

@@ -1,8 +1,8 @@
 """Checksums of tensors that do not depend on how they were split, to compare what ranks hold with what was saved.
 
 The checksum of a tensor is the sum, modulo 2^64, of a hash of each element's bits and its position. Ranks that hold
-parts add up the sums of their parts; where n ranks hold the same element the total is n times the checksum. So one
-all-reduce after a restore compares every copy that every rank holds with the checkpoint, under any strategy.
+parts add up the sums of their parts; if n ranks hold the same element the total is n times the checksum. So one
+all-reduce after a restore compares every copy on every rank with the checkpoint, under any strategy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from shoal.checkpoint.buffers import persistent_buffers
 from shoal.checkpoint.contents import Contents
-from shoal.layout.cuts import Part
+from shoal.layout.cuts import TensorPart
 from shoal.parallel.engine import Engine
 from shoal.parallel.kept_errors import PRIVATE
 
@@ -28,13 +28,13 @@ _SPREAD, _MIX = -7046029254386353131, -4658895280553007687
 
 
 class RestoredWrongly(ValueError):
-    """After a restore a rank holds something else than the checkpoint."""
+    """After a restore the values of a rank differ from the checkpoint."""
 
 
-def checksum(values: torch.Tensor, start: int = 0, part: Part | None = None, shape: tuple[int, ...] = ()) -> int:
-    """Of elements of a tensor laid out flat, the first of which has the number `start`.
+def checksum(values: torch.Tensor, start: int = 0, part: TensorPart | None = None, shape: tuple[int, ...] = ()) -> int:
+    """The checksum of elements of a flattened tensor, the first of which has the number `start`.
 
-    `part`, `shape`: the elements are of this part of a tensor, and the part's own shape.
+    `part`, `shape`: the elements belong to this part of a tensor; the part's own shape.
     """
     flat = values.detach().reshape(-1)
     if flat.is_complex() and flat.element_size() > 8:
@@ -55,8 +55,8 @@ def checksum(values: torch.Tensor, start: int = 0, part: Part | None = None, sha
     return _signed(total)
 
 
-def _in_full(place: torch.Tensor, part: Part, shape: tuple[int, ...]) -> torch.Tensor:
-    """Where elements of a part lie in the full tensor."""
+def _in_full(place: torch.Tensor, part: TensorPart, shape: tuple[int, ...]) -> torch.Tensor:
+    """Positions of a part's elements in the full tensor."""
     dim, inner = part.cut.dim, prod(shape[part.cut.dim + 1 :])
     intervals = part.cut.intervals(part.ranks, part.index)
     rows = torch.cat([torch.arange(low, high) for low, high in intervals]).to(place.device)
@@ -69,8 +69,8 @@ def _signed(total: int) -> int:
 
 
 def of_contents(contents: Contents, engine: Engine) -> dict[str, int]:
-    """Of everything that a rank is about to write: into the rows of the manifest, and of parameters and state, by the
-    names under which a manifest keeps checksums of full tensors."""
+    """Checksums of everything that a rank is about to write: added to the rows of the manifest, and returned for
+    parameters and state by the names under which a manifest keeps checksums of full tensors."""
     tensors = dict(contents.tensors)
     local = {slot.name: tuple(slot.shape) for bucket in engine.buckets for slot in bucket.buffer.slots}
     local |= {name: tuple(param.shape) for name, param in engine.model.named_parameters() if name not in local}
@@ -78,7 +78,7 @@ def of_contents(contents: Contents, engine: Engine) -> dict[str, int]:
     for row in contents.pieces:
         part = engine.part_of(row["parameter"])
         row["sum"] = checksum(tensors[row["tensor"]], row["start"], part, local[row["parameter"]])
-        # What compression kept is redistributed when the number of replicas changes: it has the sums of its pieces.
+        # Compression residuals are redistributed if the number of replicas changes: only their ranges have checksums.
         if row["state"] is None or not row["state"].startswith(PRIVATE):
             _add(found, name_of(row["parameter"], row["state"]), row["sum"])
     for key, entry in contents.buffers.items():
@@ -90,7 +90,7 @@ def of_contents(contents: Contents, engine: Engine) -> dict[str, int]:
 
 
 def combined(tables: list[dict[str, int]], buffers: dict[str, Any]) -> dict[str, int]:
-    """The checksums of all ranks' parts together. `buffers`: the manifest's rows; several ranks may offer the same."""
+    """The sum of all ranks' checksums. `buffers`: the manifest's rows; several ranks may hold the same buffer."""
     total: dict[str, int] = {}
     for table in tables:
         for name, value in table.items():
@@ -101,7 +101,7 @@ def combined(tables: list[dict[str, int]], buffers: dict[str, Any]) -> dict[str,
 
 
 def added(sums: Iterable[int | None]) -> int | None:
-    """The checksum of a tensor from those of its pieces; None if one of them is not known."""
+    """The checksum of a tensor from those of its ranges; None if one of them is unknown."""
     known = list(sums)
     return None if None in known else _signed(sum(each for each in known if each is not None))
 
@@ -114,9 +114,9 @@ def name_of(parameter: str, state: str | None) -> str:
     return f"parameter {parameter}" if state is None else f"{state} of {parameter}"
 
 
-def _held(engine: Engine) -> Iterator[tuple[str, torch.Tensor, int, Part | None, tuple[int, ...]]]:
-    """Everything on this rank that a checkpoint holds, copies included: name, values, start,
-    part and the part's own shape."""
+def _held(engine: Engine) -> Iterator[tuple[str, torch.Tensor, int, TensorPart | None, tuple[int, ...]]]:
+    """Everything on this rank that a checkpoint holds, including copies: name, values, start, part and the part's
+    own shape."""
     for piece in engine.owner.held():
         yield name_of(piece.name, None), piece.values, piece.start, engine.part_of(piece.name), piece.shape
     sharded = {slot.name for bucket in engine.buckets for slot in bucket.buffer.slots}
@@ -131,9 +131,9 @@ def _held(engine: Engine) -> Iterator[tuple[str, torch.Tensor, int, Part | None,
 
 
 def compare(engine: Engine, saved: dict[str, Any], shapes: dict[str, tuple[int, ...]], where: str) -> None:
-    """Raises, naming the tensor, where any rank holds something else than the checkpoint says. Collective.
+    """Raises RestoredWrongly, naming the tensor, if the values of any rank differ from the checkpoint. Collective.
 
-    `saved`: the checkpoint's checksums; `shapes`: of its full tensors, by the same names where known.
+    `saved`: the checkpoint's checksums; `shapes`: those of its full tensors, by the same names if known.
     """
     names = sorted(saved)
     numbers = {name: n for n, name in enumerate(names)}
@@ -150,11 +150,11 @@ def compare(engine: Engine, saved: dict[str, Any], shapes: dict[str, tuple[int, 
     for name, value, count in zip(names, *total.cpu().tolist(), strict=True):
         numel = prod(shapes[name]) if name in shapes else None
         if not count and (numel == 0 or not name.startswith(("parameter ", "buffer "))):
-            continue  # State that this strategy or optimiser does not keep.
+            continue  # State that this strategy or optimiser does not have.
         copies = count // numel if numel else 1
         if numel and (not count or count % numel or value != _signed(copies * int(saved[name]))):
             raise RestoredWrongly(
-                f"after the restore of {where} the ranks hold another {name} than the checkpoint: its checksum over "
+                f"after the restore of {where} the ranks' {name} differs from the checkpoint: its checksum over "
                 f"{copies} {'copies' if copies != 1 else 'copy'} differs. No step was made. Resume again; if it "
                 "happens again, memory or a rank is at fault"
             )

@@ -1,7 +1,7 @@
-"""What one rank writes into a checkpoint: its pieces of parameters and optimiser state, and a table of them.
+"""What one rank writes into a checkpoint: its ranges of parameters and optimiser state, and a table of them.
 
-Every element is written by exactly one rank; what is whole everywhere (buffers, frozen parameters) by the first of
-those that hold it.
+Every element is written by exactly one rank; replicated tensors (buffers, frozen parameters) by the first rank that
+holds them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from shoal.checkpoint.files import dtype_name, file_of
 from shoal.checkpoint.islands import add_island
 from shoal.checkpoint.values import encode
-from shoal.layout.cuts import Part
+from shoal.layout.cuts import TensorPart
 from shoal.parallel.engine import Engine
 from shoal.parallel.flat_slice import Piece
 from shoal.parallel.kept_errors import errors, extras
@@ -34,7 +34,7 @@ class Contents:
     extras: dict[str, Any] = field(default_factory=dict)
     """Tensors that belong to a parameter and are not of its size."""
     optimizer: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """What the optimiser keeps for several parameters together."""
+    """Optimiser state that belongs to several parameters together."""
 
     @property
     def bytes(self) -> int:
@@ -50,21 +50,21 @@ class Contents:
             "optimizer": self.optimizer,
         }
 
-    def add_parameter(self, piece: Piece, dtype: torch.dtype, part: Part | None = None) -> None:
+    def add_parameter(self, piece: Piece, dtype: torch.dtype, part: TensorPart | None = None) -> None:
         shape = piece.shape if part is None else part.whole_shape(piece.shape)
         self.parameters[piece.name] = {"shape": list(shape), "dtype": dtype_name(dtype)}
         self._add(piece, None, part)
 
-    def add_state(self, key: str, piece: Piece, part: Part | None = None) -> None:
+    def add_state(self, key: str, piece: Piece, part: TensorPart | None = None) -> None:
         self._add(piece, key, part)
 
-    def add_extra(self, name: str, key: str, values: torch.Tensor, part: Part | None = None) -> None:
+    def add_extra(self, name: str, key: str, values: torch.Tensor, part: TensorPart | None = None) -> None:
         full = extra_name(name, key, part)
         self.extras[full] = {"file": self.file, "tensor": full} | ({"complex": True} if values.is_complex() else {})
         self.tensors.append((full, values))
 
     def encoded(self, owner: str, key: str, value: Any) -> list[Any]:
-        """A value that is no range of a parameter, for the manifest; its tensors go into the file."""
+        """A value other than a range of a parameter, encoded for the manifest; its tensors go into the file."""
         number = count()
 
         def put(tensor: torch.Tensor) -> str:
@@ -77,7 +77,7 @@ class Contents:
         except ValueError as error:
             raise ValueError(f"{key!r} of {owner} cannot be saved: {error}") from error
 
-    def add_buffer(self, name: str, values: torch.Tensor, part: Part | None = None) -> None:
+    def add_buffer(self, name: str, values: torch.Tensor, part: TensorPart | None = None) -> None:
         key = f"buffer {name}"
         if part is not None:
             shape = part.whole_shape(tuple(values.shape))
@@ -96,7 +96,7 @@ class Contents:
         self.buffers[name] = entry
         self.tensors.append((key, values))
 
-    def _add(self, piece: Piece, state: str | None, part: Part | None = None) -> None:
+    def _add(self, piece: Piece, state: str | None, part: TensorPart | None = None) -> None:
         start, stop = piece.start, piece.start + piece.values.numel()
         if start == stop:
             return
@@ -117,15 +117,15 @@ class Contents:
         self.pieces.append(row)
 
 
-def extra_name(name: str, key: str, part: Part | None) -> str:
+def extra_name(name: str, key: str, part: TensorPart | None) -> str:
     return f"{name} {key}" if part is None else f"{name} {key} part {part.index}"
 
 
 def contents_of(
     engine: Engine, *, buffers: dict[str, torch.Tensor], rank: int, own: list[torch.Tensor] | None = None
 ) -> Contents:
-    """What this rank writes of the engine's state; `buffers` are the model's as they shall be saved, `own` are this
-    island's values where they differ from the agreed ones."""
+    """What this rank writes of the engine's state. `buffers`: the model's buffers as they are saved; `own`: this
+    island's values, if they differ from the consensus."""
     contents = Contents(file=file_of(rank))
     firsts = set()
     for piece in engine.owner.parameters():
@@ -142,7 +142,7 @@ def contents_of(
         for name, key, values in extras(engine.compression):
             if engine.placement.writes(families[name]):
                 contents.add_extra(name, key, values, engine.part_of(name))
-    # Whoever writes a parameter's first element also reports its numbers, so that they are reported once.
+    # The rank that writes a parameter's first element also writes its scalar state, so that it is written once.
     contents.numbers = {
         name: {key: contents.encoded(name, key, value) for key, value in values.items()}
         for name, values in engine.optimizer.values().items()

@@ -1,11 +1,11 @@
-"""The folder of checkpoints: what its entries are called, which of them count, how files get onto the disk.
+"""The folder of checkpoints: names of its entries, which of them are complete, how files are written to disk.
 
     step-00000120/            a checkpoint: it appears under this name only when it is complete
-        checkpoint.json       the manifest: step, progress, parameters, where each piece of them lies
+        checkpoint.json       the manifest: step, progress, parameters, the file of each of their ranges
         rank-00000.safetensors, rank-00001.safetensors, ...
         SHA256SUMS            of all of these; `sha256sum -c SHA256SUMS` checks a checkpoint by hand
-    step-00000160.partial/    one being written, or what a crash left of it
-    step-00000120.replaced/   one whose successor of the same step is being put in its place
+    step-00000160.partial/    a checkpoint being written, or what a crash left of it
+    step-00000120.replaced/   a checkpoint that is being replaced by a new one of the same step
 
 Tensor files are written here rather than by safetensors' own function, which does not flush them to the disk,
 does not give their checksum, and hides the operating system's error number.
@@ -28,7 +28,7 @@ from shoal.checkpoint.regular import discard
 from shoal.comm.points import reach
 
 FORMAT = 2
-"""2: also what the optimiser keeps for several parameters together. Format 1 is read."""
+"""2: adds optimiser state that belongs to several parameters together. Format 1 can be read."""
 MANIFEST = "checkpoint.json"
 CHECKSUMS = "SHA256SUMS"
 PARTIAL = ".partial"
@@ -65,7 +65,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """What `to_json` was given."""
+    """The inverse of `to_json`."""
     if isinstance(value, dict):
         if value.keys() == {"float"} and value["float"] in ("nan", "inf", "-inf"):
             return float(value["float"])
@@ -74,18 +74,18 @@ def from_json(value: Any) -> Any:
 
 
 def digest_of_values(manifest: dict[str, Any]) -> str:
-    """Of what a manifest holds as numbers: they have no checksum in a tensor file."""
+    """Digest of the numbers in a manifest, which no checksum of a tensor file covers."""
     values = [manifest.get(key) for key in ("progress", "numbers", "optimizer")]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def about_file(step: int, name: str) -> dict[str, str]:
-    """What a tensor file says of itself, so that one of another rank or step is not taken for it."""
+    """The metadata of a tensor file, so that the file of another rank or step is not mistaken for it."""
     return {"step": str(step), "file": name}
 
 
 def step_of(path: Path) -> int | None:
-    """The step that a checkpoint's name says; None if it has another name."""
+    """The step in a checkpoint's name; None if the name has another form."""
     match = _STEP.fullmatch(path.name.removesuffix(REPLACED))
     return int(match[1]) if match else None
 
@@ -104,7 +104,7 @@ def checkpoints(folder: Path) -> list[tuple[int, Path]]:
         return []
     found: dict[int, Path] = {}
     for path in folder.iterdir():
-        # A crash between the two renames of a replacement leaves the old one under its other name only.
+        # A crash between the two renames of a replacement leaves the old checkpoint under its second name only.
         name = path.name.removesuffix(REPLACED)
         match = _STEP.fullmatch(name)
         if match and path.is_dir() and (name == path.name or not (folder / name).exists()):
@@ -113,7 +113,7 @@ def checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 
 def tidy(folder: Path) -> None:
-    """Removes what crashed saves left behind. For one process, and only while nobody saves."""
+    """Removes what crashed saves left behind. Call it in one process, and only while no rank saves."""
     if not folder.is_dir():
         return
     for path in list(folder.iterdir()):
@@ -128,7 +128,7 @@ def tidy(folder: Path) -> None:
 
 
 def put_in_place(partial: Path, target: Path) -> None:
-    """A complete checkpoint gets its name; one of the same step that is there already makes way for it."""
+    """Renames a complete checkpoint to its final name, replacing an earlier one of the same step."""
     replaced = target.with_name(target.name + REPLACED)
     if target.exists() or target.is_symlink():
         target.rename(replaced)
@@ -139,7 +139,7 @@ def put_in_place(partial: Path, target: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Under a name that does not count first, so that a crash halfway leaves no broken checkpoint."""
+    """Removes a checkpoint. Renames it first, so that a crash halfway leaves no broken checkpoint."""
     gone = path.with_name(path.name.removesuffix(REPLACED) + PARTIAL)
     path.rename(gone)
     discard(gone)
@@ -151,7 +151,7 @@ def checksums_text(manifest_sha256: str, files: dict[str, str]) -> str:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flushes the names in a folder to the disk."""
+    """Flushes the entries of a folder to disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -160,7 +160,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_bytes(path: Path, data: bytes) -> str:
-    """Writes a file through to the disk; gives its SHA-256."""
+    """Writes a file and flushes it to disk; returns its SHA-256."""
     with open(path, "wb") as file:
         file.write(data)
         file.flush()
@@ -169,7 +169,7 @@ def write_bytes(path: Path, data: bytes) -> str:
 
 
 def write_tensors(path: Path, tensors: Sequence[tuple[str, torch.Tensor]], about: dict[str, str]) -> tuple[int, str]:
-    """Writes a safetensors file through to the disk, with what it is part of; gives its size and SHA-256."""
+    """Writes a safetensors file with its metadata and flushes it to disk; returns its size and SHA-256."""
     # The widest elements first, so that every tensor starts at a multiple of its element size.
     real = [(key, torch.view_as_real(t.resolve_conj()) if t.dtype in COMPLEX else t) for key, t in tensors]
     ordered = sorted(real, key=lambda entry: -entry[1].element_size())

@@ -1,9 +1,9 @@
-"""What each island keeps for itself, to and from checkpoints.
+"""Saves and restores the private state of each island.
 
-A checkpoint's parameters are those that all islands agree on, and its optimiser state is the first island's, so any
-strategy can go on from it. Beside them lies what islands hold otherwise: their parameters and buffers between two
-exchanges, the optimiser state of the others, and what they learned from since the last exchange. The same number of
-islands goes on from these, to the bit; any other number begins with the agreed parameters.
+A checkpoint's parameters are the consensus of all islands, and its optimiser state is that of the first island, so any
+strategy can continue from it. In addition it holds what differs between islands: their parameters and buffers between
+two exchanges, the optimiser state of the other islands, and the samples seen since the last exchange. The same number
+of islands continues from these to the bit; any other number begins with the consensus.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KEPT = "kept"
 
 
 def label(engine: Engine, what: str = "") -> str:
-    """How a checkpoint names something of this rank's island."""
+    """The name of an entry of this rank's island in a checkpoint."""
     place = engine.placement.islands
     return f"{ISLANDS}{place.index} of {place.size} {what}".rstrip()
 
@@ -63,7 +63,7 @@ def add_island(contents: Contents, engine: Engine, own: list[torch.Tensor]) -> N
 
 
 def load_island(engine: Engine, saved: OwnView) -> None:
-    """Takes up what a checkpoint holds of this rank's island, where it has as many islands. All ranks call it alike."""
+    """Restores this rank's island from a checkpoint with the same number of islands. Collective."""
     outer = engine.outer
     if outer is None:
         return

@@ -1,5 +1,5 @@
-"""Files of a run are regular files: a link, pipe or device in their place is refused, and nothing waits for one.
-What a folder holds under a name that is needed is removed as what it is. Nothing here imports torch.
+"""Opens the files of a run only if they are regular files: a link, pipe or device is refused without blocking.
+`discard` removes any kind of entry without following links. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from pathlib import Path
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Opens a regular file to read it. Raises OSError, also for a link, pipe or device."""
+    """Opens a regular file for reading. Raises OSError for a link, pipe or device."""
     return open(_regular(path, os.O_RDONLY), "rb")
 
 
 def append_to_regular(path: Path) -> int:
-    """A descriptor that appends to a regular file, which is made if there is none."""
+    """A descriptor that appends to a regular file, which is created if it does not exist."""
     return _regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
 
 def read_regular(path: Path, *, most: int) -> bytes:
-    """The bytes of a regular file of at most so many bytes."""
+    """The bytes of a regular file of at most `most` bytes."""
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > most:
             raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
@@ -31,7 +31,7 @@ def read_regular(path: Path, *, most: int) -> bytes:
 
 
 def discard(path: Path) -> None:
-    """Removes a folder with all that is in it; of a link only itself."""
+    """Removes a file or a folder with its contents; a link itself, not its target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -1,6 +1,7 @@
-"""Going on from a checkpoint: all ranks find the newest intact one together and make it the engine's state.
+"""Restores a checkpoint: all ranks together find the newest intact one and load it into the engine.
 
-A rank reads only what its strategy gives it, whatever strategy wrote it; the result is the same to the bit.
+A rank reads only the ranges that its strategy assigns to it, whichever strategy wrote them; the result is the same to
+the bit.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from shoal.checkpoint.checksum import compare
 from shoal.checkpoint.contents import extra_name
 from shoal.checkpoint.files import checkpoints, dtype_name, tidy
 from shoal.checkpoint.islands import load_island
-from shoal.checkpoint.saved import Checkpoint, CheckpointBroken, from_manifest
+from shoal.checkpoint.opening import from_manifest
+from shoal.checkpoint.rows import CheckpointBroken
+from shoal.checkpoint.saved import Checkpoint
 from shoal.comm.json_exchange import exchange, world_and_rank
 from shoal.comm.ledger import BOOK
 from shoal.comm.points import reach
-from shoal.layout.cuts import Part
+from shoal.layout.cuts import TensorPart
 from shoal.parallel.engine import Engine
 from shoal.parallel.kept_errors import load as load_errors
 
@@ -31,10 +34,10 @@ class CheckpointMismatch(ValueError):
 
 
 def find_intact(folder: Path, warn: Callable[[str], None], *, clean: bool = True) -> Checkpoint | None:
-    """The newest intact checkpoint, the same on every rank; `warn` is told of broken ones passed over.
+    """The newest intact checkpoint, the same on every rank; broken ones that are skipped are reported to `warn`.
 
-    All ranks call it alike and share the work of verifying. `clean` also removes what crashed saves left
-    behind; who looks at somebody else's run, which may be saving, says `clean=False`.
+    Collective; the ranks share the work of verifying. `clean` also removes what crashed saves left behind; pass
+    `clean=False` to read the folder of another run, which may be saving.
     """
     folder = Path(folder)
     world, rank = world_and_rank()
@@ -90,7 +93,7 @@ def restore(engine: Engine, checkpoint: Checkpoint) -> None:
 
 
 class OwnView:
-    """A checkpoint as one rank reads it: of what is cut, ranges of the rank's own part."""
+    """A checkpoint as one rank reads it: for split tensors, ranges of the rank's own part."""
 
     def __init__(self, checkpoint: Checkpoint, engine: Engine) -> None:
         self.checkpoint, self.engine = checkpoint, engine
@@ -111,7 +114,7 @@ class OwnView:
     def keys_of(self, name: str, prefix: str) -> list[str]:
         return self.checkpoint.keys_of(name, prefix)
 
-    def extra(self, name: str, key: str, part: Part | None = None) -> torch.Tensor | None:
+    def extra(self, name: str, key: str, part: TensorPart | None = None) -> torch.Tensor | None:
         return self.checkpoint.extra(extra_name(name, key, part or self.engine.part_of(name)))
 
     def read(self, name: str, key: str, start: int, stop: int) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""Rows of a checkpoint's manifest: tensors, the pieces that make them up, and whether these are complete.
+"""Rows of a checkpoint's manifest: tensors, the ranges they consist of, and whether these are complete.
 
-Whatever a row says is checked when it is read: sizes are numbers, cuts fit their tensors, pieces have no gap.
+Each row is validated when it is read: sizes are numbers, cuts fit their tensors, ranges have no gap.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shoal.checkpoint.files import COMPLEX, DTYPES, dtype_name
-from shoal.layout.cuts import Cut, Part
+from shoal.layout.cuts import Cut, TensorPart
 
 _DTYPES = {dtype_name(dtype): dtype for dtype in (*DTYPES, *COMPLEX)}
 
@@ -25,15 +25,15 @@ class CheckpointBroken(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Elements [start, stop) of a tensor (or of one rank's part of it) laid out flat, and where they lie."""
+class StoredRange:
+    """Elements [start, stop) of a flattened tensor (or of one rank's part of it), and the file that holds them."""
 
     start: int
     stop: int
     file: str
     tensor: str
-    of: Part | None = None
-    """Which part of the tensor, if it was cut."""
+    of: TensorPart | None = None
+    """The part of the tensor, if it was split."""
     is_complex: bool = False
     sum: int | None = None
     """Its checksum (checksum.py); None in checkpoints of earlier versions."""
@@ -41,7 +41,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Full:
-    """A tensor as the model has it, uncut."""
+    """An unsplit tensor, as in the model."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -49,13 +49,13 @@ class Full:
 
 
 @dataclass(frozen=True, slots=True)
-class Buffer:
+class StoredBuffer:
     """A buffer, or one rank's part of it."""
 
     full: Full
     file: str
     tensor: str
-    of: Part | None
+    of: TensorPart | None
     sum: int | None
 
 
@@ -71,7 +71,7 @@ class Extra:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor as it must lie in its file; None where the manifest does not say."""
+    """The expected form of a tensor in its file; None if the manifest does not specify it."""
 
     shape: tuple[int, ...] | None
     dtype: torch.dtype | None
@@ -79,21 +79,22 @@ class Stored:
     """Whether its last dimension holds real and imaginary parts."""
     sum: int | None
     start: int = 0
-    of: Part | None = None
+    of: TensorPart | None = None
     local: tuple[int, ...] = ()
     """The shape of the part that it belongs to, for its checksum."""
 
 
-def piece(row: dict[str, Any], full: Full, world: int) -> Piece:
+def piece(row: dict[str, Any], full: Full, world: int) -> StoredRange:
     of = cut_part(row.get("part"), full.shape, world)
     start, stop = (count_of(row[end], end) for end in ("start", "stop"))
     is_complex = full.dtype in COMPLEX if row["state"] is None else _flag(row)
-    return Piece(start, stop, str(row["file"]), str(row["tensor"]), of, is_complex, sum_of(row))
+    return StoredRange(start, stop, str(row["file"]), str(row["tensor"]), of, is_complex, sum_of(row))
 
 
-def buffer(row: dict[str, Any], world: int) -> Buffer:
+def buffer(row: dict[str, Any], world: int) -> StoredBuffer:
     full = full_of(row)
-    return Buffer(full, str(row["file"]), str(row["tensor"]), cut_part(row.get("part"), full.shape, world), sum_of(row))
+    part = cut_part(row.get("part"), full.shape, world)
+    return StoredBuffer(full, str(row["file"]), str(row["tensor"]), part, sum_of(row))
 
 
 def extra(row: dict[str, Any]) -> Extra:
@@ -114,7 +115,7 @@ def _flag(row: dict[str, Any]) -> bool:
     return value
 
 
-def cut_part(row: dict[str, Any] | None, shape: tuple[int, ...], world: int) -> Part | None:
+def cut_part(row: dict[str, Any] | None, shape: tuple[int, ...], world: int) -> TensorPart | None:
     if row is None:
         return None
     cut, ranks = row["cut"], count_of(row["ranks"], "ranks", least=1, most=world)
@@ -122,11 +123,11 @@ def cut_part(row: dict[str, Any] | None, shape: tuple[int, ...], world: int) -> 
     dim = count_of(cut["dim"], "dim", most=len(shape) - 1)
     if sum(segments) != shape[dim]:
         raise ValueError(f"segments {segments} of a dimension of {shape[dim]}")
-    return Part(Cut(dim, tuple(segments)), ranks, count_of(row["index"], "index", most=ranks - 1))
+    return TensorPart(Cut(dim, tuple(segments)), ranks, count_of(row["index"], "index", most=ranks - 1))
 
 
-def complete(parts: list[Piece], shape: tuple[int, ...]) -> bool:
-    """Whether sorted parts make up a tensor of this shape, without gap or overlap."""
+def complete(parts: list[StoredRange], shape: tuple[int, ...]) -> bool:
+    """Whether sorted ranges cover a tensor of this shape without gap or overlap."""
     if not parts or parts[0].of is None:
         return all(part.of is None for part in parts) and _gapless(parts, prod(shape))
     of = parts[0].of
@@ -136,7 +137,7 @@ def complete(parts: list[Piece], shape: tuple[int, ...]) -> bool:
     return every and sum(map(len, groups)) == len(parts) and of.cut.size == shape[of.cut.dim]
 
 
-def _gapless(parts: list[Piece], numel: int) -> bool:
+def _gapless(parts: list[StoredRange], numel: int) -> bool:
     at = 0
     for part in parts:
         if part.start != at or part.stop <= part.start:
@@ -145,8 +146,8 @@ def _gapless(parts: list[Piece], numel: int) -> bool:
     return at == numel
 
 
-def buffer_complete(rows: list[Buffer]) -> bool:
-    """Whether the parts of a buffer are all there, once."""
+def buffer_complete(rows: list[StoredBuffer]) -> bool:
+    """Whether each part of a buffer is present exactly once."""
     first, of = rows[0].full, rows[0].of
     if of is None:
         return len(rows) == 1

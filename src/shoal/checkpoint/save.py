@@ -1,9 +1,8 @@
-"""Writing checkpoints: all ranks together, all or nothing, and never in the way of the one before.
+"""Writes checkpoints: all ranks together, atomically, without touching the previous one.
 
 Every element of every parameter and of its optimiser state is written by one rank, whatever the strategy, as
-a range of a named tensor; so any strategy can read it back (restore.py). A checkpoint is written under a name
-that does not count, and renamed once every rank has flushed its part to the disk. It is
-safetensors and JSON, without pickle.
+a range of a named tensor; so any strategy can read it back (restore.py). A checkpoint is written under a temporary
+name, and renamed once every rank has flushed its part to disk. It consists of safetensors and JSON, without pickle.
 """
 
 from __future__ import annotations
@@ -42,8 +41,10 @@ from shoal.checkpoint.files import (
     write_bytes,
     write_tensors,
 )
+from shoal.checkpoint.opening import is_readable, latest, open_checkpoint
 from shoal.checkpoint.restore import CheckpointMismatch, find_intact, restore
-from shoal.checkpoint.saved import Checkpoint, CheckpointBroken, is_readable, latest, open_checkpoint
+from shoal.checkpoint.rows import CheckpointBroken
+from shoal.checkpoint.saved import Checkpoint
 from shoal.checkpoint.values import cannot_hold
 from shoal.comm.json_exchange import exchange, world_and_rank
 from shoal.comm.ledger import BOOK
@@ -58,21 +59,21 @@ __all__ = [
 
 
 class CheckpointFailed(ValueError):
-    """A checkpoint could not be written; those before it are as they were."""
+    """A checkpoint could not be written; earlier ones are unchanged."""
 
     def __init__(self, message: str, *, errno: int | None, last_good: Path | None) -> None:
         super().__init__(message)
         self.errno = errno
-        """The operating system's error number, where it was its error."""
+        """The error number, if the operating system reported the error."""
         self.last_good = last_good
 
 
 def save(folder: Path, engine: Engine, *, step: int, progress: dict[str, Any], keep: int = 2) -> Path:
-    """Writes the engine's state after `step` steps and gives the checkpoint's path. All ranks call it alike, with
-    nothing in flight (`Executor.settle`).
+    """Writes the engine's state after `step` steps and returns the checkpoint's path. Collective; nothing may be in
+    flight (`Executor.settle`).
 
-    The newest `keep` checkpoints stay. Those of later steps go: the run went back to an earlier step and left
-    them behind. If any rank fails, every rank raises CheckpointFailed and nothing of the attempt remains.
+    The newest `keep` checkpoints are kept. Those of later steps are removed: the run was resumed from an earlier
+    step. If any rank fails, every rank raises CheckpointFailed and nothing of the attempt remains.
     """
     if keep < 1:
         raise ValueError(f"keep is {keep}, but at least 1 checkpoint must be kept")
@@ -87,8 +88,8 @@ def save(folder: Path, engine: Engine, *, step: int, progress: dict[str, Any], k
 
 
 def require_savable(engine: Engine, optimizer: Probe) -> None:
-    """Tries the first checkpoint in memory: parameters and buffers as they are, and what the optimiser was found to
-    keep. Raises CheckpointFailed before anything is trained that could not be saved."""
+    """Tries the first checkpoint in memory: the parameters, the buffers and the optimiser state that the probe found.
+    Raises CheckpointFailed before the first step of a job that cannot be saved."""
     buffers = persistent_buffers(engine.model)
     for name, tensor in (*engine.model.named_parameters(), *buffers.items()):
         if tensor.dtype not in DTYPES and tensor.dtype not in COMPLEX:
@@ -112,7 +113,7 @@ def require_savable(engine: Engine, optimizer: Probe) -> None:
     if optimizer.forgets:
         raise CheckpointFailed(
             f"no checkpoint of this job can be written: {optimizer.name} was rebuilt in the middle of a trial from all "
-            "that a checkpoint holds of it, and its next steps were others. It keeps something outside of its state, "
+            "that a checkpoint holds of it, and its next steps differed. It keeps something outside its state, "
             "its groups and its attributes (in a hook, a closure or a global), or one tensor in two places; keep it "
             "there, once, or train without checkpoints (--checkpoint-every 0)",
             errno=None,
@@ -122,13 +123,13 @@ def require_savable(engine: Engine, optimizer: Probe) -> None:
 
 
 class _Save:
-    """One save, as one rank sees it. Ranks meet three times: before writing, after it, and at the end."""
+    """One save on one rank. Ranks synchronise three times: before writing, after it, and at the end."""
 
     def __init__(
         self, folder: Path, engine: Engine, step: int, progress: dict[str, Any], keep: int, own: list[torch.Tensor]
     ) -> None:
         self.own = own
-        """This island's values, where they are not those that all islands agree on."""
+        """This island's values, if they differ from the consensus."""
         self.folder, self.engine, self.step, self.progress, self.keep = folder, engine, step, progress, keep
         self.rank = world_and_rank()[1]
         self.left = engine.placement.survivors
@@ -174,7 +175,7 @@ class _Save:
         return {"bytes": contents.bytes, "sums": of_contents(contents, self.engine), **contents.table()}
 
     def _leave_out_repeated(self, tables: list[dict[str, Any]]) -> None:
-        """Pipeline stages may hold the same buffer; the first rank that offers it writes it."""
+        """Pipeline stages may hold the same buffer; the first rank that holds it writes it."""
         offered = {key for table in tables[: self.ranks.index(self.rank)] for key in table.get("buffers", {})}
         repeated = {entry["tensor"] for key, entry in self.contents.buffers.items() if key in offered}
         self.contents.tensors = [row for row in self.contents.tensors if row[0] not in repeated]
@@ -184,19 +185,19 @@ class _Save:
         try:
             size, digest = write_tensors(path, self.contents.tensors, about_file(self.step, path.name))
         except OSError:
-            # Gives the space back at once: a full disk is full for others too.
+            # Free the space at once: a full disk affects other processes too.
             path.unlink(missing_ok=True)
             raise
         return {"bytes": size, "sha256": digest}
 
     def _complete(self, tables: list[dict[str, Any]], written: list[dict[str, Any]]) -> dict[str, Any]:
-        """Rank 0: the manifest, the name, and then the end of checkpoints that are no longer kept."""
+        """On rank 0: writes the manifest, renames the folder, then removes checkpoints that are no longer kept."""
         files = {file_of(rank): report for rank, report in zip(self.ranks, written, strict=True)}
         for name, report in files.items():
             path = self.partial / name
             if not path.exists() or path.stat().st_size != report["bytes"]:
                 raise ValueError(
-                    f"{name} was written by its rank, but rank 0 does not see it; "
+                    f"{name} was written by its rank, but rank 0 cannot see it; "
                     "the folder must be on a file system that all hosts share"
                 )
         manifest: dict[str, Any] = {
@@ -209,7 +210,7 @@ class _Save:
         for what in ("parameters", "buffers", "numbers", "extras"):
             manifest[what] = {name: entry for table in reversed(tables) for name, entry in table[what].items()}
         manifest["optimizer"] = {}
-        for table in tables:  # Stages of a pipeline report their own groups, and the rest alike.
+        for table in tables:  # Pipeline stages report their own groups; the rest is the same on all.
             for where, entries in table["optimizer"].items():
                 manifest["optimizer"].setdefault(where, entries)
         known = manifest["parameters"]
@@ -234,13 +235,13 @@ class _Save:
         for path in [path for step, path in reversed(found) if step < self.step]:
             if kept >= self.keep:
                 old.append(path)
-            # One that is broken or forged keeps no place that an intact one could have.
+            # A broken or forged checkpoint does not count among the `keep` newest.
             kept += is_readable(path)
         for path in old:
             try:
                 remove(path)
             except OSError as error:
-                # The new one is in place: that an old one stays is no reason to fail.
+                # The new checkpoint is complete: an old one that remains is no reason to fail.
                 warnings.warn(f"the old checkpoint {path} could not be removed: {error}", stacklevel=2)
 
     def _abandon(self) -> dict[str, Any]:
@@ -266,7 +267,7 @@ class _Save:
 
 
 def _attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What the work reports, or what went wrong: the other ranks wait for one or the other."""
+    """The result of the work, or its error: the other ranks wait for either."""
     try:
         return work()
     except OSError as error:

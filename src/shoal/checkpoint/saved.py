@@ -1,15 +1,13 @@
 """A checkpoint on disk: a manifest, and all parameters and optimiser state as ranges of named tensors.
 
-How many ranks wrote it does not matter: who reads asks for a range and gets it from the files that hold it.
-Nothing is taken on trust: manifest and files are held against their checksums, every tensor against the size and type
-that the manifest gives it, and the pieces must make up each tensor exactly once. Checksums find damage, not forgery:
-whoever may write a checkpoint may also write other values into it.
+The number of ranks that wrote it does not matter: a reader requests a range and gets it from the files that hold it.
+Everything is validated: manifest and files against their checksums, every tensor against the size and dtype in the
+manifest, and the ranges must cover each tensor exactly once. Checksums detect damage, not forgery: a user who can write
+a checkpoint can also write other values into it.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Iterator
 from itertools import count
@@ -21,22 +19,16 @@ import torch
 
 from shoal.checkpoint.checksum import added, name_of
 from shoal.checkpoint.files import (
-    CHECKSUMS,
-    FORMAT,
     MANIFEST,
-    checkpoints,
-    checksums_text,
     digest_of_values,
     from_json,
-    step_of,
 )
-from shoal.checkpoint.regular import read_regular
 from shoal.checkpoint.rows import (
     MOST_STEPS,
-    Buffer,
     CheckpointBroken,
-    Piece,
     Stored,
+    StoredBuffer,
+    StoredRange,
     buffer,
     buffer_complete,
     complete,
@@ -46,20 +38,17 @@ from shoal.checkpoint.rows import (
     piece,
     sum_of,
 )
-from shoal.checkpoint.tensor_files import TensorFiles, why
+from shoal.checkpoint.tensor_files import TensorFiles
 from shoal.checkpoint.values import decode, is_kind
 from shoal.parallel.kept_errors import PRIVATE, error_key
 
-__all__ = ["Checkpoint", "CheckpointBroken", "from_manifest", "is_readable", "latest", "open_checkpoint"]
-
 _FILE = re.compile(r"rank-\d{5,}\.safetensors")
 _PLACE = re.compile(r"(.*/)?(group \d+|attributes|state)|schedule|slices|island \d+ of \d+( .+)?")
-"""Where an optimiser keeps what several parameters have in common (job/kept.py)."""
-MOST_MANIFEST_BYTES = 1 << 30
+"""Locations of optimiser state that belongs to several parameters (job/kept.py)."""
 
 
 class Checkpoint:
-    """A checkpoint on disk. Offers an engine its saved state; files are opened when they are first read."""
+    """A checkpoint on disk, as the SavedState of an engine; files are opened when they are first read."""
 
     def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
         self.path = path
@@ -70,14 +59,14 @@ class Checkpoint:
         self.files: dict[str, tuple[int, str]] = {
             name: (count_of(entry["bytes"], "bytes"), str(entry["sha256"])) for name, entry in manifest["files"].items()
         }
-        self._buffers: dict[str, list[Buffer]] = {}
+        self._buffers: dict[str, list[StoredBuffer]] = {}
         for name, row in manifest["buffers"].items():
             self._buffers.setdefault(str(row.get("buffer", name)), []).append(buffer(row, self.world))
         self._numbers = {
             name: {key: (from_json(value), str(kind)) for key, (value, kind) in numbers.items()}
             for name, numbers in manifest["numbers"].items()
         }
-        self._parts: dict[tuple[str, str | None], list[Piece]] = {}
+        self._parts: dict[tuple[str, str | None], list[StoredRange]] = {}
         for row in manifest["pieces"]:
             name, key = str(row["parameter"]), row["state"]
             if name not in self.parameters or not (key is None or isinstance(key, str)):
@@ -101,19 +90,19 @@ class Checkpoint:
         self._assembled: tuple[tuple[str, str | None], torch.Tensor] | None = None
         self._require_consistent()
         if manifest.get("values") not in (None, digest_of_values(manifest)):
-            raise CheckpointBroken(f"{path / MANIFEST} holds numbers that were altered since they were written")
+            raise CheckpointBroken(f"{path / MANIFEST} contains numbers that were altered since they were written")
 
     def keys(self, name: str) -> list[str]:
-        """The element-wise optimiser state it holds for a parameter."""
+        """The keys of a parameter's element-wise optimiser state."""
         return list(self._keys.get(name, ()))
 
     def keys_of(self, name: str, prefix: str) -> list[str]:
-        """The element-wise state of a parameter whose key begins with a prefix, without it."""
+        """The keys of a parameter's element-wise state that begin with a prefix, without the prefix."""
         found = [key for at, key in self._parts if at == name and key is not None and key.startswith(prefix)]
         return [key.removeprefix(prefix) for key in found]
 
     def errors(self, name: str, what: str) -> list[str]:
-        """The keys of what each replica had not sent of a parameter, in the order of replicas."""
+        """The keys of each replica's compression residual of a parameter, in the order of replicas."""
         replicas = next((n for n in count(1) if (name, error_key(what, 0, n)) in self._parts or n > self.world), 0)
         keys = [error_key(what, replica, replicas) for replica in range(replicas)]
         return keys if all((name, key) in self._parts for key in keys) else []
@@ -125,7 +114,7 @@ class Checkpoint:
         return self._tensors.read(self._extras[name].file, self._extras[name].tensor)
 
     def numbers(self, name: str) -> dict[str, tuple[Any, str]]:
-        """The rest of a parameter's optimiser state as it is written: key -> (value, kind)."""
+        """The rest of a parameter's optimiser state, encoded: key -> (value, kind)."""
         return dict(self._numbers.get(name, {}))
 
     def values(self, name: str) -> dict[str, Any]:
@@ -133,7 +122,7 @@ class Checkpoint:
         return {key: decode(row, self._value_of) for key, row in self._numbers.get(name, {}).items()}
 
     def common(self) -> dict[str, dict[str, Any]]:
-        """What the optimiser keeps for several parameters together."""
+        """Optimiser state that belongs to several parameters together."""
         return {
             where: {key: decode(row, self._value_of) for key, row in entries.items()}
             for where, entries in self._common.items()
@@ -146,13 +135,13 @@ class Checkpoint:
         return found
 
     def read(self, name: str, key: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of a parameter's state; one that had no such state starts it at zero."""
+        """Elements [start, stop) of a parameter's state; zeros if it had no such state."""
         if (name, key) not in self._parts:
             return torch.zeros(stop - start, dtype=self.parameters[name].dtype)
         return self._read(name, key, start, stop)
 
     def read_parameter(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of a parameter laid out flat."""
+        """Elements [start, stop) of a flattened parameter."""
         return self._read(name, None, start, stop)
 
     def buffers(self) -> dict[str, torch.Tensor]:
@@ -200,8 +189,8 @@ class Checkpoint:
             return torch.empty(0, dtype=self.parameters[name].dtype)
         return found[0] if len(found) == 1 else torch.cat(found)
 
-    def _assemble(self, name: str, key: str | None, parts: list[Piece]) -> torch.Tensor:
-        """The whole of a tensor that was cut when it was saved. The last one stays: ranges of it are asked in turn."""
+    def _assemble(self, name: str, key: str | None, parts: list[StoredRange]) -> torch.Tensor:
+        """The full tensor, assembled from parts. The last one is cached: its ranges are read one after the other."""
         if self._assembled is None or self._assembled[0] != (name, key):
             shape = self.parameters[name].shape
             pieces: dict[int, list[torch.Tensor]] = {}
@@ -220,7 +209,7 @@ class Checkpoint:
         return self._assembled[1]
 
     def _tensors_expected(self) -> dict[str, dict[str, Stored]]:
-        """For each file, what the manifest says of the tensors in it."""
+        """For each file, the tensors that the manifest describes."""
         found: dict[str, dict[str, Stored]] = {name: {} for name in self.files}
         for file, tensor, stored in self._tensor_rows():
             if tensor in found.setdefault(file, {}):
@@ -244,7 +233,7 @@ class Checkpoint:
             yield row.file, row.tensor, Stored(None, None, row.is_complex, row.sum)
 
     def _require_value(self, name: str, key: str, row: Any) -> None:
-        """A value that can be decoded, and whose tensors are in the manifest."""
+        """Checks that a value can be decoded and its tensors are in the manifest."""
 
         def known(tensor: str) -> torch.Tensor:
             if tensor not in self._extras:
@@ -259,11 +248,11 @@ class Checkpoint:
             ) from error
 
     def _require_consistent(self) -> None:
-        """Every element of everything is there once, in files that the manifest knows."""
+        """Checks that every element is present once, in files of the manifest."""
         used = {file for file, _, _ in self._tensor_rows()}
         for file in {*used, *self.files}:
             if file not in self.files or not _FILE.fullmatch(file):
-                raise CheckpointBroken(f"{self.path / MANIFEST} names the file {file!r}, which is none of its own")
+                raise CheckpointBroken(f"{self.path / MANIFEST} names the file {file!r}, which it does not list")
         if len(self.files) != self.world:
             raise CheckpointBroken(
                 f"{self.path / MANIFEST} has {len(self.files)} files for {self.world} ranks: each rank writes one"
@@ -275,7 +264,7 @@ class Checkpoint:
             for key, (_, kind) in numbers.items():
                 if not is_kind(kind):
                     raise CheckpointBroken(
-                        f"{self.path / MANIFEST} holds {key} of {name} as {kind!r}, which is no number"
+                        f"{self.path / MANIFEST} holds {key} of {name} as {kind!r}, which is not a number"
                     )
                 self._require_value(name, key, numbers[key])
         strange = next((name for name in self._numbers if name not in self.parameters), None)
@@ -292,7 +281,7 @@ class Checkpoint:
         self._require_sums()
 
     def _require_sums(self) -> None:
-        """The checksums of the pieces add up to those of the tensors, and no tensor lacks one."""
+        """Checks that the checksums of the ranges add up to those of the tensors, and that no tensor lacks one."""
         total: dict[str, int | None] = {}
         for (name, key), parts in self._parts.items():
             if key is None or not key.startswith(PRIVATE):
@@ -301,78 +290,3 @@ class Checkpoint:
         for name in {*total, *self.sums} if self.sums else ():
             if name not in total or name not in self.sums or total[name] not in (None, self.sums[name]):
                 raise CheckpointBroken(f"{self.path / MANIFEST} does not agree with its own checksum of {name}")
-
-
-def latest(folder: Path) -> Path | None:
-    """The complete checkpoint of the highest step, not verified; None if there is none."""
-    found = checkpoints(Path(folder))
-    return found[-1][1] if found else None
-
-
-def is_readable(path: Path) -> bool:
-    """Whether its manifest and the sizes of its files are in order; checksums of tensors are not computed."""
-    try:
-        checkpoint = from_manifest(path)
-        return all((path / name).lstat().st_size == size for name, (size, _) in checkpoint.files.items())
-    except (CheckpointBroken, OSError):
-        return False
-
-
-def open_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
-    """A checkpoint with its manifest and, unless told otherwise, every file verified. No collective."""
-    path = Path(path)
-    if not path.is_dir():
-        raise CheckpointBroken(f"there is no checkpoint {path}")
-    if not (path / MANIFEST).exists() and latest(path) is not None:
-        raise CheckpointBroken(f"{path} is a folder of checkpoints; name one of them, for example {latest(path)}")
-    checkpoint = from_manifest(path)
-    if verify:
-        for name in sorted(checkpoint.files):
-            checkpoint.verify_file(name)
-    return checkpoint
-
-
-def from_manifest(path: Path) -> Checkpoint:
-    """The checkpoint that an unaltered manifest describes; its tensor files are not looked at."""
-    text, sums = (_bytes(path / name) for name in (MANIFEST, CHECKSUMS))
-    digest = hashlib.sha256(text).hexdigest()
-    if not sums.startswith(checksums_text(digest, {}).encode()):
-        raise CheckpointBroken(
-            f"{path / MANIFEST} has been altered or truncated since it was written: "
-            f"its checksum is not the one in {CHECKSUMS}"
-        )
-    try:
-        manifest = json.loads(text, parse_constant=_no_constant)
-        if manifest["format"] > FORMAT:
-            raise CheckpointBroken(
-                f"{path} has format {manifest['format']}, and this Shoal reads up to {FORMAT}: it is newer; "
-                "use the version of Shoal that wrote it, or a later one"
-            )
-        checkpoint = Checkpoint(path, manifest)
-    except CheckpointBroken:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, RecursionError) as error:
-        raise CheckpointBroken(f"{path / MANIFEST} is not a checkpoint's manifest ({error!r})") from error
-    named = step_of(path)
-    if named is not None and named != checkpoint.step:
-        raise CheckpointBroken(
-            f"{path} is named after step {named}, and its {MANIFEST} says step {checkpoint.step}: it was renamed or "
-            "forged"
-        )
-    recorded = {name: sha256 for name, (_, sha256) in checkpoint.files.items()}
-    if sums != checksums_text(digest, recorded).encode():
-        raise CheckpointBroken(f"{path / CHECKSUMS} has been altered since it was written: {MANIFEST} says otherwise")
-    return checkpoint
-
-
-def _no_constant(text: str) -> Any:
-    raise ValueError(f"{text} is no JSON")
-
-
-def _bytes(path: Path) -> bytes:
-    try:
-        return read_regular(path, most=MOST_MANIFEST_BYTES)
-    except FileNotFoundError as error:
-        raise CheckpointBroken(f"{path} is missing") from error
-    except OSError as error:
-        raise CheckpointBroken(f"{path} cannot be read: {why(error)}") from error

@@ -1,7 +1,7 @@
-"""The tensor files of a checkpoint: opened only as what the manifest says they are.
+"""The tensor files of a checkpoint, validated against the manifest.
 
-Every tensor must be there with the size and type of its row. A file that is verified is also compared with its SHA-256,
-and each of its tensors with the row's own checksum: two tensors that changed places in a re-signed file are found.
+Every tensor must be present with the size and dtype of its row. A verified file is also compared with its SHA-256, and
+each of its tensors with the checksum of its row: two tensors swapped in a file with a new SHA-256 are detected.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TensorFiles:
         return torch.view_as_complex(values) if self.expected[file][tensor].is_complex else values
 
     def _opened(self, name: str) -> Any:
-        """A tensor file whose tensors are those that the manifest describes."""
+        """Opens a tensor file and checks its tensors against the manifest."""
         path = self.path / name
         try:
             open_regular(path).close()
@@ -90,7 +90,7 @@ class TensorFiles:
         for tensor, stored in self.expected[name].items():
             if stored.sum is not None and self._sum(name, tensor, stored) != stored.sum:
                 raise CheckpointBroken(
-                    f"{path} does not hold what {MANIFEST} says: the values of {tensor!r} are others than were saved"
+                    f"{path} does not hold what {MANIFEST} says: the values of {tensor!r} differ from those saved"
                 )
 
     def _sum(self, name: str, tensor: str, stored: Stored) -> int:

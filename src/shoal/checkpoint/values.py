@@ -1,6 +1,6 @@
-"""Values of an optimiser's state that are no ranges of a parameter, as JSON: each is written as [value, kind].
+"""Optimiser state other than ranges of a parameter, as JSON: each value is written as [value, kind].
 
-Numbers, text, lists and dicts stand in the manifest itself; a tensor (Adafactor's rows, LBFGS's directions) lies in the
+Numbers, text, lists and dicts are in the manifest itself; a tensor (Adafactor's rows, LBFGS's directions) is in the
 rank's file under a name, and the manifest has the name. Kinds are checked when they are read: nothing is evaluated.
 """
 
@@ -32,7 +32,7 @@ def cannot_hold(value: Any) -> str | None:
 
 
 def encode(value: Any, put: Callable[[torch.Tensor], str]) -> list[Any]:
-    """[value, kind]; `put` stores a tensor and gives the name under which it can be read."""
+    """[value, kind]; `put` stores a tensor and returns the name under which it can be read."""
     why = cannot_hold(value)
     if why is not None:
         raise ValueError(f"it is {why}, and a checkpoint holds numbers, text, lists, dicts and tensors")
@@ -56,7 +56,7 @@ def is_kind(kind: Any) -> bool:
 
 
 def decode(row: Any, get: Callable[[str], torch.Tensor]) -> Any:
-    """What `encode` was given. Raises ValueError or TypeError for anything else."""
+    """The inverse of `encode`. Raises ValueError or TypeError for anything else."""
     value, kind = row
     if kind == "tensor":
         return get(value)
@@ -67,11 +67,11 @@ def decode(row: Any, get: Callable[[str], torch.Tensor]) -> Any:
         return {_key(key): decode(entry, get) for key, entry in value}
     if kind in _PLAIN:
         if type(value) is not _PLAIN[kind]:
-            raise ValueError(f"{value!r} is no {kind}")
+            raise ValueError(f"{value!r} is not a {kind}")
         return value
     number = from_json(value)
     if isinstance(number, (str, list, dict)) or number is None:
-        raise ValueError(f"{value!r} is no number")
+        raise ValueError(f"{value!r} is not a number")
     if kind in ("int", "float"):
         return int(number) if kind == "int" else float(number)
     return torch.tensor(number, dtype=_DTYPES[kind])
@@ -79,5 +79,5 @@ def decode(row: Any, get: Callable[[str], torch.Tensor]) -> Any:
 
 def _key(key: Any) -> str | int:
     if type(key) not in (str, int):
-        raise ValueError(f"{key!r} is no key")
+        raise ValueError(f"{key!r} is not a key")
     return key  # type: ignore[no-any-return]

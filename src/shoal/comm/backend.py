@@ -1,8 +1,7 @@
 """The `shoal` backend of torch.distributed: collectives over shared memory inside a host and TCP between hosts.
 
-Every call becomes a generator of messages in the group's line (`progress.py`). DDP, fully_shard, DTensor, pipelining
-and the functional collectives use it as they use Gloo. A tensor that does not lie flat in memory is copied, and
-copied back.
+Every call becomes a generator of messages in the group's queue (`progress.py`). DDP, fully_shard, DTensor, pipelining
+and the functional collectives use it as they use Gloo. A non-contiguous tensor is copied, and copied back.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ from shoal.comm.collectives.tree import tree_broadcast, tree_reduce
 from shoal.comm.collectives.two_levels import has_two_levels, two_level_all_gather, two_level_reduce_scatter
 from shoal.comm.counted import CountedGroup
 from shoal.comm.laid_flat import Flat, as_few, even_parts, parts_by_rows
-from shoal.comm.mail import ANY, Mail
 from shoal.comm.monitored import monitored_barrier
-from shoal.comm.network import DEFAULT, Network, agreed
+from shoal.comm.network import DEFAULT, NetworkTimes, agreed
 from shoal.comm.peers import Peers, Steps
-from shoal.comm.progress import Line, Task, note_ranks_here
+from shoal.comm.point_to_point import ANY, PointToPoint
+from shoal.comm.progress import Task, TaskQueue, note_ranks_here
 from shoal.comm.sparse import SparsePart
 from shoal.comm.transport import emulated
 from shoal.comm.transport.connect import connect
@@ -57,36 +56,43 @@ from shoal.comm.work import NO_TIMEOUT, Collective
 
 
 class ShoalGroup(CountedGroup):
-    """A group of ranks joined by Shoal's own links."""
+    """A process group over Shoal's own links."""
 
     def __init__(
-        self, store: Any, rank: int, size: int, name: str, timeout: timedelta, network: Network, ranks: Sequence[int]
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        name: str,
+        timeout: timedelta,
+        network: NetworkTimes,
+        ranks: Sequence[int],
     ) -> None:
-        """`ranks`: the members' numbers in the job."""
+        """`ranks`: the members' ranks in the job."""
         super().__init__(rank, size, name)
-        # The backend below gives the group its name only; a test holds that every method that communicates is ours.
+        # The backend below only names the group; a test checks that every method that communicates is overridden here.
         self.register(FakeProcessGroup._create_internal(rank, size, FakeProcessGroup.Options()), torch.device("cpu"))
         self.network = network
         self.algorithm = "auto"
-        """The all-reduce of this group; `via=allreduce(...)` names one."""
+        """The all-reduce algorithm of this group; `via=allreduce(...)` names one."""
         carrier = os.environ.get("SHOAL_CARRIER", "auto")
         joined = connect(
             store, rank, size, channels=2, token=job_token() if size > 1 else b"", name=name, timeout=timeout,
             carrier=carrier,
         )  # fmt: skip
         note_ranks_here(max(len(host) for host in joined.hosts))
-        collective, mail = joined.channels
+        collective, messages = joined.channels
         hosts = joined.hosts
         if emulated.emulator is not None:
             slow = emulated.emulator
-            collective, mail = (slow.around(links, ranks, ranks[rank]) for links in (collective, mail))
+            collective, messages = (slow.around(links, ranks, ranks[rank]) for links in (collective, messages))
             hosts = slow.hosts(ranks)
         self.peers = Peers(rank, size, collective, hosts=hosts)
-        self.line = Line(collective.values(), f"collectives of {name}")
-        self.mail = Mail(mail, f"messages of {name}")
+        self.queue = TaskQueue(collective.values(), f"collectives of {name}")
+        self.messages = PointToPoint(messages, f"messages of {name}")
         self._timeout_s = timeout.total_seconds()
         self._monitored = 0
-        """Monitored barriers so far."""
+        """Number of monitored barriers so far."""
         sizes = {len(host) for host in hosts}
         self._per_host = sizes.pop() if len(sizes) == 1 else 1
 
@@ -97,10 +103,10 @@ class ShoalGroup(CountedGroup):
         self._timeout_s = timeout.total_seconds()
 
     def shutdown(self) -> None:
-        self.line.close()
-        self.mail.close()
+        self.queue.close()
+        self.messages.close()
         self.peers.close()
-        self.mail.hang_up()
+        self.messages.hang_up()
 
     abort = shutdown
 
@@ -113,7 +119,7 @@ class ShoalGroup(CountedGroup):
         return self._counted_as(self._all_reduce_by(payload_bytes)) if kind == "all_reduce" else None
 
     def _all_reduce_by(self, payload_bytes: int) -> str:
-        """An all-reduce takes the algorithm asked for, or the cheapest by the model of the links."""
+        """The all-reduce algorithm that was asked for, or the cheapest by the model of the links."""
         if self.algorithm != "auto":
             return self.algorithm
         return choose_all_reduce(payload_bytes, self._size, self._per_host, self.network)
@@ -122,11 +128,11 @@ class ShoalGroup(CountedGroup):
         return OnHosts(name, tuple(map(len, self.peers.hosts))) if ALL_REDUCE[name].by_hosts else name
 
     def _start(self, kind: str, steps: Steps, result: list[torch.Tensor], opts: Any) -> Collective:
-        """`steps` begin the collective among the peers, once those before it in line are done."""
-        task = self.line.submit(Task(steps, kind), background=getattr(opts, "asyncOp", True))
+        """Queues a collective; `steps` run once those before it are done."""
+        task = self.queue.submit(Task(steps, kind), background=getattr(opts, "asyncOp", True))
         timeout = getattr(opts, "timeout", None)
         seconds = timeout.total_seconds() if timeout is not None and timeout > NO_TIMEOUT else self._timeout_s
-        return Collective(self.line, task, result, seconds)
+        return Collective(self.queue, task, result, seconds)
 
     # Reductions
 
@@ -157,12 +163,12 @@ class ShoalGroup(CountedGroup):
         return self.allreduce(tensors, opts)
 
     def _allreduce_sparse(self, tensors: list[torch.Tensor], opts: Any, average: bool) -> Any:
-        """Indices and values of all ranks are gathered, and summed by every rank in the same order."""
+        """Gathers indices and values of all ranks; every rank sums them in the same order."""
         if len(tensors) != 1 or not (average or opts.reduceOp == dist.ReduceOp.SUM):
             raise ValueError("an all-reduce of sparse tensors takes one, and SUM or AVG; call to_dense() first")
         mine = SparsePart(tensors[0])
         about = [torch.zeros_like(mine.about) for _ in range(self._size)]
-        # Its size is known to no other rank, so that comes first.
+        # No other rank knows its size, so the sizes are gathered first.
         self.allgather([about], [mine.about]).wait()
         parts = mine.parts(about)
         for own in (mine.indices, mine.values):
@@ -188,7 +194,7 @@ class ShoalGroup(CountedGroup):
 
         def steps() -> Steps:
             peers = self.peers.begin("reduce")
-            # Only the root's tensor may change; the others add up in a copy.
+            # Only the root's tensor may change; other ranks reduce into a copy.
             own = flat if self._rank == root else Vector(flat.tensor.detach().clone())
             if peers.size > 1 and len(own):
                 yield from tree_reduce(peers, own, operation, root=root)
@@ -364,14 +370,15 @@ class ShoalGroup(CountedGroup):
         return self._start("barrier", steps(), [], options_of(opts, BarrierOptions))
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """A barrier after which rank 0 knows, and says, which ranks did not arrive in time. Raises NotAllArrived."""
+        """A barrier that reports on rank 0 which ranks did not arrive in time. Raises NotAllArrived."""
         self._monitored += 1
-        # To rank 0 and back: no bytes from each rank, a list of all ranks to each.
+        # To rank 0 and back: an empty message from each rank, a list of all ranks to each.
         self._enter("gather", 0)
         self._enter("scatter", self._size * 8 * self._size)
         seconds = timeout.total_seconds() if timeout is not None and timeout > NO_TIMEOUT else self._timeout_s
         monitored_barrier(
-            self.mail, self._rank, self._size, number=self._monitored, timeout_s=seconds, wait_all_ranks=wait_all_ranks
+            self.messages, self._rank, self._size,
+            number=self._monitored, timeout_s=seconds, wait_all_ranks=wait_all_ranks,
         )  # fmt: skip
 
     # Between two
@@ -379,15 +386,15 @@ class ShoalGroup(CountedGroup):
     def send(self, tensors: Any, to: int, tag: int = 0) -> Any:
         flat = Flat(listed(tensors)[0])
         self._enter("send", flat.nbytes)
-        letter = self.mail.send(to, tag, flat, background=True)
-        return Collective(self.mail, letter, [flat.given], self._timeout_s)
+        message = self.messages.send(to, tag, flat, background=True)
+        return Collective(self.messages, message, [flat.given], self._timeout_s)
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> Any:
         flat = Flat(listed(tensors)[0])
         self._enter("recv", flat.nbytes)
-        letter = self.mail.receive(source, tag, flat, background=True)
-        letter.when_done(flat.restore)
-        return Collective(self.mail, letter, [flat.given], self._timeout_s)
+        message = self.messages.receive(source, tag, flat, background=True)
+        message.when_done(flat.restore)
+        return Collective(self.messages, message, [flat.given], self._timeout_s)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         return self.recv(tensors, ANY, tag)
@@ -407,9 +414,9 @@ def _divide(values: torch.Tensor, by: int) -> None:
 
 
 def create(options: Any, _: Any) -> ShoalGroup:
-    """As torch.distributed makes a group of this backend."""
+    """Creates a group of this backend for torch.distributed."""
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-    # Never this rank's own file: members that choose by different numbers would wait for each other without end.
+    # Never this rank's own file: members that choose algorithms by different numbers would deadlock.
     network = agreed() or DEFAULT
     if emulated.emulator is not None:
         network = network_like(emulated.emulator.emulation, network)

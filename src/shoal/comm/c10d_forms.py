@@ -1,5 +1,5 @@
-"""The forms in which torch.distributed's calls reach a group: lists or single tensors, options or a bare reduction, by
-place or by name.
+"""The forms in which torch.distributed calls a group: lists or single tensors, options or a bare reduction, positional
+or keyword arguments.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _REDUCTIONS: list[tuple[Any, tuple[Operation, bool]]] = [
 
 
 def operation_of(reduce: Any) -> tuple[Operation, bool]:
-    """What combines two elements, and whether the result is divided by the number of ranks."""
+    """The operation on two elements, and whether the result is divided by the number of ranks."""
     for known, meant in _REDUCTIONS:
-        # In this order of the two sides: the other way round they never compare equal.
+        # The order of the operands matters: swapped, they never compare equal.
         if reduce == known:
             return meant
     raise ValueError(
@@ -38,7 +38,7 @@ def tensors_of(nested: Any) -> list[torch.Tensor]:
 
 
 def options_of(given: Any, cls: Any) -> Any:
-    """Options as c10d gives them; a bare reduction or root, as the short forms of its methods do."""
+    """Options as c10d passes them; also from a bare reduction or root, as in the short forms of its methods."""
     if type(given) is cls:
         return given
     if given is None:
@@ -55,7 +55,7 @@ def options_of(given: Any, cls: Any) -> Any:
 
 
 def also_by_name(method: Callable[..., Any]) -> Callable[..., Any]:
-    """c10d's methods have short forms with arguments by name; laid out they are outputs, inputs, sizes, options."""
+    """Accepts the keyword arguments of c10d's short forms; their order is outputs, inputs, sizes, options."""
     places = ("output", "tensor", "input")
 
     def call(self: Any, *args: Any, **named: Any) -> Any:

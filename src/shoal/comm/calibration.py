@@ -1,7 +1,8 @@
 """The calibration file: what `shoal calibrate` measured on this machine, for the jobs that are started on it.
 
-It is TOML and may be edited. [links.inside] and [links.between] say what messages cost, [backend] what carries tensors
-in host memory fastest, [machine] what ranks compute. A file that cannot be right is refused, never half used.
+It is TOML and may be edited. [links.inside] and [links.between] hold the cost of messages, [backend] the fastest
+backend for tensors in host memory, [machine] the speed of computation. An implausible file
+is refused, never partly used.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.comm.network import DEFAULT, LinkTimes, Network, agreed
+from shoal.comm.network import DEFAULT, LinkTimes, NetworkTimes, agreed
 from shoal.files.toml import BadFile, read_toml
 
 if TYPE_CHECKING:
     from shoal.files.schema import CalibrationFile, LinkTable
 
 BACKENDS = ("shoal", "gloo")
-"""What can carry tensors in host memory. (On GPUs there is nothing to choose: NCCL.)"""
+"""Backends for tensors in host memory. (On GPUs there is no choice: NCCL.)"""
 
 
 class WrongCalibration(ValueError):
@@ -28,15 +29,15 @@ class WrongCalibration(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What a job needs of the file."""
+    """The part of the file that a job needs."""
 
-    network: Network
+    network: NetworkTimes
     backend: str
 
 
 def calibration_path(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Where the file is: SHOAL_CALIBRATION (empty: nowhere, none is used), or in the user's own configuration. None
-    where there is no such place."""
+    """The path of the file: SHOAL_CALIBRATION (empty: no file is used), or in the user's configuration folder; None if
+    there is no such folder."""
     named = environment.get("SHOAL_CALIBRATION")
     if named is not None:
         return Path(named) if named else None
@@ -46,10 +47,10 @@ def calibration_path(environment: Mapping[str, str] = os.environ) -> Path | None
 
 
 def read_calibration_file(path: Path | None = None) -> CalibrationFile | None:
-    """All that was measured on this machine, or None if nothing was.
+    """All measurements of this machine, or None if there is no file.
 
     Raises:
-        WrongCalibration: The file cannot be read, or cannot be right.
+        WrongCalibration: The file cannot be read, or is implausible.
     """
     named = path is not None or "SHOAL_CALIBRATION" in os.environ
     path = path or calibration_path()
@@ -63,7 +64,7 @@ def read_calibration_file(path: Path | None = None) -> CalibrationFile | None:
         return checked(CalibrationFile, values)
     except BadFile as error:
         absent: tuple[type[OSError], ...] = (FileNotFoundError, NotADirectoryError)
-        if not named:  # HOME may be another user's, as in many containers; no file there was meant.
+        if not named:  # HOME may belong to another user, as in many containers; no file was asked for.
             absent += (PermissionError,)
         if isinstance(error.__cause__, absent):
             return None
@@ -72,15 +73,15 @@ def read_calibration_file(path: Path | None = None) -> CalibrationFile | None:
 
 
 def read_calibration(path: Path | None = None) -> Calibration | None:
-    """What a job needs of what was measured on this machine, or None if nothing was. Raises WrongCalibration."""
+    """The measurements of this machine that a job needs, or None if there is no file. Raises WrongCalibration."""
     found = read_calibration_file(path)
     if found is None:
         return None
-    return Calibration(Network(_link(found.links.inside), _link(found.links.between)), found.backend.fastest)
+    return Calibration(NetworkTimes(_link(found.links.inside), _link(found.links.between)), found.backend.fastest)
 
 
-def network_here() -> Network:
-    """The links of this process's job; outside a job, the links that one started here would take."""
+def network_here() -> NetworkTimes:
+    """The links of this process's job; outside a job, those that a job started here would use."""
     here = agreed()
     if here is None:
         found = read_calibration()

@@ -10,21 +10,21 @@ from functools import lru_cache
 
 from shoal.comm.calibration import network_here
 from shoal.comm.emulate import Emulation, Speed
-from shoal.comm.network import DEFAULT, LinkTimes, Network
+from shoal.comm.network import DEFAULT, LinkTimes, NetworkTimes
 from shoal.strategy.terms.via import ALL_REDUCE
 
 
-def network_like(emulation: Emulation, machine: Network = DEFAULT) -> Network:
+def network_like(emulation: Emulation, machine: NetworkTimes = DEFAULT) -> NetworkTimes:
     """The links of an emulated cluster, on top of what this machine's own cost."""
     own = machine.inside
 
     def times(speed: Speed) -> LinkTimes:
         return LinkTimes(own.latency_s + speed.latency_s, own.byte_s + 1 / speed.bytes_per_s, own.reduce_byte_s)
 
-    return Network(inside=times(emulation.inside), between=times(emulation.between))
+    return NetworkTimes(inside=times(emulation.inside), between=times(emulation.between))
 
 
-def all_reduce_time(algorithm: str, nbytes: int, ranks: int, per_host: int, network: Network) -> float:
+def all_reduce_time(algorithm: str, nbytes: int, ranks: int, per_host: int, network: NetworkTimes) -> float:
     """Seconds by the model. `per_host` ranks share a host (all of them: one host)."""
     if ranks == 1:
         return 0.0
@@ -35,7 +35,7 @@ def all_reduce_time(algorithm: str, nbytes: int, ranks: int, per_host: int, netw
 
 
 @lru_cache(maxsize=4096)
-def choose_all_reduce(nbytes: int, ranks: int, per_host: int, network: Network) -> str:
+def choose_all_reduce(nbytes: int, ranks: int, per_host: int, network: NetworkTimes) -> str:
     """The cheapest; of equals the first by name, the same one on all ranks."""
     options = [name for name in ALL_REDUCE if ALL_REDUCE[name].serves(ranks, per_host)]
     return min(options, key=lambda name: all_reduce_time(name, nbytes, ranks, per_host, network))

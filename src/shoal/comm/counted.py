@@ -1,4 +1,4 @@
-"""What every counted process group has: an axis, a label, and the Book into which its collectives are entered."""
+"""The base class of counted process groups: an axis, a label, and the Book that counts its collectives."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from shoal.comm.ledger import BOOK
 from shoal.comm.wire import Algorithm
 
 REFUSED = ("split_group", "merge_remote_group")
-"""They would make groups that nobody counts; `dist.new_group` makes ones that are counted."""
+"""Refused, because they would create groups that are not counted; `dist.new_group` creates counted ones."""
 
 
 class NoSuchAlgorithm(ValueError):
-    """A backend that carries all-reduces in one way was asked for another."""
+    """A backend with a single all-reduce algorithm was asked for another."""
 
 
 class CountedGroup(dist.ProcessGroup):
-    """A process group written in Python that enters what it sends into this process's Book."""
+    """A process group in Python that counts what it sends in this process's Book."""
 
     def __init__(self, rank: int, size: int, name: str) -> None:
         super().__init__(rank, size)
         self._rank, self._size = rank, size
         self.axis = "world"
-        """The axis of the strategy that it serves; the mesh says which."""
+        """The axis of the strategy that it serves; set by the mesh."""
         self.label = name
         self.tag = 0
-        """What the next gathers are of: the shoal backend finds ranks that gather different things."""
+        """Tag of the next gathers: the shoal backend detects ranks that gather different tensors."""
 
-    # As the base class has them, at a tenth of what it costs to ask there; every call asks several times.
+    # Same values as in the base class, at a tenth of the cost; every collective reads them several times.
 
     def rank(self) -> int:
         return self._rank
@@ -40,14 +40,14 @@ class CountedGroup(dist.ProcessGroup):
         return self._size
 
     def register(self, backend: Any, device: torch.device) -> None:
-        """Names the backend below. A group without one has no name, and collectives on it fail far from here."""
+        """Registers the backend below. Without one the group has no name, and collectives on it fail obscurely."""
         self.backend = backend
         kind = dist.ProcessGroup.BackendType.CUSTOM
         self._register_backend(device, kind, backend)
         self._set_default_backend(kind)
 
     def prefer(self, algorithm: str) -> None:
-        """Names the algorithm of this group's all-reduces; "auto" leaves the choice to the backend."""
+        """Sets the algorithm of this group's all-reduces; "auto": the backend chooses."""
         if algorithm not in ("auto", "ring"):
             raise NoSuchAlgorithm(
                 f'via=allreduce("{algorithm}"): the backend of this job has an algorithm of its own, a ring; use '
@@ -55,7 +55,7 @@ class CountedGroup(dist.ProcessGroup):
             )
 
     def algorithm_of(self, kind: str, payload_bytes: int) -> Algorithm:
-        """By which algorithm it carries such a collective; None where there is only one."""
+        """The algorithm of such a collective; None if there is only one."""
         return None
 
     def _enter(self, kind: str, payload_bytes: int, algorithm: Algorithm = None) -> None:

@@ -1,7 +1,7 @@
-"""A cluster you do not have, from its description: `"4x2, 10us, 20GB/s | 100us, 1Gb/s"`.
+"""Parses the description of an emulated cluster: `"4x2, 10us, 20GB/s | 100us, 1Gb/s"`.
 
-Four hosts of two ranks; inside a host messages take 10 microseconds and 20 gigabytes move in a second, between hosts
-100 microseconds and one gigabit. Ranks are dealt to hosts in their order.
+Four hosts of two ranks; links inside a host have a latency of 10 microseconds and 20 gigabytes per second, links
+between hosts 100 microseconds and one gigabit per second. Ranks are assigned to hosts in order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Emulation:
-    """Hosts of equally many ranks, and the links inside and between them."""
+    """Hosts with the same number of ranks, and the links inside and between them."""
 
     hosts: int
     per_host: int
@@ -49,7 +49,7 @@ class Emulation:
 
 
 def parse_emulation(text: str) -> Emulation:
-    """Reads a description; the second level may be left out where there is one host, or all links are alike."""
+    """Reads a description; the second level may be omitted if there is one host or all links are equal."""
     head, comma, rest = text.partition(",")
     shape = _SHAPE.fullmatch(head)
     levels = [_LEVEL.fullmatch(part) for part in rest.split("|")]
@@ -70,7 +70,7 @@ def _speed(level: re.Match[str], text: str) -> Speed:
         latency_s = float(level[1]) * _TIMES[level[2]]
         bytes_per_s = float(level[3]) * _SIZES[level[4]] / (1 if level[5] == "B" else 8)
     except ValueError:
-        raise WrongEmulation(f"--emulate {text!r}: {level[0].strip()!r} holds what is no number") from None
+        raise WrongEmulation(f"--emulate {text!r}: {level[0].strip()!r} contains an invalid number") from None
     if bytes_per_s <= 0:
-        raise WrongEmulation(f"--emulate {text!r}: a bandwidth of {level[3]} moves nothing; expected more than 0")
+        raise WrongEmulation(f"--emulate {text!r}: the bandwidth is {level[3]}; expected more than 0")
     return Speed(latency_s, bytes_per_s)

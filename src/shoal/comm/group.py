@@ -1,11 +1,11 @@
-"""A process group that counts: it stands around any backend and enters every collective into the Book.
+"""A counting process group: wraps any backend and enters every collective into the Book.
 
-PyTorch calls a method that a Python process group lacks on the backend below, silently; so every method is
-either in COUNTED (it communicates) or in PASSIVE (it does not), and a test walks the class to keep it that way.
+PyTorch silently calls a method that a Python process group lacks on the backend below; so every method is either in
+COUNTED (it communicates) or in PASSIVE (it does not), and a test checks that none is missing.
 
-Over Gloo two collectives are also replaced, on a measurement (benchmarks/comm.py --backend gloo): Gloo's reduce-scatter
-runs a whole all-reduce and then copies, twice the bytes of an all-to-all and a sum; its all-gather is slower than plain
-sends of large parts. Everything that uses the group, DDP and fully_shard included, gets the faster ones.
+Over Gloo two collectives are also replaced, based on a measurement (benchmarks/comm.py --backend gloo): Gloo's
+reduce-scatter runs a full all-reduce and then copies, twice the bytes of an all-to-all and a sum; its all-gather is
+slower than plain sends of large parts. Every user of the group, DDP and fully_shard included, gets the faster ones.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from shoal.comm.counted import CountedGroup
 from shoal.comm.wire import even_payload
 
 BACKENDS = {"shoal": "shoal", "gloo": "shoal-gloo", "nccl": "shoal-nccl"}
-"""The name under which each backend is registered; those that are not ours have a counting group around them."""
+"""The name under which each backend is registered; backends of others are wrapped in a counting group."""
 
 
 def registered(name: str) -> str:
-    """The name under which a backend is registered, also that of an accelerator not listed above."""
+    """The name under which a backend is registered, including backends of accelerators not listed above."""
     return BACKENDS.get(name, f"shoal-{name}")
 
 
@@ -47,7 +47,7 @@ def _second(args: tuple[Any, ...], ranks: int) -> int:
 
 
 def _largest(args: tuple[Any, ...], ranks: int) -> int:
-    # gather and scatter: only the root holds the whole vector; the others know it from their part.
+    # gather and scatter: only the root holds the full vector; other ranks derive its size from their part.
     return max(
         _bytes(args[0]),
         _bytes(args[1]),
@@ -96,11 +96,11 @@ PASSIVE = (
     "bound_device_id boxed get_group_store group_desc group_name name rank set_timeout shutdown size unbox "
     "use_pg_for_symm_mem_rendezvous"
 ).split()
-"""Nothing of these moves data between ranks (coalescing brackets calls that are counted one by one)."""
+"""None of these moves data between ranks (calls inside a coalescing bracket are counted one by one)."""
 
 
 class CountingGroup(CountedGroup):
-    """Enters each collective into the Book, then lets the inner group carry it."""
+    """Enters each collective into the Book, then forwards it to the inner group."""
 
     def __init__(self, inner: dist.ProcessGroup, backend: Any, device: torch.device, name: str) -> None:
         super().__init__(inner.rank(), inner.size(), name)
@@ -118,7 +118,7 @@ class CountingGroup(CountedGroup):
 
 
 def _in_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Arguments given by name, laid behind the others as their positions are: outputs before inputs."""
+    """Keyword arguments appended to the positional ones in order: outputs before inputs."""
     named = {name: value for name, value in kwargs.items() if not name.endswith("_sizes")}
     outputs = [value for name, value in named.items() if name.startswith(("output", "tensor"))]
     inputs = [value for name, value in named.items() if name.startswith("input")]
@@ -135,7 +135,7 @@ def _counted(method: str, kind: str, payload: Payload) -> Callable[..., Any]:
 
 
 def _counted_by_parts(method: str) -> Callable[..., Any]:
-    """An all-to-all: its parts may be uneven, and the one that stays here is not sent."""
+    """An all-to-all: its parts may be uneven, and this rank's own part is not sent."""
 
     def call(self: CountingGroup, *args: Any, **kwargs: Any) -> Any:
         _, given, *splits = _in_order(args, kwargs)
@@ -157,15 +157,15 @@ for _method, (_kind, _payload) in COUNTED.items():
 
 
 class _Finish(Work):  # type: ignore[misc]
-    """Several operations in flight, and what is left to compute when all have arrived."""
+    """Several operations in flight, and a computation to run when all are complete."""
 
     def __init__(
-        self, works: Sequence[Any], then: Callable[[], None], result: list[torch.Tensor], *, tells: bool
+        self, works: Sequence[Any], then: Callable[[], None], result: list[torch.Tensor], *, polls: bool
     ) -> None:
-        """`tells`: whether the operations say by themselves that they are done. Gloo's sends and receives do not."""
+        """`polls`: whether `is_completed` of the operations is reliable. For Gloo's sends and receives it is not."""
         super().__init__()
         self._works = works
-        self._tells = tells
+        self._polls = polls
         self._then: Callable[[], None] | None = then
         self._result = result
 
@@ -178,8 +178,8 @@ class _Finish(Work):  # type: ignore[misc]
         return True
 
     def is_completed(self) -> bool:
-        # What follows the operations is still to be computed: a yes must be true, and must come some time.
-        if self._then is not None and self._tells and not all(work.is_completed() for work in self._works):
+        # The computation after the operations may still be due: only a completed one may return True, eventually.
+        if self._then is not None and self._polls and not all(work.is_completed() for work in self._works):
             return False
         return self.wait()
 
@@ -201,19 +201,19 @@ class _Finish(Work):  # type: ignore[misc]
 
 
 PLAIN_SENDS_BYTES = 2 << 20
-"""From here on plain sends gather faster than Gloo's own all-gather; below, waiting for them costs milliseconds."""
+"""Size from which plain sends gather faster than Gloo's all-gather; below it, waiting for them costs milliseconds."""
 
 
 class GlooGroup(CountingGroup):
-    """Gloo, with the two collectives it is slow at replaced by ones on its faster parts."""
+    """Gloo with its two slow collectives replaced by ones built on its faster operations."""
 
     _gather_tag = 0
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None, **_: Any) -> Any:
-        """Each rank sends every other its part; the parts are summed in the order of ranks, so always alike."""
+        """Each rank sends every other rank its part; parts are summed in rank order, so the result is deterministic."""
         self._enter("reduce_scatter", _bytes(input))
         reduce = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
-        # In this order of the two sides: the other way round they never compare equal, nor does `in` find them.
+        # The order of the operands matters: swapped, they never compare equal, and `in` does not find them.
         average = reduce == dist.ReduceOp.AVG
         replaced = reduce == dist.ReduceOp.SUM or (average and input.is_floating_point())
         if self.size() == 1 or not replaced or input.numel() == 0:
@@ -231,28 +231,28 @@ class GlooGroup(CountingGroup):
             if average:
                 output.div_(self.size())
 
-        return _Finish([work], add, [output], tells=True)
+        return _Finish([work], add, [output], polls=True)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None, **_: Any) -> Any:
-        """Each rank sends its part to every other, straight into place."""
+        """Each rank sends its part to every other rank, directly into the output."""
         self._enter("all_gather", _bytes(output))
         ranks, me = self.size(), self.rank()
         options = (opts,) if opts is not None else ()
         if not output.is_contiguous():
             return self.inner.all_gather_single(output, input, *options)
         if ranks == 1 or _bytes(output) < PLAIN_SENDS_BYTES:
-            # Laid out flat: Gloo wants shapes to match that need not.
+            # Flattened: Gloo requires equal shapes, which the call does not.
             return self.inner.all_gather_single(output.view(-1), input.contiguous().view(-1), *options)
         parts = output.view(ranks, -1)
         mine = input.contiguous()
-        # A tag of its own keeps gathers in flight apart from each other and from other messages.
+        # A tag of its own separates gathers in flight from each other and from other messages.
         self._gather_tag = (self._gather_tag + 1) % (1 << 20)
         tag = (1 << 24) + self._gather_tag
         works = [self.inner.recv([parts[(me - d) % ranks]], (me - d) % ranks, tag) for d in range(1, ranks)]
         works += [self.inner.send([mine], (me + d) % ranks, tag) for d in range(1, ranks)]
         if parts[me].data_ptr() != mine.data_ptr():
             parts[me].view(mine.shape).copy_(mine)
-        return _Finish(works, lambda: None, [output], tells=False)
+        return _Finish(works, lambda: None, [output], polls=False)
 
     def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         return self.reduce_scatter_single(output, input, opts)
@@ -268,8 +268,8 @@ def _create_gloo(options: Any, _: Any) -> CountingGroup:
 
 
 def accelerator_backend() -> tuple[str, torch.device] | None:
-    """The backend that carries tensors of this machine's accelerator, and the kind of device; None without one, or
-    where PyTorch has no collectives for it. Asks only how PyTorch was built: a process may still fork afterwards."""
+    """The backend for tensors on this machine's accelerator, and the device; None without an accelerator, or if PyTorch
+    has no collectives for it. Does not initialise the device: a process may still fork afterwards."""
     device = torch.accelerator.current_accelerator()
     name = None if device is None else dist.Backend.default_device_backend_map.get(device.type)
     if device is None or name in (None, dist.Backend.GLOO, "fake"):
@@ -278,7 +278,7 @@ def accelerator_backend() -> tuple[str, torch.device] | None:
 
 
 def _create_on_accelerator(options: Any, extra: Any) -> CountingGroup:
-    """A counting group around the accelerator's own backend: one that PyTorch has built in, or a plug-in."""
+    """A counting group around the accelerator's own backend: built into PyTorch, or a plug-in."""
     found = accelerator_backend()
     assert found is not None
     name, kind = found
@@ -302,8 +302,8 @@ def _create_on_accelerator(options: Any, extra: Any) -> CountingGroup:
         type_ = dist.Backend.backend_type_map.get(name, dist.ProcessGroup.BackendType.CUSTOM)
         group = _around(made, type_, kind, options, CountingGroup)
     if dist.is_initialized():
-        # Barriers then know their device. Not for the world's group: torch would take its communicator for one that
-        # groups made later are split from, which those of a plug-in are not, and ranks outside them would wait.
+        # Gives barriers their device. Not for the world's group: torch would assume that later groups are split from
+        # its communicator, which is not so for a plug-in, and ranks outside those groups would wait.
         group.bound_device_id = device
     return group
 
@@ -317,7 +317,7 @@ def _around(backend: Any, kind: Any, device: torch.device, options: Any, cls: ty
 
 
 def register_backends() -> None:
-    """Makes the counting backends known to torch.distributed; safe to call again."""
+    """Registers the counting backends with torch.distributed; can be called repeatedly."""
     if BACKENDS["gloo"].upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(BACKENDS["gloo"], _create_gloo, extended_api=True, devices=["cpu"])
         dist.Backend.register_backend(BACKENDS["shoal"], create_shoal, extended_api=True, devices=["cpu"])

@@ -1,7 +1,7 @@
-"""Every rank tells every other a small JSON object: how ranks agree on what went well and what did not.
+"""All-gathers a small JSON object from every rank: how ranks agree on success or failure.
 
-PyTorch's own exchange of objects pickles them. Nothing that comes over the network is unpickled here: the
-objects travel as bytes in tensors.
+PyTorch's own object collectives use pickle. Nothing from the network is unpickled here: the objects are sent as
+bytes in tensors.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from shoal.comm.mesh import Members
 
 
 def world_and_rank() -> tuple[int, int]:
-    """How many ranks there are and which one this is; (1, 0) where nothing is distributed."""
+    """(number of ranks, this rank); (1, 0) if torch.distributed is not initialised."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size(), dist.get_rank()
     return 1, 0
 
 
 def exchange(report: Mapping[str, Any], over: Members | None = None) -> list[dict[str, Any]]:
-    """What every rank of the world, or of `over`, reports, in the order of ranks. Collective: nobody leaves before all
-    have come."""
+    """The reports of all ranks of the world, or of `over`, in rank order. Collective; also a barrier."""
     text = json.dumps(report, allow_nan=False).encode()
     world, group = (world_and_rank()[0], None) if over is None else (over.size, over.group)
     if world == 1:
@@ -42,6 +41,6 @@ def exchange(report: Mapping[str, Any], over: Members | None = None) -> list[dic
 
 
 def _device() -> torch.device:
-    """Where the world's group carries tensors from: host memory, if it can."""
+    """The device of tensors that the world's group can send: host memory if possible."""
     kinds = [device.type for device in dist.distributed_c10d._get_default_group()._device_types]
     return torch.device("cpu" if "cpu" in kinds else kinds[0])

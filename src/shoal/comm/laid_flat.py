@@ -1,4 +1,4 @@
-"""Tensors laid out flat for the wire, and cut into the parts of a collective."""
+"""Tensors flattened for the wire, and split into the parts of a collective."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shoal.comm.vector import Vector
 
 
 class Flat(Vector):
-    """A tensor laid out flat: itself if it lies so, or a copy that `restore` writes back."""
+    """A flattened tensor: itself if it is contiguous, or a copy that `restore` writes back."""
 
     __slots__ = ("given",)
 
@@ -28,7 +28,7 @@ class Flat(Vector):
 
 
 class Joined(Vector):
-    """Several tensors as one: one message in place of many small ones."""
+    """Several tensors concatenated: one message instead of many small ones."""
 
     __slots__ = ("_given",)
 
@@ -42,7 +42,7 @@ class Joined(Vector):
 
 
 def as_few(given: Sequence[torch.Tensor]) -> Sequence[Flat | Joined]:
-    """Tensors as one vector where they are of one type."""
+    """Tensors as one vector if they have one dtype."""
     if len(given) > 1 and len({tensor.dtype for tensor in given}) == 1:
         return [Joined(given)]
     return [Flat(tensor) for tensor in given]
@@ -56,7 +56,7 @@ def even_parts(flat: Flat, ranks: int) -> list[Vector]:
 
 
 def parts_by_rows(flat: Flat, rows: Sequence[int], ranks: int) -> list[Vector]:
-    """The parts of an all-to-all: so many rows for each rank, or as many for all."""
+    """The parts of an all-to-all: the given number of rows for each rank, or equal numbers."""
     if not rows:
         return even_parts(flat, ranks)
     given = flat.given.shape[0]

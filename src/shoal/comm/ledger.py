@@ -1,8 +1,8 @@
-"""The ledger: what crossed the wire, by (axis, phase, kind of collective).
+"""The ledger: what was sent, by (axis, phase, kind of collective).
 
 A Ledger is a plain value, counted by the process group (`comm/group.py`) and predicted by `estimate/traffic.py`
-in the same form, so that the two can be compared entry by entry. The Book is where a running process enters
-what it sends; it also knows the phase the step is in and the last collective each group entered.
+in the same form, so that the two can be compared entry by entry. The Book is the running count of a process; it also
+knows the phase of the step and the last collective of each group.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PHASES = ("setup", "shapes", "agreement", "forward", "backward", "gradient", "op
 
 @dataclass(frozen=True, slots=True, order=True)
 class Key:
-    """Where an entry stands."""
+    """The key of an entry."""
 
     axis: str
     phase: str
@@ -33,7 +33,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """How much: collectives called, messages and bytes this rank sent for them."""
+    """Number of collectives, and the messages and bytes that this rank sent for them."""
 
     calls: int = 0
     messages: int = 0
@@ -82,7 +82,7 @@ class Ledger:
             mine, theirs = self.entries.get(key, Entry()), other.entries.get(key, Entry())
             if mine != theirs:
                 lines.append(
-                    f"{key}: {mine.calls} calls, {mine.bytes} bytes beside {theirs.calls} calls, {theirs.bytes} bytes"
+                    f"{key}: {mine.calls} calls, {mine.bytes} bytes versus {theirs.calls} calls, {theirs.bytes} bytes"
                 )
         return lines
 
@@ -110,13 +110,13 @@ class Ledger:
 
 
 Choose = Callable[[str, str, int, int], Algorithm]
-"""The algorithm of a collective, from its axis, kind, payload bytes and ranks; None where there is only one."""
+"""The algorithm of a collective, from its axis, kind, payload bytes and ranks; None if there is only one."""
 
 
 def ledger_of(
     calls: Iterable[tuple[str, str, str, int, int]], choose: Choose = lambda axis, kind, payload_bytes, ranks: None
 ) -> Ledger:
-    """A ledger from (axis, phase, kind, payload bytes, ranks) of single collectives: how predictions are written."""
+    """A ledger from (axis, phase, kind, payload bytes, ranks) of single collectives; used for predictions."""
     total: dict[Key, Entry] = {}
     for axis, phase, kind, payload_bytes, ranks in calls:
         algorithm = choose(axis, kind, payload_bytes, ranks)
@@ -127,8 +127,8 @@ def ledger_of(
 
 
 @dataclass(slots=True)
-class Call:
-    """The last collective a group entered: what a late rank is recognised by."""
+class LastCall:
+    """The last collective that a group entered; identifies a late rank."""
 
     number: int
     kind: str
@@ -137,11 +137,11 @@ class Call:
 
 
 class Book:
-    """The running count of one process. One phase holds at a time; hooks that run inside backward see it too."""
+    """The running count of one process. One phase is active at a time, also for hooks that run inside backward."""
 
     def __init__(self) -> None:
         self.phase = "setup"
-        self.last: dict[str, Call] = {}
+        self.last: dict[str, LastCall] = {}
         self._entered: dict[tuple[str, str, str], list[int]] = {}
         """(axis, phase, kind) -> calls, messages, bytes."""
 
@@ -165,14 +165,14 @@ class Book:
         entry[2] += cost.bytes
         last = self.last.get(group)
         number = last.number + 1 if last else 1
-        self.last[group] = Call(number, kind, self.phase, time.monotonic())
+        self.last[group] = LastCall(number, kind, self.phase, time.monotonic())
 
     def forget(self, group: str) -> None:
-        """A group that is no more is late for nothing."""
+        """Forgets the last collective of a closed group."""
         self.last.pop(group, None)
 
     def take(self) -> Ledger:
-        """What was entered since the last take; the count starts anew."""
+        """The entries since the last `take`; resets the count."""
         entered, self._entered = self._entered, {}
         return Ledger({Key(*place): Entry(*entry) for place, entry in entered.items()})
 

@@ -1,7 +1,7 @@
 """Ranks arranged by the axes of a strategy, and the group of ranks along each axis.
 
 Axes are written from the slowest links to the fastest, so the leftmost axis varies slowest with the rank. An
-axis of one rank has no group: nothing is sent along it and nothing is counted.
+axis of size 1 has no group: nothing is sent along it and nothing is counted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shoal.comm.wire import Algorithm
 
 @dataclass(frozen=True)
 class Members:
-    """The ranks that share everything but one axis (or several axes taken together), as seen by one of them."""
+    """The ranks that differ in one axis (or in several axes taken together) only, as seen by one of them."""
 
     axis: str
     ranks: tuple[int, ...]
@@ -33,7 +33,7 @@ class Members:
 
 
 class Mesh:
-    """The world as a grid. `along(...)` gives the members of one axis or of several merged into one."""
+    """The world as a grid. `along(...)` returns the members of one axis, or of several merged into one."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Mesh:
         backend: str | None,
         algorithms: Mapping[str, str] | None = None,
     ) -> None:
-        """`algorithms` names the all-reduce of some axes; a group along several takes the first that is named."""
+        """`algorithms` names the all-reduce of some axes; a group along several axes uses the first that is named."""
         self.axes = tuple(axes)
         self._algorithms = dict(algorithms or {})
         self.rank = rank
@@ -51,7 +51,7 @@ class Mesh:
         self._backend = backend
         self._known: dict[tuple[str, ...], Members] = {}
         self._groups: list[dist.ProcessGroup] = []
-        """Those of this rank, in the order in which all ranks made them."""
+        """The groups of this rank, in the order in which all ranks created them."""
 
     def coordinates(self, rank: int) -> dict[str, int]:
         place: dict[str, int] = {}
@@ -60,7 +60,7 @@ class Mesh:
         return place
 
     def algorithm(self, axis: str, kind: str, payload_bytes: int, ranks: int) -> Algorithm:
-        """What the group of an axis would take for such a collective; None where its backend has one way only."""
+        """The algorithm of an axis's group for such a collective; None if its backend has only one."""
         for members in self._known.values():
             if members.axis == axis and members.size == ranks and isinstance(members.group, CountedGroup):
                 return members.group.algorithm_of(kind, payload_bytes)
@@ -74,7 +74,7 @@ class Mesh:
         return self._known[key]
 
     def places_along(self, *names: str) -> Members:
-        """The same members without a group: who they are, and which of them this rank is."""
+        """The same members without a group: their ranks, and the index of this rank among them."""
         key = tuple(name for name, _ in self.axes if name in names)
         mine = self.coordinates(self.rank)
         ranks = [
@@ -85,13 +85,13 @@ class Mesh:
         return Members("+".join(key) or "none", tuple(ranks), ranks.index(self.rank), None)
 
     def another_along(self, name: str, *, backend: str | None = None) -> Members:
-        """One more group of the members along an axis, for messages that must not wait for those of the first; of
-        another backend, if one is named. Collective."""
+        """A second group of the members along an axis, for messages that must not queue behind those of the first;
+        with another backend, if one is named. Collective."""
         return self._make((name,), name, backend)
 
     def among(self, names: Sequence[str], axis: str, places: Sequence[int]) -> Members:
-        """Members along the named axes and at some places of one more axis. Collective, also for those elsewhere
-        on that axis, who get themselves alone."""
+        """Members along the named axes and at some indices of one more axis. Collective, including ranks at other
+        indices of that axis, which get themselves alone."""
         key = (*(name for name, _ in self.axes if name in names), f"{axis}{list(places)}")
         if key not in self._known:
             label = "+".join(key)
@@ -128,7 +128,7 @@ class Mesh:
         return Members(members.axis, tuple(ranks), ranks.index(self.rank), new)
 
     def close(self) -> None:
-        """Ends the groups, with their links and threads. All ranks call it alike; nothing may be under way in them."""
+        """Closes the groups with their links and threads. Collective; nothing may be in flight."""
         while self._groups:
             group = self._groups.pop(0)
             with BOOK.during("setup"):
@@ -138,7 +138,7 @@ class Mesh:
             dist.destroy_process_group(group)
 
     def _group(self, ranks: Sequence[int], label: str, backend: str | None = None) -> dist.ProcessGroup | None:
-        """A group of these ranks; none for one rank alone. Collective, also for those who are not in it."""
+        """A group of these ranks; None for a single rank. Collective, including ranks outside it."""
         if len(ranks) == 1:
             return None
         group = dist.new_group(list(ranks), backend=backend or self._backend, group_desc=label)

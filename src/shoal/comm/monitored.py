@@ -1,7 +1,7 @@
 """A barrier that names the ranks that did not arrive, as Gloo's `monitored_barrier` does.
 
-Every rank reports to rank 0 by a point-to-point message, and rank 0 answers all that came with a list of those that did
-not. Messages of a rank that is late do not disturb other collectives, nor the next barrier, whose tags are others.
+Every rank sends rank 0 a point-to-point message, and rank 0 replies to those that arrived with a list of those that did
+not. Messages of a late rank disturb neither other collectives nor the next barrier, which has other tags.
 """
 
 from __future__ import annotations
@@ -11,37 +11,39 @@ import time
 
 import torch
 
-from shoal.comm.mail import Mail
+from shoal.comm.point_to_point import PointToPoint
 from shoal.comm.progress import TimedOut
 from shoal.comm.transport.link import PeerLost
 from shoal.comm.vector import Vector
 
 ANSWER_S = 1.0
-"""Seconds that rank 0's answer may take."""
+"""Seconds to wait for rank 0's reply."""
 
 
 class NotAllArrived(RuntimeError):
     """Ranks that did not reach a monitored barrier in time."""
 
 
-def monitored_barrier(mail: Mail, rank: int, size: int, *, number: int, timeout_s: float, wait_all_ranks: bool) -> None:
+def monitored_barrier(
+    messages: PointToPoint, rank: int, size: int, *, number: int, timeout_s: float, wait_all_ranks: bool
+) -> None:
     """`number` counts the monitored barriers of this group. Raises NotAllArrived.
 
-    Without `wait_all_ranks` rank 0 gives up on the first rank that is missing, with it it names them all.
+    Without `wait_all_ranks` rank 0 reports the first missing rank; with it, all of them.
     """
-    arrive, answer = -2 * number, -2 * number - 1  # Tags of users are not negative.
+    arrive, answer = -2 * number, -2 * number - 1  # Negative, because users' tags are not.
     deadline = time.monotonic() + timeout_s
     in_time = f"in {1000 * timeout_s:.0f} ms"
     nothing, missing = Vector(torch.empty(0)), Vector(torch.zeros(size, dtype=torch.int64))
     if rank:
-        mail.send(0, arrive, nothing, background=True)
+        messages.send(0, arrive, nothing, background=True)
         try:
-            # Rank 0 may come as late as it waits for others, and answers only after that.
-            mail.wait(mail.receive(0, answer, missing, background=False), 2 * timeout_s + ANSWER_S)
+            # Rank 0 may itself arrive this late, and replies only after waiting for the others.
+            messages.wait(messages.receive(0, answer, missing, background=False), 2 * timeout_s + ANSWER_S)
         except (TimedOut, PeerLost) as error:
             raise NotAllArrived(
                 f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv "
-                f"from rank 0: it did not answer {in_time} ({error}). It may wait for another rank, or be late itself."
+                f"from rank 0: it did not reply {in_time} ({error}). It may wait for another rank, or be late itself."
             ) from error
         late = _listed(missing)
         if late:
@@ -50,19 +52,19 @@ def monitored_barrier(mail: Mail, rank: int, size: int, *, number: int, timeout_
                 f"from rank 0: {_named(late)} failed to pass monitoredBarrier {in_time}"
             )
         return
-    arrivals = {other: mail.receive(other, arrive, nothing, background=False) for other in range(1, size)}
+    arrivals = {other: messages.receive(other, arrive, nothing, background=False) for other in range(1, size)}
     for other, arrival in arrivals.items():
         try:
-            mail.wait(arrival, max(0.0, deadline - time.monotonic()))
+            messages.wait(arrival, max(0.0, deadline - time.monotonic()))
         except (TimedOut, PeerLost):
             missing.tensor[other] = 1
             if not wait_all_ranks:
                 break
     late = _listed(missing)
-    answers = [mail.send(other, answer, missing, background=True) for other in arrivals if other not in late]
+    answers = [messages.send(other, answer, missing, background=True) for other in arrivals if other not in late]
     for each in answers:
         with contextlib.suppress(TimedOut, PeerLost):
-            mail.wait(each, max(1.0, deadline - time.monotonic()))
+            messages.wait(each, max(1.0, deadline - time.monotonic()))
     if late:
         raise NotAllArrived(f"[Rank 0]: {_named(late)} failed to pass monitoredBarrier {in_time}")
 

@@ -1,7 +1,7 @@
-"""Named points of a run at which a test may delay or kill a rank.
+"""Named points of a run at which a test can delay or kill a rank.
 
-Ranks read what other ranks write. Between two synchronisations any of them may be late, and the result must not depend
-on which. `reach` marks every such place; it does nothing unless a test has installed a hook in this process.
+Ranks read what other ranks write. Between two synchronisations any rank may be late, and the result must not depend on
+which. `reach` marks every such place; it does nothing unless a test has installed a hook in this process.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ POINTS = (
     "save: done",
     "close: begun",
 )
-"""Every point, in the order of a run. A strategy reaches those that belong to it."""
+"""Every point, in the order of a run. A strategy reaches a subset of them."""
 
 _hook: Callable[[str], None] | None = None
 
 
 def reach(point: str) -> None:
-    """This rank has come to a point."""
+    """Reports that this rank has reached a point."""
     if _hook is not None:
         _hook(point)
 
 
 def on_reach(hook: Callable[[str], None] | None) -> None:
-    """Calls `hook(point)` at every point of this process from now on; None takes the hook off."""
+    """Calls `hook(point)` at every point of this process from now on; None removes the hook."""
     global _hook
     _hook = hook

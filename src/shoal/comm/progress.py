@@ -1,12 +1,12 @@
-"""Who moves the collectives along: whoever waits for one, or a worker while nobody does.
+"""Drives the collectives of a group: by the thread that waits for one, or by a worker if no thread does.
 
-The collectives of a group run one after the other, in the order of their calls. A call moves its own as far as it gets
-without waiting. `wait` drives the rest itself, without a change of threads; only what was asked for in the background,
-and is not waited for yet, is driven by the group's worker, which starts with the first such call.
+The collectives of a group run one after the other, in call order. A call advances its collective as far as possible
+without waiting. `wait` drives the rest itself, without a thread switch; only asynchronous collectives that no thread
+waits for yet are driven by the group's worker, which starts with the first such call.
 
-Waiting spins for a moment where every rank of the host has a core of its own, and otherwise sleeps at once: a rank
-that spins on a core which its peer needs only delays itself. So the moment is halved each time it was in vain,
-until it is not. A worker never spins, since it would hold the interpreter.
+Waiting spins briefly if every rank of the host has a core of its own, and otherwise sleeps at once: a rank that spins
+on a core which its peer needs only delays itself. So the spin time is halved after each spin without success, and reset
+after a success. A worker never spins, because it would hold the interpreter lock.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from shoal.comm.transfer import Send
 from shoal.comm.transport.link import Link, LinkAltered, PeerLost
 
 SPIN_S = 300e-6
-"""Longer than most waits between ranks in step, shorter than a time slice."""
+"""Longest spin: longer than most waits between ranks in step, shorter than a time slice."""
 HALVINGS, FULL_EVERY = 5, 16
-"""How often the moment is halved, and which of the waits in vain has it whole again: waking up takes longer than a
-short moment, so ranks that sleep in turns would never find out that they are in step again."""
+"""How often the spin time is halved, and after how many unsuccessful spins it is full again: waking up takes longer
+than a short spin, so ranks that sleep alternately would never notice that they are in step again."""
 GRACE_S = 2.0
-"""How long a peer that nobody waits for may be gone before it is taken for the cause of the waiting."""
+"""Seconds that a peer with no pending transfer may be disconnected before it is considered the cause of a wait."""
 HAND_OVER_S = 0.05
-"""How long to wait for the driver to make way before looking again."""
+"""Seconds to wait for the driver lock before trying again."""
 LOOK_S = 1.0
-"""How often a sleeper looks around, whatever happens."""
+"""Longest sleep in seconds, even without an event."""
 
 MOST_SELECTED = 1024
-"""Descriptors from here on are beyond what select takes."""
+"""Descriptors from this number on cannot be used with select."""
 
 ranks_here = 1
-"""Ranks of the job on this host, as far as known: the largest group seen."""
+"""Ranks of the job on this host, as far as known: the size of the largest group."""
 
 
 def note_ranks_here(count: int) -> None:
@@ -51,11 +51,11 @@ def may_spin() -> bool:
 
 
 class TimedOut(TimeoutError):
-    """A collective did not end in time."""
+    """A collective did not complete in time."""
 
 
 class Task:
-    """One collective under way."""
+    """One collective in progress."""
 
     __slots__ = ("_then", "done", "error", "steps", "what")
 
@@ -79,7 +79,7 @@ class Task:
             call()
 
 
-class Line:
+class TaskQueue:
     """The tasks of one group, in order."""
 
     def __init__(self, links: Iterable[Link], name: str) -> None:
@@ -87,22 +87,22 @@ class Line:
         self._name = name
         self._tasks: deque[Task] = deque()
         self._driver = threading.Lock()
-        """Held by whoever moves the tasks along, also while it sleeps."""
+        """Held by the thread that drives the tasks, also while it sleeps."""
         self._waiting: set[int] = set()
-        """Threads that wait for a task: the worker makes way for them."""
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        """Wakes the driver from its sleep."""
+        """Threads that wait for a task: the worker yields to them."""
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Wakes the sleeping driver."""
         self._worker: threading.Thread | None = None
         self._called = threading.Event()
         self._closed = False
         self._broken: BaseException | None = None
-        self._in_vain = 0
-        """Moments spun, one after the other, at the end of which there was nothing."""
+        self._failed_spins = 0
+        """Consecutive spins without success."""
         self._missed: dict[int, float] = {}
-        """Peers whose end was seen while nothing was expected of them, and when."""
+        """Peers that disconnected while no transfer with them was pending -> when."""
 
     def submit(self, task: Task, *, background: bool) -> Task:
-        """Begins it, as far as that goes without waiting."""
+        """Queues a task and advances it as far as possible without waiting."""
         if self._broken is not None:
             raise self._broken
         self._tasks.append(task)
@@ -112,23 +112,23 @@ class Line:
             finally:
                 self._driver.release()
         else:
-            self._ring()
+            self._wake()
         if background and not task.done:
             self.call_worker()
         return task
 
-    def _ring(self) -> None:
-        os.eventfd_write(self._bell, 1)
+    def _wake(self) -> None:
+        os.eventfd_write(self._wakeup, 1)
 
     def wait(self, task: Task, timeout_s: float) -> None:
-        """Until the task is done. Raises what went wrong."""
+        """Waits until the task is done; raises its error."""
         deadline = time.monotonic() + timeout_s
         me = threading.get_ident()
         self._waiting.add(me)
         try:
             while not task.done:
                 if not self._driver.acquire(blocking=False):
-                    self._ring()
+                    self._wake()
                     if not self._driver.acquire(timeout=HAND_OVER_S):
                         continue
                 try:
@@ -145,7 +145,7 @@ class Line:
             raise task.error
 
     def _advance(self) -> Sequence[Waits]:
-        """Runs tasks until one has to wait; what it waits for, or nothing if none is left."""
+        """Runs tasks until one has to wait; returns the transfers it waits for, or nothing if no task is left."""
         while self._tasks:
             task = self._tasks[0]
             try:
@@ -163,7 +163,7 @@ class Line:
         self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """A stream that broke off in the middle of a message is of no more use, nor is what was to follow."""
+        """Fails all tasks: a stream that broke in the middle of a message cannot be used again."""
         if isinstance(error, PeerLost) and not isinstance(error, LinkAltered) and self._missed:
             error = PeerLost(min(self._missed, key=self._missed.__getitem__))
         self._broken = error
@@ -177,29 +177,29 @@ class Line:
 
     def _drive(self, until: Task | None, deadline: float, *, spin: bool) -> None:
         slept = False
-        spin_until = time.monotonic() + self.moment_s if spin else 0.0
+        spin_until = time.monotonic() + self.spin_s if spin else 0.0
         while self._tasks and not (until is not None and until.done):
             pending = self._advance()
             if not pending or (until is not None and until.done):
-                break  # What else is under way is not what is waited for: its worker sees to it.
+                break  # Other tasks in progress are left to the worker.
             now = time.monotonic()
             if now < spin_until:
                 continue
             if now > deadline or self._closed:
                 return
-            self._in_vain += spin
+            self._failed_spins += spin
             slept = True
             self._sleep(pending, min(LOOK_S, deadline - now))
             if until is None and self._waiting:
                 return
-            spin_until = time.monotonic() + self.moment_s if spin else 0.0
+            spin_until = time.monotonic() + self.spin_s if spin else 0.0
         if spin and not slept:
-            self._in_vain = 0
+            self._failed_spins = 0
 
     @property
-    def moment_s(self) -> float:
+    def spin_s(self) -> float:
         """How long to spin before sleeping."""
-        return SPIN_S / (1 << min(HALVINGS, self._in_vain % FULL_EVERY))
+        return SPIN_S / (1 << min(HALVINGS, self._failed_spins % FULL_EVERY))
 
     def _sleep(self, pending: Sequence[Waits], seconds: float) -> None:
         wanted: dict[Link, bool] = {}
@@ -207,7 +207,7 @@ class Line:
             wanted[transfer.link] = wanted.get(transfer.link, False) or isinstance(transfer, Send)
         ready = [link.arm(to_write=to_write) for link, to_write in wanted.items()]
         if not any(ready):
-            events = {self._bell: select.POLLIN}
+            events = {self._wakeup: select.POLLIN}
             others = {}
             for link in self._links:
                 if link in wanted:
@@ -223,8 +223,8 @@ class Line:
             for descriptor in _happened(events, seconds, to_the_microsecond=due is not None):
                 if descriptor in others:
                     self._missed.setdefault(others[descriptor], now)
-                elif descriptor == self._bell:
-                    os.eventfd_read(self._bell)
+                elif descriptor == self._wakeup:
+                    os.eventfd_read(self._wakeup)
             for peer, since in self._missed.items():
                 if now - since > GRACE_S:
                     self._fail(PeerLost(peer))
@@ -242,7 +242,7 @@ class Line:
         while not self._closed:
             self._called.wait()
             self._called.clear()
-            # Who waits drives by itself, and calls again if something is left.
+            # A waiting thread drives the tasks itself, and calls the worker again if tasks are left.
             while self._tasks and not self._waiting and not self._closed:
                 with self._driver:
                     self._drive(None, time.monotonic() + LOOK_S, spin=False)
@@ -253,15 +253,15 @@ class Line:
         self._closed = True
         self._broken = self._broken or RuntimeError(f"{self._name}: the group was closed, and its links with it")
         self._called.set()
-        self._ring()
+        self._wake()
         if self._worker is not None and self._worker is not threading.current_thread():
             self._worker.join(timeout=2 * LOOK_S)
-        os.close(self._bell)
+        os.close(self._wakeup)
 
 
 def _happened(events: Mapping[int, int], seconds: float, *, to_the_microsecond: bool) -> list[int]:
-    """Sleeps until one of the descriptors has its events, and says which have. Waiting to the microsecond, where poll
-    rounds up to milliseconds, takes a few calls more."""
+    """Sleeps until one of the descriptors has its events; returns those that have. Microsecond precision, where poll
+    rounds up to milliseconds, takes a few more system calls."""
     if to_the_microsecond:
         with select.epoll() as all_of_them:
             if all_of_them.fileno() < MOST_SELECTED:
@@ -276,6 +276,6 @@ def _happened(events: Mapping[int, int], seconds: float, *, to_the_microsecond: 
 
 
 def run(steps: Steps, links: Iterable[Link], *, timeout_s: float = 60.0) -> None:
-    """One collective, waited for: what the tests and the calibration use."""
-    line = Line(links, "once")
-    line.wait(line.submit(Task(steps, "a collective"), background=False), timeout_s)
+    """Runs one collective to its end; used by tests and calibration."""
+    queue = TaskQueue(links, "once")
+    queue.wait(queue.submit(Task(steps, "a collective"), background=False), timeout_s)

@@ -1,8 +1,8 @@
-"""A block of memory that all ranks of a group on one host see, and that nobody has to clean up.
+"""A block of shared memory for all ranks of a group on one host, freed by the kernel without cleanup.
 
-The first rank makes an anonymous file and tells the others where to find it under its process; once all have mapped it,
-its descriptor is closed. It has no name, so the kernel takes it back with the last process that holds it, however that
-ends.
+The first rank creates an anonymous file and sends the others its process id and descriptor; once all have mapped it,
+the descriptor is closed. The file has no name, so the kernel frees it with the last process that maps it, however that
+process ends.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class NotOneHost(ValueError):
 
 
 class SharedBlock:
-    """So many bytes, the same on every rank. Collective: all members call it alike."""
+    """A block of `nbytes` bytes, shared by all members. Collective."""
 
     def __init__(self, members: Members, nbytes: int, *, keep_open: bool = False) -> None:
-        """`keep_open`: keeps a descriptor of the file, for locks on it."""
+        """`keep_open`: keeps the descriptor of the file, for locks on it."""
         self.descriptor = -1
         self._keep_open = keep_open
         self.members = members
@@ -78,7 +78,7 @@ class SharedBlock:
                 )
 
     def lock(self, number: int) -> None:
-        """Waits until no other rank holds this number; a process that ends lets go. Needs `keep_open`."""
+        """Waits until no other rank holds this lock; the exit of a process releases it. Requires `keep_open`."""
         if self.members.group is not None:
             fcntl.lockf(self.descriptor, fcntl.LOCK_EX, 1, number)
 
@@ -87,7 +87,7 @@ class SharedBlock:
             fcntl.lockf(self.descriptor, fcntl.LOCK_UN, 1, number)
 
     def close(self) -> None:
-        """Lets go of the descriptor. The memory goes with the last tensor in it."""
+        """Closes the descriptor. The memory is freed with the last tensor in it."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -97,5 +97,5 @@ class SharedBlock:
         return memoryview(self._memory)
 
     def tensor(self, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Elements that begin at a byte of the block."""
+        """`count` elements from byte `start` of the block."""
         return self._tensor[start : start + count * dtype.itemsize].view(dtype)

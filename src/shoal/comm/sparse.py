@@ -1,4 +1,4 @@
-"""A rank's sparse tensor as the dense ones that travel (indices and values), and what all ranks must have alike."""
+"""A sparse tensor as the dense tensors that are sent (indices and values), and the check that all ranks match."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ class SparseParts:
     shape: torch.Size
 
     def sum_into(self, tensor: torch.Tensor, *, divide_by: int) -> None:
-        """Makes `tensor` their sum, coalesced."""
+        """Sets `tensor` to their coalesced sum."""
         indices, values = torch.cat(self.indices, 1), torch.cat(self.values)
         total = torch.sparse_coo_tensor(indices, values, self.shape, check_invariants=True).coalesce()
         if divide_by > 1:
             total = total.div(divide_by) if total.is_floating_point() or total.is_complex() else total // divide_by
-        # Not of a detached tensor: of a sparse one that would be another tensor.
+        # Not on a detached tensor: detaching a sparse tensor gives a different one.
         with torch.no_grad():
             tensor.copy_(total)
 
 
 class SparsePart:
-    """What one rank brings."""
+    """The contribution of one rank."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         if tensor.layout != torch.sparse_coo or not tensor.is_cpu:
@@ -39,15 +39,15 @@ class SparsePart:
         kind = f"{tuple(own.shape)} {own.sparse_dim()} {own.dtype}"
         digest = hashlib.sha256(kind.encode()).digest()
         self.about = torch.tensor([own._nnz(), int.from_bytes(digest[:7], "little")])
-        """Elements, and a mark of shape and type: two numbers, whatever the tensor."""
+        """Number of elements, and a hash of shape and dtype."""
 
     def parts(self, about: Sequence[torch.Tensor]) -> SparseParts:
-        """Room for what all ranks bring. Raises where their tensors do not fit."""
+        """Buffers for the contributions of all ranks. Raises if their tensors do not match."""
         for rank, (_, mark) in enumerate(each.tolist() for each in about):
             if mark != self.about[1]:
                 raise ValueError(
-                    f"an all-reduce of sparse tensors: rank {rank} has another shape, number of sparse dimensions or "
-                    f"type than {list(self.shape)}, {len(self.indices)}, {self.values.dtype} of this rank"
+                    f"an all-reduce of sparse tensors: the shape, number of sparse dimensions or dtype of rank {rank} "
+                    f"differs from this rank's {list(self.shape)}, {len(self.indices)}, {self.values.dtype}"
                 )
         counts = [int(each[0]) for each in about]
         return SparseParts(

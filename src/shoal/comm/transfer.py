@@ -1,7 +1,7 @@
-"""One message, on its way out or in: written, put whole or lent, and copied or reduced into place.
+"""Sends or receives one message: written in pieces, at once or zero-copy, and copied or reduced into place.
 
-Each message carries the number of the collective it belongs to, its kind and its size. Ranks that have lost step with
-each other are told so, with both sides named, instead of adding apples to pears.
+Each message carries the number of its collective, its kind and its size. Ranks that are out of step get an error that
+names both sides, instead of silently reducing unrelated tensors.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ HEADER = Struct("<IIQ")
 """Number of the collective in its group, its kind, bytes that follow. As long as ALIGN."""
 
 SMALL_BYTES = 8192
-"""Up to here header and payload travel in one piece and are taken in one: a copy is cheaper than a second wake-up or
-packet."""
+"""Up to this size header and payload are sent and read together: a copy is cheaper than a second wake-up or packet."""
 
 LARGE_BYTES = 1 << 18
-"""From here on a message is lent where the link can: reading it from the peer's memory costs less than two copies."""
-_LENT = 1 << 31
-"""Added to the kind of such a message: the place of its payload follows, and not the payload."""
+"""From this size on a message is sent zero-copy if the link can: the reader copies it from the sender's memory, which
+costs less than two copies."""
+_ZERO_COPY = 1 << 31
+"""Flag in the kind of such a message: the address of its payload follows instead of the payload."""
 
 
 _TAG = 8
@@ -42,7 +42,7 @@ class OutOfStep(RuntimeError):
     def __init__(self, message: str, peer: int = -1, theirs: int = 0, mine: int = 0) -> None:
         super().__init__(message, peer, theirs, mine)
         self.peer, self.theirs, self.mine = peer, theirs, mine
-        """The other rank, and the tags that both gave to their collectives; 0 for none."""
+        """The other rank, and the tags of both ranks' collectives; 0: none."""
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -54,26 +54,26 @@ def kind_of(kind: str, tag: int) -> int:
 
 
 class Send:
-    """One message on its way out."""
+    """One outgoing message."""
 
-    __slots__ = ("_at", "_header", "_lent_header", "_payload", "_pieces", "done", "link", "sent")
+    __slots__ = ("_at", "_header", "_payload", "_pieces", "_zero_copy_header", "done", "link", "sent")
 
-    def __init__(self, link: Link, header: bytes, payload: Bytes, lent_header: bytes | None = None) -> None:
-        """`lent_header`: how the message begins if the link may lend it, which needs memory that nobody changes."""
+    def __init__(self, link: Link, header: bytes, payload: Bytes, zero_copy_header: bytes | None = None) -> None:
+        """`zero_copy_header`: the header if the link may send it zero-copy; the memory must not change meanwhile."""
         self.link = link
         self.done = False
         self.sent = 0
-        """Bytes of the payload that were taken; a reader of the same memory must stay behind it."""
-        self._header, self._payload, self._lent_header = header, payload, lent_header
+        """Bytes of the payload that were sent; a receive into the same memory must stay behind it."""
+        self._header, self._payload, self._zero_copy_header = header, payload, zero_copy_header
         self._pieces: list[Bytes] | None = None
         self._at = 0
 
     def advance(self) -> bool:
-        """Moves what can be moved; whether anything was."""
+        """Sends as much as possible; returns whether anything was sent."""
         if self.done:
             return False
         if self._pieces is None:
-            if self._lent_header is not None and self.link.lend(self._lent_header, self._payload):
+            if self._zero_copy_header is not None and self.link.lend(self._zero_copy_header, self._payload):
                 self._pieces = []
                 return True
             if self.link.put(self._header, self._payload):
@@ -107,7 +107,7 @@ class Send:
 
 
 class _HasLeft(Send):
-    """A message that the link took whole. One stands for all of them: there is nothing left to do."""
+    """A message that the link accepted at once. One instance serves all of them: it has no state."""
 
     __slots__ = ()
 
@@ -120,7 +120,7 @@ HAS_LEFT = _HasLeft()
 
 
 class Receive:
-    """One message on its way in, written or reduced into place."""
+    """One incoming message, copied or reduced into place."""
 
     __slots__ = ("_at", "_behind", "_end", "_got", "_header", "_operation", "done", "into", "link")
 
@@ -135,7 +135,7 @@ class Receive:
         self._behind = behind
         self._got = b""
         self._at = 0
-        """Bytes of the payload, and of what pads it, that are in place."""
+        """Bytes of payload and padding received so far."""
         self._end = into.nbytes + -into.nbytes % ALIGN
 
     def advance(self) -> bool:
@@ -147,7 +147,7 @@ class Receive:
             whole = link.window(ALIGN + self._end)
             if len(whole) == ALIGN + self._end:
                 self._check(whole[:ALIGN].tobytes())
-                # What leaves the same memory is as small, so it has left or was copied.
+                # A send from the same memory is as small, so it has been sent or copied.
                 if size:
                     self._place(0, whole[ALIGN : ALIGN + size])
                 link.consume(ALIGN + self._end)
@@ -161,7 +161,7 @@ class Receive:
             self._got += arrived.tobytes()
             link.consume(len(arrived))
             if len(self._got) == ALIGN:
-                if size >= LARGE_BYTES and link.ask_to_lend() and self._got == as_lent(self._header):
+                if size >= LARGE_BYTES and link.ask_to_lend() and self._got == zero_copy(self._header):
                     self._fetch()
                     self.done = True
                     return True
@@ -189,7 +189,7 @@ class Receive:
             self.into.bytes[at : at + len(arrived)] = arrived
 
     def _fetch(self) -> None:
-        """What was lent is all there. Giving its place back tells the peer that we have it."""
+        """Copies a zero-copy payload from the peer's memory. Consuming its address signals the peer that it is done."""
         place = self.link.window(ALIGN)
         if self._operation is None:
             self.link.fetch(place, 0, self.into.bytes)
@@ -218,7 +218,7 @@ class Receive:
     def _check(self, got: bytes) -> None:
         if got != self._header:
             number, kind, size = HEADER.unpack(got)
-            kind &= ~_LENT
+            kind &= ~_ZERO_COPY
             mine = HEADER.unpack(self._header)
             tag, kind = kind >> _TAG, kind & ((1 << _TAG) - 1)
             mine_tag, mine_kind = mine[1] >> _TAG, mine[1] & ((1 << _TAG) - 1)
@@ -226,14 +226,15 @@ class Receive:
             raise OutOfStep(
                 f"rank {self.link.peer} sent {size} bytes of {theirs}, its collective number {number} in this group, "
                 f"while this rank expects {mine[2]} bytes of {KINDS[mine_kind]}, its number {mine[0]}. Ranks of a "
-                "group have to call the same collectives in the same order, with tensors of the same size.",
+                "group must call the same collectives in the same order, with tensors of the same size.",
                 self.link.peer, tag, mine_tag,
             )  # fmt: skip
 
 
-def as_lent(header: bytes) -> bytes:
+def zero_copy(header: bytes) -> bytes:
+    """The header of the same message, sent zero-copy."""
     number, kind, size = HEADER.unpack(header)
-    return HEADER.pack(number, kind | _LENT, size)
+    return HEADER.pack(number, kind | _ZERO_COPY, size)
 
 
 Transfer = Send | Receive

@@ -1,8 +1,8 @@
-"""A tensor as the wire sees it: flat, as bytes to send and as numbers to reduce.
+"""A flat tensor for the wire: as bytes to send and as numbers to reduce.
 
-NumPy does the arithmetic where it has the type (a slice and a sum of it cost a third of torch's, which is what small
-messages are made of); torch does it for bfloat16 and float16. Parts are cut from the bytes, not from the tensor, for
-the same reason.
+NumPy does the arithmetic if it has the dtype (its slices and sums cost a third of torch's, which dominates small
+messages); torch does it for bfloat16 and float16. Parts are sliced from the bytes, not from the tensor, for the same
+reason.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _WRITABLE = 0x200
 
 @lru_cache(maxsize=1024)
 def _bytes_at(address: int, size: int) -> Bytes:
-    """Memory as an array. It owns nothing, so it may be kept for whichever tensor lies at that address next.
+    """Memory as an array. It does not own the memory, so it can be cached for the next tensor at that address.
 
-    Not by `tensor.numpy()`: its storage could never be resized again, as stage 3 of ZeRO does.
+    Not by `tensor.numpy()`: the storage could then never be resized, as stage 3 of ZeRO does.
     """
     return np.frombuffer(_memory_at(address, size, _WRITABLE), dtype=np.uint8) if size else NO_BYTES
 
 
 Operation = tuple[Callable[..., Any], Callable[..., Any]]
-"""Of two arguments into `out`: NumPy's and torch's."""
+"""A binary operation with `out`, in NumPy and in torch."""
 
 OPERATIONS: dict[str, Operation] = {
     "sum": (np.add, torch.add),
@@ -54,12 +54,12 @@ OPERATIONS: dict[str, Operation] = {
 
 
 class Vector:
-    """A run of elements of a tensor that lies flat in memory, which it keeps alive."""
+    """A contiguous range of elements of a tensor, which it keeps alive."""
 
     __slots__ = ("bytes", "nbytes", "tensor")
 
     def __init__(self, tensor: torch.Tensor, part: Bytes | None = None) -> None:
-        """`part`: the bytes of some of its elements; of all of them unless given."""
+        """`part`: the bytes of some of its elements; by default of all."""
         self.tensor = tensor
         self.bytes: Bytes = _bytes_at(tensor.data_ptr(), tensor.nbytes) if part is None else part
         self.nbytes = len(self.bytes)
@@ -76,11 +76,11 @@ class Vector:
         return Vector(self.tensor, self.bytes[start * itemsize : stop * itemsize])
 
     def parts(self, count: int) -> list[Vector]:
-        """Cut into so many parts, as even as can be, the larger ones first."""
+        """Split into `count` parts as evenly as possible, larger ones first."""
         return [self.slice(a, b) for a, b in even_ranges(len(self), count)]
 
     def like(self) -> Vector:
-        """Room for as many elements."""
+        """A new buffer of the same length."""
         return Vector(self.tensor.new_empty(len(self)))
 
     def copy_from(self, other: Vector) -> None:
@@ -88,7 +88,7 @@ class Vector:
             self.bytes[:] = other.bytes
 
     def reduce(self, start: int, window: Bytes, operation: Operation) -> None:
-        """Whole elements that arrived as bytes are reduced into those that begin at byte `start`."""
+        """Reduces received bytes (complete elements) into the elements that begin at byte `start`."""
         mine = self.bytes[start : start + len(window)]
         known = _AS_NUMPY.get(self.tensor.dtype)
         if known is not None:
@@ -100,7 +100,7 @@ class Vector:
 
 
 def even_ranges(length: int, count: int) -> list[tuple[int, int]]:
-    """The range [0, length) in so many parts, the larger ones first."""
+    """The range [0, length) in `count` parts, larger ones first."""
     return [even_part(length, count, part) for part in range(count)]
 
 

@@ -1,4 +1,4 @@
-"""What a call of the shoal backend gives back: a collective to be waited for, asked, or turned into a future."""
+"""The Work object that a call of the shoal backend returns: wait for it, query it, or turn it into a future."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import torch
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
-from shoal.comm.mail import Wanted
-from shoal.comm.progress import Line, Task
+from shoal.comm.point_to_point import PostedReceive
+from shoal.comm.progress import Task, TaskQueue
 
 NO_TIMEOUT = timedelta(0)
 
 
 class Collective(Work):  # type: ignore[misc]
-    """What a call gives back: to be waited for, asked, or turned into a future."""
+    """A collective or message in progress."""
 
-    def __init__(self, line: Line, task: Task, result: list[torch.Tensor], timeout_s: float) -> None:
+    def __init__(self, queue: TaskQueue, task: Task, result: list[torch.Tensor], timeout_s: float) -> None:
         super().__init__()
-        self._line, self._task, self._result, self._timeout_s = line, task, result, timeout_s
+        self._queue, self._task, self._result, self._timeout_s = queue, task, result, timeout_s
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         if not self._task.done:
-            self._line.wait(self._task, timeout.total_seconds() or self._timeout_s)
+            self._queue.wait(self._task, timeout.total_seconds() or self._timeout_s)
         elif self._task.error is not None:
             raise self._task.error
         return True
@@ -49,13 +49,13 @@ class Collective(Work):  # type: ignore[misc]
         return self._source_rank()
 
     def _source_rank(self) -> int:
-        return self._task.source if isinstance(self._task, Wanted) else -1
+        return self._task.source if isinstance(self._task, PostedReceive) else -1
 
     def get_future(self) -> Future:
         done: Future = Future()
 
         def finished(_: Future) -> list[torch.Tensor]:
-            # Raised here and not set on the future: DDP does not survive the latter.
+            # Raised here instead of set on the future: DDP crashes on the latter.
             if self._task.error is not None:
                 raise self._task.error
             return self._result
@@ -63,5 +63,5 @@ class Collective(Work):  # type: ignore[misc]
         following: Future = done.then(finished)
         self._task.when_done(lambda: done.set_result(None))
         if not self._task.done:
-            self._line.call_worker()
+            self._queue.call_worker()
         return following

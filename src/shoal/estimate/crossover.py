@@ -14,7 +14,7 @@ from math import ceil, exp, inf, log, log2, prod
 
 from shoal.comm.choice import all_reduce_time, choose_all_reduce
 from shoal.comm.compress import traffic
-from shoal.comm.network import LinkTimes, Network
+from shoal.comm.network import LinkTimes, NetworkTimes
 from shoal.comm.wire import sent
 from shoal.common.numbers import falls_to_zero
 from shoal.strategy.terms.compress import CompressTerm
@@ -145,7 +145,7 @@ def collective_s(kind: str, payload_bytes: int, ranks: int, link: LinkTimes) -> 
     if ranks == 1:
         return 0.0
     if kind == "all_reduce":
-        network = Network(inside=link, between=link)
+        network = NetworkTimes(inside=link, between=link)
         algorithm = choose_all_reduce(payload_bytes, ranks, 1, network)
         return all_reduce_time(algorithm, payload_bytes, ranks, 1, network)
     if kind in ("send", "recv", "broadcast"):

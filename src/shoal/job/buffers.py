@@ -1,7 +1,7 @@
-"""What replicas do with buffers that a forward updates from the samples it sees: running statistics, codebooks, counts.
+"""How replicas synchronise buffers that a forward updates from its samples: running statistics, codebooks, counts.
 
-Each replica sees its share of the batch only, so such buffers drift apart unless the job declares otherwise
-(`Job.buffers`). Batch norm modules are left out: their statistics are synchronised (`Job.batch_norm`).
+Each replica sees only its part of the batch, so such buffers diverge unless the job declares a mode (`Job.buffers`).
+Batch norm modules are excluded: their statistics are synchronised (`Job.batch_norm`).
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shoal.job.errors import JobError
 
 BufferMode = Literal["average", "sum", "broadcast", "local"]
-"""After each step. average: the change is the mean of the replicas' changes, which is that of one process if the update
-is linear in means over the batch. sum: it is their sum (counts, sums over samples). broadcast: the first replica's.
-local: each replica keeps its own."""
+"""Applied after each step. average: the mean of the replicas' changes, equal to the change in one process if the update
+is linear in means over the batch. sum: the sum of their changes (counts, sums over samples). broadcast: the first
+replica's value. local: each replica keeps its own."""
 
 MODES: tuple[str, ...] = get_args(BufferMode)
 EXACT: tuple[str, ...] = ("average", "sum")
-"""Modes after which a buffer can be that of one process."""
+"""Modes with which a buffer can equal that of one process."""
 
 
 def declared(buffers: BufferMode | Mapping[str, BufferMode] | None) -> dict[str, BufferMode]:
-    """Pattern -> mode, from what `Job.buffers` may be."""
+    """Pattern -> mode, from the value of `Job.buffers`."""
     if buffers is None:
         return {}
     return {"*": buffers} if isinstance(buffers, str) else dict(buffers)
@@ -38,15 +38,15 @@ def wrong_declaration(buffers: object) -> str:
         return f"buffers is {buffers!r}, but must be one of {MODES} or {{pattern: one of them}}"
     for pattern, mode in declared(buffers).items():  # type: ignore[arg-type]
         if mode not in MODES or not isinstance(pattern, str):
-            return f"buffers says {mode!r} for {pattern!r}, but must say one of {MODES}"
+            return f"buffers has {mode!r} for {pattern!r}, but a mode is one of {MODES}"
     return ""
 
 
 def buffer_modes(buffers: BufferMode | Mapping[str, BufferMode] | None, model: nn.Module) -> dict[str, BufferMode]:
-    """Buffer -> what replicas do with it. The first pattern that matches counts.
+    """Buffer -> mode. The first pattern that matches counts.
 
     Raises:
-        JobError: A pattern matches no buffer, or whole numbers are to be averaged.
+        JobError: A pattern matches no buffer, or integers are to be averaged.
     """
     patterns = declared(buffers)
     if not patterns:
@@ -65,7 +65,7 @@ def buffer_modes(buffers: BufferMode | Mapping[str, BufferMode] | None, model: n
             if mode == "average" and not (known[name].is_floating_point() or known[name].is_complex()):
                 if pattern == name:
                     raise JobError(
-                        f"buffers says 'average' for {name}, which holds {known[name].dtype}: whole numbers have no "
+                        f"buffers has 'average' for {name}, which holds {known[name].dtype}: integers have no "
                         "mean; 'sum' adds the replicas' changes, 'broadcast' takes those of the first"
                     )
                 continue

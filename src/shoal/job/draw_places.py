@@ -1,8 +1,8 @@
 """Where a model draws random numbers, and of which shapes: seen in calls with two, three and five samples.
 
 A dimension that grows with the number of samples is the sample dimension, whether it comes first or not and whether
-heads or positions were flattened into it. A draw whose shape depends on anything else (tokens that an expert was given)
-varies, and no rule can say which sample an element belongs to.
+heads or positions were flattened into it. A draw whose shape depends on anything else (tokens routed to an expert)
+varies, and no rule can assign its elements to samples.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SIZES = (2, 3, 5)
-"""Numbers of samples that the model is called with."""
+"""Batch sizes of the probe calls."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Drawn:
     """What is drawn at a place."""
 
     dim: int | None
-    """The sample dimension; None if there is none, and the draw is one for the step."""
-    whole: tuple[int, ...]
-    """The uncut shape: of one sample with its rows in the sample dimension in front, or of all."""
+    """The sample dimension; None if there is none: the draw is made once a step."""
+    full: tuple[int, ...]
+    """The full shape: of one sample, with its rows of the sample dimension first, or of all."""
     varies: bool = False
 
 
@@ -57,13 +57,13 @@ class Places:
     owners: frozenset[str] = frozenset()
     """Paths of the modules whose own code draws, or may."""
     outside: bool = False
-    """Whether something is drawn outside modules: by the job's loss, or by how it calls the model."""
+    """Whether code outside the modules draws: the job's loss, or the way it calls the model."""
     other_generators: bool = False
-    """Whether Python's or NumPy's generators are drawn from: such draws have no place, and are seeded once a step."""
+    """Whether Python's or NumPy's generators are used: such draws have no place and are seeded once a step."""
 
 
 def draw_places(model: nn.Module, run: Callable[[int], Any], around: Callable[[], Any] | None = None) -> Places:
-    """`run(n)` calls the model and the loss on n samples; `around()` is entered for each call."""
+    """Finds the draws. `run(n)` calls the model and the loss on n samples; `around()` is a context for each call."""
     seen: dict[int, dict[Place, tuple[int, ...]]] = {}
     failure: Exception | None = None
     for size in SIZES:
@@ -74,7 +74,7 @@ def draw_places(model: nn.Module, run: Callable[[int], Any], around: Callable[[]
                     stack.enter_context(around())
                 recorder.watch(stack)
                 run(size)
-        except Exception as error:  # Some models take even numbers of samples only; one call will do.
+        except Exception as error:  # Some models take even batch sizes only; one successful call is enough.
             failure = error
             continue
         seen[size] = recorder.shapes
@@ -93,7 +93,7 @@ def draw_places(model: nn.Module, run: Callable[[int], Any], around: Callable[[]
 
 
 ROOT = "(root)"
-"""The model itself, whose path is empty as is that of what lies outside it."""
+"""Marks the model itself: its path is empty, and so is that of code outside the model."""
 
 
 def _may_draw(module: nn.Module) -> bool:
@@ -104,7 +104,7 @@ def _may_draw(module: nn.Module) -> bool:
 
 
 def _drawn(shapes: Mapping[int, tuple[int, ...]]) -> Drawn | None:
-    """None where the calls drew different things, each of them once a sample or once in all."""
+    """What is drawn at a place, from its shape at each batch size; None if the shapes follow no rule."""
     (size, shape), *others = shapes.items()
     if len({len(other) for other in shapes.values()}) > 1:
         return None
@@ -170,7 +170,7 @@ class _Recorder(TorchDispatchMode):
         top = self._stack[-1]
         place = Place(top[0], top[1], top[2])
         top[2] += 1
-        # Whatever a draw decides is decided alike for all numbers of samples.
+        # A branch that depends on a draw must go the same way for every batch size.
         torch.default_generator.manual_seed(place.key >> 1)
         result = func(*args, **(kwargs or {}))
         tensor = result[0] if isinstance(result, tuple) else result

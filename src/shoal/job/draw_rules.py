@@ -1,8 +1,8 @@
 """What each random operation makes of uniform or normal numbers, and where those come from.
 
 Numbers are drawn by Philox (Salmon et al. 2011), whose 128-bit key is the place and the sample: no state is kept, and
-no two keys share a sequence. An operation's result is an element-wise function of them (or one of each row), so the
-rule serves any part of a tensor. A permutation is none, and needs all of them.
+no two keys share a sequence. An operation's result is an element-wise (or row-wise) function of them, so the rule
+works on any part of a tensor. A permutation is not element-wise and needs all of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from shoal.job.draw_sequences import SEQUENCE_RULES, Draw
 
 UNCUT = {"order": "permutation", "rows of bits": "Dirichlet sample"}
-"""Kinds of numbers that are of use only where nothing cuts the tensor, and what is made of them."""
+"""Kinds of numbers that need the full tensor -> what is computed from them."""
 _aten = torch.ops.aten
 _MASK = 0xFFFFFFFFFFFFFFFF
 
@@ -33,11 +33,11 @@ def key_of(*numbers: int) -> int:
 
 
 DTYPES: dict[str, type[np.generic]] = {"normal": np.float64, "bits": np.int64, "rows of bits": np.int64}
-"""Of kinds other than uniform numbers."""
+"""Dtype of each kind other than uniform numbers."""
 
 
 class Numbers:
-    """A generator that starts afresh for every key."""
+    """A generator that is seeded anew for every key."""
 
     def __init__(self) -> None:
         self._philox = np.random.Philox(key=0)
@@ -167,7 +167,7 @@ def _rrelu(draw: Draw, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
 
 
 def _multinomial(draw: Draw, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """By the inverse of the distribution function; what was taken has no weight any more, unless it is replaced."""
+    """Inverts the distribution function. Without replacement the weight of a drawn element becomes zero."""
     given = {"replacement": False, **dict(zip(("self", "num_samples", "replacement"), args, strict=False)), **kwargs}
     weights, num = given["self"].double(), int(given["num_samples"])
     numbers = _plain(draw, (*weights.shape[:-1], num), weights.device, torch.float64, "uniform")
@@ -259,4 +259,4 @@ RULES: dict[Any, Callable[[Draw, Any, Sequence[Any], dict[str, Any]], Any]] = {
     _aten.random_.to: _random_, _aten.random_.__getattr__("from"): _random_,
     **SEQUENCE_RULES,
 }  # fmt: skip
-"""Operation -> what it makes of its numbers. What else draws has no rule."""
+"""Operation -> its rule. Other random operations have none."""

@@ -1,10 +1,10 @@
 """Draws whose distribution depends on values, element by element: Poisson, binomial, gamma and Dirichlet.
 
-PyTorch draws them by rejection from one stream, so that an element's number depends on the elements before it. Here
-each element has a sequence of its own, which begins at 64 random bits (splitmix64): any part of a tensor then draws
-what the full tensor would. Gamma draws are made by Marsaglia and Tsang's method (2000), Poisson draws by inverting the
-distribution function, binomial ones by counting. Gradients of gamma and Dirichlet draws are PyTorch's own, which
-follow from the drawn value (implicit reparameterisation).
+PyTorch draws them by rejection from one stream, so an element's number depends on the elements before it. Here each
+element has its own sequence, seeded with 64 random bits (splitmix64): any part of a tensor then draws what the full
+tensor would. Gamma draws use Marsaglia and Tsang's method (2000), Poisson draws invert the distribution function,
+binomial draws count. Gradients of gamma and Dirichlet draws are PyTorch's own, which follow from the drawn value
+(implicit reparameterisation).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 Draw = Callable[[Sequence[int], torch.device, str], torch.Tensor | torch.Generator]
 """Takes shape, device and kind: "uniform" in [0, 1), "normal", "bits" (64 of them), "order" or "rows of bits" (uniform
-numbers and bits, of a tensor that nothing cuts)."""
+numbers and bits, for a tensor that no axis cuts)."""
 _aten = torch.ops.aten
 
 ATTEMPTS = 256
@@ -25,7 +25,7 @@ ATTEMPTS = 256
 
 
 class _Sequences:
-    """For each element, numbers that follow from its 64 bits."""
+    """A sequence of numbers for each element, derived from its 64 bits."""
 
     def __init__(self, bits: torch.Tensor) -> None:
         self.bits = bits.to(torch.int64).numpy().reshape(-1).view(np.uint64)
@@ -51,7 +51,7 @@ def _values(tensor: torch.Tensor, shape: Sequence[int]) -> np.ndarray:
 
 
 def _log_gamma_draws(shapes: np.ndarray, sequences: _Sequences) -> np.ndarray:
-    """Logarithms of gamma variables: those with a small shape are too small for a number."""
+    """Logarithms of gamma variables: with a small shape parameter the variable itself would underflow."""
     with np.errstate(divide="ignore", invalid="ignore"):
         # A variable of shape a < 1 is one of shape a + 1 times a power of a uniform number.
         boost = np.where(shapes < 1, np.log1p(-sequences.uniform()) / shapes, 0.0)

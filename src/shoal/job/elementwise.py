@@ -1,11 +1,11 @@
 """May a job's optimiser be given slices of parameters, single parameters, or only all of them together?
 
-PyTorch's own element-wise ones are known. Of others names do not tell (a wrapper may hide anything), so each is tried
-in float64, on copies of the job's own parameters in their own groups. One optimiser steps all of them; others step the
-same numbers as the engine would give them to two ranks: flat, joined, cut anywhere. Gradients of very different sizes,
-gradients of zero and parameters without a gradient are among them, and counters are set forward, for what starts late.
-What agrees after every step to 1e-12, by pointwise operations (pointwise.py), is element-wise. Otherwise each parameter
-is stepped by an optimiser of its own. What still differs couples parameters.
+PyTorch's own element-wise optimisers are known. The name of any other proves nothing (a wrapper may hide anything), so
+it is tried in float64, on copies of the job's parameters in their own groups. One optimiser steps all of them; others
+step the same numbers in the layout that the engine would give to two ranks: flat, concatenated, cut anywhere. Gradients
+differ greatly in magnitude, some are zero, some are missing, and step counters are advanced to reveal code that starts
+late. An optimiser whose results agree to 1e-12 after every step, with pointwise operations only (pointwise.py), is
+element-wise. If not, each parameter is stepped by an optimiser of its own. If that differs too, parameters are coupled.
 """
 
 from __future__ import annotations
@@ -22,45 +22,45 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from shoal.job.errors import JobError
 from shoal.job.groups import Options, no_options
 from shoal.job.kept import exact, holds_parameters, is_plain
-from shoal.job.pointwise import OptimizerFactory, Watch, looks_at_shapes
+from shoal.job.pointwise import OptimizerFactory, PointwiseCheck, looks_at_shapes
 from shoal.job.probe_layouts import CUTS, Copy, Layout, Row, alone, copies_of, full, gradients, shrunk, sliced
-from shoal.job.probe_run import MIDDLE, Run, tensors_in
+from shoal.job.probe_run import MIDDLE, ProbeRun, tensors_in
 
 Kind = Literal["elementwise", "parameter", "coupled"]
 
 SMALL, STEPS = 1 << 12, 12
-"""All shapes, shrunk to this number of elements, are stepped this often."""
+"""Number of elements to which all shapes are shrunk, and number of steps on them."""
 JUMPS = (20, 64, 100, 240, 500, 1000, 1024, 5040, 10_000, 65_536, 100_000, 1_000_000)
-"""Then counters are set to these values, one for each further step: what starts late, or at every n-th step, shows."""
+"""Values to which counters are then set, one per step, to reveal code that starts late or runs every n steps."""
 
 FEW = 2
-"""Steps of an optimiser that is known, which show what it keeps."""
+"""Steps of a known optimiser, enough to create its state."""
 KNOWN = frozenset(
     getattr(torch.optim, name)
     for name in ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop")
 )
-"""PyTorch's own element-wise optimisers need not be tried each time: a test does."""
+"""PyTorch's own element-wise optimisers. A test tries them, so a run need not."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """What an optimiser needs."""
+    """What an optimiser requires."""
 
     kind: Kind
-    """`elementwise`: slices will do. `parameter`: full parameters, each for itself. `coupled`: all of them at once."""
+    """`elementwise`: slices suffice. `parameter`: full parameters, one at a time. `coupled`: all of them together."""
     name: str
     why: str = ""
     """Why it is not element-wise."""
     needs_closure: bool = False
-    """Whether `step` has to be given a function that computes the loss again (LBFGS)."""
+    """Whether `step` requires a function that recomputes the loss (LBFGS)."""
     has_lr: bool = True
     kept: dict[str, Any] = field(default_factory=dict)
-    """What it keeps after some steps on small copies, by where it is kept: what a checkpoint will have to hold."""
+    """State after some steps on small copies, by location: what a checkpoint must hold."""
     opaque: dict[str, str] = field(default_factory=dict)
-    """Objects with changing contents that no checkpoint can hold: where, and of what type."""
+    """Objects with changing contents that no checkpoint can hold: location -> type."""
 
     forgets: bool = False
-    """Whether a new optimiser that is given all this goes on otherwise: something is kept where it was not found."""
+    """Whether a new optimiser restored from this state continues differently: some state was not found."""
 
     @property
     def elementwise(self) -> bool:
@@ -72,7 +72,7 @@ class Probe:
 
 
 def probe(optimizer: OptimizerFactory, model: nn.Module, options: Options = no_options) -> Probe:
-    """Tries an optimiser on copies of a model's parameters; the model may be one without memory.
+    """Tries an optimiser on copies of a model's parameters; the model may be on the meta device.
 
     Raises:
         JobError: The optimiser cannot be built for these parameters, or cannot step them.
@@ -106,7 +106,7 @@ def probe(optimizer: OptimizerFactory, model: nn.Module, options: Options = no_o
 
 
 def _known(factory: OptimizerFactory, copies: list[Copy]) -> Probe | None:
-    """What is known of an element-wise optimiser of PyTorch, as PyTorch made it: nothing overridden, no hooks."""
+    """The probe of a known PyTorch optimiser, if it is unmodified: nothing overridden, no hooks."""
     run = built(factory, copies)
     optimizer = run.optimizers[0]
     own = type(optimizer) in KNOWN and inspect.unwrap(type(optimizer).step).__module__.startswith("torch.optim.")
@@ -121,16 +121,18 @@ def _known(factory: OptimizerFactory, copies: list[Copy]) -> Probe | None:
     return Probe(kind="elementwise", **run.described())
 
 
-def _reference(factory: OptimizerFactory, copies: list[Copy]) -> tuple[Run, list[Row], list[list[Tensor]], Watch]:
-    """One optimiser over all copies, the gradients it was given, and the copies after every step. One that fails in
-    steps that a plain loop may never make (counters set forward, parameters without a gradient) is spared these."""
+def _reference(
+    factory: OptimizerFactory, copies: list[Copy]
+) -> tuple[ProbeRun, list[Row], list[list[Tensor]], PointwiseCheck]:
+    """One optimiser over all copies, the gradients it was given, and the copies after every step. If it fails in steps
+    that a plain loop may never make (counters advanced, parameters without a gradient), these are skipped."""
     run = built(factory, copies)
     if run.needs_closure:
         rows = gradients(copies, STEPS + len(JUMPS), absent=False)[:STEPS]
-        return run, rows, run.train(rows), Watch()
+        return run, rows, run.train(rows), PointwiseCheck()
     trouble: Exception | None = None
     for steps, absent in product((STEPS + len(JUMPS), STEPS), (True, False)):
-        rows, watch = gradients(copies, steps, absent=absent), Watch()
+        rows, watch = gradients(copies, steps, absent=absent), PointwiseCheck()
         try:
             return run, rows, run.train(rows, jumps=_jumps(steps), watch=watch), watch
         except Exception as error:
@@ -139,8 +141,8 @@ def _reference(factory: OptimizerFactory, copies: list[Copy]) -> tuple[Run, list
     raise _refusal(factory, copies, run.name, trouble) from trouble
 
 
-def _forgets(factory: OptimizerFactory, reference: Run, rows: list[Row], wanted: list[list[Tensor]]) -> bool:
-    """Whether a run that is resumed in the middle departs from the unbroken one, by a bit or by an error."""
+def _forgets(factory: OptimizerFactory, reference: ProbeRun, rows: list[Row], wanted: list[list[Tensor]]) -> bool:
+    """Whether a run resumed in the middle differs from the uninterrupted one, by one bit or by an error."""
     try:
         after = reference.resumed(factory).train(rows[MIDDLE:STEPS])
     except Exception:
@@ -152,9 +154,9 @@ def _jumps(steps: int) -> dict[int, int]:
     return dict(zip(range(STEPS, steps), JUMPS, strict=False))
 
 
-def built(factory: OptimizerFactory, copies: list[Copy]) -> Run:
+def built(factory: OptimizerFactory, copies: list[Copy]) -> ProbeRun:
     try:
-        return Run(factory, copies, full(copies))
+        return ProbeRun(factory, copies, full(copies))
     except JobError:
         raise
     except Exception as error:
@@ -184,13 +186,13 @@ def _refusal(factory: OptimizerFactory, copies: list[Copy], name: str, error: Ex
 
 def _differs(
     factory: OptimizerFactory, copies: list[Copy], layout: Layout, rows: list[Row], wanted: list[list[Tensor]],
-    reference: Run,
+    reference: ProbeRun,
 ) -> str:  # fmt: skip
-    """How another layout departs from the reference; empty if it does not."""
+    """How another layout differs from the reference; empty if it does not."""
     single = len(layout) == len(copies) and all(len(rank) == 1 for rank in layout)
     how = "by an optimiser of its own" if single else "in slices"
     try:
-        run = Run(factory, copies, layout)
+        run = ProbeRun(factory, copies, layout)
         tolerance = reference.tolerance()
         run.counters = reference.counters
         for after, expected in zip(run.stepping(rows, jumps=_jumps(len(rows))), wanted, strict=True):

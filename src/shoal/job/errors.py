@@ -1,5 +1,5 @@
 """The one error of this room: something about the job itself is wrong. It is a ValueError, so that a program
-which knows nothing of Shoal can still catch it; its text is written for the person who wrote the job.
+that does not import Shoal's errors can still catch it; its text is written for the author of the job.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What legality needs to know of a job's model: heads, layers, channels, tied weights and so on, read off the
-module tree. What the user declares in `Job.facts` always wins; what cannot be read stays None, which means
-"unknown" and makes no rule apply.
+"""What legality needs to know of a job's model: heads, layers, channels, tied weights and so on, read from the
+module tree. Declarations in `Job.facts` take precedence. A fact that cannot be read stays None ("unknown"), and
+rules about it do not apply.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shoal.job.own_code import built
 from shoal.job.random_optimizer import without_draws
 from shoal.strategy.facts import ModelFacts
 
-# The names by which models call the same thing: Hugging Face's (GPT-2's and everyone else's), torch's, ours.
+# Names for the same quantity: Hugging Face's (GPT-2's and the common ones), torch's, ours.
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "layers")
 HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "heads")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads")
@@ -39,7 +39,7 @@ DROPOUT_WORDS = ("drop", "dropout", "pdrop", "layerdrop")
 def infer_facts(job: Job, *, model: nn.Module | None = None) -> ModelFacts:
     """The facts of a job: those it declares, completed by what its model, data and optimiser show.
 
-    Without `model` one is built, without memory where its code allows that.
+    Without `model` one is built, on the meta device if its code allows it.
     """
     model = model if model is not None else build_without_memory(job)
     require_initialised(model, job.name)
@@ -60,15 +60,15 @@ def infer_facts(job: Job, *, model: nn.Module | None = None) -> ModelFacts:
 
 
 def build_without_memory(job: Job) -> nn.Module:
-    """The job's model on the meta device, or a real one where its constructor looks at values. Leaves the
-    random state as it was.
+    """The job's model on the meta device, or a real one if its constructor reads values. The random state is
+    restored.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(job.seed)
         try:
             with torch.device("meta"):
                 return built(job)
-        except Exception:  # Whatever is wrong with it, the real one shows.
+        except Exception:  # If the model is faulty, building the real one reports it.
             return built(job)
 
 
@@ -89,9 +89,7 @@ def has_batch_norm(model: nn.Module) -> bool:
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Whether training draws random masks: a dropout module that drops something, or a configuration that
-    says so.
-    """
+    """Whether training draws random masks: a dropout module with a positive rate, or such a rate in a configuration."""
     for module in model.modules():
         if isinstance(module, _DropoutNd) and module.p > 0:
             return True
@@ -107,7 +105,7 @@ def has_dropout(model: nn.Module) -> bool:
 
 
 def has_tied_parameters(model: nn.Module) -> bool:
-    """Whether one parameter stands in two places of the module tree."""
+    """Whether one parameter occurs in two places of the module tree."""
     every = [id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)]
     return len(every) != len(set(every))
 
@@ -183,9 +181,7 @@ def _attribute(model: nn.Module, names: Iterable[str]) -> int | None:
 
 
 def _count_layers(model: nn.Module) -> int | None:
-    """The longest list of blocks of one kind; where there is none, the layers with weights of two or more
-    dimensions.
-    """
+    """The longest list of blocks of one kind; without one, the layers with weights of two or more dimensions."""
     lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
     alike = [len(blocks) for blocks in lists if len(blocks) > 1 and len({type(block) for block in blocks}) == 1]
     if alike:

@@ -1,6 +1,6 @@
-"""Which optimiser options each parameter gets, and the parameter groups that follow. Options belong to a
+"""Which optimiser options each parameter gets, and the resulting parameter groups. Options belong to a
 parameter's name, not to its place in a group, so that every strategy can rebuild the same groups from the
-pieces it holds.
+parameters it holds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def no_options(name: str, parameter: Tensor) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecayMatrices:
-    """Weight decay on parameters of two or more dimensions only: biases and norms are not pulled to zero."""
+    """Weight decay on parameters of two or more dimensions only; biases and norms are not decayed."""
 
     weight_decay: float
 

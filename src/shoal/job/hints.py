@@ -1,5 +1,5 @@
-"""`LayoutHints`: what a job declares about how its model may be cut. Everything is inferred from the model; a hint is
-for what the inference cannot see, or should do otherwise, and always wins. Pure Python: names of modules, no torch.
+"""`LayoutHints`: what a job declares about how its model may be partitioned. By default all of it is inferred from the
+model; a hint overrides the inference. Pure Python: names of modules, no torch.
 
     job = Job(..., layout=LayoutHints(roles={"blocks.*.gate": "whole"}, stages=("blocks.3",)))
 """
@@ -16,21 +16,21 @@ Role = Literal["column", "row", "whole"]
 ROLES: tuple[str, ...] = get_args(Role)
 
 BLOCKS_ATTRIBUTE = "shoal_blocks"
-"""Where a built model carries the patterns of its blocks: whoever asks for its blocks has the model only."""
+"""Attribute of a built model that holds the patterns of its blocks: code that looks for blocks has only the model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutHints:
-    """What a job says of its model's layout. Patterns are paths of modules in which * stands for any text."""
+    """A job's hints about its model's layout. Patterns are paths of modules in which * stands for any text."""
 
     roles: Mapping[str, Role] = field(default_factory=dict)
-    """Pattern of projections -> "column" (its output is cut), "row" (its input is), or "whole" (tp leaves it alone)."""
+    """Pattern of projections -> "column" (output is split), "row" (input is split) or "whole" (not split by tp)."""
     stages: tuple[str, ...] | None = None
-    """Paths of the pieces before which a pipeline is cut, one less than it has stages. None: Shoal chooses."""
+    """Paths of the pieces that start a pipeline stage, without the first stage. None: Shoal chooses."""
     balanced: bool = True
     """Whether Shoal chooses stages of equal cost, or of equal numbers of pieces."""
     experts: bool = True
-    """Whether experts may be dealt out; False keeps them together."""
+    """Whether ep may distribute experts over ranks."""
     blocks: tuple[str, ...] | None = None
     """Patterns of the blocks, where the module tree does not show them (`self.layer1`, `self.layer2`, ...)."""
 
@@ -77,7 +77,7 @@ class WithBlocks:
     """A job's `model` that marks every model it builds with the patterns of its blocks."""
 
     def __init__(self, build: Callable[[], Any], patterns: tuple[str, ...]) -> None:
-        # A job made from another one by `replace` hands on what is wrapped already.
+        # A job made from another one by `replace` passes a model that is already wrapped.
         self.build: Callable[[], Any] = build.build if isinstance(build, WithBlocks) else build
         self.patterns = patterns
 

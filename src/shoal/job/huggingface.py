@@ -1,7 +1,7 @@
 """Any Hugging Face language model or classifier, built from its configuration, as a Job in one line: `job =
 from_transformers(LlamaConfig(...))`. The weights are random, as everywhere in Shoal; the data are the
 built-in text and images unless others are given. The loss is computed here, as a sum with its count, and
-not by the library, whose mean would be wrong as soon as a batch is cut unevenly.
+not by the library, whose mean is wrong once a batch is split unevenly.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ def _built_in(kind: Kind, config: Any, split: Literal["train", "validation"], *,
 def _positions(config: Any) -> int:
     """The longest sample that the configuration's table of positions holds."""
     table = first_number(_plain(config), ("max_position_embeddings", "n_positions")) or LONGEST_DEFAULT_SEQUENCE
-    # RoBERTa and its kin count positions from behind the padding token's number.
+    # RoBERTa and its variants number positions from the padding token's id + 1.
     kin = "roberta" in config.model_type or config.model_type in (
         "camembert",
         "mpnet",

@@ -1,6 +1,6 @@
-"""`Job`: what to train, and nothing of how. Model, data, loss, optimiser, batch and target stand in one
-frozen object that any strategy can run. The loss is a sum and a count rather than a mean: only so is it
-exact when a batch is cut unevenly among ranks and micro-batches.
+"""`Job`: what to train, and not how. Model, data, loss, optimiser, batch and target are fields of one frozen
+object that any strategy can run. The loss is a sum and a count rather than a mean, because a mean of means is
+wrong when a batch is split unevenly among ranks and micro-batches.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SumAndCount = tuple[Tensor, Tensor | int]
 
 @runtime_checkable
 class Data(Protocol):
-    """Samples by number. `batch` must be a pure function of the indices (of which there may be none)."""
+    """Samples by index. `batch` must be a pure function of the indices, of which there may be none."""
 
     def __len__(self) -> int: ...
 
@@ -45,7 +45,7 @@ class Data(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """The validation value at which training has done its work."""
+    """The validation value at which training stops."""
 
     metric: str
     value: float
@@ -79,7 +79,7 @@ class Job:
     schedule: Callable[[int], float] = constant
     """Step, from 0 -> factor on every group's base learning rate. Stateless."""
     clip: float | None = None
-    """Largest global norm of the gradient; None leaves it alone."""
+    """Largest global norm of the gradient; None: no clipping."""
     global_batch: int
     steps: int
     validation: Data | None = None
@@ -93,9 +93,9 @@ class Job:
     """Steps between evaluations; 0 evaluates at the end only."""
     target: Target | None = None
     loss_over: LossOver = "samples"
-    """What the loss is one of: of each sample, so that batches may be split anywhere; of the global "batch"
-    (contrastive losses), for which ranks gather the model's outputs; or of each "micro-batch", where every
-    part that a rank computes at once is meant to be a batch of its own.
+    """What the loss is computed over. "samples": each sample on its own, so batches may be split anywhere. "batch":
+    the global batch (contrastive losses), so ranks gather the model's outputs. "micro-batch": each part that a rank
+    computes at once is a batch of its own.
     """
     batch_norm: Literal["sync", "local"] = "sync"
     buffers: BufferMode | Mapping[str, BufferMode] | None = None
@@ -108,7 +108,7 @@ class Job:
     facts: ModelFacts | None = None
     """What legality needs to know of the model. Missing fields are inferred from the module."""
     layout: LayoutHints | None = None
-    """How the model may be cut, where that should not be inferred."""
+    """How the model may be partitioned, where inference should not decide."""
 
     def __post_init__(self) -> None:
         for what, value, least in (
@@ -172,7 +172,7 @@ class Job:
         return model(*(batch[entry] for entry in self.inputs))
 
     def loss_of(self, output: Any, batch: Batch) -> SumAndCount:
-        """The loss as a sum and a count; refuses anything else in a sentence."""
+        """The loss as a sum and a count; raises a JobError for anything else."""
         found = self.loss(output, batch)
         if type(found) is not tuple or len(found) != 2 or not isinstance(found[0], Tensor):
             self._refuse_pair("loss", found)
@@ -204,7 +204,7 @@ class Job:
     def _refuse_pair(self, what: str, found: Any) -> NoReturn:
         self._refuse(
             f"{what} is {_briefly(found)}, but must be a pair (sum, count): the sum over samples or tokens, and how "
-            "many were summed. Validation and ranks add up both, which a mean would not survive"
+            "many were summed. Both are added up over ranks and validation batches; a mean would be wrong"
         )
 
     def summarise(self, totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:

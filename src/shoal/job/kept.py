@@ -1,6 +1,6 @@
-"""What an optimiser keeps outside the tensors for each parameter: entries of its groups (apex's step, Prodigy's d),
-attributes, state under keys that are no parameter (MADGRAD's k), and the same of optimisers that it wraps. All of it
-has to survive a resume, so it is found here by one walk, for the probe and for checkpoints.
+"""Optimiser state other than per-parameter tensors: entries of its groups (apex's step, Prodigy's d), attributes, state
+under keys that are not parameters (MADGRAD's k), and the same of optimisers that it wraps. All of it must survive a
+resume, so one walk finds it, for the probe and for checkpoints.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CODE = (type, types.ModuleType, types.FunctionType, types.MethodType, types.Buil
 """Attributes that hold no state."""
 
 Common = dict[str, dict[str, Any]]
-"""Where it is kept ("group 0", "attributes", "state"; inside a wrapped optimiser "name/group 0") -> key -> value."""
+"""Location ("group 0", "attributes", "state"; inside a wrapped optimiser "name/group 0") -> key -> value."""
 
 
 def layers(optimizer: torch.optim.Optimizer, prefix: str = "") -> Iterator[tuple[str, torch.optim.Optimizer]]:
@@ -35,7 +35,7 @@ def layers(optimizer: torch.optim.Optimizer, prefix: str = "") -> Iterator[tuple
 
 
 def holders(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The mappings that hold what is common to parameters. One that a wrapper shares is there once."""
+    """The mappings that hold state common to parameters. A mapping shared with a wrapper is listed once."""
     found: dict[str, Any] = {}
     for prefix, each in layers(optimizer):
         own = {f"{prefix}group {place}": group for place, group in enumerate(each.param_groups)}
@@ -46,7 +46,7 @@ def holders(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def common(optimizer: torch.optim.Optimizer) -> Common:
-    """Everything that is kept for several parameters together, also what cannot be saved."""
+    """All state that belongs to several parameters together, including what cannot be saved."""
     found: Common = {}
     for where, holder in holders(optimizer).items():
         if where.endswith("attributes"):
@@ -66,7 +66,7 @@ def _is_code(value: Any) -> bool:
 
 
 def state_of(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> dict[str, Any]:
-    """What is kept for one parameter; keys of wrapped optimisers have their prefix."""
+    """The state of one parameter; keys of wrapped optimisers have their prefix."""
     found: dict[str, Any] = {}
     for prefix, each in _with_own_state(optimizer):
         if param in each.state:
@@ -77,7 +77,7 @@ def state_of(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> dict[str,
 
 
 def put_state(optimizer: torch.optim.Optimizer, param: nn.Parameter, state: dict[str, Any]) -> None:
-    """Makes this the state of a parameter."""
+    """Sets the state of a parameter."""
     for prefix, each in _with_own_state(optimizer):
         inside = {key.rpartition("/")[2]: value for key, value in state.items() if _prefix(key) == prefix}
         if inside:
@@ -111,7 +111,7 @@ def is_plain(value: Any) -> bool:
 
 
 def copied(value: Any) -> Any:
-    """A copy of a plain value as a checkpoint makes it: a tensor that is in two places becomes two."""
+    """A copy of a plain value, as a checkpoint makes it: a tensor in two places becomes two tensors."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, (list, tuple)):
@@ -120,7 +120,7 @@ def copied(value: Any) -> Any:
 
 
 def exact(value: Any, depth: int = 4) -> Any:
-    """A value to compare by: equal for equal contents, also inside objects, which are looked into."""
+    """A comparison key: equal for equal contents, including the contents of nested objects."""
     if isinstance(value, torch.Tensor):
         if value.device.type == "meta":
             return ("tensor", str(value.dtype), tuple(value.shape))
@@ -148,7 +148,7 @@ def _key(key: Any) -> Any:
 
 
 def holds_parameters(value: Any, params: set[int], depth: int = 4) -> bool:
-    """Whether one of these parameters is in a value."""
+    """Whether a value contains one of these parameters."""
     if isinstance(value, torch.Tensor):
         return id(value) in params
     if not depth:

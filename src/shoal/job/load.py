@@ -1,6 +1,6 @@
-"""From what a person writes on the command line to a Job: a built-in name, or a Python file of their own. A
-file is imported under a private name with its folder on the path, so it may import its neighbours;
-whatever goes wrong in it is told with the line of the file where it happened.
+"""Loads a Job from its command-line name: a built-in name, or the user's Python file. A file is imported under
+a private name with its folder on the path, so it may import its neighbours; an error in it is reported with the
+line of the file.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def load_job(spec: str, *, size: str | None = None) -> Job:
 
 
 def load_file(path: str | Path, *, name: str | None = None) -> Job:
-    """The job in a Python file: its `job` (or what `name` says), a Job or a function without arguments that
-    returns one.
+    """The job in a Python file: the attribute `job` (or `name`), a Job or a function without arguments that returns
+    one.
     """
     file = Path(path).expanduser()
     if not file.is_file():
@@ -118,7 +118,7 @@ def _place(file: Path, error: BaseException) -> tuple[str, str]:
 
 
 def _missing(file: Path) -> str:
-    """What is there instead: the nearest Python file by name, near the place that was named."""
+    """Reports a missing file, with the Python file of the most similar name nearby."""
     if file.is_dir():
         return f"{file} is a folder, but a job is a Python file"
     folder = file.parent

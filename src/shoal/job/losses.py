@@ -1,5 +1,5 @@
-"""Losses and metrics as sums with their counts, for the built-in tasks and for jobs of one's own.
-A target of -100 is not counted, as everywhere in PyTorch.
+"""Losses and metrics as sums with their counts, for the built-in tasks and for user jobs.
+A target of -100 is not counted, as in PyTorch.
 """
 
 from __future__ import annotations

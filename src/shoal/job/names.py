@@ -16,7 +16,7 @@ SHAPES = {
     "vgg16": ("image", "vgg"),
     "resnet50": ("image", "resnet"),
 }
-"""The real shapes, for those who have the hardware: each is the size of one network."""
+"""Published sizes, for users who have the hardware; each belongs to one network."""
 
 DEFAULT_SIZE = "tiny"
 
@@ -34,7 +34,7 @@ class JobName:
 
 
 def all_words() -> tuple[str, ...]:
-    """Every word that may stand in the name of a built-in job."""
+    """Every word that can occur in the name of a built-in job."""
     networks = tuple(network for task in TASKS for network in NETWORKS[task])
     return (*TASKS, *networks, *SIZES, *SHAPES)
 
@@ -56,9 +56,7 @@ def split_file(spec: str) -> tuple[str, str | None]:
 
 
 def parse_name(spec: str, *, size: str | None = None) -> JobName:
-    """The built-in job that a text names; its parts stand in any order. `size` counts where the text gives
-    none.
-    """
+    """The built-in job that a text names, its parts in any order. `size` is used if the text gives none."""
     words = [word.strip().lower() for word in spec.split(":")]
     meant: dict[str, str] = {}
     for word in words:

@@ -1,7 +1,7 @@
 """The order of the data: which samples make up the global batch that starts at a sample counter. It is a
 function of (seed, counter) and never of the number of ranks, so every strategy sees the same global
-batches, a restart continues at one integer, and a change of strategy loses nothing. `share` then cuts a
-global batch for one rank and one micro-batch.
+batches, a restart needs one integer, and a change of strategy loses no sample. `share` then selects the part of
+a global batch for one rank and one micro-batch.
 """
 
 from __future__ import annotations
@@ -76,12 +76,11 @@ class Order:
 
 
 def share(indices: np.ndarray, *, rank: int, ranks: int, micro: int = 0, micros: int = 1) -> np.ndarray:
-    """One rank's part of one micro-batch: the batch is cut into micro-batches first, and each of these among
-    the ranks.
+    """One rank's part of one micro-batch. The batch is split into micro-batches first, then each micro-batch is
+    split among the ranks.
 
-    Pieces are contiguous and their sizes differ by at most one, the larger ones first; where there are more
-    ranks than samples some are empty. All pieces, micro-batch by micro-batch and rank by rank, laid end to
-    end are the global batch again.
+    Parts are contiguous and their sizes differ by at most one, larger ones first; with more ranks than samples
+    some are empty. Concatenated, micro-batch by micro-batch and rank by rank, they are the global batch again.
     """
     return _piece(_piece(indices, micro, micros, "micro"), rank, ranks, "rank")
 

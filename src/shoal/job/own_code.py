@@ -1,6 +1,6 @@
-"""What a job brings (model, data, loss, metrics) is run once, as it is, before ranks start. What fails there is the
-job's, and is reported in a sentence with the line of the user's file; what is wrong only at the first evaluation, or
-trains nothing at all, is found before a step is spent.
+"""Runs the user's code (model, data, loss, metrics) once, before ranks start. An error there is reported with the line
+of the user's file. Errors that would appear only at the first evaluation, and jobs that train nothing, are found before
+the first step.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from shoal.job.job import Batch, Data, Job
 NOT_THE_USERS = tuple(
     str(Path(place).resolve()) for place in (str(Path(__file__).parents[1]), *sysconfig.get_paths().values())
 )
-"""Where code lies that the user did not write: Shoal's, the standard library's and that of installed packages."""
+"""Folders of code that the user did not write: Shoal, the standard library, installed packages."""
 
 
 @contextmanager
 def naming_the_line(job: Job, doing: str, batch: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Around a call of the job's code: whatever it raises becomes a sentence."""
+    """Wraps a call of the job's code: turns any exception into a JobError that names the user's line."""
     try:
         yield
     except JobError:
@@ -49,7 +49,7 @@ def naming_the_line(job: Job, doing: str, batch: Mapping[str, Any] | None = None
 
 
 def built(job: Job) -> nn.Module:
-    """The job's model, or a sentence that says why it cannot be built."""
+    """The job's model; a JobError says why it cannot be built."""
     with naming_the_line(job, "building the model"):
         model = job.model()
     if not isinstance(model, nn.Module):

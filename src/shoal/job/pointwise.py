@@ -1,9 +1,9 @@
-"""What an optimiser's step does, operation by operation: whether each element is computed from itself alone.
+"""Is an optimiser's step pointwise? Checked operation by operation: is each element computed from itself alone?
 
-Results cannot show everything. A norm may be taken and not used until it is large, and a branch on sizes may need
-sizes for which there is no memory. So the operations are watched: one that is not pointwise and reads a parameter, its
-gradient or anything computed from them is named. And the steps are recorded for the parameters' true shapes and for
-slices, on tensors without memory: where the records differ, the optimiser looks at shapes.
+Comparing results is not enough. A norm may be computed but not used until it is large, and a branch on sizes may need
+sizes that do not fit in memory. So the operations are intercepted: the first that is not pointwise and reads a
+parameter, its gradient or anything computed from them is reported. In addition, steps are recorded on meta tensors, for
+the parameters' true shapes and for slices: if the records differ, the optimiser depends on shapes.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ KEEPS_ORDER = frozenset({
     "view", "_unsafe_view", "_reshape_alias", "reshape", "unsqueeze", "squeeze", "alias", "detach", "view_as_real",
     "view_as_complex", "_conj", "resolve_conj", "resolve_neg", "lift_fresh",
 })  # fmt: skip
-"""Views that leave every element where it was, in the tensor laid out flat."""
+"""Views that keep the order of elements in the flattened tensor."""
 BY_ELEMENT = frozenset({
     "fill", "zero", "copy", "clone", "_to_copy", "masked_fill", "empty_like", "zeros_like", "ones_like", "full_like",
     "new_empty", "new_zeros", "new_ones", "new_full", "_local_scalar_dense", "set", "lift_fresh_copy", "item",
 })  # fmt: skip
-"""Operations by element that PyTorch does not mark so, and those that read no values."""
+"""Pointwise operations that PyTorch does not tag as pointwise, and operations that read no values."""
 LENGTHS = (1, 7, 1000)
-"""Lengths of slices whose steps are recorded, besides the longest that the engine gives."""
+"""Lengths of slices whose steps are recorded, in addition to the engine's longest."""
 STEPS = 3
 
 
-class Watch(TorchDispatchMode):
-    """Names the first operation that computes an element from others; records all of them where asked to."""
+class PointwiseCheck(TorchDispatchMode):
+    """Finds the first operation that computes an element from others; with `recording`, records all operations."""
 
     def __init__(self, *, recording: bool = False) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Watch(TorchDispatchMode):
         self.recording = recording
 
     def follow(self, tensors: Iterable[Tensor | None]) -> None:
-        """Counts these among what is computed from parameters."""
+        """Marks these as computed from parameters."""
         for tensor in tensors:
             if tensor is not None:
                 self._from[tensor] = True
@@ -62,7 +62,7 @@ class Watch(TorchDispatchMode):
             self.record.append((name, *_numbers(args), *_numbers(named.values())))
         if any(isinstance(leaf, FakeTensor) for leaf in leaves):
             if name.startswith("aten._fused_"):
-                return None  # In place, and without an implementation for tensors without memory.
+                return None  # In place, and not implemented for meta tensors.
             if func is torch.ops.aten._local_scalar_dense.default and args[0].constant is None:
                 return 1.0 if args[0].is_floating_point() else 1
         out = func(*args, **named)
@@ -75,7 +75,7 @@ class Watch(TorchDispatchMode):
 
 
 def by_element(func: Any, args: Any) -> bool:
-    """Whether an operation computes each element from those at its own place."""
+    """Whether an operation computes each element from elements at the same place only."""
     name = func.overloadpacket.__name__
     if name in ("index_put", "index_put_"):  # x[mask] = number
         masks = [index for index in args[1] if index is not None]
@@ -91,7 +91,7 @@ def _keeps_order(func: Any) -> bool:
 
 
 def _numbers(values: Iterable[Any]) -> list[Any]:
-    """The numbers among arguments, scalar tensors included; shapes are left out."""
+    """The numbers among the arguments, including scalar tensors; shapes are omitted."""
     found: list[Any] = []
     for value in values:
         if isinstance(value, (bool, int, float, complex)):
@@ -108,7 +108,7 @@ def _numbers(values: Iterable[Any]) -> list[Any]:
 def looks_at_shapes(
     optimizer: OptimizerFactory, shapes: Iterable[tuple[str, tuple[int, ...], dict[str, Any], Any]], longest: int
 ) -> str:
-    """How the steps on a parameter of its true shape differ from those on slices; empty if they do not.
+    """Why steps on a parameter of its true shape differ from steps on slices; empty if they do not.
 
     `shapes`: for each parameter its name, shape, options and dtype; `longest`: the engine's longest slice.
     """
@@ -121,9 +121,9 @@ def looks_at_shapes(
                 slices = [_recorded(optimizer, (length,), options, dtype) for length in (*LENGTHS, longest)]
                 known.append((options, dtype, slices))
         except Exception as error:
-            return f"it cannot be tried on {name} without memory ({type(error).__name__}: {error})"
+            return f"it cannot be tried on {name} as a meta tensor ({type(error).__name__}: {error})"
         if any(each != own for each in slices):
-            return f"its steps on {name} of shape {list(shape)} are others than on slices of it"
+            return f"its steps on {name} of shape {list(shape)} differ from those on slices of it"
     return ""
 
 
@@ -131,7 +131,7 @@ def _recorded(optimizer: OptimizerFactory, shape: tuple[int, ...], options: dict
     with FakeTensorMode(allow_non_fake_inputs=True):
         param = nn.Parameter(torch.empty(shape, dtype=dtype))
         running = optimizer([{"params": [param], **options}])
-        with Watch(recording=True) as watch:
+        with PointwiseCheck(recording=True) as watch:
             for _ in range(STEPS):
                 param.grad = torch.empty(shape, dtype=dtype)
                 running.step()

@@ -1,5 +1,5 @@
-"""The tensors on which an optimiser is tried: copies of a model's parameters, gradients for them, and the layouts in
-which ranks would be given them: full, each alone, or joined and cut into slices.
+"""Test tensors for an optimiser: copies of a model's parameters, gradients for them, and the layouts in which ranks
+would receive them: full, each alone, or concatenated and cut into slices.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What an optimiser is given: ranges of copies, laid end to end."""
+class ProbeSlice:
+    """A tensor that an optimiser is given: concatenated ranges of copies."""
 
     which: int
     shape: tuple[int, ...]
@@ -48,14 +48,14 @@ class Piece:
     attributes: dict[str, Any] = field(default_factory=dict)
 
 
-Layout = list[list[Piece]]
+Layout = list[list[ProbeSlice]]
 """For each rank, the tensors that its optimiser steps."""
 Row = list[Tensor | None]
 """The gradients of one step, one for each copy."""
 
 
 def copies_of(model: nn.Module, options: Options) -> list[Copy]:
-    """The trainable parameters, of those of one shape and with the same options the first and the last."""
+    """The trainable parameters; of several with the same shape and options, the first and the last."""
     known: list[dict[str, Any]] = []
     kinds: dict[Any, list[Copy]] = {}
     order: dict[str, int] = {}
@@ -77,7 +77,7 @@ def copies_of(model: nn.Module, options: Options) -> list[Copy]:
 
 
 def attributes_of(param: Tensor) -> dict[str, Any]:
-    """Marks that a model sets on its parameters, for an optimiser to look at."""
+    """Attributes that a model sets on its parameters for an optimiser to read."""
     return {key: value for key, value in vars(param).items() if not key.startswith("_")}
 
 
@@ -95,8 +95,8 @@ def start_of(copy: Copy, place: int) -> Tensor:
 
 
 def gradients(copies: Sequence[Copy], steps: int, *, absent: bool) -> list[Row]:
-    """Sizes differ by up to 1e5 between parameters and by 300 within one: whatever is normalised shows. The last ones
-    are tiny, then huge: limits and thresholds show."""
+    """Magnitudes differ by up to 1e5 between parameters and by 300 within one, so that any normalisation shows. The
+    last gradients are tiny, then huge, so that limits and thresholds show."""
     generator = torch.Generator().manual_seed(11)
     rows: list[Row] = []
     for step in range(steps):
@@ -105,7 +105,7 @@ def gradients(copies: Sequence[Copy], steps: int, *, absent: bool) -> list[Row]:
             within = torch.linspace(0.01, 3.0, copy.numel, dtype=torch.float64)
             size = 10.0 ** ((place * 7 + step * 3) % 6 - 4) * AT_THE_END.get(steps - step, 1.0)
             gradient = torch.randn(copy.numel, generator=generator, dtype=copy.dtype) * within * size
-            # No gradient but that of the first; then none of the first; then zeros.
+            # Only the first has a gradient; then all but the first; then all are zero.
             if absent and ((step == 3 and place) or (step == 4 and not place and len(copies) > 1)):
                 row.append(None)
             else:
@@ -122,13 +122,13 @@ def alone(copies: Sequence[Copy]) -> Layout:
     return [[_whole(copy, place)] for place, copy in enumerate(copies)]
 
 
-def _whole(copy: Copy, place: int) -> Piece:
-    return Piece(copy.which, copy.shape, ((place, 0, copy.numel),), copy.attributes)
+def _whole(copy: Copy, place: int) -> ProbeSlice:
+    return ProbeSlice(copy.which, copy.shape, ((place, 0, copy.numel),), copy.attributes)
 
 
 def sliced(copies: Sequence[Copy], rows: Sequence[Row]) -> Layout:
-    """As the engine shards: parameters of one group end to end, from the last to the first, cut between two ranks and
-    into slices; one that was ever without a gradient is not joined with others."""
+    """As the engine shards: parameters of one group concatenated from the last to the first, split between two ranks
+    and into slices. A parameter that ever lacked a gradient is not fused with others."""
     skipped = {place for row in rows for place, gradient in enumerate(row) if gradient is None}
     runs: list[tuple[int, list[tuple[int, int, int]]]] = []
     ordered = sorted(range(len(copies)), key=lambda place: (copies[place].which, -place))
@@ -151,7 +151,7 @@ def sliced(copies: Sequence[Copy], rows: Sequence[Row]) -> Layout:
     return [[tensor for which, run in each for tensor in _chunks(which, run, copies)] for each in ranks]
 
 
-def _chunks(which: int, run: list[tuple[int, int, int]], copies: Sequence[Copy]) -> Iterator[Piece]:
+def _chunks(which: int, run: list[tuple[int, int, int]], copies: Sequence[Copy]) -> Iterator[ProbeSlice]:
     total, at, turn = sum(stop - start for _, start, stop in run), 0, 0
     while at < total:
         end = min(at + CUTS[turn % len(CUTS)], total)
@@ -161,8 +161,8 @@ def _chunks(which: int, run: list[tuple[int, int, int]], copies: Sequence[Copy])
             if low < high:
                 sources.append((place, start + low, start + high))
             offset += stop - start
-        # One type in a tensor: complex parameters are never joined with others.
+        # A tensor has one dtype: complex parameters are never fused with others.
         for dtype in dict.fromkeys(copies[place].dtype for place, _, _ in sources):
             own = tuple(source for source in sources if copies[source[0]].dtype == dtype)
-            yield Piece(which, (sum(stop - start for _, start, stop in own),), own)
+            yield ProbeSlice(which, (sum(stop - start for _, start, stop in own),), own)
         at, turn = end, turn + 1

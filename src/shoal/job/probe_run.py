@@ -1,4 +1,4 @@
-"""An optimiser in one layout: it is built for every rank, stepped, and read: the values, and what it keeps."""
+"""Runs an optimiser in one layout: builds it for every rank, steps it, reads the parameters and its state."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from torch import Tensor, nn
 
 from shoal.job.errors import JobError
 from shoal.job.kept import common, copied, exact, holders, holds_parameters, is_plain, layers, put_state, state_of
-from shoal.job.pointwise import OptimizerFactory, Watch
-from shoal.job.probe_layouts import Copy, Layout, Piece, Row, start_of
+from shoal.job.pointwise import OptimizerFactory, PointwiseCheck
+from shoal.job.probe_layouts import Copy, Layout, ProbeSlice, Row, start_of
 
 TOLERANCE = 1e-12
 LOW_PRECISION = 1e-5
-"""Where state is kept in less than float64: the last bit depends on where a vector loop ends."""
+"""Tolerance for state of lower precision than float64: the last bit depends on where a vectorised loop ends."""
 MIDDLE = 8
-"""After this number of steps a run can be resumed."""
+"""Number of steps after which a run can be resumed."""
 
 
-class Run:
-    """Optimisers over one layout of the copies, all starting alike."""
+class ProbeRun:
+    """Optimisers over one layout of the copies, all starting from the same values."""
 
     def __init__(self, factory: OptimizerFactory, copies: Sequence[Copy], layout: Layout) -> None:
         self.copies, self.layout = copies, layout
@@ -48,7 +48,7 @@ class Run:
             )
         self.needs_closure = needs_closure(self.optimizers[0])
         self.counters: set[str] = set()
-        """Where numbers are kept that grew by one in each of the first steps."""
+        """Locations of numbers that grew by one in each of the first steps."""
         self.snapshot: tuple[Any, ...] = ()
         self._before = {where: exact(value) for where, value in self.common(0).items()}
 
@@ -57,11 +57,11 @@ class Run:
         return list(self.stepping(rows, **how))
 
     def stepping(
-        self, rows: Sequence[Row], *, jumps: Mapping[int, int] | None = None, watch: Watch | None = None,
+        self, rows: Sequence[Row], *, jumps: Mapping[int, int] | None = None, watch: PointwiseCheck | None = None,
         sparse: bool = False, closure: bool = False,
     ) -> Iterator[list[Tensor]]:  # fmt: skip
-        """Steps once for each row of gradients and gives the copies. `jumps`: at which steps counters are set forward,
-        and to what; `watch` sees every operation; `closure`: one is passed although the signature does not ask."""
+        """Steps once per row of gradients and yields the copies. `jumps`: step -> value to which counters are set;
+        `watch` sees every operation; `closure`: pass one although the signature does not require it."""
         seen: list[dict[str, float]] = []
         for number, row in enumerate(rows):
             if jumps and number in jumps:
@@ -92,7 +92,7 @@ class Run:
             yield self.values()
 
     def _kept(self) -> tuple[Any, ...]:
-        """What a checkpoint would hold now, of one optimiser over full parameters."""
+        """What a checkpoint would hold now, for one optimiser over full parameters."""
         (optimizer,), (params,) = self.optimizers[:1], self.params[:1]
         ids = {id(param) for param in params}
         shared = {
@@ -106,9 +106,9 @@ class Run:
         }  # fmt: skip
         return copied(([param.detach() for param in params], [state_of(optimizer, p) for p in params], shared))
 
-    def resumed(self, factory: OptimizerFactory) -> Run:
-        """A new optimiser that is given what the checkpoint of the middle would hold."""
-        fresh = Run(factory, self.copies, self.layout)
+    def resumed(self, factory: OptimizerFactory) -> ProbeRun:
+        """A new optimiser that is restored from what a checkpoint in the middle would hold."""
+        fresh = ProbeRun(factory, self.copies, self.layout)
         values, states, shared = copied(self.snapshot)
         optimizer = fresh.optimizers[0]
         for param, value, state in zip(fresh.params[0], values, states, strict=True):
@@ -122,8 +122,7 @@ class Run:
         return fresh
 
     def _numbers(self) -> Iterator[tuple[str, float, Callable[[float], Any]]]:
-        """Numbers that the optimisers keep: where (the same for every group and parameter), the value, a way to set
-        it."""
+        """Numbers in the optimisers' state: location (the same for every group and parameter), value, setter."""
         for optimizer in self.optimizers:
             holders_of: list[tuple[str, Any]] = [
                 (where.rstrip("0123456789"), holder) for where, holder in holders(optimizer).items()
@@ -140,7 +139,7 @@ class Run:
                         yield f"{where}: {key}", value.item(), value.detach().fill_
 
     def _set_counters(self, following: int) -> None:
-        """What counts steps becomes such that this is the next number."""
+        """Sets step counters so that `following` is the next number."""
         for key, _, put in list(self._numbers()):
             if key in self.counters:
                 put(following - 1)
@@ -166,7 +165,7 @@ class Run:
                     yield key, param, value
 
     def described(self) -> dict[str, Any]:
-        """What of a `Probe` does not depend on other layouts."""
+        """The fields of a `Probe` that do not depend on other layouts."""
         kept, opaque = {}, {}
         params = {id(param) for row in self.params for param in row}
         for where, value in self.common(0).items():
@@ -188,7 +187,7 @@ class Run:
         }  # fmt: skip
 
     def unsliceable(self) -> str:
-        """What keeps parameters from being exchanged for slices, apart from results; empty if nothing does."""
+        """Why parameters cannot be replaced by slices, other than different results; empty if they can."""
         wanted = [[id(param) for param in group["params"]] for group in self.groups[0]]
         for _, each in layers(self.optimizers[0]):
             if [[id(param) for param in group["params"]] for group in each.param_groups] != wanted:
@@ -206,8 +205,8 @@ class Run:
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `step` cannot be called without a function that computes the loss. A learning-rate scheduler puts a
-    function of its own in the place of `step`; the class's is asked."""
+    """Whether `step` requires a function that computes the loss. The class is inspected, because a learning-rate
+    scheduler replaces `step` on the instance."""
     try:
         parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
     except (TypeError, ValueError):
@@ -220,24 +219,24 @@ def _put(holder: Any, key: str, kind: type, value: float) -> None:
     holder[key] = kind(value)
 
 
-def _param(tensor: Piece, copies: Sequence[Copy]) -> nn.Parameter:
+def _param(tensor: ProbeSlice, copies: Sequence[Copy]) -> nn.Parameter:
     parts = [start_of(copies[place], place)[start:stop] for place, start, stop in tensor.sources]
     param = nn.Parameter(torch.cat(parts).view(tensor.shape))
     vars(param).update(tensor.attributes)
     return param
 
 
-def _joined(row: Row, tensor: Piece) -> Tensor | None:
+def _joined(row: Row, tensor: ProbeSlice) -> Tensor | None:
     parts = [(row[place], start, stop) for place, start, stop in tensor.sources]
     found = [gradient[start:stop] for gradient, start, stop in parts if gradient is not None]
     return torch.cat(found).view(tensor.shape) if len(found) == len(parts) else None
 
 
 def _groups(
-    copies: Sequence[Copy], rank: list[Piece], params: list[nn.Parameter]
+    copies: Sequence[Copy], rank: list[ProbeSlice], params: list[nn.Parameter]
 ) -> tuple[list[dict[str, Any]], list[tuple[int, nn.Parameter]]]:
-    """The groups of one rank. Where slices are given, a rank that lacks parameters of a group has a parameter without
-    elements there, as in the engine."""
+    """The groups of one rank. With slices, a rank without parameters of a group has an empty placeholder there, as in
+    the engine."""
     options: dict[int, dict[str, Any]] = {each.which: each.options for each in copies}
     sliced = any(tensor.shape != copies[tensor.sources[0][0]].shape or len(tensor.sources) > 1 for tensor in rank)
     groups, empty = [], []
@@ -253,7 +252,7 @@ def _groups(
 
 
 def _closure(params: list[nn.Parameter]) -> Callable[[], Tensor]:
-    """A loss whose minimum lies where the gradients given point."""
+    """A loss whose minimum lies in the direction of the given gradients."""
     goals = [param.detach() - (0 if param.grad is None else param.grad) for param in params]
 
     def closure() -> Tensor:

@@ -1,8 +1,8 @@
-"""Optimisers that draw random numbers (SGLD, stochastic rounding): each element of a parameter draws by its own place.
+"""Random numbers of optimisers that draw some (SGLD, stochastic rounding), the same under every strategy.
 
-The rule of `randomness.py` for updates: a number is a function of (seed, sample counter of the step, parameter's name,
-number of the draw, element). Replicas then draw alike, ranks that hold other slices or parts draw the numbers of their
-elements, and a serial run draws the same. Which parameter a draw is for shows in what the optimiser read last.
+As in `randomness.py`, a number is a function of its place: (seed, sample counter of the step, parameter name, number of
+the draw, element). Replicas therefore draw the same numbers, a rank draws those of the elements it holds, and a serial
+run draws them all. A draw is attributed to the parameter that the optimiser read last.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from shoal.job.pointwise import OptimizerFactory
 
 
 @dataclass(frozen=True)
-class Stretch:
+class ParameterRange:
     """Elements of a named parameter inside a tensor that the optimiser updates."""
 
     name: str
-    whole: tuple[int, ...]
-    """The parameter's shape, uncut."""
+    full: tuple[int, ...]
+    """The full shape of the parameter."""
     part: Callable[[Tensor], Tensor] | None
-    """From the uncut parameter to what this rank holds of it; None for all."""
+    """Maps the full parameter to the part that this rank holds; None: all of it."""
     start: int
-    """The first element, in what this rank holds laid out flat."""
+    """The first element, counted in this rank's flattened part."""
     num: int
     at: int
-    """Where it lies in the optimiser's tensor."""
+    """Offset in the optimiser's tensor."""
 
 
 class UpdateDraws:
@@ -51,26 +51,26 @@ class UpdateDraws:
         self._numbers = Numbers()
 
     def begin(self, counter: int) -> None:
-        """A step whose first sample has this counter."""
+        """Starts a step whose first sample has this counter."""
         self._step, self._update = counter, 0
 
     @contextmanager
-    def update(self, params: Iterable[tuple[Tensor, Sequence[Stretch]]]) -> Iterator[None]:
-        """Around one call of the optimiser's step."""
+    def update(self, params: Iterable[tuple[Tensor, Sequence[ParameterRange]]]) -> Iterator[None]:
+        """Wraps one call of the optimiser's step."""
         key = key_of(self.seed, self._step, self._update, -2)
         self._update += 1
-        torch.default_generator.manual_seed(key >> 1)  # What has no rule is at least drawn alike by all ranks.
+        torch.default_generator.manual_seed(key >> 1)  # Operations without a rule draw at least the same on all ranks.
         with _Placed(params, self._numbers, key):
             yield
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:
-    """Where its elements begin; also of a tensor without memory."""
+    """Where its elements begin; works on meta tensors too."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset() * tensor.element_size()
 
 
 class _Attributed(TorchDispatchMode):
-    """Knows which parameter an update read last: a draw of its size is for that one."""
+    """Attributes a draw to the parameter that the update read last, if their sizes agree."""
 
     def __init__(self, params: Iterable[Tensor]) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class _Attributed(TorchDispatchMode):
                     self.at[_place(tensor)] = number
         self.now: int | None = None
         self.draws: dict[tuple[int, ...], int] = {}
-        """How many there were for a parameter, or of a shape that is of none."""
+        """Draws so far, by parameter; by shape for draws that belong to no parameter."""
         self.found = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -102,14 +102,14 @@ class _Attributed(TorchDispatchMode):
         return self.numbers_of(self.now if mine else None, number, sizes, kind)
 
     def numbers_of(self, param: int | None, number: int, shape: tuple[int, ...], kind: str) -> Tensor:
-        """The numbers of the draw with this number for a parameter, or for none."""
+        """The values of one draw, for a parameter or (None) for no parameter."""
         raise NotImplementedError
 
 
 class _Placed(_Attributed):
-    """Each element of a parameter draws its own."""
+    """Each element of a parameter draws a number of its own."""
 
-    def __init__(self, params: Iterable[tuple[Tensor, Sequence[Stretch]]], numbers: Numbers, key: int) -> None:
+    def __init__(self, params: Iterable[tuple[Tensor, Sequence[ParameterRange]]], numbers: Numbers, key: int) -> None:
         given = list(params)
         super().__init__(param for param, _ in given)
         self.stretches = [stretches for _, stretches in given]
@@ -121,15 +121,15 @@ class _Placed(_Attributed):
         flat = torch.from_numpy(self.numbers.empty(kind, (self.params[param].numel(),))).zero_()
         for stretch in self.stretches[param]:
             place = int.from_bytes(hashlib.blake2b(stretch.name.encode(), digest_size=8).digest(), "big")
-            drawn = torch.from_numpy(self.numbers.fill(kind, stretch.whole, key_of(place, number), self.key))
+            drawn = torch.from_numpy(self.numbers.fill(kind, stretch.full, key_of(place, number), self.key))
             held = drawn if stretch.part is None else stretch.part(drawn)
             flat[stretch.at : stretch.at + stretch.num] = held.reshape(-1)[stretch.start : stretch.start + stretch.num]
         return flat.reshape(shape)
 
 
 class _Constant(_Attributed):
-    """Every draw for a parameter gives the same number, since its elements draw by their place. Those for none (a
-    number for each tensor, a row, a sketch) differ: an optimiser that makes them is not element-wise."""
+    """Every draw for a parameter gives the same number, since its elements draw by their place. Draws for no parameter
+    (one number per tensor, a row, a sketch) differ: an optimiser that makes them is not element-wise."""
 
     def numbers_of(self, param: int | None, number: int, shape: tuple[int, ...], kind: str) -> Tensor:
         if param is not None:
@@ -139,8 +139,8 @@ class _Constant(_Attributed):
 
 
 def draws_numbers(optimizer: OptimizerFactory) -> bool:
-    """Whether an update draws random numbers; tried on a small matrix and a vector, or on one of them where the
-    optimiser takes no others."""
+    """Whether an update draws random numbers. Tried on a small matrix and a vector, or on only one of them if the
+    optimiser does not take the other."""
     for shapes in (((3, 4), (5,)), ((3, 4),), ((5,),)):
         params = [torch.nn.Parameter(torch.linspace(-1.0, 1.0, math.prod(shape)).reshape(shape)) for shape in shapes]
         with torch.random.fork_rng(devices=[]), _Constant([]) as watch:
@@ -158,7 +158,7 @@ def draws_numbers(optimizer: OptimizerFactory) -> bool:
 
 
 def without_draws(optimizer: OptimizerFactory) -> OptimizerFactory:
-    """The same optimiser with constants for what it draws: so that it can be compared with itself."""
+    """The same optimiser with constants in place of its draws, so that two runs of it can be compared."""
     if not draws_numbers(optimizer):
         return optimizer
 
@@ -171,7 +171,7 @@ def without_draws(optimizer: OptimizerFactory) -> OptimizerFactory:
             with _Constant(param for group in self.param_groups for param in group["params"]):
                 return cls.step(self, *args, **kwargs)
 
-        # A class of the same name: nothing is added to what the optimiser itself keeps.
+        # A subclass of the same name: it adds nothing to the optimiser's own state.
         built.__class__ = type(cls.__name__, (cls,), {"step": step})
         return built
 

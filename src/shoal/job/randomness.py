@@ -1,20 +1,20 @@
-"""Random numbers of a forward as a function of (seed, sample counter, place in the model), whatever the strategy.
+"""Random numbers of a forward as a function of (seed, sample counter, place in the model), the same for any strategy.
 
 A place is a module's path, the number of its call in a forward and the number of the draw in that call. Each sample
-draws its own numbers there, for the uncut tensor; a rank that holds part of the tensor takes its part of them. What has
-no sample dimension (layer drop, noise on weights) is drawn once a step. So a mask does not depend on stages, replicas,
-micro-batches or cuts, and no two places share one.
+draws its own numbers there, for the full tensor; a rank that holds part of the tensor takes its part of them. Draws
+without a sample dimension (layer drop, noise on weights) are made once a step. So a mask does not depend on stages,
+replicas, micro-batches or cuts, and no two places share one.
 
-Draws are intercepted below autograd, so every spelling of dropout arrives here, and only while a module runs that is
-known to draw (`draw_places.py`): other modules pay nothing. The seed of the default generator serves as a cursor into
-the log of a step's draws: recomputation sets that generator back, and with it the draws.
+Draws are intercepted below autograd, so every form of dropout is seen, but only while a module runs that is known to
+draw (`draw_places.py`): other modules cost nothing. The seed of the default generator serves as a cursor into the log
+of a step's draws: recomputation restores that generator, and with it the draws.
 """
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,82 +26,25 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shoal.job.draw_places import ROOT, Drawn, Place, Places, is_random
-from shoal.job.draw_rules import RULES, UNCUT, Numbers, key_of
+from shoal.job.draw_places import ROOT, Place, Places, is_random
+from shoal.job.draw_plan import Cuts, DrawnSamples, DrawPlan, PlacedNumbers
+from shoal.job.draw_rules import RULES, UNCUT, key_of
 
 CURSOR_BITS = 20
 """Draws of one forward that the cursor can count: a million."""
 
 
 class CannotPlace(ValueError):
-    """A draw that has no place in the uncut model."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cuts:
-    """How the ranks of tp and cp cut activations: sizes, this rank's indices, and the positions of a cut sequence."""
-
-    tensor: int = 1
-    tensor_index: int = 0
-    context: int = 1
-    context_index: int = 0
-    length: int = 0
-    """Positions of the uncut sequence under cp."""
-    positions: Callable[[int], np.ndarray] | None = None
-    """This rank's positions of a dimension that cp has cut, by its uncut size."""
-    salt: tuple[int, ...] = ()
-    """Of draws for which there is no rule: different on ranks that hold different stages or positions."""
-
-    def parts(self, whole: Sequence[int], local: Sequence[int]) -> tuple[np.ndarray | None, ...] | None:
-        """For each dimension what this rank holds of it, None for all; None in place of all where sizes do not fit."""
-        if len(whole) != len(local):
-            return None
-        found: list[np.ndarray | None] = []
-        sequence_done = False
-        for size, mine in zip(whole, local, strict=True):
-            if size == mine:
-                found.append(None)
-                continue
-            if not mine or size % mine:
-                return None
-            ratio = size // mine
-            by_context = ratio == self.context and (self.context != self.tensor or size == self.length)
-            if by_context and not (sequence_done and self.context == self.tensor):
-                sequence_done = sequence_done or size == self.length
-                found.append(self._positions(size))
-            elif ratio == self.tensor:
-                found.append(np.arange(size)[self.tensor_index * mine : (self.tensor_index + 1) * mine])
-            elif ratio == self.tensor * self.context and self.context > 1:
-                found.append(self._twice(size, mine))
-            else:
-                return None
-        return tuple(found)
-
-    def _positions(self, size: int) -> np.ndarray:
-        assert self.positions is not None
-        return self.positions(size)
-
-    def _twice(self, size: int, mine: int) -> np.ndarray:
-        """Positions: cp cuts the sequence and tp what is left. Heads: tp cuts them and Ulysses what is left."""
-        if size == self.length:
-            return self._positions(size)[self.tensor_index * mine : (self.tensor_index + 1) * mine]
-        start = (self.tensor_index * self.context + self.context_index) * mine
-        return np.arange(start, start + mine)
+    """A draw that has no place in the full model."""
 
 
 @dataclass
-class Forward:
-    """One call of the model: whose random numbers it draws, and how far it is."""
+class ForwardDraws(DrawnSamples):
+    """The draws of one call of the model: for which samples, and how far it has come."""
 
-    samples: tuple[int, ...]
-    """Counters of the samples, in the order of the batch."""
-    gathered: tuple[int, ...]
-    """The same inside regions that gather samples from several ranks."""
-    step: int
-    """Counter of the step's first sample."""
     calls: dict[str, int] = field(default_factory=dict)
     stack: list[list[Any]] = field(default_factory=lambda: [["", 0, 0, _checkpoint()]])
-    """Of the modules that run now: path, number of the call, draws so far, the checkpoint around it."""
+    """The modules that run now: path, number of the call, draws so far, the enclosing checkpoint."""
 
     def next_place(self) -> Place:
         top = self.stack[-1]
@@ -109,41 +52,28 @@ class Forward:
         return Place(top[0], top[1], top[2] - 1)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Plan:
-    """How the numbers of one tensor are put together."""
-
-    kind: str
-    """"sample", "step" or, where no rule applies, "rank"."""
-    dim: int = 0
-    gathered: bool = False
-    whole: tuple[int, ...] = ()
-    parts: tuple[np.ndarray | None, ...] = ()
-
-
 class Randomness:
-    """The random numbers of a model's forwards. `install` once, then `forward(...)` around each call of the model."""
+    """The random numbers of a model's forwards. Call `install` once, then wrap each call of the model in `forward`."""
 
     def __init__(self, seed: int, places: Places, cuts: Cuts | None = None, *, exact: bool = False) -> None:
-        """`exact`: for a proof. What cannot be placed is refused, and all numbers are drawn on the CPU."""
+        """`exact` is for proofs: a draw without a place is refused, and all numbers are drawn on the CPU."""
         self.seed, self.places, self.exact = seed, places, exact
-        self.cuts = cuts or Cuts()
-        self.current: Forward | None = None
+        self.current: ForwardDraws | None = None
         self._mode = _Draws(self)
         self._open = 0
-        self._log: dict[int, tuple[Forward, Place]] = {}
+        self._log: dict[int, tuple[ForwardDraws, Place]] = {}
         self._bases: dict[int, int] = {}
-        """Where the cursor of each forward begins -> the step it belongs to."""
+        """First cursor value of each forward -> its step."""
         self.steps_in_flight = 1
         """Steps whose draws a backward may still repeat: more than one in a pipeline that is never flushed."""
-        self._plans: dict[tuple[Place, tuple[int, ...], int, int], _Plan] = {}
-        self._numbers = Numbers()
+        self._plans: dict[tuple[Place, tuple[int, ...], int, int], DrawPlan] = {}
+        self.numbers = PlacedNumbers(seed, cuts or Cuts())
         self.notes_only = False
-        """In a check that must go on: what cannot be placed is noted in `unplaced`, not refused."""
+        """For checks that must continue: draws without a place are noted in `unplaced` instead of refused."""
         self.unplaced: list[str] = []
 
     def install(self, model: nn.Module) -> None:
-        """Watches the modules that draw. After parameters are cut, before recomputation is applied."""
+        """Wraps the modules that draw. Call it after parameters are partitioned, before recomputation is applied."""
         for path, module in model.named_modules():
             if path in self.places.owners:
                 module.forward = partial(self._call, path, module.forward)  # type: ignore[method-assign]
@@ -175,17 +105,17 @@ class Randomness:
 
     @contextmanager
     def forward(self, samples: Sequence[int], step: int, gathered: Sequence[int] = ()) -> Iterator[None]:
-        """Around one call of the model (and its loss) on the samples with these counters, in a step that starts at
-        counter `step`. What is recomputed later in backward draws the same again."""
+        """Wraps one call of the model (and its loss) on the samples with these counters, in a step that starts at
+        counter `step`. Recomputation in backward draws the same numbers again."""
         self._forget_before(step)
-        current = Forward(tuple(samples), tuple(gathered), step)
+        current = ForwardDraws(tuple(samples), tuple(gathered), step)
         first = samples[0] if len(samples) else step
         number = sum(each == step for each in self._bases.values())
-        base = key_of(self.seed, first, number, *self.cuts.salt) >> (CURSOR_BITS + 1)
+        base = key_of(self.seed, first, number, *self.numbers.cuts.salt) >> (CURSOR_BITS + 1)
         self._bases[base] = step
         torch.default_generator.manual_seed(base << CURSOR_BITS)
         if self.exact or self.places.other_generators:
-            # Draws of Python and NumPy have no place; at least all ranks and the serial run draw the same in a step.
+            # Draws of Python and NumPy have no place, but all ranks and the serial run draw the same in a step.
             random.seed(key_of(self.seed, step))
             np.random.seed(key_of(self.seed, step) & 0xFFFFFFFF)
         self.current = current
@@ -198,7 +128,7 @@ class Randomness:
             )
 
     def _forget_before(self, step: int) -> None:
-        """Of steps that no backward can belong to any more."""
+        """Drops the logs of steps whose backward is over."""
         known = dict.fromkeys(self._bases.values())
         if step not in known:
             kept = set([*known, step][-self.steps_in_flight :])
@@ -207,8 +137,8 @@ class Randomness:
 
     @contextmanager
     def resumed(self) -> Iterator[None]:
-        """The same for what belongs to a call but comes after it, such as the loss."""
-        # The call stays the current one afterwards: modules are called again in backward.
+        """Wraps code that belongs to the last call but runs after it, such as the loss."""
+        # The call stays current afterwards: recomputation calls modules again in backward.
         if self.current is not None and self.places.outside:
             with self._watching():
                 yield
@@ -217,7 +147,7 @@ class Randomness:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around a backward of a serial run: what its own code draws there has no place, and is refused for a proof."""
+        """Wraps the backward of a serial run: draws of the user's code there have no place; a proof refuses them."""
         before = torch.default_generator.get_state()
         yield
         if self.exact and not torch.equal(before, torch.default_generator.get_state()):
@@ -228,7 +158,7 @@ class Randomness:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """For evaluation: nothing is placed."""
+        """Turns placement off, for evaluation."""
         before, self.current = self.current, None
         try:
             yield
@@ -236,8 +166,8 @@ class Randomness:
             self.current = before
 
     def drawn(self, shape: Sequence[int], device: torch.device, kind: str) -> torch.Tensor | torch.Generator:
-        """The numbers of the next draw, on the CPU, of one of the kinds that `Draw` names. On another device, in
-        training, a generator of that device in their place."""
+        """The numbers of the next draw, of one of the kinds that `Draw` names, on the CPU. For training on another
+        device: a seeded generator of that device instead."""
         forward, place = self._next()
         shape = tuple(int(size) for size in shape)
         memo = (place, shape, len(forward.samples), len(forward.gathered))
@@ -252,17 +182,17 @@ class Randomness:
         if device.type != "cpu" and not self.exact:
             generator = _generator(device)
             if generator is not None:
-                return generator.manual_seed(self._one_key(forward, place, plan))
-        return self._draw(forward, place, plan, shape, kind)
+                return generator.manual_seed(self.numbers.key(forward, place, plan))
+        return self.numbers.values(forward, place, plan, shape, kind)
 
     @property
     def top(self) -> list[Any]:
-        """The innermost module that runs."""
+        """The innermost running module."""
         assert self.current is not None
         return self.current.stack[-1]
 
-    def _next(self) -> tuple[Forward, Place]:
-        """Which draw this is: a repetition of one in the log, or a new one."""
+    def _next(self) -> tuple[ForwardDraws, Place]:
+        """The current draw: one of the log again (recomputation), or a new one."""
         assert self.current is not None
         cursor = torch.default_generator.initial_seed()
         known = self._log.get(cursor)
@@ -274,91 +204,33 @@ class Randomness:
             torch.default_generator.manual_seed(cursor + 1)
         return known
 
-    def _plan(self, forward: Forward, place: Place, shape: tuple[int, ...]) -> _Plan:
+    def _plan(self, forward: ForwardDraws, place: Place, shape: tuple[int, ...]) -> DrawPlan:
         known = self.places.drawn.get(place)
         varies = known is not None and known.varies
-        # A module that draws on conditions may draw here what another call of it drew elsewhere.
+        # A module that draws conditionally may draw here what another of its calls drew elsewhere.
         alike = [what for at, what in self.places.drawn.items() if at.path == place.path]
         tried = [(what, False) for what in (known, *alike) if what is not None]
         if not varies:
-            tried += [(what, True) for what in (known, self._guess(forward, shape)) if what is not None]
+            tried += [(what, True) for what in (known, self.numbers.guess(forward, shape)) if what is not None]
         for what, lenient in tried:
-            plan = self._fitted(what, forward, shape, lenient=lenient)
+            plan = self.numbers.fitted(what, forward, shape, lenient=lenient)
             if plan is not None:
                 return plan
         why = "how many depends on more than the number of samples"
         if known is not None and not varies:
-            why = f"which is no part of the uncut {list(known.whole)} by tp or cp"
+            why = f"which is no part of the uncut {list(known.full)} by tp or cp"
         self._cannot_place(
             f"{_named(place.path)} draws random numbers of shape {list(shape)}, and {why}: no serial run "
             "draws the same; for a proof set the rate of this module to 0"
         )
-        return _Plan(kind="rank")
+        return DrawPlan(kind="rank")
 
     def _cannot_place(self, why: str) -> None:
-        """What a proof refuses; other checks go on, and know afterwards that their numbers cannot be compared."""
+        """Raises in a proof. Other checks continue and know afterwards that their numbers cannot be compared."""
         if self.exact and not self.notes_only:
             raise CannotPlace(why)
         if self.exact and why not in self.unplaced:
             self.unplaced.append(why)
-
-    def _guess(self, forward: Forward, shape: tuple[int, ...]) -> Drawn | None:
-        """For a place that no call of the model showed before. Without cuts the local shape is the uncut one."""
-        if self.cuts.tensor * self.cuts.context > 1 or not forward.samples:
-            return None
-        if shape and shape[0] % len(forward.samples) == 0:
-            return Drawn(dim=0, whole=(shape[0] // len(forward.samples), *shape[1:]))
-        return Drawn(dim=None, whole=shape)
-
-    def _fitted(self, known: Drawn, forward: Forward, shape: tuple[int, ...], *, lenient: bool) -> _Plan | None:
-        """`lenient`: samples may have other lengths than those that were looked at, where nothing is cut."""
-        if known.varies:
-            return None
-        if known.dim is None:
-            parts = self.cuts.parts(known.whole, shape)
-            return None if parts is None else _Plan(kind="step", whole=_whole(known.whole, shape, parts), parts=parts)
-        dim = known.dim if known.dim < len(shape) else 0
-        for samples, gathered in ((forward.samples, False), (forward.gathered, True)):
-            if not samples or not shape or shape[dim] % len(samples):
-                continue
-            local = _of_one((shape[dim] // len(samples), *shape[:dim], *shape[dim + 1 :]))
-            whole = _of_one(known.whole)
-            parts = self.cuts.parts(whole, local)
-            if parts is None and lenient and self.cuts.tensor * self.cuts.context == 1 and len(whole) == len(local):
-                parts = (None,) * len(local)
-            if parts is not None:
-                uncut = _whole(whole, local, parts)
-                return _Plan(kind="sample", dim=dim, gathered=gathered, whole=uncut, parts=parts)
-        return None
-
-    def _one_key(self, forward: Forward, place: Place, plan: _Plan) -> int:
-        first = forward.samples[0] if forward.samples and plan.kind != "step" else forward.step
-        held = [int(part[0]) if part is not None else 0 for part in plan.parts]
-        salt = self.cuts.salt if plan.kind == "rank" else ()
-        return key_of(self.seed, place.key, first, len(plan.kind), *held, *salt) >> 1
-
-    def _draw(self, forward: Forward, place: Place, plan: _Plan, shape: tuple[int, ...], kind: str) -> torch.Tensor:
-        numbers = self._numbers
-        if plan.kind == "rank":
-            return torch.from_numpy(numbers.fill(kind, shape, place.key, self._one_key(forward, place, plan)))
-        if plan.kind == "step":
-            values = numbers.fill(kind, plan.whole, place.key, key_of(self.seed, forward.step, -1))
-            return torch.from_numpy(np.ascontiguousarray(_taken(values, plan.parts))).reshape(shape)
-        samples = forward.gathered if plan.gathered else forward.samples
-        cut = any(part is not None for part in plan.parts)
-        local = tuple(size if part is None else len(part) for size, part in zip(plan.whole, plan.parts, strict=True))
-        together = numbers.empty(kind, (len(samples), *local))
-        for row, sample in enumerate(samples):
-            key = key_of(self.seed, sample)
-            if cut:
-                together[row] = _taken(numbers.fill(kind, plan.whole, place.key, key), plan.parts)
-            else:
-                numbers.fill_into(kind, together[row, ...], place.key, key)
-        rows = shape[plan.dim] // len(samples)
-        others = (*shape[: plan.dim], *shape[plan.dim + 1 :])
-        laid = torch.from_numpy(together).reshape(len(samples) * rows, *others)
-        return laid.movedim(0, plan.dim) if plan.dim else laid
-
 
 def _is_fresh(generator: torch.Generator) -> bool:
     """Whether nothing was drawn since it was seeded."""
@@ -371,14 +243,13 @@ def _named(path: str) -> str:
 
 
 def _checkpoint() -> tuple[int, bool]:
-    """Differs where one more `torch.utils.checkpoint` is around: they save tensors by hooks, or compute without a
-    gradient."""
+    """Changes when one more `torch.utils.checkpoint` is entered: it installs saved-tensor hooks, or disables grad."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return id(hooks[0]) if hooks else 0, torch.is_grad_enabled()
 
 
 def _in_own_checkpoint(entered: tuple[int, bool]) -> bool:
-    """Whether a checkpoint was begun since a module was entered. A gradient may be off for other reasons, too."""
+    """Whether a checkpoint was entered since a module was. Grad can be off for other reasons, so frames decide."""
     now = _checkpoint()
     if now[0] != entered[0]:
         return True
@@ -388,22 +259,6 @@ def _in_own_checkpoint(entered: tuple[int, bool]) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _of_one(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of one sample, which may have several rows."""
-    return shape[1:] if shape[0] == 1 else shape
-
-
-def _whole(known: tuple[int, ...], local: tuple[int, ...], parts: tuple[np.ndarray | None, ...]) -> tuple[int, ...]:
-    return tuple(k if part is not None else mine for k, mine, part in zip(known, local, parts, strict=True))
-
-
-def _taken(values: np.ndarray, parts: tuple[np.ndarray | None, ...]) -> np.ndarray:
-    for dim, part in enumerate(parts):
-        if part is not None:
-            values = values.take(part, axis=dim)
-    return values
 
 
 _GENERATORS: dict[torch.device, torch.Generator | None] = {}
@@ -419,7 +274,7 @@ def _generator(device: torch.device) -> torch.Generator | None:
 
 
 class _Draws(TorchDispatchMode):
-    """Puts the numbers of the rule in the place of those that an operation would draw."""
+    """Replaces the numbers that an operation would draw by those of its place."""
 
     def __init__(self, randomness: Randomness) -> None:
         super().__init__()
@@ -439,7 +294,7 @@ class _Draws(TorchDispatchMode):
             return func(*args, **named)
         top = self.randomness.top
         if _in_own_checkpoint(top[3]):
-            # Only a part of the module is called again in backward, by PyTorch, which sets the generator back for it.
+            # PyTorch calls only a part of the module again in backward, and restores the generator for it itself.
             self.randomness._cannot_place(
                 f"{_named(top[0])} draws random numbers inside a checkpoint of its own: they have no place "
                 'when they are drawn again; leave the checkpoint out and use recompute("full") in the strategy'

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 def constant(step: int) -> float:
-    """The base learning rate, always."""
+    """The base learning rate at every step."""
     return 1.0
 
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shoal.comm.calibration import read_calibration
-from shoal.comm.network import DEFAULT, LinkTimes, Network
+from shoal.comm.network import DEFAULT, LinkTimes, NetworkTimes
 from shoal.comm.transport.signed_store import SignedStore
 from shoal.launch.devices import DevicesHere
 
@@ -29,7 +29,7 @@ class Agreed:
     """Without the prefix of its counting group."""
     device: str | None
     """The kind of accelerator on which every rank computes; None for host memory."""
-    network: Network
+    network: NetworkTimes
     note: str | None = None
     """Why accelerators that are there are not used."""
 
@@ -58,7 +58,7 @@ def agree(
     if "refused" in said:
         raise CannotAgree(said["refused"])
     levels = {level: LinkTimes(**times) for level, times in said["network"].items()}
-    return Agreed(backend=said["backend"], device=said["device"], network=Network(**levels), note=said["note"])
+    return Agreed(backend=said["backend"], device=said["device"], network=NetworkTimes(**levels), note=said["note"])
 
 
 def choose(

@@ -1,4 +1,4 @@
-"""One call of attention over a cut sequence, as one rank sees it: what the formulas for its traffic read."""
+"""One call of attention over a split sequence, as one rank ran it: the input of the traffic formulas."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class AttentionCall:
     itemsize: int
     trained: bool = True
     again: bool = False
-    """Whether it is a repetition inside backward."""
+    """Whether it is a recomputation inside backward."""
     evaluating: bool = False
 
     @property

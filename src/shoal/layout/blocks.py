@@ -1,10 +1,9 @@
-"""Which modules are treated as one: the blocks of a network, found from the module tree.
+"""The blocks of a network, found from the module tree.
 
 A block is a child of a `ModuleList` or `Sequential` that holds parameters and is not itself such a container; a child
-that is never called (a `ModuleDict`, a `ParameterList`) is looked into instead. Patterns that the job declares take
-the place of all that.
-ZeRO-3 gathers a block at a time and recomputation keeps a block's input only. What lies in no block (embeddings,
-the head, tied weights) belongs to the root.
+that is never called (a `ModuleDict`, a `ParameterList`) is searched instead. Patterns that the job declares replace
+this search. ZeRO-3 gathers one block at a time, and recomputation keeps only the input of a block. Parameters in no
+block (embeddings, the head, tied weights) belong to the root.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ CONTAINERS = (nn.Sequential, nn.ModuleList)
 
 @dataclass(frozen=True)
 class Unit:
-    """A module and the trainable parameters that are its own and nobody else's."""
+    """A module and the trainable parameters that no other unit holds."""
 
     name: str
     module: nn.Module
@@ -80,7 +79,7 @@ def _declared(model: nn.Module, patterns: tuple[str, ...]) -> list[tuple[str, nn
             raise JobError(f"layout: blocks names {unused!r}, which lies within the block {within}; name one of them")
         there = [path for path, module in model.named_modules() if path and any(True for _ in module.parameters())]
         raise JobError(
-            f"layout: blocks names {unused!r}, but no module with parameters is called so; "
+            f"layout: blocks names {unused!r}, but no module with parameters has that name; "
             f"the model has {', '.join(there[:8])}{', ...' if len(there) > 8 else ''}.{did_you_mean(unused, there)}"
         )
     return found

@@ -1,7 +1,7 @@
-"""Where a model may be cut into pipeline stages: its pieces in the order in which they run, and what lies between.
+"""Where a model can be cut into pipeline stages: its pieces in execution order, and the tensors between them.
 
-A piece is a module with parameters: a block, or what stands beside the blocks (an embedding, a final norm, a head).
-What crosses a cut before a piece, and what forbids one, is found in `wires.py`.
+A piece is a module with parameters: a block, or a module outside the blocks (an embedding, a final norm, a head).
+`wires.py` finds which tensors cross a cut before a piece, and why a cut is impossible.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shoal.job.errors import did_you_mean
 from shoal.layout.blocks import blocks
 from shoal.layout.cost import cost
-from shoal.layout.recorded import Call, Question, Trace
-from shoal.layout.wires import Crossing, Wire
+from shoal.layout.recorded import Trace, TracedCall, ValueRead
+from shoal.layout.wires import ValueLifetimes, Wire
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Where the code between pieces changes a buffer."""
+    """A buffer that the code between pieces changes."""
 
     piece: int
-    """Behind which it does, the last time."""
+    """The piece after which it is changed for the last time."""
     own: bool
-    """Whether only that stage can do it; otherwise all stages do that come to it."""
+    """Whether only that stage can change it; otherwise every stage that reaches this code does."""
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What one call of a piece gives back, laid flat."""
+    """What one call of a piece returns, flattened."""
 
     passed: Mapping[int, int]
-    """Results that are an argument itself -> which."""
+    """Result that is itself an argument -> index of that argument."""
     learning: frozenset[int]
     """Results that require a gradient."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Link:
+class ModelPiece:
     """One piece of the model."""
 
     path: str
     is_block: bool
     cost: float
-    """Of one forward, from here to the next piece."""
+    """Cost of one forward, from here to the next piece."""
     parameters: frozenset[str]
     """Names of the parameters that it holds, or that are read from here to the next piece."""
     wires: tuple[Wire, ...]
@@ -56,22 +56,22 @@ class Link:
     why_not: str
     """Why there can be no cut just before it; empty if there can."""
     same_as_argument: int | None
-    """If it gives back one tensor, of the same shape and type as one of its arguments: which."""
+    """If it returns one tensor of the same shape and dtype as one of its arguments: the index of that argument."""
     calls: tuple[Given, ...] = ()
-    """What its calls give back, one for each."""
+    """What each of its calls returns."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chain:
     """The pieces of a model, first to last."""
 
-    links: tuple[Link, ...]
+    links: tuple[ModelPiece, ...]
     tied: frozenset[str]
     """Parameters that are read by more than one piece."""
     written: Mapping[str, Written]
     """Buffers outside the pieces that a forward changes."""
     renewed: tuple[str, ...] = ()
-    """Buffers that a forward changes and reads: backward of a micro-batch may need what they were in its forward."""
+    """Buffers that a forward changes and reads: the backward of a micro-batch may need their value of its forward."""
     uncalled: tuple[str, ...] = ()
     """Modules with parameters, outside the pieces, that the forward did not call."""
 
@@ -82,14 +82,14 @@ class Chain:
     def stages(
         self, num: int, *, balanced: bool = True, declared: Sequence[str] | None = None
     ) -> list[tuple[int, int]]:
-        """The pieces of each stage, so that the dearest stage is as cheap as can be (or, not balanced, by count).
-        `declared`: paths of the pieces before which to cut; then nothing is chosen."""
+        """The pieces of each stage. Minimises the cost of the most expensive stage (or, not balanced, the number of
+        pieces). `declared`: paths of the pieces that start a stage; then nothing is chosen."""
         if declared is not None:
             return self._declared(num, declared)
         costs = [link.cost if balanced else 1.0 for link in self.links]
         borders = [0, *self.cuts(), len(self.links)]
         if len(borders) - 1 < num:
-            raise CannotCut(
+            raise StageCutError(
                 f"the model can be cut into {len(borders) - 1} stages at most, not {num}: {self.why_not_more()}"
             )
         return _partition(costs, borders, num)
@@ -99,18 +99,18 @@ class Chain:
         for path in declared:
             if path not in numbers:
                 there = ", ".join(self.links[number].path for number in self.cuts()[:8]) or "nowhere"
-                raise CannotCut(
-                    f"layout: stages names {path!r}, which is no piece of the model; it can be cut before {there}"
+                raise StageCutError(
+                    f"layout: stages names {path!r}, which is not a piece of the model; it can be cut before {there}"
                     f"{', ...' if len(self.cuts()) > 8 else ''}.{did_you_mean(path, numbers)}"
                 )
             if not numbers[path]:
-                raise CannotCut(f"layout: stages names {path!r}, which is the first piece: nothing lies before it")
+                raise StageCutError(f"layout: stages names {path!r}, which is the first piece: nothing lies before it")
             if why := self.links[numbers[path]].why_not:
-                raise CannotCut(f"layout: stages names {path!r}, but no cut can be before it: it {why}")
+                raise StageCutError(f"layout: stages names {path!r}, but the model cannot be cut before it: it {why}")
         if len(declared) + 1 != num:
-            raise CannotCut(
+            raise StageCutError(
                 f"layout: stages names the cuts {', '.join(declared)}, which make {len(declared) + 1} stages, but the "
-                f"strategy has {num}; name as many pieces as there are cuts, {num - 1}, or leave stages out"
+                f"strategy has {num}; name {num - 1} pieces, one for each cut, or omit stages"
             )
         borders = [0, *sorted(numbers[path] for path in declared), len(self.links)]
         return list(pairwise(borders))
@@ -128,12 +128,12 @@ class Chain:
         never = f"; {self.uncalled[0]} is never called" if self.uncalled else ""
         return (
             f"the model can be cut only between calls of modules with parameters, and {what}{never}; "
-            "make its layers modules and call them, LayoutHints(blocks=...) names them where no list does"
+            "make its layers modules and call them, and name them in LayoutHints(blocks=...) if they are in no list"
         )
 
 
-class CannotCut(ValueError):
-    """The model has too few places at which it can be cut."""
+class StageCutError(ValueError):
+    """The model cannot be cut into the stages that were asked for."""
 
 
 def chain(trace: Trace) -> Chain:
@@ -143,14 +143,14 @@ def chain(trace: Trace) -> Chain:
     order = sorted((path for path in paths if calls[path]), key=lambda path: calls[path][0].first)
     if not order:
         return Chain(links=(), tied=frozenset(), written={})
-    crossing = Crossing(trace, order, calls)
-    starts = crossing.starts
+    lifetimes = ValueLifetimes(trace, order, calls)
+    starts = lifetimes.starts
     again = [max(call.stop for call in calls[path]) for path in order]
     names = trace.parameter_names()
     costs = [0.0] * len(order)
     read: list[set[str]] = [set() for _ in order]
     for at, path in enumerate(order):
-        # What a piece holds is its own, also if this forward did not read it (an expert that was not chosen).
+        # Parameters inside a piece belong to it even if this forward did not read them (an expert not chosen).
         read[at] |= {name for name in trace.parameters if name.startswith(path + ".")}
     for op in trace.ops:
         at = max(bisect_right(starts, op.number) - 1, 0)
@@ -159,19 +159,19 @@ def chain(trace: Trace) -> Chain:
     links = []
     for number, path in enumerate(order):
         call = calls[path][0]
-        wires, why_not = crossing.before(number)
-        asked = _branch_before(crossing, call.first) if number else None
+        wires, why_not = lifetimes.before(number)
+        asked = _branch_before(lifetimes, call.first) if number else None
         if asked is not None:
             where = asked.module or f"the model itself (class {type(trace.model).__name__})"
             why_not = (
-                f"comes after a branch on data: {where} reads the value of a tensor in front of it, which only the "
+                f"comes after a branch on data: {where} reads the value of a tensor before it, which only the "
                 "stage that computes it knows; put the branch inside one block, or use torch.where"
             )
         for before in range(number):
             if again[before] > starts[number] and len(calls[order[before]]) > 1:
                 why_not = f"lies between two uses of {order[before]}"
         links.append(
-            Link(
+            ModelPiece(
                 path=path,
                 is_block=path in block_paths,
                 cost=costs[number],
@@ -188,18 +188,18 @@ def chain(trace: Trace) -> Chain:
             seen[name] = seen.get(name, 0) + 1
     tied = frozenset(name for name, times in seen.items() if times > 1)
     return Chain(
-        links=tuple(links), tied=tied, written=_written(crossing), uncalled=_uncalled(trace, order),
-        renewed=tuple(name for name, change in crossing.changed.items() if change.reads),
+        links=tuple(links), tied=tied, written=_written(lifetimes), uncalled=_uncalled(trace, order),
+        renewed=tuple(name for name, change in lifetimes.changed.items() if change.reads),
     )  # fmt: skip
 
 
-def _branch_before(crossing: Crossing, start: int) -> Question | None:
-    """A value that one stage alone has, and that the code between pieces reads before an operation."""
-    for question in crossing.trace.questions:
-        inside = any(question.module == path or question.module.startswith(path + ".") for path in crossing.order)
-        own = question.learned or any(crossing.since[value] < question.op for value in question.values)
-        if question.op <= start and own and not inside:
-            return question
+def _branch_before(lifetimes: ValueLifetimes, start: int) -> ValueRead | None:
+    """A read, before an operation, of a value that only one stage has, by the code between pieces."""
+    for read in lifetimes.trace.value_reads:
+        inside = any(read.module == path or read.module.startswith(path + ".") for path in lifetimes.order)
+        own = read.learned or any(lifetimes.since[value] < read.op for value in read.values)
+        if read.op <= start and own and not inside:
+            return read
     return None
 
 
@@ -215,12 +215,12 @@ def _uncalled(trace: Trace, order: list[str]) -> tuple[str, ...]:
     )
 
 
-def _written(crossing: Crossing) -> dict[str, Written]:
-    """Of buffers outside the pieces."""
-    pieces = tuple(f"{path}." for path in crossing.order)
+def _written(lifetimes: ValueLifetimes) -> dict[str, Written]:
+    """The changed buffers outside the pieces."""
+    pieces = tuple(f"{path}." for path in lifetimes.order)
     return {
-        name: Written(max(bisect_right(crossing.starts, change.writes[-1]) - 1, 0), change.own)
-        for name, change in crossing.changed.items() if not name.startswith(pieces)
+        name: Written(max(bisect_right(lifetimes.starts, change.writes[-1]) - 1, 0), change.own)
+        for name, change in lifetimes.changed.items() if not name.startswith(pieces)
     }  # fmt: skip
 
 
@@ -236,7 +236,7 @@ def _pieces(trace: Trace) -> tuple[list[str], set[str]]:
     while True:
         found = _largest(model, holders, block_paths, called)
         alone = [path for path in found if path not in block_paths]
-        # One module that is the whole model is a wrapper: its parts are the pieces.
+        # A single module that contains the entire model is a wrapper: its parts are the pieces.
         if len(found) == 1 and alone and any(True for _ in model.get_submodule(alone[0]).children()):
             holders.add(alone[0])
             continue
@@ -244,7 +244,7 @@ def _pieces(trace: Trace) -> tuple[list[str], set[str]]:
 
 
 def _has_state(module: nn.Module) -> bool:
-    """Whether it learns, or keeps statistics of what it sees."""
+    """Whether it has parameters, or keeps running statistics."""
     if any(True for _ in module.parameters()):
         return True
     return any(isinstance(each, _BatchNorm) and each.track_running_stats for each in module.modules())
@@ -258,7 +258,7 @@ def _largest(model: nn.Module, holders: set[str], block_paths: set[str], called:
             there = f"{path}.{name}" if path else name
             if not _has_state(child):
                 continue
-            # A block that is never called, because the model calls its layers itself, is looked into.
+            # Descend into a block that is never called because the model calls its layers itself.
             if there in called and (there in block_paths or there not in holders):
                 found.append(there)
             else:
@@ -268,12 +268,12 @@ def _largest(model: nn.Module, holders: set[str], block_paths: set[str], called:
     return found
 
 
-def _given(call: Call) -> Given:
+def _given(call: TracedCall) -> Given:
     known = {value: leaf for leaf, value in reversed(list(enumerate(call.arguments))) if value is not None}
     return Given({n: known[value] for n, value in enumerate(call.results) if value in known}, call.learning)
 
 
-def _same_as_argument(trace: Trace, call: Call) -> int | None:
+def _same_as_argument(trace: Trace, call: TracedCall) -> int | None:
     if not call.bare or call.results[0] is None:
         return None
     result = trace.values[call.results[0]]
@@ -286,7 +286,7 @@ def _same_as_argument(trace: Trace, call: Call) -> int | None:
 
 
 def _partition(costs: Sequence[float], borders: Sequence[int], num: int) -> list[tuple[int, int]]:
-    """Ranges between borders with the smallest largest sum; among equals, the earliest cuts that achieve it."""
+    """Ranges between borders whose largest sum is minimal; among equals, the earliest cuts."""
     sums = [0.0]
     for value in costs:
         sums.append(sums[-1] + value)

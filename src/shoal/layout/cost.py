@@ -1,8 +1,8 @@
-"""What an operation costs, roughly: enough to balance the stages of a pipeline.
+"""A rough cost of an operation, sufficient to balance the stages of a pipeline.
 
-Matrix products count their multiplications and additions; everything counts the bytes it reads and writes, at
-FLOPS_PER_BYTE operations each (a device that computes so many operations in the time it moves a byte). Backward costs
-twice the forward for products and about once for the rest, so that forward alone gives the proportions.
+Matrix products count their multiplications and additions; every operation counts the bytes it reads and writes, at
+FLOPS_PER_BYTE operations each (the operations that a device computes while it moves one byte). Backward costs twice the
+forward for products and about as much as the forward for the rest, so the forward alone gives the proportions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from math import prod
 from shoal.layout.recorded import Op, Ref, Trace
 
 FLOPS_PER_BYTE = 4.0
-"""One core of a server CPU: some 40 GFLOP/s of float32 beside 10 GB/s."""
+"""One core of a server CPU: about 40 GFLOP/s of float32 and 10 GB/s."""
 
 VIEWS = frozenset(
     "view _unsafe_view t transpose permute expand unsqueeze squeeze detach alias slice select split split_with_sizes "
@@ -43,11 +43,11 @@ def flops(trace: Trace, op: Op) -> float:
 
 
 def cost(trace: Trace, op: Op) -> float:
-    """Operations, bytes moved included."""
+    """Operations, including those equivalent to the bytes moved."""
     if op.name in FREE:
         return 0.0
     moved = sum(trace.values[value].bytes for value in {*op.inputs, *op.outputs})
     if op.name == "embedding":
-        # The table is not read as a whole, but its gradient and its update are.
+        # The forward reads a few rows of the table, but gradient and update touch all of it.
         moved = sum(trace.values[value].bytes for value in op.outputs) + 2 * trace.values[op.inputs[0]].bytes
     return flops(trace, op) + FLOPS_PER_BYTE * moved

@@ -1,7 +1,7 @@
-"""What passes between the ranks of a tensor-parallel axis, noted where it happens.
+"""The collectives of a tensor-parallel axis, noted where they are called.
 
-A crossing is one use of one of the collectives of `parallel/collectives.py` on a tensor of so many bytes. What runs
-notes them; `estimate/tensor_traffic.py` says what each sends, forward and backward, and a step's ledger must agree.
+A crossing is one call of a collective of `parallel/collectives.py` on a tensor of known size. The engine notes them;
+`estimate/tensor_traffic.py` computes what each sends, forward and backward, and a step's ledger must agree.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Crossing:
-    """One tensor on its way across the ranks."""
+    """One tensor-parallel collective."""
 
     how: str
     """The collective: "copy_in", "sum_out", "gather", "scatter_sum", "split", "gather_whole"."""
     whole_bytes: int
-    """Of the tensor that all ranks' parts (or partial sums) make together; padded, where parts are uneven."""
+    """Size of the full tensor that all ranks' parts (or partial sums) form; padded, if parts are uneven."""
     gradient: bool = True
-    """Whether a gradient comes back this way."""
+    """Whether its backward sends a gradient."""
     again: bool = False
-    """Whether it is a repetition inside backward; the gradient belongs to the first time."""
+    """Whether it is a recomputation inside backward; the gradient belongs to the first call."""
 
 
 class Tally:
-    """How often each crossing was made since the last `take`."""
+    """Counts each crossing since the last `take`."""
 
     def __init__(self) -> None:
         self.counts: Counter[Crossing] = Counter()
@@ -34,6 +34,6 @@ class Tally:
         self.counts[crossing] += 1
 
     def take(self) -> Counter[Crossing]:
-        """What was noted since the last take; the count starts anew."""
+        """The counts since the last `take`; resets them."""
         taken, self.counts = self.counts, Counter()
         return taken

@@ -1,8 +1,8 @@
-"""How one tensor is cut among the ranks of an axis: along one dimension, segment by segment.
+"""How one tensor is split among the ranks of an axis: along one dimension, segment by segment.
 
-A fused projection (query, key and value in one matrix) is cut within each of its segments, so that every rank gets
-its heads of all three. A plain one has a single segment. Parts may be uneven (a vocabulary of 50,257): the first
-ranks then hold one more.
+A fused projection (query, key and value in one matrix) is split within each of its segments, so that every rank gets
+its heads of all three. A plain projection has a single segment. Parts may be uneven (a vocabulary of 50,257): the
+first ranks then hold one more.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """`segments` are the sizes, along `dim`, of the stretches that are each dealt out."""
+    """`segments` are the sizes, along `dim`, of the ranges that are each split among the ranks."""
 
     dim: int
     segments: tuple[int, ...]
@@ -28,7 +28,7 @@ class Cut:
         return sum(self.segments)
 
     def intervals(self, ranks: int, index: int) -> tuple[tuple[int, int], ...]:
-        """What a rank holds, as ranges of the whole dimension; laid end to end they are its part."""
+        """What a rank holds, as ranges of the full dimension; concatenated they are its part."""
         found, start = [], 0
         for segment in self.segments:
             low, high = even_part(segment, ranks, index)
@@ -40,14 +40,14 @@ class Cut:
         return sum(stop - start for start, stop in self.intervals(ranks, index))
 
     def part(self, whole: torch.Tensor, ranks: int, index: int) -> torch.Tensor:
-        """A rank's part of a whole tensor: a view where it is one stretch, a copy otherwise."""
+        """A rank's part of a full tensor: a view if it is one range, a copy otherwise."""
         import torch
 
         pieces = [whole.narrow(self.dim, a, b - a) for a, b in self.intervals(ranks, index)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
     def fill(self, whole: torch.Tensor, part: torch.Tensor, ranks: int, index: int) -> None:
-        """Writes a rank's part into its places of the whole."""
+        """Writes a rank's part into the full tensor."""
         at = 0
         for start, stop in self.intervals(ranks, index):
             whole.narrow(self.dim, start, stop - start).copy_(part.narrow(self.dim, at, stop - start))
@@ -62,8 +62,8 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One rank's part of a tensor that is cut."""
+class TensorPart:
+    """One rank's part of a split tensor."""
 
     cut: Cut
     ranks: int
@@ -76,11 +76,11 @@ class Part:
         self.cut.fill(whole, part, self.ranks, self.index)
 
     def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The whole tensor's shape, from the part's."""
+        """The shape of the full tensor, from that of the part."""
         return (*shape[: self.cut.dim], self.cut.size, *shape[self.cut.dim + 1 :])
 
     def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The part's shape, from the whole tensor's."""
+        """The shape of the part, from that of the full tensor."""
         local = self.cut.local_size(self.ranks, self.index)
         return (*shape[: self.cut.dim], local, *shape[self.cut.dim + 1 :])
 
@@ -88,5 +88,5 @@ class Part:
         return {"cut": self.cut.to_json(), "ranks": self.ranks, "index": self.index}
 
     @staticmethod
-    def from_json(row: dict[str, Any]) -> Part:
-        return Part(Cut.from_json(row["cut"]), int(row["ranks"]), int(row["index"]))
+    def from_json(row: dict[str, Any]) -> TensorPart:
+        return TensorPart(Cut.from_json(row["cut"]), int(row["ranks"]), int(row["index"]))

@@ -1,7 +1,7 @@
 """A Layout as a plain object: what `shoal explain JOB` prints, and what `--json` gives.
 
-Pieces are named by path, costs are shares of the model's forward, bytes are of one sample. Like neighbours among the
-blocks are told as one, so that a model of a hundred layers takes a line.
+Pieces are named by path, costs are fractions of the model's forward, bytes are those of one sample. Identical
+neighbouring blocks are one entry, so that a model of a hundred layers takes one line.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 
 from shoal.job import Job
 from shoal.job.facts import build_without_memory
-from shoal.layout.chain import CannotCut, Chain, Link
+from shoal.layout.chain import Chain, ModelPiece, StageCutError
 from shoal.layout.context.plan import ContextPlan
 from shoal.layout.experts.find import Survey
 from shoal.layout.layout import Layout, facts_of, layout_of
@@ -29,7 +29,7 @@ STAGES_SHOWN = (2, 4)
 
 
 def describe(job: Job, layout: Layout) -> dict[str, Any]:
-    """All of a layout that `layout_of(job)` gave."""
+    """Everything in a layout that `layout_of(job)` returned."""
     assert layout.chain is not None
     assert layout.tensor is not None
     assert layout.experts is not None
@@ -58,7 +58,7 @@ def describe(job: Job, layout: Layout) -> dict[str, Any]:
 
 
 def describe_strategy(job: Job, strategy: Strategy, *, world: int | None = None) -> dict[str, Any]:
-    """Whether a strategy is legal for the job, and which pieces its pipeline gives to which rank."""
+    """Whether a strategy is legal for the job, and which pieces each pipeline rank holds."""
     layout = layout_of(job, strategy)
     refusals = check(strategy, world=world, facts=facts_of(job, layout))
     told: dict[str, Any] = {
@@ -97,7 +97,7 @@ def _pieces(chain: Chain, model: nn.Module, samples: int) -> list[dict[str, Any]
     ]
 
 
-def _crossing_bytes(link: Link, samples: int) -> int:
+def _crossing_bytes(link: ModelPiece, samples: int) -> int:
     return round(sum(prod(wire.shape) * wire.itemsize for wire in link.wires) / samples)
 
 
@@ -138,7 +138,7 @@ def _stage_tables(layout: Layout) -> list[list[dict[str, Any]]]:
     for num in wanted:
         try:
             tables.append(_stages(layout, num))
-        except CannotCut:
+        except StageCutError:
             if layout.borders is not None:
                 raise
     return tables
@@ -217,7 +217,7 @@ def _declared(job: Job) -> dict[str, Any]:
 
 
 def span(first: str, last: str) -> str:
-    """`model.layers.0 .. 31`: two paths with what they share said once."""
+    """`model.layers.0 .. 31`: two paths, their common prefix printed once."""
     if first == last:
         return first
     ahead = zip(first.split("."), last.split("."), strict=False)

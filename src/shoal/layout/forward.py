@@ -1,7 +1,7 @@
-"""What one serial forward of a micro-batch shows, and how the model may be cut, as plain numbers.
+"""One serial forward of a micro-batch, and how the model can be partitioned, as plain numbers.
 
-`observe.py` fills these records from the job's own model, which no engine has touched; the traffic formulas of the
-estimate room read them. Events of a forward have positions: they only tell what came before what.
+`observe.py` fills these records from the job's own model, unchanged by any engine; the traffic formulas of the
+estimate room read them. Events of a forward have positions, which only give their order.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from shoal.layout.tensor.plan import TensorPlan
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """A tensor that a module is given or gives back."""
+    """A tensor that a module receives or returns."""
 
     value: int
-    """Its identity: a tensor that is written to is another one afterwards."""
+    """Its identity; changes when the tensor is written to."""
     shape: tuple[int, ...]
     itemsize: int
     floating: bool
     learns: bool
-    """Whether a gradient comes back for it."""
+    """Whether it receives a gradient."""
 
     @property
     def bytes(self) -> int:
@@ -49,10 +49,10 @@ class ModuleCall:
     start: int
     stop: int
     arguments: tuple[Flow | None, ...]
-    """Laid flat; None for what is no tensor."""
+    """Flattened; None for arguments that are not tensors."""
     results: tuple[Flow | None, ...]
     opaque: bool
-    """Whether it gives back something that may hide tensors."""
+    """Whether it returns an opaque object that may contain tensors."""
     fused_attention: bool = False
     """Whether it is an nn.MultiheadAttention, which computes its output projection itself."""
 
@@ -74,28 +74,28 @@ class LossSeen:
 
     at: int
     targets: Flow
-    """Of which each is a row of logits."""
+    """Number of rows of logits."""
     itemsize: int
-    """Of the logits."""
+    """Bytes per element of the logits."""
     sums: int
-    """Numbers of each row that a loss on cut logits adds up."""
+    """Numbers per row that a loss on split logits all-reduces."""
 
 
 @dataclass(frozen=True, slots=True)
 class NormSeen:
-    """One batch norm that takes the statistics of its batch."""
+    """One batch norm that computes the statistics of its batch."""
 
     module: str
     channels: int
     itemsize: int
-    """Of a statistic."""
+    """Bytes per element of a statistic."""
     learns: bool = True
     """Whether backward comes to it: not where it is frozen, and all in front of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Forward:
-    """One forward, loss included. Compared by identity, so that what is derived of it can be kept."""
+    """One forward, loss included. Compared by identity, so that results derived from it can be cached."""
 
     samples: int
     calls: tuple[ModuleCall, ...]
@@ -103,17 +103,17 @@ class Forward:
     losses: tuple[LossSeen, ...]
     norms: tuple[NormSeen, ...]
     saved: tuple[int, ...]
-    """Positions at which something was kept for backward, in order."""
+    """Positions at which a tensor was saved for backward, in order."""
     outputs: tuple[Flow | None, ...]
-    """Of the model."""
+    """The outputs of the model."""
     autocast_itemsize: int = 0
-    """Bytes of what autocast makes of a float32; 0: autocast is off."""
+    """Bytes per element that autocast casts float32 to; 0: autocast is off."""
 
     def calls_of(self, path: str) -> list[ModuleCall]:
         return [call for call in self.calls if call.path == path]
 
     def of_samples(self, samples: int) -> Forward:
-        """The same forward of another number of samples, as far as sizes are proportional to it."""
+        """The same forward for another number of samples, scaling the sizes that are proportional to it."""
         return self if samples == self.samples else _resized(self, samples)
 
 
@@ -145,9 +145,9 @@ class ParameterShape:
     itemsize: int
     dtype: str
     options: int
-    """Which set of optimiser options it has."""
+    """Index of its set of optimiser options."""
     block: int
-    """Number of the block that alone holds it; -1: the root."""
+    """Number of the only block that holds it; -1: the root."""
     trains: bool
 
     @property
@@ -157,7 +157,7 @@ class ParameterShape:
 
 @dataclass(frozen=True, slots=True)
 class WireShape:
-    """What crosses a cut: a result or an argument of a piece, in one of its calls."""
+    """A tensor that crosses a cut: a result or an argument of a piece, in one of its calls."""
 
     piece: int
     call: int
@@ -167,7 +167,7 @@ class WireShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PieceShape:
-    """A part of the model between two places where a pipeline may cut."""
+    """A part of the model between two possible pipeline cuts."""
 
     path: str
     parameters: frozenset[str]
@@ -176,16 +176,16 @@ class PieceShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceShape:
-    """How context parallelism cuts the sequence."""
+    """How context parallelism splits the sequence."""
 
     length: int
     blocks: tuple[str, ...]
     gathers: bool
-    """Whether the stream is gathered behind the last block."""
+    """Whether the residual stream is gathered after the last block."""
     views: tuple[str, ...]
-    """Modules that write attention out themselves: what they send follows from their own code. "" is the model."""
+    """Modules that implement attention themselves: their traffic depends on their own code. "" is the model."""
     whole_from: str = ""
-    """Where the model is one of them: the first module behind what it gathers, if any is called there."""
+    """If the model is one of them: the first module that is called after it gathers, if any."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,27 +205,27 @@ class ExpertShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobShapes:
-    """All that the traffic of a step follows from, but the strategy."""
+    """Everything that determines the traffic of a step, except the strategy."""
 
     parameters: tuple[ParameterShape, ...]
     blocks: tuple[str, ...]
     written: Mapping[str, tuple[int, bool]] = field(default_factory=dict)
     pieces: tuple[PieceShape, ...] = ()
     stages: Mapping[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
-    """Number of stages -> the pieces of each."""
+    """Number of stages -> the pieces of each stage."""
     tensor: TensorPlan | None = None
     stream: tuple[str, ...] = ()
-    """Blocks along which tp(sequence=True) cuts the stream."""
+    """Blocks in which tp(sequence=True) splits the residual stream."""
     sequence: SequenceShape | None = None
     experts: tuple[ExpertShape, ...] = ()
     synchronised_norms: bool = False
     loss_over_batch: bool = False
     buffers: Mapping[str, tuple[int, str]] = field(default_factory=dict)
-    """Buffers that the job declares: name -> (numbers, how replicas bring them together)."""
+    """Buffers that the job declares: name -> (number of elements, synchronisation mode)."""
     floats: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Shapes of floating-point buffers, which replicas that step by themselves average."""
+    """Shapes of floating-point buffers, which independently stepping islands average."""
     complex_floats: bool = False
-    """Whether one of them is complex: then they are averaged as complex numbers."""
+    """Whether one of them is complex: then all are averaged as complex numbers."""
 
     def in_block(self, path: str) -> bool:
         return any(path == block or path.startswith(block + ".") for block in self.blocks)

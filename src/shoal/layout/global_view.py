@@ -1,10 +1,10 @@
-"""What operations written for a full sequence do on a rank that holds some of its positions: which operands are
-sliced, which are gathered, and along which dimension results are cut.
+"""How operations written for a full sequence run on a rank that holds some of its positions: which operands are
+sliced, which are gathered, and along which dimension results are split.
 
-The cut is followed forwards. An operand for all positions that meets one for some is sliced; an operand whose cut
-dimension is needed in full (the keys of a score product, the values of a weighted sum, a mean over positions) is
-gathered. So every sequence of operations has an answer; only its cost differs. Code that writes in place into what was
-gathered has none and is refused.
+The split is propagated forwards. An operand for all positions is sliced if another operand has only some; an operand
+whose split dimension is needed in full (the keys of a score product, the values of a weighted sum, a mean over
+positions) is gathered. So every sequence of operations can run; only its cost differs. The exception is code that
+writes in place into a gathered copy: it is refused.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from shoal.layout.cuts import Cut
-from shoal.layout.recorded import Attention, Op
+from shoal.layout.recorded import Op, TracedAttention
 from shoal.layout.tensor.dims import bind
 from shoal.layout.tensor.segments import NeedsSegments, Refuted
 from shoal.layout.tensor.spread import READS_SIZES_ONLY, Graph
@@ -28,47 +28,47 @@ PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv")
 
 
 class CannotFollow(ValueError):
-    """An operation that has no meaning on parts: it writes into a copy."""
+    """An operation that cannot run on parts: it would write into a gathered copy."""
 
 
 @dataclass(slots=True)
-class Step:
+class PlacedOp:
     """One operation, and what happens to its operands before it."""
 
     op: Op
     gathered: dict[int, str] = field(default_factory=dict)
-    """Operand that is cut and needed in full -> why: "pairs" (the result would have the sequence twice), "sum" (it is
-    summed over), or the rule's own words."""
+    """Split operand that is needed in full -> why: "pairs" (the result would have the sequence twice), "sum" (it is
+    summed over), or the text of the rule."""
     sliced: dict[int, Cut] = field(default_factory=dict)
-    """Operand for all positions, of which this rank needs its own -> along which dimension."""
+    """Operand for all positions of which this rank needs its own -> how it is sliced."""
     outputs: dict[int, Cut] = field(default_factory=dict)
     attends: bool = False
-    """Attention over the sequence, by the method of the strategy."""
+    """Whether it is attention over the sequence, which the strategy's cp method computes."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether the operation runs on parts just as it is written."""
+        """Whether the operation runs on parts unchanged."""
         named = self.op.name in SIZED and bool(self.outputs)
         return not (self.gathered or self.sliced or self.attends or named)
 
 
 @dataclass(slots=True)
 class Walk:
-    """A stretch of operations, followed."""
+    """A range of operations with the splits of their values."""
 
     length: int
     """Positions of the full sequence."""
     cuts: dict[int, Cut]
-    steps: list[Step] = field(default_factory=list)
+    steps: list[PlacedOp] = field(default_factory=list)
     copies: set[int] = field(default_factory=set)
     """Values that share memory with a gathered copy."""
 
 
 def follow(
-    graph: Graph, ops: Iterable[Op], cuts: dict[int, Cut], length: int, *, attention: Sequence[Attention] = ()
+    graph: Graph, ops: Iterable[Op], cuts: dict[int, Cut], length: int, *, attention: Sequence[TracedAttention] = ()
 ) -> Walk:
-    """Follows `cuts` through the operations. `attention`: calls of `scaled_dot_product_attention` among them, which
-    are taken as one operation each."""
+    """Propagates `cuts` through the operations. `attention`: calls of `scaled_dot_product_attention` among them, each
+    treated as one operation."""
     walk = Walk(length, dict(cuts))
     calls = {number: each for each in attention for number in range(each.first, each.stop)}
     for op in ops:
@@ -83,8 +83,8 @@ def follow(
     return walk
 
 
-def _step(graph: Graph, op: Op, walk: Walk) -> Step:
-    step = Step(op)
+def _step(graph: Graph, op: Op, walk: Walk) -> PlacedOp:
+    step = PlacedOp(op)
     given = [value for value in dict.fromkeys(op.inputs) if value in walk.cuts]
     writes = op.overload._schema.is_mutable
     if not given:
@@ -107,7 +107,7 @@ def _step(graph: Graph, op: Op, walk: Walk) -> Step:
     if writes:
         target = op.inputs[0]
         if target in step.sliced:
-            # It stays as it is, for all positions, so the others must be too.
+            # The target stays full, so the other operands must be full too.
             step.gathered = dict.fromkeys(given, "it is written into a tensor for all positions")
             step.sliced, step.outputs = {}, {}
         elif target in step.gathered or target in walk.copies:
@@ -120,7 +120,7 @@ def _where(op: Op, what: str) -> str:
     return f"{op.module or 'the model itself'} ({op.name}) {what}"
 
 
-def _share(op: Op, step: Step, walk: Walk) -> None:
+def _share(op: Op, step: PlacedOp, walk: Walk) -> None:
     """Notes results that are views of a gathered copy."""
     if any(value in step.gathered or value in walk.copies for value in op.inputs):
         returns = op.overload._schema.returns
@@ -128,7 +128,7 @@ def _share(op: Op, step: Step, walk: Walk) -> None:
             walk.copies.update(op.outputs)
 
 
-def _one_more(graph: Graph, op: Op, kept: dict[int, Cut], step: Step, length: int) -> tuple[int, str] | None:
+def _one_more(graph: Graph, op: Op, kept: dict[int, Cut], step: PlacedOp, length: int) -> tuple[int, str] | None:
     """An operand that must be gathered, and why; None if the operation runs on the parts."""
     for value, cut in kept.items():
         try:
@@ -151,15 +151,15 @@ def _one_more(graph: Graph, op: Op, kept: dict[int, Cut], step: Step, length: in
             elif other not in step.gathered and step.sliced.setdefault(other, found) != found:
                 return value, "pairs"
             elif other in step.gathered:
-                # It was gathered for another dimension, and is sliced along this one.
+                # It was gathered for another dimension and is sliced along this one.
                 step.sliced[other] = found
         if op.outputs[0] not in others and op.name not in READS_SIZES_ONLY:
             return value, "its result is for all positions"
     return None
 
 
-def _attends(graph: Graph, op: Op, step: Step, walk: Walk) -> bool:
-    """Whether this is attention of the sequence to itself: queries, keys and values are cut along it alike."""
+def _attends(graph: Graph, op: Op, step: PlacedOp, walk: Walk) -> bool:
+    """Whether this is self-attention over the sequence: queries, keys and values are split along it in the same way."""
     call = bind(op, graph.values)
     read = [call.named[name].value for name in ("query", "key", "value")]
     if not all(value in walk.cuts and walk.cuts[value].dim == 2 for value in read):

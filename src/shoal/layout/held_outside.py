@@ -1,7 +1,7 @@
-"""State that a job's code keeps outside of its model's modules: in the loss, in closures, globals and class attributes.
+"""State that a job's code keeps outside its model's modules: in the loss, in closures, globals and class attributes.
 
-It is found by following what the code of the loss and of the model names, as far as that is the job's own and not a
-library's. Rehearsals put it back, so that what is tried before training leaves no trace; every run of a proof starts
+It is found by following the names used in the code of the loss and the model, as far as that code is the job's own and
+not a library's. Rehearsals restore it, so that trial runs before training have no effect; every run of a proof starts
 from it.
 """
 
@@ -18,13 +18,13 @@ import torch
 from torch import nn
 
 from shoal.job import Job
-from shoal.layout.held_state import OPAQUE, Held, below, found_in, on_copies
+from shoal.layout.held_state import OPAQUE, StateHolder, below, found_in, on_copies
 
 ATOMS = (bool, int, float, complex, str, bytes, type(None))
 
 
-class _Names(Held):
-    """Some entries of a namespace: globals that code names, or the values that a class holds."""
+class _Names(StateHolder):
+    """Some entries of a namespace: globals used by code, or class attributes."""
 
     def __init__(self, space: Any, names: Iterable[str]) -> None:
         super().__init__(space)
@@ -42,7 +42,7 @@ class _Names(Held):
                 self.what[name] = value
 
 
-class _Cell(Held):
+class _Cell(StateHolder):
     """A variable of an enclosing function."""
 
     def content(self) -> Any:
@@ -57,19 +57,19 @@ class _Cell(Held):
 
 
 class Outside:
-    """What is held outside of modules by the code of a job's model and loss."""
+    """State outside modules that the code of a job's model and loss holds."""
 
     def __init__(self, job: Job) -> None:
-        self.held: list[Held] = []
+        self.held: list[StateHolder] = []
         self._seen: set[int] = set()
         self._kept: list[Any] = []
-        """Objects that were followed, so that no other takes their identity."""
+        """Objects that were followed; kept alive so that no other object reuses their id."""
         self._below: set[int] = set()
         self._follow(job)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Inside, code works on copies of it; afterwards it is as it was."""
+        """Inside, code works on copies of the state; afterwards the state is restored."""
         with on_copies(self.held):
             yield
 
@@ -111,7 +111,7 @@ class Outside:
         if not isinstance(function, types.FunctionType):
             return
         if not _own(function):
-            # Shoal's own wrappers around a job's functions hold nothing, but lead on.
+            # Shoal's own wrappers hold no state, but the job's functions inside them may.
             if function.__module__.startswith("shoal."):
                 self._values(value for cell in function.__closure__ or () for value in _Cell(cell).content())
             return

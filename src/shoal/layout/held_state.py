@@ -1,8 +1,8 @@
-"""The state that modules hold, as far as Python code can change it: buffers, attributes, and what lies below them in
-lists, dictionaries, sets, objects of the model's own classes and random generators.
+"""The state of modules that Python code can change: buffers, attributes, and what they contain, through lists,
+dictionaries, sets, objects of the model's own classes and random generators.
 
-Other modules are not followed, nor are objects of libraries that hold handles and locks. Long containers count as they
-are, without what lies below them.
+Other modules are not followed, nor are objects of libraries, which may hold handles and locks. Of long containers only
+the container itself is tracked, not its contents.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 OWN = frozenset(vars(nn.Module())) | {"forward"}
-"""What every module has; of these only buffers are a forward's to change."""
+"""Attributes of every module; of these a forward changes only buffers."""
 LONGEST = 1000
 """Entries of a container that are followed."""
 OPAQUE = frozenset({"torch", "numpy", "shoal", *sys.stdlib_module_names})
-"""Packages whose objects are not looked into."""
+"""Packages whose objects are not followed."""
 ATOMS = (type(None), bool, int, float, complex, str, bytes, type, FunctionType, MethodType, ModuleType, nn.Module)
 
 
-class Held:
-    """Something that holds values under names or places."""
+class StateHolder:
+    """An object that holds values under keys or indices."""
 
     def __init__(self, what: Any, *, skip: frozenset[str] = frozenset()) -> None:
         self.what, self.skip = what, skip
 
     def content(self) -> Any:
-        """What it holds now: a dictionary, a list or a set of its own, or a generator's state."""
+        """Its current content, copied: a dictionary, a list or a set, or a generator's state."""
         what = self.what
         if isinstance(what, dict):
             return {key: what[key] for key in what.keys() - self.skip} if self.skip else dict(what)
@@ -54,7 +54,7 @@ class Held:
         return {name: getattr(what, name) for name in _slots(what) if hasattr(what, name)}
 
     def has(self, content: Any) -> bool:
-        """Whether it holds this still: the same objects at the same places."""
+        """Whether it still holds this content: the same objects in the same places."""
         now = self.content()
         if isinstance(now, dict):
             return now.keys() == content.keys() and all(map(is_, now.values(), map(content.__getitem__, now)))
@@ -63,7 +63,7 @@ class Held:
         return bool(now == content)
 
     def put(self, content: Any) -> None:
-        """Makes it hold this."""
+        """Replaces its content."""
         what = self.what
         if isinstance(what, dict):
             for key in what.keys() - self.skip:
@@ -92,9 +92,9 @@ class Held:
 
 
 class HeldNow:
-    """What modules hold at one moment, to be compared with later."""
+    """A snapshot of the state of modules, to compare with later."""
 
-    def __init__(self, modules: Iterable[nn.Module], more: Iterable[Held] = ()) -> None:
+    def __init__(self, modules: Iterable[nn.Module], more: Iterable[StateHolder] = ()) -> None:
         self.before = [(held, held.content()) for held in (*found_in(modules), *more)]
         self._copies: dict[int, tuple[Any, tuple[Any, int]]] = {}
         for _, content in self.before:
@@ -102,9 +102,9 @@ class HeldNow:
                 if id(value) not in self._copies:
                     self._copies[id(value)] = (value, copy_of(value))
 
-    def changed(self) -> tuple[list[tuple[Held, Any]], dict[int, Any]]:
-        """What holds something else since then, with its content before; and by identity, arrays that were written to,
-        as they were."""
+    def changed(self) -> tuple[list[tuple[StateHolder, Any]], dict[int, Any]]:
+        """Holders whose content changed since then, with the content before; and, by id, the earlier values of arrays
+        that were written to."""
         old = {key: copied[0] for key, (value, copied) in self._copies.items() if is_changed(value, copied)}
         rows = [
             (held, content) for held, content in self.before
@@ -113,14 +113,14 @@ class HeldNow:
         return rows, old
 
     def changed_names(self, model: nn.Module) -> list[str]:
-        """The buffers and attributes of a model's modules that have changed since then, themselves or below."""
+        """The buffers and attributes of a model's modules that changed since then, or whose contents did."""
         rows, old = self.changed()
         changed = {id(held.what): content for held, content in rows}
         names = []
         for path, module in model.named_modules():
             for own, skip in ((module._buffers, frozenset()), (vars(module), OWN)):
                 for key in own.keys() - skip:
-                    inside: list[Held] = []
+                    inside: list[StateHolder] = []
                     below([own[key]], inside, set())
                     before = changed[id(own)].get(key, self) if id(own) in changed else own[key]
                     if before is not own[key] or id(before) in old or any(id(each.what) in changed for each in inside):
@@ -128,22 +128,22 @@ class HeldNow:
         return sorted(names)
 
 
-def found_in(modules: Iterable[nn.Module]) -> list[Held]:
-    """All that these modules hold, each once."""
-    found: list[Held] = []
+def found_in(modules: Iterable[nn.Module]) -> list[StateHolder]:
+    """All state holders of these modules, each once."""
+    found: list[StateHolder] = []
     seen: set[int] = set()
     for module in modules:
         if module._buffers:
-            found.append(Held(module._buffers))
+            found.append(StateHolder(module._buffers))
         own = vars(module)
-        # Also where there is nothing yet: a forward may be the first to set an attribute.
-        found.append(Held(own, skip=OWN))
+        # Include modules without attributes: a forward may be the first to set one.
+        found.append(StateHolder(own, skip=OWN))
         below([own[key] for key in own.keys() - OWN], found, seen)
     return found
 
 
-def below(values: Iterable[Any], found: list[Held], seen: set[int]) -> None:
-    """Adds what lies below some values: containers, generators and objects of the job's own classes."""
+def below(values: Iterable[Any], found: list[StateHolder], seen: set[int]) -> None:
+    """Adds what some values contain: containers, generators and objects of the job's own classes."""
     for value in values:
         if isinstance(value, (*ATOMS, torch.Tensor, np.ndarray)) or id(value) in seen:
             continue
@@ -151,34 +151,34 @@ def below(values: Iterable[Any], found: list[Held], seen: set[int]) -> None:
         if isinstance(value, tuple):
             below(value, found, seen)
         elif isinstance(value, dict):
-            found.append(Held(value))
+            found.append(StateHolder(value))
             if len(value) <= LONGEST:
                 below(value.values(), found, seen)
         elif isinstance(value, (list, deque, set)):
-            found.append(Held(value))
+            found.append(StateHolder(value))
             if len(value) <= LONGEST:
                 below(value, found, seen)
         elif isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
-            found.append(Held(value))
+            found.append(StateHolder(value))
         elif type(value) is SimpleNamespace or type(value).__module__.partition(".")[0] not in OPAQUE:
             if hasattr(value, "__dict__"):
-                found.append(Held(vars(value)))
+                found.append(StateHolder(vars(value)))
                 below(vars(value).values(), found, seen)
             if _slots(value):
-                found.append(Held(value))
+                found.append(StateHolder(value))
                 below(found[-1].content().values(), found, seen)
 
 
 @contextmanager
-def on_copies(held: Iterable[Held]) -> Iterator[None]:
-    """Inside, these hold copies of their arrays; afterwards they hold what they held, as it was."""
+def on_copies(held: Iterable[StateHolder]) -> Iterator[None]:
+    """Inside, these hold copies of their arrays; afterwards their content is restored."""
     before = [(each, each.content()) for each in held]
     copies: dict[int, Any] = {}
-    # Unseen by modes that count operations: a repetition under selective recomputation must be made of the same ones.
+    # Hidden from dispatch modes: selective recomputation requires the same sequence of operations both times.
     with torch.no_grad(), _disable_current_modes():
         for _, content in before:
             for value in values_in(content):
-                # One that carries a gradient is the result of an earlier forward, and is replaced, not changed.
+                # A tensor that requires grad is the result of an earlier forward: it is replaced, not written to.
                 if id(value) not in copies and not (isinstance(value, torch.Tensor) and value.requires_grad):
                     copies[id(value)] = copy_of(value)[0]
     for each, content in before:
@@ -193,7 +193,7 @@ def on_copies(held: Iterable[Held]) -> Iterator[None]:
 
 
 def values_in(content: Any) -> Iterator[Any]:
-    """The arrays in a content."""
+    """The arrays in a holder's content."""
     if not isinstance(content, (dict, list)) or len(content) > LONGEST:
         return
     for value in content.values() if isinstance(content, dict) else content:
@@ -210,7 +210,7 @@ def results_held(model: nn.Module) -> list[torch.Tensor]:
 
 
 def copy_of(value: Any) -> tuple[Any, int]:
-    """A copy that stays as it is when the original is changed in place, and the original's version."""
+    """A copy that does not change when the original is written to, and the original's version."""
     if isinstance(value, np.ndarray):
         return value.copy(), 0
     version = 0 if value.is_inference() else value._version
@@ -224,12 +224,12 @@ def is_changed(value: Any, copied: tuple[Any, int]) -> bool:
         return value.shape != copy.shape or not _same(value, copy)
     if not value.is_inference() and value._version != version:
         return True
-    # A comparison would wait for an accelerator, so there every buffer counts as changed.
+    # A comparison would synchronise with the accelerator, so there every buffer counts as changed.
     return value is not copy and (value.device.type != "cpu" or value.shape != copy.shape or not _same(value, copy))
 
 
 def with_copies(content: Any, fresh: dict[int, Any]) -> Any:
-    """A content with other arrays in the place of some of its own, which `fresh` has by identity."""
+    """A content in which arrays are replaced by those that `fresh` has for their id."""
     if isinstance(content, dict):
         return {key: _fresh(value, fresh) for key, value in content.items()}
     return [_fresh(value, fresh) for value in content] if isinstance(content, list) else content
@@ -263,7 +263,7 @@ def _state_of(what: Any) -> Any:
 
 
 def _numbers(state: Any) -> Any:
-    """A generator's state in values that compare: (bytes, type) for an array, pairs for a dictionary."""
+    """A generator's state in comparable values: (bytes, type) for an array, pairs for a dictionary."""
     if isinstance(state, dict):
         return tuple((key, _numbers(value)) for key, value in state.items())
     return (state.tobytes(), state.dtype.str) if isinstance(state, np.ndarray) else state
@@ -277,5 +277,5 @@ def _arrays(state: Any) -> Any:
     return {key: _arrays(value) for key, value in state}
 
 
-GENERATORS = (Held(random._inst), Held(np.random.mtrand._rand))  # type: ignore[attr-defined]
-"""Python's and NumPy's own, from which any code may draw. PyTorch's is set back by its checkpointing."""
+GENERATORS = (StateHolder(random._inst), StateHolder(np.random.mtrand._rand))  # type: ignore[attr-defined]
+"""Python's and NumPy's global generators, from which any code may draw. PyTorch's checkpointing restores its own."""

@@ -1,6 +1,6 @@
-"""The `Transformer` that a job's model is, read off its module: what is priced instead of the module itself.
+"""The `Transformer` shape of a job's model, read from its modules: the input of the cost model.
 
-A model that is none (no heads, no sequence, no like blocks) is refused in a sentence.
+A model that is not a transformer (no heads, no sequence, no identical blocks) is refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shoal.strategy import ModelFacts
 
 
 class NoTransformer(ValueError):
-    """A model that has no shape of a transformer, in one sentence."""
+    """A model that does not have the shape of a transformer."""
 
 
 def shape_of(job: Job) -> tuple[Transformer, ModelFacts]:
@@ -27,9 +27,9 @@ def shape_of(job: Job) -> tuple[Transformer, ModelFacts]:
     missing = [name for name, value in needed.items() if not value]
     repeated = [module for _, module in blocks(model)]
     if missing or len(repeated) < 1:
-        what = ", ".join(missing) if missing else "a chain of like blocks"
+        what = ", ".join(missing) if missing else "chain of identical blocks"
         raise NoTransformer(
-            f"{job.name}: {type(model).__name__} shows no {what}, so it is priced as no transformer; "
+            f"{job.name}: {type(model).__name__} has no {what}, so it cannot be estimated as a transformer; "
             "plan a preset shape, declare what is missing in the job's facts, or train it with a strategy of your own"
         )
     assert facts.heads is not None
@@ -47,10 +47,10 @@ def shape_of(job: Job) -> tuple[Transformer, ModelFacts]:
 
 
 def _widths(block: nn.Module, *, hidden: int) -> list[int]:
-    """Widths of the linear layers that lead from the stream into a feed-forward part: one, or two that are gated.
+    """Widths of the linear layers that lead from the residual stream into a feed-forward part: one, or two if gated.
 
-    A layer leads in if another of the block leads out from the same width; that tells it from attention's projections,
-    whose joint output (queries, keys and values) nothing reads whole.
+    A layer counts if another layer of the block leads from the same width back to the stream. This excludes attention's
+    projections: no layer reads the joint width of queries, keys and values.
     """
     linear = [module for module in block.modules() if isinstance(module, nn.Linear)]
     out = {module.in_features for module in linear if module.out_features == hidden and module.in_features != hidden}

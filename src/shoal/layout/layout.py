@@ -1,5 +1,6 @@
-"""`Layout`: how a job's model may be cut. Its pieces and where a pipeline may cut between them, the projections that
-tensor parallelism may cut, the sequence, the experts. Inferred from one traced forward; what the job declares wins.
+"""`Layout`: how a job's model can be partitioned. Its pieces and where a pipeline can cut between them, the projections
+that tensor parallelism can split, the sequence, the experts. Inferred from one traced forward; declarations of the job
+take precedence.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ from shoal.strategy import ModelFacts, Strategy, cp, ep, pp, tp
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What may be cut of a model, and how. None: not asked for."""
+    """How a model can be partitioned. None: not asked for."""
 
     chain: Chain | None = None
     balanced: bool = True
     """Whether stages are balanced by estimated cost, or by the number of pieces."""
     borders: tuple[str, ...] | None = None
-    """Pieces before which the job wants the pipeline cut; None: wherever stages come out balanced."""
+    """Pieces that start a pipeline stage, as the job declares; None: cuts that balance the stages."""
     tensor: TensorPlan | None = None
     context: ContextPlan | None = None
     why_no_context: str = ""
     experts: Survey | None = None
     chooses: bool = False
-    """Whether the model's code looks at values, so that what it computes depends on the data (a mixture of experts)."""
+    """Whether the model's code branches on values, so that its operations depend on the data (a mixture of experts)."""
 
     def stages(self, num: int) -> list[tuple[int, int]]:
         assert self.chain is not None
@@ -47,7 +48,7 @@ class Layout:
 
 
 def layout_of(job: Job, strategy: Strategy | None = None) -> Layout:
-    """The parts of the Layout that the strategy needs; without one, all of it. What `job.layout` declares wins."""
+    """The parts of the Layout that the strategy needs; without one, all of it. `job.layout` takes precedence."""
     hints = job.layout or LayoutHints()
 
     def wanted(cls: type[Any]) -> bool:
@@ -84,16 +85,16 @@ def layout_of(job: Job, strategy: Strategy | None = None) -> Layout:
         layout = replace(layout, tensor=_without_experts(layout.tensor, experts))
     pipeline = strategy.term(pp) if strategy is not None else None
     if pipeline is not None and hints.stages is not None:
-        layout.stages(pipeline.n * pipeline.chunks)  # What is declared is refused here, before ranks start.
+        layout.stages(pipeline.n * pipeline.chunks)  # Refuses wrong declarations before ranks start.
     return layout
 
 
 def _without_experts(plan: TensorPlan, experts: Survey) -> TensorPlan:
-    """With batch=True each rank has samples of its own, of which other numbers choose an expert: what lies in experts
-    cannot meet what lies in them on other ranks."""
+    """With batch=True each rank has its own samples and routes a different number of them to an expert, so expert
+    layers cannot be gathered across ranks."""
     owners = tuple(f"{layer.owner}." for layer in experts.layers)
     inside = [region for region in plan.regions if region.columns[0].startswith(owners)]
-    why = "which samples come here differs from rank to rank, and batch=True gathers equally many"
+    why = "each rank routes a different number of samples to it, but batch=True gathers equal numbers"
     whole = {path: why for region in inside for path in (*region.columns, *region.rows)}
     return replace(plan, regions=tuple(r for r in plan.regions if r not in inside), whole={**plan.whole, **whole})
 
@@ -109,7 +110,7 @@ def _kept_together(experts: Survey | None) -> Survey | None:
 
 
 def _experts(job: Job, traced: Trace | None) -> Survey:
-    """Who is chosen depends on values, so this is a run of a few real samples."""
+    """Which experts are chosen depends on values, so this runs a few real samples."""
     if traced is not None and not may_hold_experts(traced):
         return Survey(layers=(), passed_over=())
     with torch.random.fork_rng(devices=[]):
@@ -120,7 +121,7 @@ def _experts(job: Job, traced: Trace | None) -> Survey:
 
 
 def _by_position(experts: Survey | None) -> list[str]:
-    """A mixture of experts sends each position to its experts: whatever its code looks like, it mixes none."""
+    """Expert layers treat each position on its own, whatever their code looks like."""
     return [layer.owner for layer in experts.layers] if experts is not None else []
 
 
@@ -139,7 +140,7 @@ def _why_no_tensor(job: Job, plan: TensorPlan) -> str:
 
 
 def _why_not_within(context: ContextPlan, stream: tuple[str, ...]) -> str:
-    """tp cuts the stream after cp has, and makes it whole before cp does."""
+    """tp splits the residual stream inside cp's range of blocks, so it must not begin earlier or end later."""
     if context.in_root:
         return "the model's own forward works on the sequence between its blocks, where cp cuts it and tp cannot"
     if not stream or stream[0] not in context.blocks:
@@ -159,13 +160,13 @@ def facts_of(job: Job, layout: Layout) -> ModelFacts:
         regions = layout.tensor.regions
         parts = tuple((region.columns[0], region.kind, region.parts) for region in regions)
         if layout.tensor.vocabulary is not None:
-            # Words are dealt out unevenly where they must be: any number of ranks will do.
+            # The vocabulary may be split unevenly, so any number of ranks is legal.
             parts += (((layout.tensor.vocabulary.heads or layout.tensor.vocabulary.embeddings)[0], "words", 0),)
         why = "" if parts else _why_no_tensor(job, layout.tensor)
         no_sequence = "" if layout.tensor.sequence_dim is not None else layout.tensor.why_no_sequence
         tokens = layout.tensor.tokens or facts.sequence
         if facts.heads is None:
-            # Attention that is written without a number of heads in an attribute shows them where it is cut.
+            # Attention that keeps no number of heads in an attribute shows it in its region.
             found = max((count for _, kind, count in parts if kind == "heads"), default=0)
             facts = replace(facts, heads=found or None, kv_heads=facts.kv_heads or found or None)
         facts = replace(facts, tensor_parts=parts, tensor_why=why, sequence_why=no_sequence, sequence=tokens)

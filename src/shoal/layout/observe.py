@@ -1,8 +1,8 @@
-"""One serial forward of the job's own model, watched from outside: what `forward.py` records.
+"""Fills the records of `forward.py` from one serial forward of the job's own model.
 
-No engine and no rank takes part. The model is built of fake tensors (shapes without memory); one whose code looks at
-values runs on real ones. So what a strategy is to send is known before anything runs, and does not depend on what the
-engine says of itself.
+No engine and no rank takes part. The model is built of fake tensors (shapes without memory); a model whose code
+branches on values runs on real ones. So the traffic of a strategy is predicted before the run, independently of
+anything the engine reports about itself.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from shoal.layout.forward import (
 )
 from shoal.layout.layout import Layout
 from shoal.layout.tensor.tokens import stream_blocks
-from shoal.layout.trace import CannotTrace, faked
+from shoal.layout.trace import CannotTrace, faked, reporting_calls
 from shoal.layout.wires import Wire
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-"""What may stand among a module's results and surely holds no tensor."""
+"""Types among a module's results that cannot contain a tensor."""
 TYPICAL = 13
-"""Samples of a forward that stands for those of other numbers: a prime, which sizes of a model hardly contain."""
+"""Batch size of the forward that is scaled to other batch sizes: a prime that is unlikely to divide model sizes."""
 
 
 class _Watch:
@@ -70,7 +70,7 @@ class _Watch:
         key = (id(tensor), 0 if tensor.is_inference() else tensor._version)
         if key not in self._known:
             self._known[key] = len(self._known)
-            self._alive.append(tensor)  # An identity means something only as long as its tensor lives.
+            self._alive.append(tensor)  # An id is unique only while its tensor is alive.
         return Flow(
             self._known[key], tuple(int(size) for size in tensor.shape), tensor.element_size(),
             tensor.is_floating_point(), torch.is_grad_enabled() and tensor.requires_grad,
@@ -117,7 +117,7 @@ class _Functions(TorchFunctionMode):
             seen = LossSeen(watch.tick(), watch.flow(target), max(4, given.element_size()), 3 if smoothing else 2)
             watch.losses.append(seen)
         elif getattr(func, "__name__", "") == "batch_norm":
-            own = ("running_mean", "running_var", "weight", "bias")  # The functional form's order, and torch's.
+            own = ("running_mean", "running_var", "weight", "bias")  # F.batch_norm's order, and torch.batch_norm's.
             names = own if func is F.batch_norm else (*own[2:], *own[:2])
             given, *around, training = _named(("input", *names, "training"), args, kwargs)
             if training:
@@ -132,35 +132,13 @@ def _named(names: tuple[str, ...], args: Any, kwargs: Any) -> tuple[Any, ...]:
     return tuple(given.get(name) for name in names)
 
 
-@contextmanager
-def _watching(model: nn.Module, watch: _Watch) -> Iterator[None]:
-    hooks = []
-    for path, module in model.named_modules():
-        if type(module).forward is nn.Module.forward:
-            continue  # Containers are not called.
-
-        def before(_: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
-            watch.enter(path, args, kwargs)
-
-        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            watch.leave(module, output)
-
-        hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        hooks.append(module.register_forward_hook(after, with_kwargs=True))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 def observe(
     job: Job, batch: Mapping[str, torch.Tensor] | None = None, *, dtype: torch.dtype | None = None,
     autocast: bool = False, real: bool = False, around: Callable[[], Any] = nullcontext,
 ) -> Forward:  # fmt: skip
-    """The forward of a batch (of a few samples of the job's own, if none is given), on fakes where the model allows
-    it. `dtype`: of the model, where it is not its own. `real`: not on fakes (libraries choose between ways to call
-    attention by whether they are traced). `around`: what the model runs in."""
+    """The forward of a batch (by default a few of the job's samples), on fake tensors if the model allows it. `dtype`:
+    casts the model first. `real`: never on fakes (libraries call attention differently while they are traced).
+    `around`: the context that the model runs in."""
     if batch is None:
         batch = job.train.batch(np.arange(min(TYPICAL, len(job.train))))
     with torch.random.fork_rng(devices=[]):
@@ -183,7 +161,7 @@ def observe(
 
 @contextmanager
 def _norms_of_one_sample() -> Iterator[None]:
-    """A rank's part of a batch may be one sample. Ranks share their statistics, so batch norm need not refuse it."""
+    """Lets batch norm accept one sample: a rank's part of a batch may be that small, and ranks share statistics."""
     check = F._verify_batch_size
     F._verify_batch_size = lambda size: None
     try:
@@ -210,14 +188,14 @@ def _observed(job: Job, model: nn.Module, batch: dict[str, torch.Tensor], autoca
     model.train()
     precision = torch.autocast("cpu", torch.bfloat16, cache_enabled=False) if autocast else nullcontext()
     with ExitStack() as stack:
-        stack.enter_context(_watching(model, watch))
+        stack.enter_context(reporting_calls(model, watch, before_own_hooks=False))
         stack.enter_context(_Functions(watch))
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(watch.pack, lambda kept: kept))
         stack.enter_context(precision)
         stack.enter_context(_norms_of_one_sample())
         output = job.run_model(model, batch)
         outputs = watch.flows(output)
-        if job.loss_over != "batch":  # A loss of the global batch reads what was gathered, not this.
+        if job.loss_over != "batch":  # A loss over the global batch reads the gathered outputs instead.
             job.loss_of(output, batch)
     return Forward(
         samples=len(next(iter(batch.values()))), calls=tuple(sorted(watch.calls, key=lambda call: call.start)),
@@ -227,7 +205,7 @@ def _observed(job: Job, model: nn.Module, batch: dict[str, torch.Tensor], autoca
 
 
 def _wire_shape(number: int, wire: Wire) -> WireShape:
-    """Where the value that crosses the cut before a piece is found: among its arguments, or what a piece gave back."""
+    """Where to find a value that crosses the cut before a piece: among its arguments, or the results of a piece."""
     if wire.arguments:
         return WireShape(number, 0, wire.arguments[0], True)
     return WireShape(*wire.results[0], False)

@@ -1,6 +1,6 @@
-"""What a traced forward consists of: values, the operations that make them, and the calls of modules around both.
+"""The records of a traced forward: values, the operations that produce them, and the module calls around both.
 
-Plain records, in the order in which things happened; `trace.py` fills them, everything that infers reads them.
+Plain records in execution order; `trace.py` fills them, all inference reads them.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ class Ref:
 
 @dataclass(slots=True)
 class Value:
-    """A tensor at one moment: an operation that writes in place makes a new one."""
+    """A tensor at one moment: an in-place write creates a new value."""
 
     number: int
     shape: tuple[int, ...]
     dtype: torch.dtype
     source: str
-    """Where it comes from: "parameter", "buffer", "batch" (with its name), "op", or "constant"."""
+    """Its source: "parameter", "buffer", "batch" (with its name), "op", or "constant"."""
     name: str
     producer: int
-    """The operation that made it; -1 if none did."""
+    """The operation that produced it; -1: none."""
     learned: bool
     """Whether it depends on a parameter."""
     strides: tuple[int, ...] = ()
-    """How it lies in memory: code may view it or have to copy it."""
+    """Its strides: they decide whether code can view it or must copy it."""
     storage: int = 0
-    """Which memory it lies in, shared by views; 0 if that is not known."""
+    """Its storage, shared by views; 0 if unknown."""
     reached: bool = True
-    """Whether the gradient of the loss comes to it."""
+    """Whether it receives a gradient from the loss."""
 
     @property
     def numel(self) -> int:
@@ -70,30 +70,30 @@ class Op:
 
 
 @dataclass(slots=True)
-class Call:
-    """One call of a module: which operations it spans, and the tensors it was given and gave back."""
+class TracedCall:
+    """One call of a module: the operations it spans, the tensors it received and returned."""
 
     path: str
     first: int
-    """Number of the first operation within."""
+    """Number of its first operation."""
     arguments: list[int | None]
-    """Values of its arguments, laid flat; None for what is no tensor."""
+    """Values of its flattened arguments; None for those that are not tensors."""
     stop: int = -1
     """Number of the first operation after it."""
     results: list[int | None] = field(default_factory=list)
     inputs: Any = None
     """(args, kwargs) as called, with every tensor replaced by a Ref: enough to call it again."""
     number: int = -1
-    """Its own, among all calls."""
+    """Its number among all calls."""
     learning: frozenset[int] = frozenset()
     """Which results require a gradient."""
     bare: bool = False
-    """Whether it gave back one tensor, and not something that holds tensors."""
+    """Whether it returned one tensor rather than a container of tensors."""
 
 
 @dataclass(slots=True)
-class Attention:
-    """One call of `scaled_dot_product_attention`, whatever operations it is made of."""
+class TracedAttention:
+    """One call of `scaled_dot_product_attention`, whichever operations it consists of."""
 
     first: int
     """Number of its first operation."""
@@ -108,7 +108,7 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class ValueRead:
     """A place where the model's code reads the value of a tensor, as a branch does."""
 
     op: int
@@ -117,33 +117,33 @@ class Question:
     learned: bool
     """Whether the value depends on a parameter."""
     values: tuple[int, ...] = ()
-    """What is read."""
+    """The values that are read."""
 
 
 @dataclass(slots=True)
 class Trace:
-    """What one forward does."""
+    """The operations of one forward."""
 
     model: nn.Module
     fake: bool
     samples: int
     values: list[Value]
     ops: list[Op]
-    calls: list[Call]
+    calls: list[TracedCall]
     parameters: dict[str, int]
     """Name -> value."""
     buffers: dict[str, int]
     output: list[int | None]
-    """The model's output, laid flat."""
+    """The model's flattened output."""
     loss: int | None
     model_stop: int
     """Number of the first operation after the model: the loss."""
-    attention: list[Attention] = field(default_factory=list)
-    questions: list[Question] = field(default_factory=list)
+    attention: list[TracedAttention] = field(default_factory=list)
+    value_reads: list[ValueRead] = field(default_factory=list)
     sized_calls: list[NotedCall] = field(default_factory=list)
     """Calls of functions that name sizes, in order."""
     constants: dict[int, str] = field(default_factory=dict)
-    """Value -> digest of a tensor that is neither parameter, buffer, batch nor computed: a constant of the code."""
+    """Value -> digest, for constants of the code: tensors that are neither parameter, buffer, batch nor result."""
     buffers_behind: dict[str, int] = field(default_factory=dict)
     """Name -> the value that a buffer has after the forward."""
 
@@ -158,5 +158,5 @@ class Trace:
     def parameter_names(self) -> dict[int, str]:
         return {value: name for name, value in self.parameters.items()}
 
-    def calls_of(self, path: str) -> list[Call]:
+    def calls_of(self, path: str) -> list[TracedCall]:
         return [call for call in self.calls if call.path == path]

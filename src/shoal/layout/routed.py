@@ -1,4 +1,4 @@
-"""One run of a mixture of experts, as one rank saw it: what the formulas for its traffic read."""
+"""One run of a mixture of experts on one rank: the input of the traffic formulas."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Routed:
-    """What one run of a layer sent, as one rank saw it: what `estimate/expert_traffic.py` predicts the ledger from."""
+    """What one run of a layer sent from one rank; `estimate/expert_traffic.py` predicts the ledger from it."""
 
     axis: str
     index: int
-    """This rank's place among the ranks."""
+    """This rank's index on the axis."""
     phase: str
     trained: bool
-    """Whether backward goes through this very run."""
+    """Whether backward goes through this run."""
     counts_bytes: int
     """The vector of counts, to all ranks together."""
     sent_rows: tuple[int, ...]
@@ -22,5 +22,5 @@ class Routed:
     received_rows: tuple[int, ...]
     row_bytes: int
     weight_bytes: int
-    """Of the weight of a row where it travels apart from it; 0 where it does not."""
+    """Bytes of a row's routing weight if it is sent separately; 0 if not."""
     answer_bytes: int

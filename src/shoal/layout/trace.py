@@ -1,9 +1,9 @@
 """One forward of a job, recorded operation by operation, without running it.
 
-The model is built of fake tensors (shapes without memory) and called once on a few samples, loss included. What
-comes out is a straight list of operations on values: what each reads, what it writes, in which module it happens.
-All that Shoal infers about a model (where it may be cut, and how) is read off this list. A model whose code looks
-at values (a mixture of experts that asks which expert was chosen) cannot run on fakes; it runs on real tensors.
+The model is built of fake tensors (shapes without memory) and called once on a few samples, loss included. The result
+is a flat list of operations on values: what each reads, what it writes, in which module. Everything that Shoal infers
+about a model (where and how it can be cut) is derived from this list. A model whose code branches on values (a mixture
+of experts that tests which expert was chosen) cannot run on fakes; it runs on real tensors.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import hashlib
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,30 +26,30 @@ from torch.utils._pytree import tree_leaves, tree_map
 from shoal.job import Job
 from shoal.job.facts import build_without_memory
 from shoal.job.own_code import built, naming_the_line
-from shoal.layout.recorded import Attention, Call, Op, Question, Ref, Trace, Value
+from shoal.layout.recorded import Op, Ref, Trace, TracedAttention, TracedCall, Value, ValueRead
 from shoal.layout.tensor.sized_calls import SizedCalls
 
 READS_VALUES = (torch.ops.aten._local_scalar_dense, torch.ops.aten.equal, torch.ops.aten.is_nonzero)
 SAMPLES = 2
-"""Enough to tell a batch from a single sample."""
+"""Batch size of a trace: enough to distinguish a batch from a single sample."""
 LARGEST_CONSTANT = 1 << 17
-"""Elements of a constant tensor that counts by its values."""
+"""Largest constant tensor that is identified by its values."""
 
 
 class CannotTrace(ValueError):
     """The model cannot be called on a sample of its own data."""
 
 
-class Recorder(TorchDispatchMode):
-    """Sees every operation and writes it down."""
+class OpRecorder(TorchDispatchMode):
+    """Records every operation."""
 
     def __init__(self) -> None:
         super().__init__()
         self.values: list[Value] = []
         self.ops: list[Op] = []
-        self.calls: list[Call] = []
-        self.open: list[Call] = []
-        self.questions: list[Question] = []
+        self.calls: list[TracedCall] = []
+        self.open: list[TracedCall] = []
+        self.value_reads: list[ValueRead] = []
         self.constants: dict[int, str] = {}
         self._known: dict[int, int] = {}
         self._alive: list[torch.Tensor] = []
@@ -74,7 +74,7 @@ class Recorder(TorchDispatchMode):
         self._known[id(tensor)] = number
         if source == "constant":
             self.constants[number] = _digest(tensor)
-        self._alive.append(tensor)  # An identity means something only as long as its tensor lives.
+        self._alive.append(tensor)  # An id is unique only while its tensor is alive.
         return number
 
     def enter_state(self, model: nn.Module) -> tuple[dict[str, int], dict[str, int]]:
@@ -94,8 +94,8 @@ class Recorder(TorchDispatchMode):
             if getattr(func, "overloadpacket", None) in READS_VALUES:
                 learned = any(self.values[value].learned for value in inputs)
                 where = self.open[-1].path if self.open else ""
-                self.questions.append(Question(len(self.ops), where, learned, inputs))
-            return result  # A question about a tensor, such as its device.
+                self.value_reads.append(ValueRead(len(self.ops), where, learned, inputs))
+            return result  # A query about a tensor, such as its device.
         learned = any(self.values[value].learned for value in inputs)
         number = len(self.ops)
         outputs = tuple(
@@ -115,12 +115,12 @@ class Recorder(TorchDispatchMode):
         return [self.value_of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in tree_leaves(tree)]
 
     def enter(self, path: str, args: Any, kwargs: Any) -> None:
-        call = Call(path, len(self.ops), self.flat((args, kwargs)), inputs=tree_map(self._ref, (args, kwargs)))
+        call = TracedCall(path, len(self.ops), self.flat((args, kwargs)), inputs=tree_map(self._ref, (args, kwargs)))
         call.number = len(self.calls)
         self.calls.append(call)
         self.open.append(call)
 
-    def leave(self, output: Any) -> None:
+    def leave(self, module: nn.Module, output: Any) -> None:
         call = self.open.pop()
         call.stop, call.results = len(self.ops), self.flat(output)
         leaves = enumerate(tree_leaves(output))
@@ -128,7 +128,7 @@ class Recorder(TorchDispatchMode):
         call.bare = isinstance(output, torch.Tensor)
 
     def note_reached(self, loss: Any) -> None:
-        """Which values the gradient of the loss comes to, as far as it has one."""
+        """Marks the values that receive a gradient from the loss, if it has one."""
         if not isinstance(loss, torch.Tensor) or loss.grad_fn is None:
             return
         reached, ahead = {loss.grad_fn}, [loss.grad_fn]
@@ -141,7 +141,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    """Of a constant's values, where it has any; fakes of small constants keep them."""
+    """Digest of a constant's values, if it has any; fakes of small constants keep them."""
     real = getattr(tensor, "constant", None) if isinstance(tensor, FakeTensor) else tensor
     if real is None or real.is_meta or real.layout is not torch.strided or real.numel() > LARGEST_CONSTANT:
         return ""
@@ -152,12 +152,12 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 class _AttentionCalls(TorchFunctionMode):
-    """Notes each call of attention; below this level it may be one operation or a dozen."""
+    """Records each call of attention; below this level it may be one operation or a dozen."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: OpRecorder) -> None:
         super().__init__()
         self.recorder = recorder
-        self.found: list[Attention] = []
+        self.found: list[TracedAttention] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -169,7 +169,7 @@ class _AttentionCalls(TorchFunctionMode):
         output = func(*args, **kwargs)
         value, mask = self.recorder.value_of, given.get("attn_mask")
         self.found.append(
-            Attention(
+            TracedAttention(
                 first, len(self.recorder.ops), value(given["query"]), value(given["key"]), value(given["value"]),
                 None if mask is None else value(mask), bool(given.get("is_causal")), value(output),
                 self.recorder.open[-1].path if self.recorder.open else "",
@@ -178,22 +178,27 @@ class _AttentionCalls(TorchFunctionMode):
         return output
 
 
+class _SeesCalls(Protocol):
+    def enter(self, path: str, args: Any, kwargs: Any) -> None: ...
+
+    def leave(self, module: nn.Module, output: Any) -> None: ...
+
+
 @contextmanager
-def _watching(model: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Tells the recorder of every module's call."""
+def reporting_calls(model: nn.Module, to: _SeesCalls, *, before_own_hooks: bool) -> Iterator[None]:
+    """Reports every module call. `before_own_hooks`: with the arguments before the model's own pre-hooks."""
     hooks = []
     for path, module in model.named_modules():
         if type(module).forward is nn.Module.forward:
             continue  # Containers are not called.
 
         def before(_: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
-            recorder.enter(path, args, kwargs)
+            to.enter(path, args, kwargs)
 
-        def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            recorder.leave(output)
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            to.leave(module, output)
 
-        # First of all pre-hooks: what those of the model make of the arguments belongs to the call.
-        hooks.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+        hooks.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=before_own_hooks))
         hooks.append(module.register_forward_hook(after, with_kwargs=True))
     try:
         yield
@@ -203,7 +208,7 @@ def _watching(model: nn.Module, recorder: Recorder) -> Iterator[None]:
 
 
 def trace(job: Job, *, samples: int = SAMPLES, model: nn.Module | None = None) -> Trace:
-    """Records a forward of the job's model, on fakes where the model allows it."""
+    """Records a forward of the job's model, on fake tensors if the model allows it."""
     indices = np.arange(min(samples, len(job.train)))
     with naming_the_line(job, "train.batch(indices)"):
         batch = job.train.batch(indices)
@@ -226,7 +231,7 @@ def trace(job: Job, *, samples: int = SAMPLES, model: nn.Module | None = None) -
 
 @contextmanager
 def _quiet_fakes() -> Iterator[None]:
-    """What fails on fakes is run for real; PyTorch would log it with a traceback."""
+    """Suppresses PyTorch's log of failures on fakes: the model then runs on real tensors."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before = log.level
     log.setLevel(logging.CRITICAL)
@@ -237,7 +242,7 @@ def _quiet_fakes() -> Iterator[None]:
 
 
 def faked(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """The same model with fakes for its parameters and buffers, tied ones still tied."""
+    """The same model with fake parameters and buffers; tied ones stay tied."""
     made: dict[int, Any] = {}
 
     def fake(tensor: torch.Tensor) -> Any:
@@ -261,13 +266,13 @@ def _is_fake(model: nn.Module) -> bool:
 
 
 def _record(job: Job, model: nn.Module, batch: dict[str, torch.Tensor], samples: int, fake: bool) -> Trace:
-    recorder = Recorder()
+    recorder = OpRecorder()
     parameters, buffers = recorder.enter_state(model)
     for name, entry in batch.items():
         recorder.value_of(entry, "batch", name)
     model.train()
     with ExitStack() as stack:
-        stack.enter_context(_watching(model, recorder))
+        stack.enter_context(reporting_calls(model, recorder, before_own_hooks=True))
         stack.enter_context(recorder)
         attention = stack.enter_context(_AttentionCalls(recorder))
         sized = stack.enter_context(SizedCalls(recorder.running, recorder.known))
@@ -280,8 +285,8 @@ def _record(job: Job, model: nn.Module, batch: dict[str, torch.Tensor], samples:
         model=model, fake=fake, samples=samples, values=recorder.values, ops=recorder.ops, calls=recorder.calls,
         parameters=parameters, buffers=buffers, output=recorder.flat(output),
         loss=recorder.value_of(loss) if isinstance(loss, torch.Tensor) else None, model_stop=model_stop,
-        attention=attention.found, questions=recorder.questions, sized_calls=sized.found, constants=recorder.constants,
-        buffers_behind=behind,
+        attention=attention.found, value_reads=recorder.value_reads, sized_calls=sized.found,
+        constants=recorder.constants, buffers_behind=behind,
     )  # fmt: skip
 
 

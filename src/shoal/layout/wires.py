@@ -1,9 +1,10 @@
-"""What crosses a cut between two pipeline stages, read off a trace.
+"""The tensors that cross a cut between two pipeline stages, derived from a trace.
 
-A value is a stage's own if it depends on a parameter, is made inside a piece, or is computed from such a value or from
-a buffer that such values change; also by a write into its memory. All others (masks, rotary tables) every stage makes
-for itself, with the model's own code. What is an earlier stage's own and still needed has to be sent, so both stages
-must be able to find it: as an argument of the piece behind the cut, or as the result of a piece before it.
+A value belongs to a stage if it depends on a parameter, is produced inside a piece, or is computed from such a value or
+from a buffer that such values change, including by a write into its memory. All other values (masks, rotary tables) are
+recomputed by every stage with the model's own code. A value that belongs to an earlier stage and is still needed must
+be sent, so both stages must be able to find it: as an argument of the piece after the cut, or as the result of a piece
+before it.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from math import inf
 
 from torch.utils._pytree import tree_leaves
 
-from shoal.layout.recorded import Call, Op, Ref, Trace
+from shoal.layout.recorded import Op, Ref, Trace, TracedCall
 
 Place = tuple[int, int, int]
-"""(piece, which of its calls, which of its results laid flat)"""
+"""(piece, index of its call, index of the flattened result)"""
 
 SHAPE_ALONE = frozenset({
     "zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full",
     "new_empty_strided",
 })  # fmt: skip
-"""Operations that read the shape of a tensor and none of its numbers."""
+"""Operations that read the shape of a tensor but not its values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,38 +32,38 @@ class Wire:
     """A tensor that crosses a cut."""
 
     results: tuple[Place, ...]
-    """Where pieces before the cut give it back."""
+    """The results of pieces before the cut that it is."""
     arguments: tuple[int, ...]
-    """Which arguments of the piece behind the cut it is, laid flat."""
+    """The flattened arguments of the piece after the cut that it is."""
     beside: bool
-    """Whether code around that piece uses it as well, behind the cut."""
+    """Whether code outside that piece uses it too, after the cut."""
     learns: bool
-    """Whether the gradient of the loss comes to it."""
+    """Whether it receives a gradient from the loss."""
     shape: tuple[int, ...]
     itemsize: int
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """What a forward does with a buffer that it changes, by operations."""
+class BufferChange:
+    """The operations of a forward that read and write a buffer which it changes."""
 
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     own: bool
-    """Whether the change depends on what only one stage has; otherwise every stage that comes to it can make it."""
+    """Whether the change depends on values of one stage; otherwise every stage that reaches it can make it."""
 
     def is_cut_at(self, start: int) -> bool:
-        """Whether a stage would see another value than one process does, with a cut before an operation. A stage runs
-        the code of the model up to its end, so it lacks what is written behind that."""
+        """Whether a stage would see a different value than one process, with a cut before an operation. A stage runs
+        the model's code up to its end, so it misses later writes."""
         before, behind = any(op < start for op in self.writes), any(op >= start for op in self.writes)
         early, late = any(op < start for op in self.reads), any(op >= start for op in self.reads)
         return (behind and early) or (self.own and before and (behind or late))
 
 
-class Crossing:
-    """Which values belong to a stage since when, and until when they are needed."""
+class ValueLifetimes:
+    """From which operation on a value belongs to a stage, and until which operation it is needed."""
 
-    def __init__(self, trace: Trace, order: Sequence[str], calls: dict[str, list[Call]]) -> None:
+    def __init__(self, trace: Trace, order: Sequence[str], calls: dict[str, list[TracedCall]]) -> None:
         self.trace, self.order, self.calls = trace, order, calls
         self.starts = [calls[path][0].first for path in order]
         self._in_memory: dict[int, list[int]] = {}
@@ -71,22 +72,22 @@ class Crossing:
                 self._in_memory.setdefault(value.storage, []).append(value.number)
         self.since = self._since(frozenset())
         self.changed = _changed_buffers(trace, self.since)
-        # What is read of a buffer that only one stage can change is that stage's as well.
+        # Values read from a buffer that only one stage can change belong to that stage too.
         own = frozenset(trace.buffers[name] for name, change in self.changed.items() if change.own)
         if own:
             self.since = self._since(own)
             self.changed = _changed_buffers(trace, self.since)
         self.last_use = {value: max(ops) for value, ops in trace.users().items()}
-        for question in trace.questions:
-            for each in question.values:
-                self.last_use[each] = max(self.last_use.get(each, -1), question.op - 1)
+        for read in trace.value_reads:
+            for each in read.values:
+                self.last_use[each] = max(self.last_use.get(each, -1), read.op - 1)
         for number in [*trace.output, trace.loss]:
             if number is not None:
                 self.last_use[number] = len(trace.ops)
 
     def _since(self, buffers: frozenset[int]) -> list[float]:
-        """For each value the operation that made it a stage's own; infinity if every stage can compute it. `buffers`
-        are a stage's own from the start."""
+        """For each value the operation from which on it belongs to a stage; infinity if every stage can compute it.
+        `buffers` belong to a stage from the start."""
         trace = self.trace
         since = [-1.0 if v.source == "parameter" or v.number in buffers else inf for v in trace.values]
         inside = [False] * len(trace.ops)
@@ -106,7 +107,7 @@ class Crossing:
         return since
 
     def before(self, number: int) -> tuple[tuple[Wire, ...], str]:
-        """What crosses the cut before a piece, or why there can be none."""
+        """The tensors that cross the cut before a piece, or why it cannot be cut there."""
         start = self.starts[number]
         if not number:
             return (), ""
@@ -131,7 +132,7 @@ class Crossing:
             if not (places or leaves):
                 maker = trace.ops[value.producer]
                 where = maker.module or type(trace.model).__name__
-                return (), f"needs more than it is given: a result of {maker.name} in {where} is used behind it as well"
+                return (), f"needs more than its arguments: a result of {maker.name} in {where} is also used after it"
             same_memory = self._in_memory.get(value.storage, [value.number])
             beside = any(self.last_use.get(each, -1) >= stop for each in same_memory)
             wires.append(Wire(places, leaves, beside, value.reached, value.shape, value.dtype.itemsize))
@@ -141,7 +142,7 @@ class Crossing:
         return tuple(wires), ""
 
 
-def _changed_buffers(trace: Trace, since: list[float]) -> dict[str, Change]:
+def _changed_buffers(trace: Trace, since: list[float]) -> dict[str, BufferChange]:
     found = {}
     users = trace.users()
     for name, value in trace.buffers.items():
@@ -154,7 +155,7 @@ def _changed_buffers(trace: Trace, since: list[float]) -> dict[str, Change]:
         if writes:
             reads = {op for each in same for op in users.get(each, ())} - writes
             own = any(since[out] <= op for op in writes for out in trace.ops[op].outputs)
-            found[name] = Change(tuple(sorted(reads)), tuple(sorted(writes)), own)
+            found[name] = BufferChange(tuple(sorted(reads)), tuple(sorted(writes)), own)
     return found
 
 
@@ -162,7 +163,7 @@ def written_by(op: Op) -> list[int]:
     """Values into whose memory an operation writes."""
     schema = op.overload._schema
     if "batch_norm" in op.name:
-        # Statistics are written without a word of it in the schema.
+        # The schema does not declare that running statistics are written.
         return [leaf.value for leaf in tree_leaves(op.args[3:5]) if isinstance(leaf, Ref)]
     if not schema.is_mutable:
         return []

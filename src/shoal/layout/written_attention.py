@@ -1,25 +1,25 @@
-"""Attention that a model writes out itself, found by what it computes and not by its name.
+"""Attention that a model implements itself, found by what it computes, not by its name.
 
 A product whose two operands both carry the sequence makes a score for each pair of positions; a later product that
 sums over one of the two makes one result for each position again. What happens in between (scale, masks, alibi, a soft
-cap, softmax, dropout) is the model's affair. The innermost module that spans both products holds the attention.
+cap, softmax, dropout) does not matter. The innermost module that spans both products holds the attention.
 """
 
 from __future__ import annotations
 
 from shoal.layout.cuts import Cut
 from shoal.layout.global_view import PRODUCTS, Walk, follow
-from shoal.layout.recorded import Call, Trace
+from shoal.layout.recorded import Trace, TracedCall
 from shoal.layout.tensor.spread import Graph
 
 
-def holders(graph: Graph, call: Call, stream: int, cut: Cut) -> list[Call]:
+def holders(graph: Graph, call: TracedCall, stream: int, cut: Cut) -> list[TracedCall]:
     """The calls within a block that hold attention other than `scaled_dot_product_attention` called by the model.
     Raises CannotFollow where the block writes into positions in place."""
     trace = graph.trace
     ops = [op for op in trace.ops[call.first : call.stop] if graph.live[op.number]]
     walk = follow(graph, ops, {stream: cut}, cut.size, attention=trace.attention)
-    found: list[Call] = []
+    found: list[TracedCall] = []
     for first, last, _ in attentions(walk):
         holder = _innermost(trace, call, first, last)
         if holder not in found:
@@ -49,11 +49,11 @@ def attentions(walk: Walk) -> list[tuple[int, int, frozenset[int]]]:
     return found
 
 
-def _contains(outer: Call, inner: Call) -> bool:
+def _contains(outer: TracedCall, inner: TracedCall) -> bool:
     return outer.first <= inner.first and inner.stop <= outer.stop and outer.number != inner.number
 
 
-def _innermost(trace: Trace, block: Call, first: int, last: int) -> Call:
+def _innermost(trace: Trace, block: TracedCall, first: int, last: int) -> TracedCall:
     """The smallest call that spans both operations."""
     spanning = [c for c in trace.calls if c.first <= first and last < c.stop and _within(c.path, block.path)]
     return min(spanning, key=lambda c: (c.stop - c.first, -c.path.count(".")), default=block)

@@ -27,7 +27,7 @@ from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
 from shoal.comm.points import reach
 from shoal.job.random_optimizer import UpdateDraws
-from shoal.layout.cuts import Part
+from shoal.layout.cuts import TensorPart
 from shoal.parallel.batch_norm import release
 from shoal.parallel.bucket import PLAIN, Bucket
 from shoal.parallel.buffers import BufferExchange
@@ -268,13 +268,13 @@ class Engine:
                     self.outer.take_back(own)
                     self.owner.publish()
 
-    def part_of(self, name: str) -> Part | None:
+    def part_of(self, name: str) -> TensorPart | None:
         """Which part of a parameter this rank holds; None if all of it."""
         cut = self.cut.cuts.get(name)
         if cut is None:
             return None
         members = self.placement.experts if name in self.cut.stacks else self.placement.tensor
-        return Part(cut, members.size, members.index)
+        return TensorPart(cut, members.size, members.index)
 
     def speaks_for(self, name: str, *, of_island: bool = False) -> bool:
         """Whether this rank writes what is not sharded (a buffer, a frozen parameter) to a checkpoint; for its own

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from shoal.layout.held_state import Held, HeldNow, copy_of, with_copies
+from shoal.layout.held_state import HeldNow, StateHolder, copy_of, with_copies
 
 
 class ChangesParameters(ValueError):
@@ -23,11 +23,11 @@ class ChangesParameters(ValueError):
 class ForwardState:
     """One call of a block: the state before it, as far as the call changed it."""
 
-    def __init__(self, name: str, block: nn.Module, generators: list[Held]) -> None:
+    def __init__(self, name: str, block: nn.Module, generators: list[StateHolder]) -> None:
         """`generators`: those of Python and NumPy from which the block may draw. Those from which it has not drawn are
         taken off the list, since it costs time to ask for their state."""
         self._name, self._modules, self._generators = name, list(block.modules()), generators
-        self._before: list[tuple[Held, Any]] = []
+        self._before: list[tuple[StateHolder, Any]] = []
         """What the first forward changed, and its content before."""
         self._copies: dict[int, Any] = {}
         """By identity, arrays that it wrote to, as they were."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shoal.job.random_optimizer import Stretch
+from shoal.job.random_optimizer import ParameterRange
 
 if TYPE_CHECKING:
     from shoal.parallel.engine import Engine
@@ -38,12 +38,12 @@ def closure_for(engine: Engine, again: Callable[[], None] | None, loss: float) -
     return closure
 
 
-def drawn_slices(engine: Engine) -> Iterator[tuple[torch.Tensor, list[Stretch]]]:
+def drawn_slices(engine: Engine) -> Iterator[tuple[torch.Tensor, list[ParameterRange]]]:
     """For each tensor of the optimiser, which elements of which parameters it draws random numbers for."""
     for param, pieces in engine.optimizer.contents():
         stretches = []
         for at, piece in pieces:
             part = engine.part_of(piece.name)
             full, held = engine.shapes[piece.name][0], None if part is None else part.of
-            stretches.append(Stretch(piece.name, full, held, piece.start, piece.values.numel(), at))
+            stretches.append(ParameterRange(piece.name, full, held, piece.start, piece.values.numel(), at))
         yield param, stretches

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from shoal.comm.ledger import BOOK
 from shoal.layout.blocks import blocks
-from shoal.layout.held_state import GENERATORS, Held
+from shoal.layout.held_state import GENERATORS, StateHolder
 from shoal.parallel.forward_state import ForwardState
 from shoal.parallel.written_arguments import WrittenArguments
 
@@ -146,7 +146,7 @@ def _mode_of(block: nn.Module, mode: str, kept: set[Any]) -> tuple[str, Any]:
 
 
 def _call(
-    name: str, block: nn.Module, forward: Any, mode: str, kept: set[Any], generators: list[Held],
+    name: str, block: nn.Module, forward: Any, mode: str, kept: set[Any], generators: list[StateHolder],
     written: WrittenArguments, *args: Any, **kwargs: Any,
 ) -> Any:  # fmt: skip
     if not (block.training and torch.is_grad_enabled()):

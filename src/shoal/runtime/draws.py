@@ -18,8 +18,9 @@ from torch import nn
 
 from shoal.job import Job
 from shoal.job.draw_places import Places, draw_places
-from shoal.job.random_optimizer import Stretch, UpdateDraws
-from shoal.job.randomness import Cuts, Randomness
+from shoal.job.draw_plan import Cuts
+from shoal.job.random_optimizer import ParameterRange, UpdateDraws
+from shoal.job.randomness import Randomness
 from shoal.layout.experts.rehearsal import ParametersKept, random_state, rehearsing, set_random_state
 from shoal.layout.held_outside import Outside
 from shoal.parallel.engine import Engine
@@ -81,7 +82,7 @@ def serial_update(draws: UpdateDraws | None, params: Mapping[str, nn.Parameter],
         return nullcontext()
     draws.begin(counter)
     return draws.update(
-        (param, [Stretch(name, tuple(param.shape), None, 0, param.numel(), 0)]) for name, param in params.items()
+        (param, [ParameterRange(name, tuple(param.shape), None, 0, param.numel(), 0)]) for name, param in params.items()
     )
 
 

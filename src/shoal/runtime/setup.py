@@ -125,7 +125,7 @@ def prepare(job: Job, strategy: Strategy, *, rank: int, backend: str | None, dev
     )  # fmt: skip
     modes = buffer_modes(job.buffers, model)
     engine.buffers = buffer_exchange(model, engine.placement, modes, engine.absent)
-    randomness.cuts = cuts_of(engine)
+    randomness.numbers.cuts = cuts_of(engine)
     executor = executor_for(engine, strategy)
     runner = StepRunner(job, executor, strategy, randomness, autocast=strategy.term(amp) is not None, dtype=dtype)
     expected = Expected(job, strategy, layout, executor, dtype)

@@ -172,7 +172,7 @@ class StepRunner:
 
     def forward(self, part: Part) -> Any:
         reach("step: forward")
-        draw_from(key_of(part.seed, *self.randomness.cuts.salt) >> 1, self.device)
+        draw_from(key_of(part.seed, *self.randomness.numbers.cuts.salt) >> 1, self.device)
         placed = self.randomness.forward(part.samples, part.step, part.over_tensor)
         with BOOK.during("forward"), self._precision(), placed:
             return self.job.run_model(self.engine.model, part.batch)

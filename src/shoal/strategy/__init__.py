@@ -16,7 +16,7 @@ from shoal.strategy.facts import ModelFacts
 from shoal.strategy.legality.check import IllegalStrategy, Refusal, check, is_legal, require_legal
 from shoal.strategy.legality.rules import RULES
 from shoal.strategy.place_in_text import StrategyError
-from shoal.strategy.taxonomy.place import SPECTRUM, Placement, place
+from shoal.strategy.taxonomy.place import SPECTRUM, TaxonomyPlace, place
 from shoal.strategy.taxonomy.systems import SYSTEMS, Likeness, System, systems_like
 from shoal.strategy.taxonomy.techniques import Technique, techniques
 from shoal.strategy.terms import *  # noqa: F403
@@ -31,8 +31,8 @@ serial = Strategy()
 
 __all__ = [
     "RULES", "SPECTRUM", "SYSTEMS", "Axis", "Contract", "IllegalStrategy", "Likeness", "ModelFacts",
-    "Placement", "Refusal", "Strategy", "StrategyError", "System", "Technique", "TermError", "as_strategy",
-    "check", "contract", "explanation", "in_words", "is_legal", "parse", "place", "require_legal", "serial",
+    "Refusal", "Strategy", "StrategyError", "System", "TaxonomyPlace", "Technique", "TermError", "as_strategy", "check",
+    "contract", "explanation", "in_words", "is_legal", "parse", "place", "require_legal", "serial",
     "systems_like", "techniques", *_terms,
 ]  # fmt: skip
 

@@ -1,8 +1,7 @@
-"""What a strategy promises: the serial run itself, the serial run some updates late, or the same target by
-another way.
+"""What a strategy promises: the serial run, the serial run with stale gradients, or only the same target loss.
 
-The contract follows from the terms and from the workload. Each term says how it departs from the serial run;
-the weakest promise holds for the whole. `verify` later measures what is promised here.
+The contract follows from the terms and from the workload. Each term declares how it differs from the serial run;
+the weakest promise holds for the strategy. `verify` measures what is promised here.
 """
 
 from __future__ import annotations

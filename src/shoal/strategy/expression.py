@@ -138,7 +138,7 @@ class Strategy:
 
     @property
     def replicas(self) -> int:
-        """The parts into which a global batch is dealt out: dp, and ep and tp(batch=True), whose ranks take
+        """The number of parts into which a global batch is split: dp, and ep and tp(batch=True), whose ranks take
         different samples too.
         """
         experts, tensor = self.term(ep), self.term(tp)

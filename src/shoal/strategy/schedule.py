@@ -25,7 +25,7 @@ class Action:
     """One pass of one micro-batch through one stage."""
 
     kind: Kind
-    """F forward; BW the whole backward; B gradients of the stage's inputs only; W gradients of its weights only."""
+    """F forward; BW the full backward; B gradients of the stage's inputs only; W gradients of its weights only."""
     stage: int
     """Global: 0 holds the input, ranks * chunks - 1 the loss."""
     micro: int
@@ -37,7 +37,7 @@ class Action:
 def stage_rank(stage: int, ranks: int, chunks: int, schedule: str) -> int:
     """The rank along pp that holds a stage.
 
-    Stages are dealt out in rounds, 0 to n-1 and again from 0. Zero-bubble with two chunks turns round instead (a V):
+    Stages are assigned in rounds, 0 to n-1 and again from 0. Zero-bubble with two chunks turns round instead (a V):
     the rank of the first stage also has the loss, so its backward pass starts without a trip through the pipeline.
     """
     if not 0 <= stage < ranks * chunks:
@@ -95,7 +95,7 @@ def steady(term: pp, micros: int, *, drain: bool = False) -> list[list[Action]]:
 
 
 def last_backward(rank_actions: Sequence[Action], stage: int) -> Action:
-    """The action after which the stage's weight gradients are whole: from then on they can be reduced."""
+    """The action after which the stage's weight gradients are complete: from then on they can be reduced."""
     for action in reversed(rank_actions):
         if action.stage == stage and action.kind in ("W", "BW"):
             return action

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Told = tuple[Literal["F", "B", "W"], int, int]
+ScheduledPass = tuple[Literal["F", "B", "W"], int, int]
 """(kind, stage, micro-batch)"""
 
 WITHOUT_BOUND = 1 << 62
@@ -27,16 +27,16 @@ FIRST: tuple[Literal["F"], Literal["B"]] = ("F", "B")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rule:
-    """What a rank does when it could do several things."""
+class PriorityRule:
+    """Which of several possible passes a rank runs first."""
 
     first: Literal["F", "B"]
     """Which of a forward and an input gradient goes first; weight gradients come after both."""
     most_owed: int
-    """So many weight gradients may be put off; beyond that they go before everything."""
+    """Number of weight gradients that may be deferred; beyond it they take precedence."""
 
 
-def zero_bubble(*, held: Sequence[Sequence[int]], micro: int) -> list[list[Told]]:
+def zero_bubble(*, held: Sequence[Sequence[int]], micro: int) -> list[list[ScheduledPass]]:
     """For each rank its order, given the stages that each rank holds (from the input towards the loss)."""
     ranks, chunks = len(held), len(held[0])
     if chunks == 2 and micro >= 2 * ranks - 1 and all(low + high == 2 * ranks - 1 for low, high in held):
@@ -44,15 +44,15 @@ def zero_bubble(*, held: Sequence[Sequence[int]], micro: int) -> list[list[Told]
     if chunks == 1:
         return [_one_chunk(rank, ranks, micro) for rank in range(ranks)]
     bounds = sorted({chunks, ranks, ranks * chunks // 2, ranks * (chunks - 1), WITHOUT_BOUND})
-    rules = [Rule(first=first, most_owed=bound) for first in FIRST for bound in bounds]
+    rules = [PriorityRule(first=first, most_owed=bound) for first in FIRST for bound in bounds]
     found = [_Scheduler(held=held, micro=micro, rule=rule).run() for rule in rules]
     return min(found, key=lambda one: one[0])[1]
 
 
-def _one_chunk(rank: int, ranks: int, micro: int) -> list[Told]:
+def _one_chunk(rank: int, ranks: int, micro: int) -> list[ScheduledPass]:
     """Forwards and input gradients in turns as in 1F1B; rank r puts off r weight gradients, so that all end at once."""
     ahead, owed = ranks - 1 - rank, max(0, rank - max(0, ranks - micro))
-    order: list[Told] = []
+    order: list[ScheduledPass] = []
     for number in range(-ahead, micro):
         if 0 <= number + ahead < micro:
             order.append(("F", rank, number + ahead))
@@ -64,11 +64,11 @@ def _one_chunk(rank: int, ranks: int, micro: int) -> list[Told]:
     return order
 
 
-def _v_order(rank: int, ranks: int, micro: int) -> list[Told]:
+def _v_order(rank: int, ranks: int, micro: int) -> list[ScheduledPass]:
     """Rank r holds stage r on the way down the V and stage 2n - 1 - r on the way up."""
     stages = (rank, 2 * ranks - 1 - rank)
     done = {"F": [0, 0], "B": [0, 0], "W": [0, 0]}
-    order: list[Told] = []
+    order: list[ScheduledPass] = []
 
     def do(*passes: tuple[Literal["F", "B", "W"], int]) -> None:
         for kind, side in passes:
@@ -101,7 +101,7 @@ def _v_order(rank: int, ranks: int, micro: int) -> list[Told]:
 class _Scheduler:
     """Unit by unit, every rank picks the best of what it can do now."""
 
-    def __init__(self, *, held: Sequence[Sequence[int]], micro: int, rule: Rule) -> None:
+    def __init__(self, *, held: Sequence[Sequence[int]], micro: int, rule: PriorityRule) -> None:
         self.held = held
         self.micro = micro
         self.rule = rule
@@ -111,9 +111,9 @@ class _Scheduler:
         self.inputs = [0] * self.stages
         self.weights = [0] * self.stages
 
-    def run(self) -> tuple[int, list[list[Told]]]:
+    def run(self) -> tuple[int, list[list[ScheduledPass]]]:
         """(units until the last rank is done, order of each rank)"""
-        orders: list[list[Told]] = [[] for _ in self.held]
+        orders: list[list[ScheduledPass]] = [[] for _ in self.held]
         units, left = 0, 3 * self.stages * self.micro
         done = {"F": self.forwards, "B": self.inputs, "W": self.weights}
         while left:
@@ -127,7 +127,7 @@ class _Scheduler:
             units += 1
         return units, orders
 
-    def _choice(self, rank: int) -> Told | None:
+    def _choice(self, rank: int) -> ScheduledPass | None:
         """The oldest micro-batch first; of one micro-batch the forward nearest to the loss, the backward nearest to
         the input.
         """
@@ -135,13 +135,13 @@ class _Scheduler:
         owed = min(
             ((self.weights[stage], stage) for stage in held if self.weights[stage] < self.inputs[stage]), default=None
         )  # fmt: skip
-        weight: Told | None = None if owed is None else ("W", owed[1], owed[0])
+        weight: ScheduledPass | None = None if owed is None else ("W", owed[1], owed[0])
         if weight and sum(self.inputs[stage] - self.weights[stage] for stage in held) > self.rule.most_owed:
             return weight
         forward, backward = self._forward(rank), self._backward(held)
         return (forward or backward or weight) if self.rule.first == "F" else (backward or forward or weight)
 
-    def _forward(self, rank: int) -> Told | None:
+    def _forward(self, rank: int) -> ScheduledPass | None:
         held, ranks = self.held[rank], len(self.held)
         best: tuple[int, int] | None = None
         for stage in held:
@@ -153,7 +153,7 @@ class _Scheduler:
             best = min(best or (m, -stage), (m, -stage))
         return None if best is None else ("F", -best[1], best[0])
 
-    def _backward(self, held: Sequence[int]) -> Told | None:
+    def _backward(self, held: Sequence[int]) -> ScheduledPass | None:
         ready = [
             (self.inputs[stage], stage)
             for stage in held

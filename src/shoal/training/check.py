@@ -6,8 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from shoal.checkpoint.opening import open_checkpoint
 from shoal.checkpoint.restore import find_intact
-from shoal.checkpoint.saved import Checkpoint, CheckpointBroken, open_checkpoint
+from shoal.checkpoint.rows import CheckpointBroken
+from shoal.checkpoint.saved import Checkpoint
 from shoal.job import Job
 from shoal.launch.agree import choose
 from shoal.launch.devices import devices_here

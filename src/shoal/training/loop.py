@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from shoal.checkpoint.buffers import average_buffers
+from shoal.checkpoint.opening import open_checkpoint
 from shoal.checkpoint.restore import restore
 from shoal.checkpoint.save import CheckpointFailed, require_savable, save
-from shoal.checkpoint.saved import open_checkpoint
 from shoal.comm.group import registered
 from shoal.comm.json_exchange import exchange
 from shoal.comm.ledger import BOOK, Ledger

@@ -13,7 +13,7 @@ from shoal.analysis.elementwise import Activation, Add, Concatenation, Multiply,
 from shoal.analysis.lookup import Embedding
 from shoal.analysis.network import Network, NetworkBuilder
 from shoal.analysis.operator import Operator
-from shoal.analysis.products import Attention, FullyConnected
+from shoal.analysis.products import AttentionProduct, FullyConnected
 from shoal.analysis.reductions import LayerNorm, Loss, Softmax
 from shoal.shapes.shape import Transformer
 
@@ -125,7 +125,7 @@ class _Writer:
         if self.family == "llama":
             query = self._add(f"{at}.query.rotary", Rotary(elements=self.rows * shape.hidden), query)
             key = self._add(f"{at}.key.rotary", Rotary(elements=self.rows * kv_width), key)
-        attention = Attention(
+        attention = AttentionProduct(
             samples=self.batch, heads=shape.heads, kv_heads=shape.kv_heads, queries=shape.sequence,
             keys=shape.sequence, head_dim=self.head_dim, value_dim=self.head_dim, causal=shape.causal,
         )  # fmt: skip

@@ -15,7 +15,7 @@ from shoal.comm.wire import Sent
 from shoal.strategy.terms import via
 
 if TYPE_CHECKING:
-    from shoal.comm.network import LinkTimes, Network
+    from shoal.comm.network import LinkTimes, NetworkTimes
     from shoal.comm.peers import Peers, Steps
     from shoal.comm.vector import Operation, Vector
 
@@ -43,7 +43,7 @@ class AllReduce:
         """Whether it may be chosen for such a group."""
         return True
 
-    def seconds(self, nbytes: int, ranks: int, per_host: int, network: Network) -> float:
+    def seconds(self, nbytes: int, ranks: int, per_host: int, network: NetworkTimes) -> float:
         """By the model, for more than one rank. `per_host` ranks share a host (all of them: one host)."""
         return self.link_seconds(nbytes, ranks, network.slowest(ceil(ranks / per_host)))
 

@@ -13,7 +13,7 @@ from shoal.analysis.elementwise import Activation, Concatenation
 from shoal.analysis.lookup import Embedding
 from shoal.analysis.network import Network
 from shoal.analysis.operator import ELEMENT_BYTES, Operator
-from shoal.analysis.products import Attention
+from shoal.analysis.products import AttentionProduct
 from shoal.analysis.reductions import BatchNorm, LayerNorm, Loss, Pooling, Softmax
 from shoal.estimate.steps.machine import Machine
 
@@ -95,7 +95,7 @@ def operations(network: Network) -> tuple[Operation, ...]:
 
 def _operation(operator: Operator, name: str, piece: str) -> Operation:
     sides = operator.sides
-    if isinstance(operator, Attention):
+    if isinstance(operator, AttentionProduct):
         # Timed under a causal mask, which leaves half of the scores.
         whole = 1.0 if operator.causal else 2.0
         return Operation(

@@ -77,7 +77,7 @@ def mnist(split: Split) -> tuple[np.ndarray, np.ndarray]:
     for digit in np.unique(labels):
         members = generator.permutation(np.flatnonzero(labels == digit))
         held_out[members[: round(VALIDATION_SHARE * len(members))]] = True
-    # The file is sorted by digit; whoever takes the first few samples should still see all ten.
+    # The file is sorted by digit; the first few samples should still contain all ten.
     chosen = generator.permutation(np.flatnonzero(held_out if split == "validation" else ~held_out))
     return images[chosen], labels[chosen]
 
@@ -118,8 +118,8 @@ def cache_folder() -> Path:
 
 
 def _store(path: Path, images: np.ndarray, labels: np.ndarray) -> None:
-    """Write to a neighbour and rename, so that ranks which start together never read half a file. No cache is
-    no harm.
+    """Writes a temporary file and renames it, so that ranks that start together never read a partial file. The
+    cache is optional: a folder that cannot be written is ignored.
     """
     temporary = None
     try:

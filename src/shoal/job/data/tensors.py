@@ -1,4 +1,4 @@
-"""Data from what a user already has: tensors in memory, or any map-style torch dataset."""
+"""Data from tensors in memory or from any map-style torch dataset."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class DatasetData:
     """Any map-style torch dataset. Its items must not depend on anything but their index: random augmentation
     would make two runs differ.
 
-    `collate` joins a list of items into a batch (torch's own by default). Where that gives a tuple, as with
-    (image, label) items, `names` says what the parts are called in the batch.
+    `collate` joins a list of items into a batch (torch's own by default). If it returns a tuple, as with
+    (image, label) items, `names` names the entries of the batch.
     """
 
     def __init__(

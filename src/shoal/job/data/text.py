@@ -1,7 +1,7 @@
 """Real text without a download: the sources of Python's own standard library, byte by byte. Only its
 top-level modules are read (some 4 to 5 MB, in a fraction of a second): no tests, no installed packages, no
-tables that a build generated. A module belongs to validation as a whole, by a hash of its name, so that no
-file is on both sides.
+tables that a build generated. A hash of its name assigns each module either to training or to validation, so
+that no file is in both.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Split = Literal["train", "validation"]
 class TextData:
     """Windows of `sequence` bytes, end to end: x is a window, y the same window one byte on.
 
-    `num_samples` keeps that many windows, spread evenly over the text. `ignore_fraction` marks about that
-    part of the targets as not counted (-100), differently in every window, as padding or masking would: so
-    windows carry unequal numbers of tokens.
+    `num_samples` keeps that number of windows, spread evenly over the text. `ignore_fraction` marks about that
+    fraction of the targets as not counted (-100), differently in every window, as padding or masking would, so
+    that windows have unequal numbers of tokens.
     """
 
     def __init__(
@@ -72,11 +72,10 @@ class TextData:
 
 
 class LabelledTextData:
-    """Windows of text to be told apart by the module they come from: y is the module's number, modulo
+    """Windows of text to be classified by the module they come from: y is the module's number, modulo
     `num_labels`.
 
-    Every tenth window of a module is kept for validation: the question is where an unseen piece of a known
-    module belongs.
+    Every tenth window of a module is kept for validation: the task is to recognise the module of an unseen window.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""A GPT: pre-norm transformer decoder with learned positions. Written for one device. The number of heads is
-read off the projections' width (`unflatten(-1, (-1, head_dim))`), so a projection that holds only some of
-the heads still computes them right.
+"""A GPT: pre-norm transformer decoder with learned positions. Written for one device. The number of heads
+follows from the projections' width (`unflatten(-1, (-1, head_dim))`), so a projection that holds only some
+of the heads computes those correctly.
 
 Shapes: B samples, L positions, D hidden, H heads, V vocabulary.
 """
@@ -25,16 +25,14 @@ class GPTConfig:
     tied: bool = False
     """Whether the head is the transposed embedding."""
     attention_bias: bool = False
-    """Biases on query, key and value. GPT-2 has them; that of the key has no effect on the output, and so no
-    gradient.
-    """
+    """Biases on query, key and value, as in GPT-2. The key's bias does not affect the output, so it has no gradient."""
 
     def __post_init__(self) -> None:
         if self.hidden % self.heads:
             raise ValueError(f"hidden is {self.hidden}, which does not divide by heads, {self.heads}")
 
 
-class Attention(nn.Module):
+class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.head_dim = config.hidden // config.heads
@@ -66,7 +64,7 @@ class Block(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.hidden)
-        self.attention = Attention(config)
+        self.attention = CausalSelfAttention(config)
         self.mlp_norm = nn.LayerNorm(config.hidden)
         self.mlp = MLP(config)
 
@@ -102,7 +100,7 @@ class GPT(nn.Module):
         return self.head(self.norm(x_BLD))
 
     def _initialise(self) -> None:
-        """Normal of 0.02, less for what is added to the residual stream (Radford et al. 2019)."""
+        """Normal with deviation 0.02, less for projections into the residual stream (Radford et al. 2019)."""
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
                 residual = name.endswith((".out", ".down"))

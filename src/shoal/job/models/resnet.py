@@ -18,7 +18,7 @@ def _conv_norm(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Se
     )
 
 
-class Residual(nn.Module):
+class ResidualBlock(nn.Module):
     """body(x) + shortcut(x), then ReLU. The shortcut is a 1x1 convolution where the shape changes."""
 
     def __init__(self, body: nn.Module, shortcut: nn.Module) -> None:
@@ -30,7 +30,7 @@ class Residual(nn.Module):
         return F.relu(self.body(x) + self.shortcut(x))
 
 
-def _block(inputs: int, width: int, stride: int, bottleneck: bool) -> Residual:
+def _block(inputs: int, width: int, stride: int, bottleneck: bool) -> ResidualBlock:
     outputs = 4 * width if bottleneck else width
     if bottleneck:
         body = nn.Sequential(
@@ -43,7 +43,7 @@ def _block(inputs: int, width: int, stride: int, bottleneck: bool) -> Residual:
     else:
         body = nn.Sequential(_conv_norm(inputs, width, 3, stride), nn.ReLU(), _conv_norm(width, width, 3))
     same = stride == 1 and inputs == outputs
-    return Residual(body, nn.Identity() if same else _conv_norm(inputs, outputs, 1, stride))
+    return ResidualBlock(body, nn.Identity() if same else _conv_norm(inputs, outputs, 1, stride))
 
 
 class ResNet(nn.Module):

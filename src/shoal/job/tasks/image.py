@@ -1,5 +1,5 @@
 """The task `image`: a VGG or a ResNet, both with batch norm, learns MNIST's digits.
-SGD with momentum, the setting in which batch size, batch norm and the order of reductions show most plainly.
+SGD with momentum, where batch size, batch norm and the order of reductions affect the result most.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shoal.job.schedule import WarmupCosine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
+class ImageSettings:
     """One network at one size of the task."""
 
     model: Callable[[], nn.Module]
@@ -39,7 +39,7 @@ class Settings:
 VGG16_STAGES = ((2, 64), (2, 128), (3, 256), (3, 512), (3, 512))
 
 SETTINGS = {
-    ("vgg", "tiny"): Settings(
+    ("vgg", "tiny"): ImageSettings(
         model=partial(VGG, stages=((2, 8), (2, 16)), fully_connected=(32,), classes=10, image=14),
         image=14,
         global_batch=24,
@@ -48,7 +48,7 @@ SETTINGS = {
         evaluate_every=100,
         validation_samples=240,
     ),
-    ("resnet", "tiny"): Settings(
+    ("resnet", "tiny"): ImageSettings(
         model=partial(ResNet, blocks=(1, 1), widths=(8, 16), classes=10),
         image=14,
         global_batch=24,
@@ -58,7 +58,7 @@ SETTINGS = {
         validation_samples=240,
     ),
     # These targets are reached after 200 to 300 steps: about 80 s (vgg) and 60 to 70 s (resnet) on one core of 2026.
-    ("vgg", "small"): Settings(
+    ("vgg", "small"): ImageSettings(
         model=partial(VGG, stages=((2, 64), (2, 128), (2, 256)), fully_connected=(256,), classes=10, image=28),
         image=28,
         global_batch=48,
@@ -67,7 +67,7 @@ SETTINGS = {
         evaluate_every=25,
         target_accuracy=0.98,
     ),
-    ("resnet", "small"): Settings(
+    ("resnet", "small"): ImageSettings(
         model=partial(ResNet, blocks=(2, 2, 2), widths=(24, 48, 96), classes=10),
         image=28,
         global_batch=48,
@@ -77,7 +77,7 @@ SETTINGS = {
         target_accuracy=0.975,
     ),
     # The paper's own network, without batch norm. 1,000 classes are ImageNet's; the digits use ten of them.
-    ("vgg", "vgg16"): Settings(
+    ("vgg", "vgg16"): ImageSettings(
         model=partial(
             VGG,
             stages=VGG16_STAGES,
@@ -94,7 +94,7 @@ SETTINGS = {
         learning_rate=0.01,
         evaluate_every=500,
     ),
-    ("resnet", "resnet50"): Settings(
+    ("resnet", "resnet50"): ImageSettings(
         model=partial(
             ResNet,
             blocks=(3, 4, 6, 3),

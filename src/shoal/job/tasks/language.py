@@ -1,5 +1,5 @@
-"""The task `language`: a byte-level GPT learns the sources of Python's standard library. AdamW with decay on
-matrices only, warm-up and cosine, clipping: the settings of the field, at a size that fits the machine.
+"""The task `language`: a byte-level GPT learns the sources of Python's standard library. AdamW with weight decay on
+matrices only, warm-up and cosine, clipping: the usual settings, at a size that fits the machine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shoal.job.schedule import WarmupCosine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
+class LanguageSettings:
     """One size of the task."""
 
     model: GPTConfig
@@ -33,7 +33,7 @@ class Settings:
 
 
 SIZES = {
-    "tiny": Settings(
+    "tiny": LanguageSettings(
         model=GPTConfig(layers=2, heads=4, hidden=32, sequence=32),
         global_batch=24,
         steps=300,
@@ -44,7 +44,7 @@ SIZES = {
         target_loss=None,
     ),
     # Three orders of the data reached the target by step 120, in 70 to 90 s on one core; seed 0 ends at 2.21.
-    "small": Settings(
+    "small": LanguageSettings(
         model=GPTConfig(layers=4, heads=8, hidden=256, sequence=128),
         global_batch=24,
         steps=160,
@@ -55,7 +55,7 @@ SIZES = {
         target_loss=2.35,
     ),
     # The vocabulary keeps its real size, although bytes use only its first 256 rows.
-    "gpt2-medium": Settings(
+    "gpt2-medium": LanguageSettings(
         model=GPTConfig(vocab=50257, layers=24, heads=16, hidden=1024, sequence=1024, tied=True, attention_bias=True),
         global_batch=512,
         steps=100_000,
@@ -69,7 +69,7 @@ SIZES = {
 
 
 def language(size: str = "tiny", *, ignore_fraction: float = 0.0, **changes: Any) -> Job:
-    """The job at one size. `ignore_fraction` leaves that part of the training targets uncounted, unevenly;
+    """The job at one size. `ignore_fraction` masks that fraction of the training targets, unevenly over samples;
     `changes` replace fields of the Job.
     """
     settings = SIZES[size]

@@ -21,7 +21,7 @@ from shoal.layout.context.through import through_blocks
 from shoal.layout.context.to_loss import require_one_stream, to_the_loss
 from shoal.layout.cuts import Cut
 from shoal.layout.global_view import CannotFollow
-from shoal.layout.recorded import Attention, Call, Trace
+from shoal.layout.recorded import Trace, TracedAttention, TracedCall
 from shoal.layout.tensor.spread import Graph
 from shoal.layout.written_attention import holders
 
@@ -55,7 +55,7 @@ def _by_blocks(graph: Graph, by_position: Collection[str]) -> ContextPlan:
             written = sorted([*written, *more], key=lambda call: call.first)
 
 
-def _plan(graph: Graph, written: list[Call], by_position: Collection[str]) -> ContextPlan:
+def _plan(graph: Graph, written: list[TracedCall], by_position: Collection[str]) -> ContextPlan:
     trace = graph.trace
     inside = {attention.module for attention in trace.attention} | {call.path for call in written}
     calls = [c for c in _block_calls(trace) if any(_within(c, m) for m in inside)]
@@ -90,7 +90,7 @@ def _plan(graph: Graph, written: list[Call], by_position: Collection[str]) -> Co
     )  # fmt: skip
 
 
-def _block_calls(trace: Trace) -> list[Call]:
+def _block_calls(trace: Trace) -> list[TracedCall]:
     paths = {path for path, _ in blocks(trace.model)}
     return [call for call in trace.calls if call.path in paths]
 
@@ -99,9 +99,9 @@ def _sequence_dim(trace: Trace, stream: int) -> int:
     return 1 if trace.values[stream].shape[0] == trace.samples else 0
 
 
-def _written(graph: Graph) -> list[Call]:
+def _written(graph: Graph) -> list[TracedCall]:
     """The calls that hold attention written out, in the blocks."""
-    found: list[Call] = []
+    found: list[TracedCall] = []
     why = ""
     for call in _block_calls(graph.trace):
         try:
@@ -117,7 +117,7 @@ def _written(graph: Graph) -> list[Call]:
     return found
 
 
-def _holder_of(graph: Graph, op: int, written: list[Call]) -> list[Call] | None:
+def _holder_of(graph: Graph, op: int, written: list[TracedCall]) -> list[TracedCall] | None:
     """All calls of the modules that call attention like the one in which an operation lies; None if none does, or they
     are known."""
     trace = graph.trace
@@ -144,17 +144,17 @@ def _no_attention(trace: Trace) -> str:
     )
 
 
-def _within(call: Call, module: str) -> bool:
+def _within(call: TracedCall, module: str) -> bool:
     return module == call.path or module.startswith(call.path + ".")
 
 
-def _stream(trace: Trace, call: Call) -> tuple[int, int]:
+def _stream(trace: Trace, call: TracedCall) -> tuple[int, int]:
     for leaf, value in enumerate(call.arguments):
         if value is not None and trace.values[value].learned and len(trace.values[value].shape) == 3:
             return value, leaf
     raise ByStructure(f"{call.path} is given no sequence of vectors (samples, positions, features)")
 
 
-def has_rows(graph: Graph, attention: Attention) -> bool:
+def has_rows(graph: Graph, attention: TracedAttention) -> bool:
     """Whether its mask differs from position to position, as a causal one does; one that hides padding does not."""
     return attention.mask is not None and graph.values[attention.mask].shape[-2] > 1

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from shoal.layout.context.plan import CannotCutSequence, Leaves, Made, named
 from shoal.layout.cuts import Cut
-from shoal.layout.recorded import Attention, Call
+from shoal.layout.recorded import TracedAttention, TracedCall
 from shoal.layout.tensor.segments import NeedsSegments, Refuted
 from shoal.layout.tensor.spread import Graph
 
@@ -16,24 +16,24 @@ VIEWS = ("expand", "slice", "view", "unsqueeze", "_to_copy")
 @dataclass
 class Follower:
     graph: Graph
-    calls: list[Call]
-    closed: list[Call]
+    calls: list[TracedCall]
+    closed: list[TracedCall]
     """Calls that are not looked into: what they give back is cut as what they are given."""
-    holders: list[Call] = field(default_factory=list)
+    holders: list[TracedCall] = field(default_factory=list)
     """Calls that run as if they had the full sequence, in order."""
     cuts: dict[int, Cut] = field(default_factory=dict)
     extras: dict[str, Leaves] = field(default_factory=dict)
     open_values: list[int] = field(default_factory=list)
 
-    def call_at(self, op: int) -> Call | None:
+    def call_at(self, op: int) -> TracedCall | None:
         return next((call for call in self.calls if call.first <= op < call.stop), None)
 
-    def attention(self) -> list[Attention]:
+    def attention(self) -> list[TracedAttention]:
         """Calls of scaled_dot_product_attention outside the holders."""
         return [a for a in self.graph.trace.attention if not any(c.first <= a.first < c.stop for c in self.holders)]
 
 
-def argument_behind(graph: Graph, call: Call, value: int) -> int | None:
+def argument_behind(graph: Graph, call: TracedCall, value: int) -> int | None:
     """The block's argument that a value is, looked at through views of it."""
     while value not in call.arguments:
         producer = graph.values[value].producer
@@ -90,7 +90,7 @@ def _sources(graph: Graph, value: int) -> tuple[int, ...]:
     return graph.ops[producer].inputs if producer >= 0 else ()
 
 
-def past(follower: Follower, call: Call, value: int, first: int) -> None:
+def past(follower: Follower, call: TracedCall, value: int, first: int) -> None:
     """What a call that is not looked into gives back for each position is cut as what it is given."""
     graph, cut = follower.graph, follower.cuts[value]
     given = graph.values[value].shape

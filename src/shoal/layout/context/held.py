@@ -6,17 +6,17 @@ from shoal.layout.context.follower import Follower, argument_behind, enter
 from shoal.layout.context.plan import CannotCutSequence, Holder, Places
 from shoal.layout.cuts import Cut
 from shoal.layout.global_view import CannotFollow, factors, follow, is_regular
-from shoal.layout.recorded import Call
+from shoal.layout.recorded import TracedCall
 
 
-def hold(follower: Follower, call: Call, length: int, first: int) -> None:
+def hold(follower: Follower, call: TracedCall, length: int, first: int) -> None:
     """What a module that holds attention gives back, from the cuts of what it is given."""
     _, results = _through_holder(follower, call, length)
     for value, cut in results.items():
         enter(follower, value, cut, first)
 
 
-def _through_holder(follower: Follower, call: Call, length: int) -> tuple[dict[int, Cut], dict[int, Cut]]:
+def _through_holder(follower: Follower, call: TracedCall, length: int) -> tuple[dict[int, Cut], dict[int, Cut]]:
     """Arguments and results of a holder that are cut."""
     graph = follower.graph
     given: dict[int, Cut] = {}
@@ -42,7 +42,7 @@ def _through_holder(follower: Follower, call: Call, length: int) -> tuple[dict[i
     return given, results
 
 
-def _given_cut(follower: Follower, call: Call, value: int) -> Cut | None:
+def _given_cut(follower: Follower, call: TracedCall, value: int) -> Cut | None:
     """How an argument of a holder is cut, be it because the block's own argument is."""
     if value in follower.cuts:
         return follower.cuts[value]

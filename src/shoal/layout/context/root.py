@@ -13,12 +13,12 @@ from shoal.layout.context.plan import CannotCutSequence, ContextPlan, Holder, No
 from shoal.layout.context.to_loss import to_the_loss
 from shoal.layout.cuts import Cut
 from shoal.layout.global_view import CannotFollow, Walk, factors, follow, is_regular
-from shoal.layout.recorded import Call, Trace
+from shoal.layout.recorded import Trace, TracedCall
 from shoal.layout.tensor.spread import Graph
 from shoal.layout.written_attention import attentions
 
 
-def root_plan(graph: Graph, blocks: list[Call], *, causal: bool) -> ContextPlan:
+def root_plan(graph: Graph, blocks: list[TracedCall], *, causal: bool) -> ContextPlan:
     """The plan of a model that is one region: cut where its arguments enter, or else where the first block is called.
     Raises CannotCutSequence with the reason of the cut that came furthest."""
     trace = graph.trace
@@ -45,7 +45,7 @@ class _Refused(CannotCutSequence):
         self.at = at
 
 
-def _entries(trace: Trace, root: Call) -> Iterator[tuple[Call, dict[int, Cut], int]]:
+def _entries(trace: Trace, root: TracedCall) -> Iterator[tuple[TracedCall, dict[int, Cut], int]]:
     """The model's arguments that may hold the sequence: samples by positions, one length after the other."""
     held = [trace.values[v] for v in root.arguments if v is not None]
     wide = [value for value in held if len(value.shape) >= 2 and value.shape[0] == trace.samples]
@@ -53,7 +53,7 @@ def _entries(trace: Trace, root: Call) -> Iterator[tuple[Call, dict[int, Cut], i
         yield root, {value.number: Cut(1, (length,)) for value in wide if value.shape[1] == length}, length
 
 
-def _first_blocks(trace: Trace, blocks: list[Call]) -> Iterator[tuple[Call, dict[int, Cut], int]]:
+def _first_blocks(trace: Trace, blocks: list[TracedCall]) -> Iterator[tuple[TracedCall, dict[int, Cut], int]]:
     """The first block that is given a sequence of vectors."""
     for call in blocks:
         for value in call.arguments:
@@ -65,7 +65,7 @@ def _first_blocks(trace: Trace, blocks: list[Call]) -> Iterator[tuple[Call, dict
 
 
 def _plan(
-    graph: Graph, root: Call, entry: Call, given: dict[int, Cut], length: int, *, causal: bool
+    graph: Graph, root: TracedCall, entry: TracedCall, given: dict[int, Cut], length: int, *, causal: bool
 ) -> ContextPlan:  # fmt: skip
     trace = graph.trace
     walk, last = _walk(graph, root, entry, given, length)
@@ -101,7 +101,7 @@ def _places(cut: Cut, length: int) -> Places:
     return cut.dim, factors(cut, length)[1]
 
 
-def _walk(graph: Graph, root: Call, entry: Call, given: dict[int, Cut], length: int) -> tuple[Walk, int]:
+def _walk(graph: Graph, root: TracedCall, entry: TracedCall, given: dict[int, Cut], length: int) -> tuple[Walk, int]:
     """The cut followed to the model's end, and the number of the last operation that attends."""
     trace = graph.trace
 

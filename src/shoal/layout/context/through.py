@@ -6,7 +6,7 @@ from shoal.layout.context.follower import Follower, argument_behind, enter, past
 from shoal.layout.context.held import hold
 from shoal.layout.context.plan import CannotCutSequence, Made
 from shoal.layout.cuts import Cut
-from shoal.layout.recorded import Call
+from shoal.layout.recorded import TracedCall
 from shoal.layout.tensor.spread import Graph
 
 
@@ -54,7 +54,7 @@ def through_blocks(follower: Follower, stream: int, cut: Cut) -> dict[str, tuple
     return masks
 
 
-def _mask_argument(graph: Graph, call: Call, mask: int) -> int | None:
+def _mask_argument(graph: Graph, call: TracedCall, mask: int) -> int | None:
     """The block's argument that a mask is. Rows are cut where the argument has them, so the code between may neither
     make them nor choose among them."""
     leaf = argument_behind(graph, call, mask)

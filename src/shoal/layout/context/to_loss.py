@@ -6,13 +6,13 @@ from collections.abc import Mapping
 
 from shoal.layout.context.plan import CannotCutSequence, named
 from shoal.layout.cuts import Cut
-from shoal.layout.recorded import Call, Op
+from shoal.layout.recorded import Op, TracedCall
 from shoal.layout.tensor.dims import bind
 from shoal.layout.tensor.segments import NeedsSegments, Refuted
 from shoal.layout.tensor.spread import Graph
 
 
-def to_the_loss(graph: Graph, last: Call, cuts: Mapping[int, Cut]) -> tuple[dict[str, int] | None, str]:
+def to_the_loss(graph: Graph, last: TracedCall, cuts: Mapping[int, Cut]) -> tuple[dict[str, int] | None, str]:
     """Which entries of the batch the loss reads position by position, or None and why it cannot."""
     trace = graph.trace
     result = next((v for v in last.results if v is not None and v in cuts), None)
@@ -48,13 +48,13 @@ def to_the_loss(graph: Graph, last: Call, cuts: Mapping[int, Cut]) -> tuple[dict
     return batch, ""
 
 
-def _used_behind(graph: Graph, last: Call, cuts: Mapping[int, Cut], *, stream: int | None) -> list[int]:
+def _used_behind(graph: Graph, last: TracedCall, cuts: Mapping[int, Cut], *, stream: int | None) -> list[int]:
     """Cut values beside the stream that are read behind the last block."""
     behind = [v for v in cuts if any(n >= last.stop and graph.live[n] for n in graph.users.get(v, ()))]
     return [value for value in behind if value != stream]
 
 
-def require_one_stream(graph: Graph, last: Call, cuts: Mapping[int, Cut], why: str) -> None:
+def require_one_stream(graph: Graph, last: TracedCall, cuts: Mapping[int, Cut], why: str) -> None:
     """What is gathered behind the blocks is the stream alone."""
     stream = next((v for v in last.results if v is not None and v in cuts), None)
     for value in _used_behind(graph, last, cuts, stream=stream):

@@ -1,1 +1,1 @@
-"""Which modules are experts, found by watching one small run."""
+"""Which modules are experts, found in one small run."""

@@ -1,9 +1,9 @@
-"""Which parts of a model are experts: alternatives among which a router chooses, found by watching one small run.
+"""Which parts of a model are experts: alternatives among which a router chooses, found in one small run.
 
-Nothing is read from the names of known families. Experts come in two forms. *Listed*: a `ModuleList` or `ModuleDict` of
-like modules whose inputs do not depend on each other's outputs (a chain of layers fails that test). *Stacked*: one
+Names of known model families are not used. Experts come in two forms. *Listed*: a `ModuleList` or `ModuleDict` of
+identical modules whose inputs do not depend on each other's outputs (a chain of layers fails that test). *Stacked*: one
 module whose parameters all have the experts as their leading dimension, called with tokens, indices and weights.
-What looks like experts but cannot be dealt out is passed over with a reason.
+Modules that look like experts but cannot be distributed are reported with a reason.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import nn
 from shoal.layout.experts.listed import Listed, like_members, why_not_listed
 from shoal.layout.experts.rehearsal import random_state, rehearsing, set_random_state
 from shoal.layout.experts.stacked import Stacked, stacked_count, why_not_stacked
-from shoal.layout.experts.watch import Watch, device_of
+from shoal.layout.experts.watch import ExpertWatch, device_of
 
 Form = Literal["listed", "stacked"]
 
 
 class ExpertError(ValueError):
-    """A model whose experts cannot be dealt out, or that calls them in a way that cannot be followed."""
+    """A model whose experts cannot be distributed, or that calls them in an unsupported way."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,22 +38,22 @@ class ExpertLayer:
     owner: str
     """The module whose forward calls the experts; stacked: the module itself."""
     parameter_names: tuple[str, ...]
-    """All parameters of all experts, as the model names them: their gradients belong to the experts' own replicas."""
+    """All parameters of all experts, by the model's names: their gradients are summed over the experts' replicas."""
     width: int
-    """Elements of a token as experts take it."""
+    """Width of a token at an expert's input."""
     result_width: int
-    """Elements of what an expert makes of it."""
+    """Width of an expert's output."""
     members: tuple[str, ...] = ()
     """Listed: the key of each expert in the list."""
     count_names: tuple[str, ...] = ()
-    """Stacked: attributes that hold the number of experts, to be changed while fewer are there."""
+    """Stacked: attributes that hold the number of experts, to be changed on a rank with fewer."""
     keeps_dtype: bool = True
-    """Whether experts answer in the type they are asked in."""
+    """Whether the output of experts has the dtype of their input."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassedOver:
-    """Modules that look like experts and cannot be dealt out."""
+    """Modules that look like experts but cannot be distributed."""
 
     path: str
     reason: str
@@ -61,27 +61,27 @@ class PassedOver:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Survey:
-    """What a run showed."""
+    """The experts that a run found."""
 
     layers: tuple[ExpertLayer, ...]
-    """In the order in which the run came to them."""
+    """In call order."""
     passed_over: tuple[PassedOver, ...]
 
 
 def find_experts(model: nn.Module, run: Callable[[], object]) -> list[ExpertLayer]:
-    """The model's expert layers. `run()` puts a small batch through the model; hooks are on it only meanwhile."""
+    """The model's expert layers. `run()` calls the model on a small batch; hooks are installed only meanwhile."""
     return list(survey_experts(model, run).layers)
 
 
 def survey_experts(model: nn.Module, run: Callable[[], object]) -> Survey:
-    """As `find_experts`, with what was passed over and why. The model and the random state are left as they were."""
+    """Like `find_experts`, with rejected modules and why. The model and the random state are restored."""
     lists = {path: members for path, module in model.named_modules() if (members := like_members(module))}
     stacks = {path: count for path, module in model.named_modules() if (count := stacked_count(module))}
     if not lists and not stacks:
         return Survey(layers=(), passed_over=())
     device = device_of(model)
     before = random_state(device)
-    watch = Watch(model, lists=lists, stacks=list(stacks))
+    watch = ExpertWatch(model, lists=lists, stacks=list(stacks))
     try:
         with rehearsing(model), watch:
             run()
@@ -92,7 +92,7 @@ def survey_experts(model: nn.Module, run: Callable[[], object]) -> Survey:
     in_order = [each for _, each in sorted((pair for pair in found if pair), key=lambda pair: pair[0])]
     layers = [each for each in in_order if isinstance(each, ExpertLayer)]
     return Survey(
-        # Experts within experts stay together: only the outer ones are dealt out.
+        # Nested experts stay together: only the outer ones are distributed.
         layers=tuple(layer for layer in layers if not any(_lies_in(layer.path, other.path) for other in layers)),
         passed_over=tuple(each for each in in_order if isinstance(each, PassedOver)),
     )
@@ -101,7 +101,7 @@ def survey_experts(model: nn.Module, run: Callable[[], object]) -> Survey:
 Found = tuple[int, ExpertLayer | PassedOver]
 
 
-def _listed(model: nn.Module, path: str, watch: Watch) -> Found | None:
+def _listed(model: nn.Module, path: str, watch: ExpertWatch) -> Found | None:
     verdict = why_not_listed(model, path, watch)
     at = watch.list_calls[path][0].number
     names = tuple(name for key in watch.lists[path] for name in _names_below(model, f"{path}.{key}" if path else key))
@@ -116,7 +116,7 @@ def _listed(model: nn.Module, path: str, watch: Watch) -> Found | None:
     return (at, PassedOver(path=path, reason=f"{path or 'the model'}: {verdict}")) if verdict else None
 
 
-def _stacked(model: nn.Module, path: str, count: int, watch: Watch) -> Found | None:
+def _stacked(model: nn.Module, path: str, count: int, watch: ExpertWatch) -> Found | None:
     module, call = model.get_submodule(path), watch.stack_calls[path]
     verdict = why_not_stacked(module, count, call)
     names = tuple(f"{path}.{name}" if path else name for name, _ in module.named_parameters(recurse=False))
@@ -135,7 +135,7 @@ def _names_below(model: nn.Module, path: str) -> list[str]:
 
 
 def _shared(model: nn.Module, names: tuple[str, ...]) -> str | None:
-    """One of these parameters that stands in the model under another name as well."""
+    """One of these parameters that the model also has under another name."""
     uses = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
     return next((name for name in names if uses[id(model.get_parameter(name))] > 1), None)
 

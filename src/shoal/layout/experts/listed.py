@@ -1,8 +1,8 @@
-"""Experts that stand in a list: like modules, called each for its own tokens by an owner that routes.
+"""Experts in a list: identical modules, each called on its own tokens by an owner that routes.
 
-What tells them from a chain of layers is tried, not guessed: the owner runs again with every member answering zeros.
-If the members are asked the very same as before, no input depends on an output, so all of them may be computed
-elsewhere and at once. That is also the condition under which `parallel/expert/listed.py` runs them.
+A trial distinguishes them from a chain of layers: the owner runs again with every member returning zeros. If the
+members receive the same inputs as before, no input depends on an output, so all of them can be computed elsewhere and
+at once. `parallel/expert/listed.py` relies on the same condition.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.layout.experts.rehearsal import rehearsing, set_random_state
-from shoal.layout.experts.watch import Call, Frame, Watch, copied, device_of
+from shoal.layout.experts.watch import ExpertWatch, Frame, MemberCall, copied, device_of
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
-"""Relative, for results that must be alike up to the order of sums; coarser types get 0.05."""
+"""Relative tolerance for results that must agree up to the order of sums; coarser dtypes get 0.05."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Listed:
-    """What was learnt of a list of experts."""
+    """A list of experts."""
 
     owner: str
     width: int
@@ -35,7 +35,7 @@ class Listed:
 
 
 def like_members(module: nn.Module) -> tuple[str, ...]:
-    """The keys of a list's members if these are two or more of one class with parameters of the same shapes."""
+    """The keys of a list's members, if there are two or more, of one class, with parameters of the same shapes."""
     if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return ()
     held = {key: child for key, child in module._modules.items() if child is not None and _has_parameters(child)}
@@ -49,7 +49,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def only_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """The tokens, if they are all that an expert is called with."""
+    """The tokens, if they are the only argument of an expert."""
     given = [*args, *kwargs.values()]
     if len(given) != 1 or not isinstance(given[0], torch.Tensor):
         return None
@@ -57,10 +57,10 @@ def only_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tenso
 
 
 @contextmanager
-def replaced(container: nn.Module, stand_ins: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Inside, the container holds the stand-ins under the same keys. Hooks of the real members see none of it."""
-    real = {key: container._modules[key] for key in stand_ins}
-    container._modules.update(stand_ins)
+def replaced(container: nn.Module, placeholders: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Inside, the container holds the placeholders under the same keys. Hooks of the real members do not run."""
+    real = {key: container._modules[key] for key in placeholders}
+    container._modules.update(placeholders)
     try:
         yield
     finally:
@@ -77,8 +77,8 @@ def alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     return float((a - b).abs().max()) <= TOLERANCE.get(a.dtype, 0.05) * max(size, 1e-30)
 
 
-def why_not_listed(model: nn.Module, path: str, watch: Watch) -> Listed | str | None:
-    """What is known of the experts of this list; a reason why they cannot be dealt out; None if they are no experts."""
+def why_not_listed(model: nn.Module, path: str, watch: ExpertWatch) -> Listed | str | None:
+    """The experts of this list; a reason why they cannot be distributed; or None if they are not experts."""
     frame, calls = _owner(watch.list_calls[path])
     if frame is None:
         return None
@@ -96,13 +96,13 @@ def why_not_listed(model: nn.Module, path: str, watch: Watch) -> Listed | str | 
     if notes is None:
         return None
     if not notes:
-        return "its members look like experts, but are called past the list, as if they stood somewhere else too"
+        return "its members look like experts, but are also called from elsewhere, not only through the list"
     if not _asked_alike(notes, calls):
         return None
     if not simple:
         return (
-            f"its {len(members)} members are called like experts, but with more than one tensor of tokens, or answer "
-            "with something else than one tensor for each token; call them as expert(tokens)"
+            f"its {len(members)} members are called like experts, but take more than one tensor of tokens, or do not "
+            "return one tensor with a row for each token; call them as expert(tokens)"
         )
     first, answer = asked[0], answers[0]
     assert first is not None
@@ -113,8 +113,8 @@ def why_not_listed(model: nn.Module, path: str, watch: Watch) -> Listed | str | 
     assert expert is not None
     if any(isinstance(part, _BatchNorm) for part in expert.modules()) or not _row_by_row(expert, first):
         return (
-            "an expert does not answer for rows of tokens one by one: it fails on them, or what it says of one token "
-            "depends on the others (attention, batch norm), so tokens of several ranks cannot be put together"
+            "an expert does not treat rows of tokens one by one: it fails on them, or its result for one token "
+            "depends on the others (attention, batch norm), so tokens of several ranks cannot be batched together"
         )
     owner = next(name for name, module in model.named_modules() if module is frame.module)
     return Listed(
@@ -122,21 +122,21 @@ def why_not_listed(model: nn.Module, path: str, watch: Watch) -> Listed | str | 
     )
 
 
-def _owner(calls: list[Call]) -> tuple[Frame | None, list[Call]]:
-    """The innermost module that was running around all calls, in its first run, and the calls of that run."""
+def _owner(calls: list[MemberCall]) -> tuple[Frame | None, list[MemberCall]]:
+    """The innermost module that encloses all calls, in its first run, and the calls of that run."""
     depth = min(len(call.around) for call in calls)
     while depth and len({id(call.around[depth - 1].module) for call in calls}) > 1:
         depth -= 1
     if not depth:
         return None, []
     frame = calls[0].around[depth - 1]
-    # A module that lies beside the list (a base class's forward, say) was not noted closely enough to run again.
+    # A module that does not contain the list (a base class's forward, say) was not recorded in enough detail to rerun.
     return (frame if frame.random else None), [call for call in calls if call.around[depth - 1] is frame]
 
 
 def _is_routed(frame: Frame, members: list[nn.Module], count: int) -> bool:
-    """Whether something in the owner could choose among `count`: a parameter with such a dimension that is no
-    expert's, or an argument that says so (a weight for each expert, or numbers of experts)."""
+    """Whether the owner can choose among `count` experts: it has a parameter with such a dimension outside the experts,
+    or an argument that carries the choice (a weight for each expert, or indices of experts)."""
     of_experts = {id(part) for member in members for part in member.modules()}
     for module in frame.module.modules():
         if id(module) not in of_experts and any(count in p.shape for p in module.parameters(recurse=False)):
@@ -150,7 +150,7 @@ def _is_routed(frame: Frame, members: list[nn.Module], count: int) -> bool:
 
 
 class _Silent(nn.Module):
-    """Notes what it is asked and answers zeros."""
+    """Records its inputs and returns zeros."""
 
     def __init__(self, place: int, like: Any, notes: list[tuple[int, Any]]) -> None:
         super().__init__()
@@ -167,24 +167,24 @@ class _Silent(nn.Module):
 
 
 def _rehearsed(
-    frame: Frame, container: nn.Module, keys: tuple[str, ...], calls: list[Call]
+    frame: Frame, container: nn.Module, keys: tuple[str, ...], calls: list[MemberCall]
 ) -> list[tuple[int, Any]] | None:
-    """What members are asked when all of them answer zeros; None if the owner cannot be run like that."""
+    """The inputs of members when all of them return zeros; None if the owner cannot run like that."""
     notes: list[tuple[int, Any]] = []
-    stand_ins = {key: _Silent(place, calls[0].output, notes) for place, key in enumerate(keys)}
+    placeholders = {key: _Silent(place, calls[0].output, notes) for place, key in enumerate(keys)}
     set_random_state(frame.random, device_of(frame.module))
     members = [module for key in keys if (module := container._modules[key]) is not None]
     try:
-        with torch.no_grad(), rehearsing(frame.module, but=members), replaced(container, stand_ins):
+        with torch.no_grad(), rehearsing(frame.module, but=members), replaced(container, placeholders):
             frame.module.forward(*copied(frame.args), **copied(frame.kwargs))
     except Exception:
-        # Whatever the owner's code does with zeros: what cannot be rehearsed cannot be run in two parts.
+        # If the owner's code fails on zeros, it cannot be run in two parts either.
         return None
     return notes
 
 
-def _asked_alike(notes: list[tuple[int, Any]], calls: list[Call]) -> bool:
-    """Whether members were asked the same in the rehearsal as in the run: then nothing they answer decides it."""
+def _asked_alike(notes: list[tuple[int, Any]], calls: list[MemberCall]) -> bool:
+    """Whether members received the same inputs in the rehearsal as in the run: then no input depends on an output."""
     if [place for place, _ in notes] != [call.member for call in calls]:
         return False
     for (_, given), call in zip(notes, calls, strict=True):
@@ -198,7 +198,7 @@ def _asked_alike(notes: list[tuple[int, Any]], calls: list[Call]) -> bool:
 
 
 def _row_by_row(expert: nn.Module, asked: torch.Tensor) -> bool:
-    """Whether an expert treats each token for itself."""
+    """Whether an expert treats each token independently."""
     was_training = expert.training
     width = asked.shape[-1]
     expert.eval()

@@ -1,8 +1,8 @@
-"""A forward that leaves no trace: what it does to buffers, attributes and random numbers is thrown away.
+"""A forward without side effects: changes to buffers, attributes and random states are discarded.
 
-Some questions about a module are answered only by running it (who calls whom, which tokens go where), and the run that
-counts comes later. For a rehearsal the module gets copies of its buffers and of other tensors that it holds
-(`held_state.py`); everything is as it was afterwards, so that state changes once, in the run that counts.
+Some questions about a module can be answered only by running it (which modules it calls, which tokens go where), before
+the actual run. For a rehearsal the module gets copies of its buffers and of other tensors that it holds
+(`held_state.py`); afterwards everything is restored, so that state changes once, in the actual run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shoal.layout.held_state import found_in, on_copies
 
 
 def random_state(device: torch.device) -> list[torch.Tensor]:
-    """Where the random numbers stand: the CPU's, and the device's where it has its own."""
+    """The random state of the CPU, and of the device if it has its own."""
     states = [torch.get_rng_state()]
     if device.type not in ("cpu", "meta"):
         states.append(torch.get_device_module(device).get_rng_state(device))
@@ -36,7 +36,7 @@ def set_random_state(states: list[torch.Tensor], device: torch.device) -> None:
 
 @contextmanager
 def rehearsing(module: nn.Module, *, but: Collection[nn.Module] = ()) -> Iterator[None]:
-    """Inside, `module` works on copies of its state. Modules in `but`, and what lies in them, are left alone."""
+    """Inside, `module` works on copies of its state. Modules in `but`, and their submodules, are excluded."""
     left_alone = {id(part) for each in but for part in each.modules()}
     with on_copies(found_in(part for part in module.modules() if id(part) not in left_alone)):
         yield
@@ -44,7 +44,7 @@ def rehearsing(module: nn.Module, *, but: Collection[nn.Module] = ()) -> Iterato
 
 class ParametersKept(TorchDispatchMode):
     """Inside, parameters that a forward writes to (a teacher that follows its student, weights that are clipped) are
-    copied before the first write; at the end all have their values again, and new ones are gone."""
+    copied before the first write; at the end their values are restored, and new parameters are removed."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -81,6 +81,6 @@ class ParametersKept(TorchDispatchMode):
 
 @cache
 def _written(func: Any) -> tuple[tuple[int, str], ...]:
-    """The arguments that an operation writes to: their places and names."""
+    """The arguments that an operation writes to: their positions and names."""
     declared = enumerate(func._schema.arguments)
     return tuple((at, each.name) for at, each in declared if each.alias_info is not None and each.alias_info.is_write)

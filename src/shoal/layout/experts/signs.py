@@ -1,6 +1,6 @@
-"""Whether a traced model may hold experts at all. Finding experts takes a run of real samples, which for a large model
-takes long. Where every list of like modules is a chain, and nothing is called with tokens, choices and weights, the
-trace alone says that there are none.
+"""Whether a traced model may hold experts. Finding experts needs a run on real samples, which is slow for a large
+model. If every list of identical modules is a chain, and no module is called with tokens, choices and weights, the
+trace alone shows that there are none.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from shoal.layout.recorded import Trace
 
 
 def may_hold_experts(trace: Trace) -> bool:
-    """False only if it is certain. Of a model that could not be traced on fakes nothing is."""
+    """False only if it is certain that there are none; always True for a model that could not be traced on fakes."""
     if not trace.fake:
         return True
     for path, module in trace.model.named_modules():
         members = [f"{path}.{key}" if path else key for key in like_members(module)]
         if members and not _is_chain(trace, members):
             return True
-        # A stack is called with three tensors: tokens, the numbers of their experts, and weights.
+        # A stack is called with three tensors: tokens, the indices of their experts, and weights.
         if stacked_count(module) and any(_num_tensors(call.arguments) >= 3 for call in trace.calls_of(path)):
             return True
     return False
 
 
 def _is_chain(trace: Trace, members: list[str]) -> bool:
-    """Whether each member is called once, with what the one before it gave."""
+    """Whether each member is called once, on the output of the one before it."""
     calls = [trace.calls_of(member) for member in members]
     if any(len(each) != 1 for each in calls):
         return False

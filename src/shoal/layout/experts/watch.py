@@ -1,5 +1,5 @@
-"""Hooks that note who calls whom while a model runs: for each call of a would-be expert its input, its output and the
-modules that were running around it. They are on the model only inside `with`.
+"""Hooks that record calls while a model runs: for each call of a candidate expert its input, its output and the
+enclosing modules. They are installed only inside `with`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shoal.layout.experts.rehearsal import random_state
 
 @dataclass(eq=False)
 class Frame:
-    """One call of a module that was running: enough to call it again."""
+    """One call of an enclosing module: enough to repeat it."""
 
     module: nn.Module
     args: tuple[Any, ...] = ()
@@ -26,21 +26,21 @@ class Frame:
 
 
 @dataclass(eq=False)
-class Call:
+class MemberCall:
     """One call of a member of a list, or of a module with stacked parameters."""
 
     number: int
-    """The place among all such calls of the run."""
+    """Its number among all such calls of the run."""
     member: int
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     around: tuple[Frame, ...]
-    """The modules that were running, outermost first."""
+    """The enclosing module calls, outermost first."""
     output: Any = None
 
 
 def copied(value: Any) -> Any:
-    """The same structure with tensors of its own: the run may change those it was given."""
+    """The same structure with copied tensors: the run may write to the originals."""
     return tree_map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, value)
 
 
@@ -48,14 +48,14 @@ def device_of(model: nn.Module) -> torch.device:
     return next((param.device for param in model.parameters()), torch.device("cpu"))
 
 
-class Watch:
-    """Notes the calls of list members and of stacked modules."""
+class ExpertWatch:
+    """Records the calls of list members and of stacked modules."""
 
     def __init__(self, model: nn.Module, *, lists: Mapping[str, tuple[str, ...]], stacks: list[str]) -> None:
         self.model = model
         self.lists = dict(lists)
-        self.list_calls: dict[str, list[Call]] = {}
-        self.stack_calls: dict[str, Call] = {}
+        self.list_calls: dict[str, list[MemberCall]] = {}
+        self.stack_calls: dict[str, MemberCall] = {}
         """The first call of each."""
         self._stacks = {id(model.get_submodule(path)): path for path in stacks}
         self._members: dict[int, list[tuple[str, int]]] = {}
@@ -66,12 +66,12 @@ class Watch:
             parts = path.split(".") if path else []
             self._around_lists |= {id(model.get_submodule(".".join(parts[:n]))) for n in range(len(parts) + 1)}
         self._running: list[Frame] = []
-        self._open: list[list[Call]] = []
+        self._open: list[list[MemberCall]] = []
         self._number = 0
         self._device = device_of(model)
         self._hooks: list[Any] = []
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> ExpertWatch:
         for module in self.model.modules():
             self._hooks.append(module.register_forward_pre_hook(self._begins, with_kwargs=True))
             self._hooks.append(module.register_forward_hook(self._ends, with_kwargs=True))
@@ -96,9 +96,9 @@ class Watch:
         self._running.append(frame)
         self._open.append(calls)
 
-    def _note(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def _note(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MemberCall:
         self._number += 1
-        return Call(self._number, place, copied(args), copied(kwargs), tuple(self._running))
+        return MemberCall(self._number, place, copied(args), copied(kwargs), tuple(self._running))
 
     def _ends(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         self._running.pop()

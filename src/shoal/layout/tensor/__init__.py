@@ -1,1 +1,1 @@
-"""What tensor parallelism may cut, found by following a cut dimension through a trace."""
+"""What tensor parallelism can split, found by propagating a split dimension through a trace."""

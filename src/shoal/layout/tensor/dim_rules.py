@@ -1,7 +1,7 @@
-"""For each ATen operation, which dimensions of its operands go together.
+"""For each ATen operation, which dimensions of its operands correspond.
 
-What a rule leaves out needs the whole dimension (a softmax, a mean). Operations that take a dimension apart or put
-it together are in `segments.py`; one that is in neither file refutes whatever reaches it.
+A dimension that a rule omits is needed in full (a softmax, a mean). Operations that split or merge a dimension are in
+`segments.py`; an operation in neither file refutes any split that reaches it.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from collections.abc import Callable
 import torch
 
 from shoal.layout.recorded import Op, Ref, Value
-from shoal.layout.tensor.dims import Call, Links, Place, aligned, bind
+from shoal.layout.tensor.dims import BoundOp, DimLinks, Place, aligned, bind
 
 
-def links_of(op: Op, values: list[Value]) -> Links | None:
-    """The dimensions that go together in an operation; None if there is no rule for it."""
+def links_of(op: Op, values: list[Value]) -> DimLinks | None:
+    """The corresponding dimensions of an operation; None if there is no rule for it."""
     rule = RULES.get(op.name) or RULES.get(op.name.rstrip("_"))
     if rule is None and torch.Tag.pointwise in op.overload.tags:
         rule = elementwise
     return None if rule is None else rule(bind(op, values))
 
 
-def elementwise(call: Call) -> Links:
+def elementwise(call: BoundOp) -> DimLinks:
     op = call.op
     out = call.shape(call.out)
     return aligned([(v, call.values[v].shape) for v in (*op.inputs, *op.outputs)], out)
 
 
-def all_but(*names: str, default: int | None = None) -> Callable[[Call], Links]:
-    """Same shape in and out; the named dimensions are needed whole."""
+def all_but(*names: str, default: int | None = None) -> Callable[[BoundOp], DimLinks]:
+    """Same shape in and out; the named dimensions are needed in full."""
 
-    def rule(call: Call) -> Links:
+    def rule(call: BoundOp) -> DimLinks:
         shape = call.shape(call.op.inputs[0])
         whole: list[int] = []
         for name in names:
@@ -45,31 +45,31 @@ def all_but(*names: str, default: int | None = None) -> Callable[[Call], Links]:
     return rule
 
 
-def reduction(call: Call) -> Links:
-    """Dimensions that are not reduced pass through; a reduced one is needed whole."""
+def reduction(call: BoundOp) -> DimLinks:
+    """Dimensions that are not reduced pass through; a reduced one is needed in full."""
     source = call.op.inputs[0]
     shape = call.shape(source)
     given = call.named.get("dim")
     dims = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
     reduced = {int(dim) % max(len(shape), 1) for dim in dims} if dims else set(range(len(shape)))
     kept = [dim for dim in range(len(shape)) if dim not in reduced]
-    links = Links()
+    links = DimLinks()
     for position, dim in enumerate(kept):
         outputs = [(v, dim if call.named.get("keepdim") else position) for v in call.op.outputs]
         links.carried.append([(source, dim), *outputs])
     return links
 
 
-def permuted(order: Callable[[Call, int], list[int]]) -> Callable[[Call], Links]:
-    def rule(call: Call) -> Links:
+def permuted(order: Callable[[BoundOp, int], list[int]]) -> Callable[[BoundOp], DimLinks]:
+    def rule(call: BoundOp) -> DimLinks:
         source = call.op.inputs[0]
         dims = order(call, len(call.shape(source)))
-        return Links(carried=[[(source, dim), (call.out, at)] for at, dim in enumerate(dims)])
+        return DimLinks(carried=[[(source, dim), (call.out, at)] for at, dim in enumerate(dims)])
 
     return rule
 
 
-def _transposed(call: Call, num: int) -> list[int]:
+def _transposed(call: BoundOp, num: int) -> list[int]:
     dims = list(range(num))
     if num >= 2:
         a, b = (int(call.named[name]) % num for name in ("dim0", "dim1"))
@@ -77,14 +77,14 @@ def _transposed(call: Call, num: int) -> list[int]:
     return dims
 
 
-def _product(a: int, b: int, out: int, *, batch: int) -> Links:
+def _product(a: int, b: int, out: int, *, batch: int) -> DimLinks:
     carried = [[(a, dim), (b, dim), (out, dim)] for dim in range(batch)]
     carried += [[(a, batch), (out, batch)], [(b, batch + 1), (out, batch + 1)]]
-    return Links(carried=carried, contracted=[[(a, batch + 1), (b, batch)]])
+    return DimLinks(carried=carried, contracted=[[(a, batch + 1), (b, batch)]])
 
 
-def product(call: Call) -> Links:
-    """mm, bmm, and both with something added."""
+def product(call: BoundOp) -> DimLinks:
+    """mm, bmm, addmm, baddbmm."""
     first, second = call.tensors("self", "mat1", "batch1", "mat2", "batch2")[-2:]
     out = call.shape(call.out)
     links = _product(first.value, second.value, call.out, batch=len(out) - 2)
@@ -97,66 +97,66 @@ def product(call: Call) -> Links:
     return links
 
 
-def _group_with(links: Links, place: Place) -> int:
+def _group_with(links: DimLinks, place: Place) -> int:
     return next(number for number, group in enumerate(links.carried) if place in group)
 
 
-def matrix_vector(call: Call) -> Links:
+def matrix_vector(call: BoundOp) -> DimLinks:
     matrix, vector = call.tensors("self", "mat", "vec")[-2:]
-    links = Links(carried=[[(matrix.value, 0), (call.out, 0)]], contracted=[[(matrix.value, 1), (vector.value, 0)]])
+    links = DimLinks(carried=[[(matrix.value, 0), (call.out, 0)]], contracted=[[(matrix.value, 1), (vector.value, 0)]])
     if call.op.name == "addmv":
         links.carried[0].append((call.named["self"].value, 0))
     return links
 
 
-def convolution(call: Call) -> Links:
+def convolution(call: BoundOp) -> DimLinks:
     source, weight, bias = call.tensor("input"), call.tensor("weight"), call.tensor("bias")
     assert source is not None
     assert weight is not None
     groups, transposed = int(call.named["groups"]), bool(call.named["transposed"])
     into, outof = (0, 1) if transposed else (1, 0)
     if groups == 1:
-        links = Links(contracted=[[(source.value, 1), (weight.value, into)]])
+        links = DimLinks(contracted=[[(source.value, 1), (weight.value, into)]])
         channels: list[Place] = [(weight.value, outof), (call.out, 1)]
     else:
-        # A group keeps to itself, so that a rank may hold some of the groups: of their inputs and of their outputs.
+        # Groups are independent, so a rank can hold some of them, with their inputs and outputs.
         channels = [(source.value, 1), (weight.value, 0), (call.out, 1)]
-        links = Links(indivisible={place: call.values[place[0]].shape[place[1]] // groups for place in channels})
+        links = DimLinks(indivisible={place: call.values[place[0]].shape[place[1]] // groups for place in channels})
     if bias is not None:
         channels.append((bias.value, 0))
     links.carried += [channels, [(source.value, 0), (call.out, 0)]]
     return links
 
 
-def batch_norm(call: Call) -> Links:
-    """By channels. The samples are needed whole: their mean is taken."""
+def batch_norm(call: BoundOp) -> DimLinks:
+    """Channels pass through. All samples are needed, for their mean."""
     source = call.op.inputs[0]
     vectors = [(v, 0) for v in (*call.op.inputs[1:], *call.op.outputs[1:]) if len(call.shape(v)) == 1]
     width = call.shape(source)[1]
     vectors = [place for place in vectors if call.shape(place[0])[0] == width]
-    return Links(carried=[[(source, 1), (call.out, 1), *vectors]])
+    return DimLinks(carried=[[(source, 1), (call.out, 1), *vectors]])
 
 
-def layer_norm(call: Call) -> Links:
+def layer_norm(call: BoundOp) -> DimLinks:
     source = call.op.inputs[0]
     kept = len(call.shape(source)) - len(call.named["normalized_shape"])
-    return Links(carried=[[(v, dim) for v in (source, *call.op.outputs)] for dim in range(kept)])
+    return DimLinks(carried=[[(v, dim) for v in (source, *call.op.outputs)] for dim in range(kept)])
 
 
-def group_norm(call: Call) -> Links:
+def group_norm(call: BoundOp) -> DimLinks:
     source, groups = call.op.inputs[0], int(call.named["group"])
     channels: list[Place] = [(source, 1), (call.out, 1)]
     channels += [(ref.value, 0) for ref in call.tensors("weight", "bias")]
     together = call.shape(source)[1] // groups
     samples = [(v, 0) for v in (source, *call.op.outputs)]
     moments = [(v, 1) for v in call.op.outputs[1:]]
-    return Links(carried=[channels + moments, samples], indivisible=dict.fromkeys(channels, together))
+    return DimLinks(carried=[channels + moments, samples], indivisible=dict.fromkeys(channels, together))
 
 
-def attention(call: Call) -> Links:
-    """Samples and heads, each on its own. Fewer key-value heads than heads are dealt out proportionally."""
+def attention(call: BoundOp) -> DimLinks:
+    """Samples and heads are independent. Fewer key-value heads than heads are split in proportion."""
     read = call.tensors("query", "key", "value")
-    links = Links(
+    links = DimLinks(
         carried=[[(ref.value, dim) for ref in read] + [(v, dim) for v in call.op.outputs[:2]] for dim in (0, 1)]
     )
     mask = call.tensor("attn_mask")
@@ -168,73 +168,73 @@ def attention(call: Call) -> Links:
     return links
 
 
-def leading(trailing: int) -> Callable[[Call], Links]:
+def leading(trailing: int) -> Callable[[BoundOp], DimLinks]:
     """All but the last few dimensions: pooling, interpolation, triangles."""
 
-    def rule(call: Call) -> Links:
+    def rule(call: BoundOp) -> DimLinks:
         source = call.op.inputs[0]
         dims = range(len(call.shape(source)) - trailing)
-        return Links(carried=[[(source, dim), *((v, dim) for v in call.op.outputs)] for dim in dims])
+        return DimLinks(carried=[[(source, dim), *((v, dim) for v in call.op.outputs)] for dim in dims])
 
     return rule
 
 
-def pad(call: Call) -> Links:
+def pad(call: BoundOp) -> DimLinks:
     source = call.op.inputs[0]
     shape, given = call.shape(source), call.named["pad"]
     padded = {len(shape) - 1 - number // 2 for number, size in enumerate(given) if size}
-    return Links(carried=[[(source, d), (call.out, d)] for d in range(len(shape)) if d not in padded])
+    return DimLinks(carried=[[(source, d), (call.out, d)] for d in range(len(shape)) if d not in padded])
 
 
-def embedding(call: Call) -> Links:
+def embedding(call: BoundOp) -> DimLinks:
     weight, indices = call.named["weight"].value, call.named["indices"].value
     num = len(call.shape(indices))
-    links = Links(carried=[[(indices, dim), (call.out, dim)] for dim in range(num)])
+    links = DimLinks(carried=[[(indices, dim), (call.out, dim)] for dim in range(num)])
     links.carried.append([(weight, 1), (call.out, num)])
     return links
 
 
-def index(call: Call) -> Links:
-    """Dimensions that are not indexed, where the indexed ones stand together."""
+def index(call: BoundOp) -> DimLinks:
+    """Dimensions that are not indexed, if the indexed ones are adjacent."""
     source, indices = call.named["self"].value, call.named["indices"]
     given = [at for at, entry in enumerate(indices) if isinstance(entry, Ref)]
     if given != list(range(given[0], given[-1] + 1)):
-        return Links()
+        return DimLinks()
     made = len(call.shape(call.out)) - len(call.shape(source)) + len(given)
-    links = Links()
+    links = DimLinks()
     for dim in range(len(call.shape(source))):
         if dim not in given:
             links.carried.append([(source, dim), (call.out, dim if dim < given[0] else dim - len(given) + made)])
     return links
 
 
-def along_others(call: Call) -> Links:
-    """gather, scatter, index_add and their like: everything but the dimension they act along."""
+def along_others(call: BoundOp) -> DimLinks:
+    """gather, scatter, index_add and similar: every dimension but the one they act along."""
     shape = call.shape(call.op.inputs[0])
     acting = call.dim(of=shape)
     places = [(v, call.shape(v)) for v in (*call.op.inputs, *call.op.outputs) if len(call.shape(v)) == len(shape)]
     return aligned(places, call.shape(call.out), [acting])
 
 
-def expand(call: Call) -> Links:
+def expand(call: BoundOp) -> DimLinks:
     source = call.op.inputs[0]
     return aligned([(source, call.shape(source)), (call.out, call.shape(call.out))], call.shape(call.out))
 
 
-def uniform(call: Call) -> Links:
-    """Made of nothing but a size and a number: any part of it looks like the whole."""
-    return Links(carried=[[(v, dim)] for v in call.op.outputs for dim in range(len(call.shape(v)))])
+def uniform(call: BoundOp) -> DimLinks:
+    """Created from a size and a number: any part of it looks like the full tensor."""
+    return DimLinks(carried=[[(v, dim)] for v in call.op.outputs for dim in range(len(call.shape(v)))])
 
 
-def stack(call: Call) -> Links:
+def stack(call: BoundOp) -> DimLinks:
     out = call.shape(call.out)
     at = call.dim(of=out)
     sources = call.op.inputs
     kept = [dim for dim in range(len(out)) if dim != at]
-    return Links(carried=[[(call.out, dim), *((v, n) for v in sources)] for n, dim in enumerate(kept)])
+    return DimLinks(carried=[[(call.out, dim), *((v, n) for v in sources)] for n, dim in enumerate(kept)])
 
 
-RULES: dict[str, Callable[[Call], Links]] = {
+RULES: dict[str, Callable[[BoundOp], DimLinks]] = {
     **dict.fromkeys(
         "clone detach alias _to_copy contiguous lift_fresh copy fill zero bernoulli native_dropout dropout where "
         "masked_fill rsub zeros_like ones_like empty_like full_like rand_like randn_like log_sigmoid_forward "

@@ -1,7 +1,7 @@
-"""An operation seen by its dimensions: its arguments by name, and which dimensions of its operands go together.
+"""An operation's arguments by name, and which dimensions of its operands correspond.
 
-Dimensions go together if they are the same one seen from several sides: cut one of them, and the others are cut
-alike. The rules that say so of each ATen operation are in `dim_rules.py`.
+Dimensions correspond if splitting one of them splits the others in the same way. The rules of each ATen operation are
+in `dim_rules.py`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ Place = tuple[int, int]
 
 
 @dataclass(slots=True)
-class Links:
-    """What goes together in one operation."""
+class DimLinks:
+    """The corresponding dimensions of one operation."""
 
     carried: list[list[Place]] = field(default_factory=list)
-    """Each a dimension that passes through. Members of another size hold proportionally more or less of it."""
+    """Dimensions that pass through. Members of another size hold proportionally more or less."""
     contracted: list[list[Place]] = field(default_factory=list)
-    """Each a dimension that is summed over: cut, it leaves a partial sum."""
+    """Dimensions that are summed over: if split, the result is a partial sum."""
     indivisible: dict[Place, int] = field(default_factory=dict)
-    """How many neighbours along a dimension belong together (the channels of one group)."""
+    """Number of adjacent elements of a dimension that must stay together (the channels of one group)."""
 
 
 @dataclass(slots=True)
-class Call:
+class BoundOp:
     """An operation with its arguments by name."""
 
     op: Op
@@ -56,7 +56,7 @@ class Call:
         return int(default if found is None else found) % max(len(of), 1)
 
 
-def bind(op: Op, values: list[Value]) -> Call:
+def bind(op: Op, values: list[Value]) -> BoundOp:
     schema = op.overload._schema
     named: dict[str, Any] = {}
     for position, argument in enumerate(schema.arguments):
@@ -66,11 +66,13 @@ def bind(op: Op, values: list[Value]) -> Call:
             named[argument.name] = op.kwargs[argument.name]
         else:
             named[argument.name] = argument.default_value if argument.has_default_value() else None
-    return Call(op, values, named)
+    return BoundOp(op, values, named)
 
 
-def aligned(places: Iterable[tuple[int, tuple[int, ...]]], out: Sequence[int], leave_out: Iterable[int] = ()) -> Links:
-    """Operands laid against `out` from the right, as broadcasting does; a dimension of size 1 takes no part."""
+def aligned(
+    places: Iterable[tuple[int, tuple[int, ...]]], out: Sequence[int], leave_out: Iterable[int] = ()
+) -> DimLinks:
+    """Operands aligned with `out` from the right, as in broadcasting; dimensions of size 1 are omitted."""
     skipped = set(leave_out)
     groups: list[list[Place]] = [[] for _ in out]
     for value, shape in places:
@@ -78,4 +80,4 @@ def aligned(places: Iterable[tuple[int, tuple[int, ...]]], out: Sequence[int], l
             at = dim + len(out) - len(shape)
             if at >= 0 and at not in skipped and size == out[at] and size != 1:
                 groups[at].append((value, dim))
-    return Links(carried=[group for group in groups if group])
+    return DimLinks(carried=[group for group in groups if group])

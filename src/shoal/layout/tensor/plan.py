@@ -1,7 +1,7 @@
-"""What tensor parallelism may cut of a model: regions between columns and rows, and the vocabulary.
+"""What tensor parallelism can split in a model: regions between columns and rows, and the vocabulary.
 
-A region begins with projections whose *output* is cut (columns), goes through code that treats the cut dimension
-part by part (heads, activations, channels), and ends with projections whose *input* is cut (rows), whose results
+A region begins with projections whose *output* is split (columns), continues with code that treats the split dimension
+part by part (heads, activations, channels), and ends with projections whose *input* is split (rows), whose results
 are partial sums. `layout/tensor/roles.py` finds the regions, `parallel/tensor/cut.py` runs them.
 """
 
@@ -14,7 +14,7 @@ from shoal.layout.cuts import Cut
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResizedView:
-    """A call in a module's own code that names a size of the whole, to be divided by the degree: `view(B, T, C)`."""
+    """A call in a module's code that names a full size, to be divided by the degree: `view(B, T, C)`."""
 
     module: str
     order: int
@@ -27,35 +27,35 @@ class ResizedView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Region:
-    """Columns, what lies between, rows."""
+    """Column-parallel projections, the code after them, row-parallel projections."""
 
     kind: str
-    """"heads", "features" or "channels": what is dealt out."""
+    """"heads", "features" or "channels": what is split."""
     parts: int
-    """Into how many equal parts it can be cut at most; a degree must divide it. (The greatest common divisor of
-    everything along the way: heads, key-value heads, columns of each segment.)"""
+    """Largest number of equal parts; a degree must divide it. (The greatest common divisor of all sizes in the region:
+    heads, key-value heads, columns of each segment.)"""
     columns: tuple[str, ...]
-    """Paths of the modules whose output is cut. Those of one region that read one tensor share its gradient's sum."""
+    """Paths of the modules whose output is split. Columns that read the same tensor share one sum of its gradient."""
     rows: tuple[str, ...]
-    """Paths of the modules whose input is cut and whose output is a partial sum."""
+    """Paths of the modules whose input is split and whose output is a partial sum."""
     cuts: dict[str, Cut]
-    """Every parameter and buffer that is cut, by name: weights and biases of columns, weights of rows, and what
-    belongs to the cut dimension in between (a norm over channels, a slope for each head)."""
+    """Every parameter and buffer that is split, by name: weights and biases of columns, weights of rows, and those of
+    the split dimension in between (a norm over channels, a slope for each head)."""
     scaled: tuple[tuple[str, str], ...] = ()
     """(module path, integer attribute) that the model's own code reads as a size and that must be divided by the
     degree: the number of heads, the width at which a fused projection is split."""
     views: tuple[ResizedView, ...] = ()
-    """Sizes that the model's own code takes from its input, or has written down, and that must be divided as well."""
+    """Sizes that the model's code takes from its input or contains as constants, and that must be divided as well."""
     partial: tuple[str, ...] = ()
-    """Parameters that stay whole but are read together with parts (a norm over each head's own width): every rank's
+    """Replicated parameters that are read together with parts (a norm over the width of each head): each rank's
     gradient of them is one term of a sum over the axis."""
     entry: str | None = None
-    """The smallest module that holds all columns and nothing of the residual stream: its input may be gathered once."""
+    """The module around all columns whose input they read: the input can be gathered there once."""
 
 
 def sizes_known_inside(region: Region) -> bool:
-    """Whether code that names sizes in its views sees its input as the columns do, also where the stream between
-    regions is cut. (To split one dimension, no other need be named.)"""
+    """Whether code that names sizes in its views sees the same input as the columns, even if the stream between
+    regions is split. (To split one dimension, no other need be named.)"""
     named = [view.module for view in region.views if view.function not in ("unflatten", "split")]
     within = f"{region.entry}." if region.entry else ""
     return all(region.entry is not None and f"{path}.".startswith(within) for path in named)
@@ -63,27 +63,27 @@ def sizes_known_inside(region: Region) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vocabulary:
-    """An embedding cut by words, and the projection onto the same words."""
+    """An embedding split by tokens of the vocabulary, and the projection onto the same vocabulary."""
 
     embeddings: tuple[str, ...]
-    """Paths of embeddings whose rows are cut."""
+    """Paths of embeddings whose rows are split."""
     heads: tuple[str, ...]
-    """Paths of projections onto the vocabulary, whose output is cut."""
+    """Paths of projections onto the vocabulary, whose output is split."""
     cuts: dict[str, Cut]
     loss_parallel: bool
-    """Whether the loss may be computed on logits that stay cut: they reach nothing but a cross entropy."""
+    """Whether the loss can be computed on split logits: they are read only by a cross entropy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorPlan:
-    """All of it, and what stays whole."""
+    """All regions, the vocabulary, and what stays unsplit."""
 
     regions: tuple[Region, ...]
     vocabulary: Vocabulary | None = None
     whole: dict[str, str] = field(default_factory=dict)
-    """Path of each projection that stays whole -> why."""
+    """Path of each projection that stays unsplit -> why."""
     sequence_dim: int | None = None
-    """The dimension of the residual stream along which it may be cut between regions; None: it may not."""
+    """The dimension along which the residual stream can be split between regions; None: it cannot."""
     tokens: int = 0
-    """How many there are along it, in the samples that were looked at."""
+    """Size of that dimension in the trace."""
     why_no_sequence: str = ""

@@ -1,7 +1,7 @@
 """The projections of a model: modules that multiply by a weight of their own and do nothing else.
 
-`nn.Linear`, convolutions and whatever else the model calls its layers (a `Conv1D` that keeps its weight the other
-way round) are told by what they do. Only such a module can be run with a part of its weight by wrapping its call.
+`nn.Linear`, convolutions and any other layer class (a `Conv1D` that stores its weight transposed) are recognised by
+what they compute. Only such a module can be run with a part of its weight by wrapping its call.
 `nn.MultiheadAttention` calls no modules; its two projections are known by name.
 """
 
@@ -22,28 +22,28 @@ LAYOUT = frozenset(
     "t transpose permute view _unsafe_view reshape _reshape_alias flatten unsqueeze squeeze expand detach alias "
     "clone _to_copy contiguous split split_with_sizes slice select unbind chunk".split()
 )
-"""What changes no number."""
+"""Operations that change no values."""
 
 
 @dataclass(slots=True)
 class Projection:
-    """A module that projects, with every operation in which it does."""
+    """A module that projects, with each of its products."""
 
     path: str
     weight: str
-    """The parameter's name: its first one, where it is shared."""
+    """The parameter's name; its first one if it is shared."""
     ops: list[int] = field(default_factory=list)
     is_convolution: bool = False
 
     def output(self, graph: Graph) -> tuple[int, int]:
-        """(value, dimension) of the features it gives, in its first call."""
+        """(value, dimension) of its output features, in its first call."""
         op = graph.ops[self.ops[0]]
         value = op.outputs[0]
         return value, 1 if self.is_convolution else len(graph.values[value].shape) - 1
 
 
 def operands(op: Op, graph: Graph) -> tuple[int, int]:
-    """(what is projected, the weight) of a product."""
+    """(projected value, weight) of a product."""
     call = bind(op, graph.values)
     if op.name == "convolution":
         return call.named["input"].value, call.named["weight"].value
@@ -52,7 +52,7 @@ def operands(op: Op, graph: Graph) -> tuple[int, int]:
 
 
 def parameter_behind(value: int, graph: Graph) -> int | None:
-    """The parameter of which a value is another layout."""
+    """The parameter that a value is a view or a copy of."""
     while True:
         known = graph.values[value]
         if known.source == "parameter":
@@ -71,7 +71,7 @@ def same_tensor(value: int, graph: Graph) -> int:
 
 
 def projections(graph: Graph) -> tuple[dict[str, Projection], dict[str, str]]:
-    """Path -> projection, in the order of their first call; and path -> why it is none."""
+    """Path -> projection, in the order of first calls; and path -> why it is not a projection."""
     modules = modules_by_path(graph.trace.model)
     names = graph.trace.parameter_names()
     found: dict[str, Projection] = {}
@@ -114,7 +114,7 @@ def _parameter(modules: dict[str, nn.Module], name: str) -> Any:
 
 
 def _does_more(path: str, graph: Graph) -> str:
-    """Why a module is more than a projection; empty if it is none."""
+    """Why a module is more than a projection; empty if it is not."""
     own = {value for name, value in graph.trace.parameters.items() if name.rpartition(".")[0] == path}
     calls = graph.trace.calls_of(path)
     if not calls:

@@ -1,9 +1,9 @@
-"""From one projection to the region it opens: what follows from cutting its output, and whether that holds.
+"""From one projection to the region it opens: what follows from splitting its output, and whether that is possible.
 
-The cut is followed until it ends in projections that sum over it. On the way other projections may have to join the
-columns, parameters are cut along, and some are read by every rank beside its part. A region is refused where a
-value that everybody holds whole, and that learns, enters it by another door than a column: its gradient would be
-a partial sum that nobody adds up.
+The split is propagated until it ends in projections that sum over it. On the way other projections may have to join the
+columns, parameters are split too, and some parameters are read in full by every rank. A region is refused if a
+replicated activation is used inside it without passing through a column-parallel layer: its gradient would be an
+unreduced partial sum.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from shoal.layout.cuts import Cut
 from shoal.layout.tensor.projections import Projection, operands, same_tensor
 from shoal.layout.tensor.segments import Refuted
-from shoal.layout.tensor.spread import Graph, Spread, Spreading
+from shoal.layout.tensor.spread import CutPropagation, Graph, Spreading
 
 ATTENTION = ("softmax", "scaled_dot_product")
 
 
 @dataclass(slots=True)
 class Found:
-    """A region with what was known of its values."""
+    """A region and the splits of its values."""
 
     kind: str
     parts: int
@@ -32,11 +32,11 @@ class Found:
     entry: str | None
     spreading: Spreading
     interior: frozenset[int]
-    """Operations whose result is cut."""
+    """Operations whose result is split."""
 
 
 class Finder:
-    """Tries one projection after another."""
+    """Finds the region of one projection after another."""
 
     def __init__(self, graph: Graph, known: dict[str, Projection], *, never_rows: Collection[str] = ()) -> None:
         self.graph = graph
@@ -44,9 +44,9 @@ class Finder:
         self.path_of = {number: projection.path for projection in known.values() for number in projection.ops}
         self.placed: set[str] = set()
         self.never: dict[str, str] = {}
-        """Projections that are no part of any region -> why."""
+        """Projections that no region may contain -> why."""
         self.taken: dict[int, str] = {}
-        """Further parameters that no region may cut -> why."""
+        """Further parameters that no region may split -> why."""
         self.never_rows = set(never_rows)
         self._names = {
             **{value: name for name, value in graph.trace.parameters.items()},
@@ -59,7 +59,7 @@ class Finder:
         uncut = {self._weight(path): "is cut in another region" for path in self.placed}
         uncut |= {self._weight(path): why for path, why in self.never.items()} | self.taken
         sum_at = [number for number, path in self.path_of.items() if path not in self.never_rows]
-        spread = Spread(self.graph, sum_at=sum_at, uncut=uncut)
+        spread = CutPropagation(self.graph, sum_at=sum_at, uncut=uncut)
         spreading = spread.run({value: Cut(dim, (self.graph.values[value].shape[dim],))})
         columns, rows = self._roles(spreading)
         if not rows:
@@ -71,7 +71,7 @@ class Finder:
         if not chained:
             self._refuse_chains(spreading, interior)
         if spreading.parts == 1:
-            raise Refuted("its parts cannot be dealt out evenly to two or more")
+            raise Refuted("its parts cannot be split evenly among two or more ranks")
         names = sorted((self._names[v], v) for v in spreading.cuts if v in self._names)
         return Found(
             kind=self._kind(interior, [*columns, *rows]),
@@ -98,7 +98,7 @@ class Finder:
                 continue
             if any(sums):
                 rows.append(projection.path)
-            # A convolution by groups takes parts and gives parts: it lies between.
+            # A grouped convolution takes parts and returns parts: it is inside the region.
             if any(given and not taken for given, taken in zip(cut, read, strict=True)):
                 columns.append(projection.path)
             if not all(sums) and not all(cut):
@@ -112,7 +112,7 @@ class Finder:
         return value == source and weight in spreading.cuts
 
     def _read_whole(self, spreading: Spreading, interior: frozenset[int]) -> tuple[str, ...]:
-        """Parameters that are read whole beside parts; refuses activations that are."""
+        """Replicated parameters that are read together with parts; refuses such activations."""
         found: set[str] = set()
         for number in sorted(interior):
             op = self.graph.ops[number]
@@ -134,8 +134,8 @@ class Finder:
             known = self.graph.values[value]
             if self.graph.from_batch[value]:
                 raise Refuted(
-                    f"{self.graph.ops[known.producer].name} in {module or 'the model'}: parts meet an activation "
-                    "that every rank holds whole; its gradient would be a partial sum"
+                    f"{self.graph.ops[known.producer].name} in {module or 'the model'}: it combines parts with an "
+                    "activation that is replicated on every rank; its gradient would be a partial sum"
                 )
             if known.source == "parameter":
                 found.add(known.name)
@@ -147,9 +147,9 @@ class Finder:
         return found
 
     def _refuse_chains(self, spreading: Spreading, interior: frozenset[int]) -> None:
-        """A residual stream that is cut from end to end would join all blocks into one region.
+        """A residual stream that is split from end to end would join all blocks into one region.
 
-        Calls that share nothing but weights are no chain: one block applied again and again.
+        Calls that share only weights are not a chain: they are one block applied repeatedly.
         """
         group = self._components(spreading, interior)
         fed: dict[int, set[int]] = {}
@@ -167,7 +167,7 @@ class Finder:
                     fed[v] = reached
 
     def _components(self, spreading: Spreading, interior: frozenset[int]) -> dict[int, int]:
-        """Cut values -> a number that those have in common which are connected by operations."""
+        """Split value -> number of its connected component."""
         parent: dict[int, int] = {}
 
         def top(value: int) -> int:
@@ -188,8 +188,8 @@ class Finder:
         return "channels" if any(self.known[path].is_convolution for path in paths) else "features"
 
     def _entry(self, columns: tuple[str, ...]) -> str | None:
-        """The largest module that is given the very tensor that all columns read, and reads it for nothing else. Its
-        code may ask for the sizes of that tensor, so it must see it as the columns do."""
+        """The largest module whose argument is the tensor that all columns read, and that uses it for nothing else. Its
+        code may read the sizes of that tensor, so it must see the same tensor as the columns."""
         found = columns[0] if len(columns) == 1 else None
         parts = common_path(columns).split(".")
         for length in range(len(parts), 0, -1):
@@ -222,7 +222,7 @@ class Finder:
 
 
 def common_path(paths: Collection[str]) -> str:
-    """The module that holds all of them; itself, if there is one."""
+    """The innermost module that contains all of them; a single path itself."""
     split = [path.split(".") if path else [] for path in paths]
     shared: list[str] = []
     for names in zip(*split, strict=False):

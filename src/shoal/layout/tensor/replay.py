@@ -1,9 +1,9 @@
-"""Calls a part of the model again with other sizes, on fakes, to see whether its code follows.
+"""Calls a part of the model again with other sizes, on fake tensors, to check that its code adapts.
 
 A model's own code may name sizes: `view(B, L, self.num_heads, ...)`, `split(self.split_size)`. With a part of the
-heads these attributes, or the sizes in the calls themselves, have to be divided as well. Which ones is found by
-trying: the call has to run through, and every operation in it has to follow. It is tried with more of everything
-rather than less: with twice the heads no dimension becomes 1, of which libraries take notice.
+heads these attributes, or the sizes in the calls themselves, must be divided as well. Which ones is found by trying:
+the call must succeed, and every operation in it must have the expected shapes. Sizes are multiplied rather than
+divided: with twice the heads no dimension becomes 1, which libraries treat differently.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.layout.cuts import Cut
-from shoal.layout.recorded import Call, Op, Ref
+from shoal.layout.recorded import Op, Ref, TracedCall
 from shoal.layout.tensor.dims import bind
 from shoal.layout.tensor.resized import Rehearsed
 from shoal.layout.tensor.segments import slice_range
@@ -32,27 +32,27 @@ Attribute = tuple[str, str]
 """(module path, attribute), the latter possibly "config.num_heads"."""
 
 LAYOUT_ONLY = frozenset("clone view _unsafe_view _reshape_alias reshape detach alias expand contiguous empty".split())
-"""Whether a reshape copies depends on strides, and they may differ between a part and the whole."""
+"""Ignored: whether a reshape copies depends on strides, which may differ between a part and the full tensor."""
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """What is compared of an operation."""
+class ReplayedOp:
+    """The compared properties of an operation."""
 
     name: str
     shapes: tuple[tuple[int, ...], ...] = ()
     numbers: tuple[Any, ...] = ()
     free: bool = False
-    """Nobody reads what it gives, so that it may be anything."""
+    """Whether its result is never read, so that it need not agree."""
 
-    def agrees(self, got: Step) -> bool:
+    def agrees(self, got: ReplayedOp) -> bool:
         return got.name == self.name and (self.free or (got.shapes == self.shapes and got.numbers == self.numbers))
 
 
 class _Steps(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[Step] = []
+        self.found: list[ReplayedOp] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -64,12 +64,12 @@ class _Steps(TorchDispatchMode):
                 begin, size = (args[2] if len(args) > 2 else 0), args[0].shape[args[1] if len(args) > 1 else 0]
                 start = slice(begin, None).indices(size)[0]
             shapes = tuple(tuple(int(size) for size in leaf.shape) for leaf in outputs)
-            self.found.append(Step(name, shapes, _numbers(func, args, start)))
+            self.found.append(ReplayedOp(name, shapes, _numbers(func, args, start)))
         return result
 
 
 def _numbers(func: Any, args: Any, start: int | None) -> tuple[Any, ...]:
-    """What is no size, and must therefore be as it was: factors, exponents; where a slice begins."""
+    """Numbers that are not sizes and must be unchanged: factors, exponents, the start of a slice."""
     if start is not None:
         return (start,)
     if torch.Tag.pointwise in func.tags:
@@ -77,8 +77,8 @@ def _numbers(func: Any, args: Any, start: int | None) -> tuple[Any, ...]:
     return tuple(leaf for leaf in args if isinstance(leaf, float))
 
 
-def expected(graph: Graph, call: Call, cuts: Mapping[int, Cut], times: int) -> list[Step]:
-    """What the call's operations should give with all cut dimensions so many times as large."""
+def expected(graph: Graph, call: TracedCall, cuts: Mapping[int, Cut], times: int) -> list[ReplayedOp]:
+    """What the call's operations should return with all split dimensions `times` as large."""
 
     def local(value: int) -> tuple[int, ...]:
         shape, cut = graph.values[value].shape, cuts.get(value)
@@ -87,10 +87,12 @@ def expected(graph: Graph, call: Call, cuts: Mapping[int, Cut], times: int) -> l
     steps = []
     for op in graph.ops[call.first : call.stop]:
         if op.name not in LAYOUT_ONLY and not graph.live[op.number]:
-            steps.append(Step(op.name, free=True))
+            steps.append(ReplayedOp(op.name, free=True))
         elif op.name not in LAYOUT_ONLY:
             start = _start(op, graph, cuts, times) if op.name == "slice" else None
-            steps.append(Step(op.name, tuple(local(v) for v in op.outputs), _numbers(op.overload, op.args, start)))
+            steps.append(
+                ReplayedOp(op.name, tuple(local(v) for v in op.outputs), _numbers(op.overload, op.args, start))
+            )
     return steps
 
 
@@ -103,7 +105,7 @@ def _start(op: Op, graph: Graph, cuts: Mapping[int, Cut], times: int) -> int:
 class Replay:
     """One call of a module, to be made again with other sizes."""
 
-    def __init__(self, graph: Graph, call: Call, modules: dict[str, nn.Module]) -> None:
+    def __init__(self, graph: Graph, call: TracedCall, modules: dict[str, nn.Module]) -> None:
         self.graph = graph
         self.call = call
         self.module = modules[call.path]
@@ -117,8 +119,8 @@ class Replay:
     def progress(
         self, cuts: Mapping[int, Cut], times: int, scaled: tuple[Attribute, ...], resized: Rehearsed | None = None
     ) -> tuple[int, bool]:
-        """How many operations gave what they should, and whether all did. `resized`: with sizes in calls changed too,
-        and what was changed is noted there."""
+        """How many operations agreed, and whether all did. `resized`: also changes sizes in calls, and records the
+        changes."""
         wanted = expected(self.graph, self.call, cuts, times)
         found, finished = self._run(cuts, times, scaled, resized)
         same = 0
@@ -132,7 +134,7 @@ class Replay:
     def runs_in_evaluation(
         self, cuts: Mapping[int, Cut], times: int, scaled: tuple[Attribute, ...], resized: Rehearsed
     ) -> bool:
-        """Whether the code runs through when it is not training; its operations may be others."""
+        """Whether the code also runs in evaluation mode, where its operations may differ."""
         return self._run(cuts, times, scaled, resized, training=False)[1] and not resized.wrong
 
     def _run(
@@ -143,7 +145,7 @@ class Replay:
         resized: Rehearsed | None,
         *,
         training: bool = True,
-    ) -> tuple[list[Step], bool]:
+    ) -> tuple[list[ReplayedOp], bool]:
         steps = _Steps()
         by_name = {self.graph.values[v].name: cut for v, cut in cuts.items() if self.graph.values[v].name}
         with ExitStack() as stack:
@@ -175,10 +177,10 @@ class Replay:
 
     @contextmanager
     def _resized(self, cuts: Mapping[str, Cut], times: int) -> Iterator[None]:
-        """Fakes in place of all parameters and buffers of the module, larger where they are cut."""
+        """Replaces all parameters and buffers of the module by fakes, larger where they are split."""
         before: list[tuple[dict[str, Any], str, Any]] = []
         made: dict[int, Any] = {}
-        # Code may keep what it computes (a mask, a table of angles); a fake of it must not stay behind.
+        # Code may cache what it computes (a mask, a table of angles); a fake must not remain in the cache.
         attributes = [(module, dict(vars(module))) for module in self.module.modules()]
         for module in self.module.modules():
             for held in (module._parameters, module._buffers):
@@ -208,7 +210,7 @@ class Replay:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Fakes report every call that fails; here that is an answer, and not worth a traceback."""
+    """Suppresses PyTorch's log of failures on fakes: here a failure is an expected result."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
@@ -218,7 +220,7 @@ def _quiet() -> Iterator[None]:
 
 
 def divided(modules: dict[str, nn.Module], scaled: tuple[Attribute, ...], degree: int) -> AbstractContextManager[None]:
-    """With attributes divided, as a rank has them that holds one part of `degree`."""
+    """With attributes divided by `degree`, as on a rank."""
     return with_sizes(modules, scaled, lambda size: size // degree)
 
 
@@ -226,7 +228,7 @@ def divided(modules: dict[str, nn.Module], scaled: tuple[Attribute, ...], degree
 def with_sizes(
     modules: dict[str, nn.Module], scaled: tuple[Attribute, ...], change: Callable[[int], int]
 ) -> Iterator[None]:
-    """With attributes changed; a config gets a copy of its own, so that no other module sees it."""
+    """With attributes changed; a config is copied first, so that other modules do not see the change."""
     before: list[tuple[nn.Module, str, Any]] = []
     try:
         for path, attribute in scaled:

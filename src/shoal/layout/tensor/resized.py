@@ -1,8 +1,8 @@
-"""While a module's code runs, sizes that it names for the whole become those of a part.
+"""While a module's code runs, full sizes that it names are replaced by those of a part.
 
-Which calls these are is known from the trace: the n-th of those that name sizes, in the code of a module itself and
-not in modules that it calls. A mode sees them while the module runs, and only then. A rehearsal finds out which of
-them ask for the whole, and makes them larger; a rank of tensor parallelism divides them.
+The trace identifies these calls: the n-th call that names sizes, in the module's own code, not in modules that it
+calls. A function mode intercepts them, only while the module runs. A rehearsal finds out which of them name the full
+size and makes them larger; a rank of tensor parallelism divides them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from shoal.layout.cuts import Cut
-from shoal.layout.recorded import Call
+from shoal.layout.recorded import TracedCall
 from shoal.layout.tensor.plan import ResizedView
 from shoal.layout.tensor.sized_calls import NotedCall, SizedCall, places, read
 from shoal.layout.tensor.spread import Graph
@@ -45,11 +45,11 @@ class ResizingMode(TorchFunctionMode):
         self.count = 0
 
     def sizes_for(self, order: int, call: SizedCall) -> tuple[int, ...] | None:
-        """Other sizes for a call; None to leave it as it is."""
+        """Other sizes for a call; None: unchanged."""
         return None
 
     def made(self, order: int, result: Any) -> None:
-        """What a call gave."""
+        """Called with the result of a call."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -63,8 +63,8 @@ class ResizingMode(TorchFunctionMode):
         return result
 
     def _is_own(self) -> bool:
-        """Whether the module's own code makes the call, and not that of a module it calls (or of a hook there). Asked
-        of the stack of frames, for that is right for modules of any kind, and when a block is computed again."""
+        """Whether the module's own code makes the call, not a module it calls (or a hook there). Decided by the stack
+        of frames, which is correct for modules of any kind and under recomputation."""
         if not _running.modes or _running.modes[-1] is not self:
             return False
         frame = sys._getframe(2)
@@ -90,7 +90,7 @@ _CALLED = nn.Module._call_impl.__code__
 
 
 class _Divides(ResizingMode):
-    """Makes the calls of a plan with sizes divided by the degree."""
+    """Divides the sizes of a plan's calls by the degree."""
 
     def __init__(self, views: Mapping[int, ResizedView], degree: int) -> None:
         super().__init__()
@@ -106,15 +106,15 @@ class _Divides(ResizingMode):
         if not fits or (asked is not None and asked[0] != asked[1] * self.degree):
             where = f"{view.module or 'the model'}: {call.function}{call.sizes} of {list(call.source.shape)}"
             raise ValueError(
-                f"{where} was to be divided among {self.degree} ranks, but does not ask for {self.degree} times what "
-                f"there is, as {view.function} did in this place when the model was traced; its code takes another "
-                "way now, so declare the region's projections whole"
+                f"{where} should be divided among {self.degree} ranks, but does not name {self.degree} times the local "
+                f"size, as {view.function} did here when the model was traced; its code takes another branch now, "
+                "so declare the region's projections whole"
             )
         return tuple(size // self.degree if at in view.places else size for at, size in enumerate(call.sizes))
 
 
 def divide_views(modules: Mapping[str, nn.Module], views: Iterable[ResizedView], degree: int) -> None:
-    """From now on the modules' code computes on one part of `degree`."""
+    """Makes the modules' code compute on one part of `degree` from now on."""
     for path, of_module in by_module(views).items():
         module: Any = modules[path]
         module.forward = partial(_run, partial(_Divides, of_module, degree), module.forward)
@@ -128,12 +128,12 @@ def by_module(views: Iterable[ResizedView]) -> dict[str, dict[int, ResizedView]]
 
 
 class Rehearsed:
-    """The sized calls of one call of a module, as traced, and what became of them when it was made again."""
+    """The sized calls of one call of a module, as traced, and their results in a replay."""
 
     def __init__(
-        self, graph: Graph, call: Call, cuts: Mapping[int, Cut], times: int, only: frozenset[Key] | None = None
+        self, graph: Graph, call: TracedCall, cuts: Mapping[int, Cut], times: int, only: frozenset[Key] | None = None
     ) -> None:
-        """`only`: the calls to be made with other sizes; None to find out."""
+        """`only`: the calls to make with other sizes; None: find out which."""
         self.only, self.times = only, times
         self.changed: dict[Key, ResizedView] = {}
         self.made: list[tuple[Key, str]] = []
@@ -223,7 +223,7 @@ class _Rehearses(ResizingMode):
             self.rehearsed.wrong |= not agree
 
 
-def is_within(inner: Call, outer: Call) -> bool:
+def is_within(inner: TracedCall, outer: TracedCall) -> bool:
     return outer.first <= inner.first and inner.stop <= outer.stop
 
 

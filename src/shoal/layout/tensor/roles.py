@@ -1,8 +1,8 @@
-"""The tensor plan of a traced model: which projections are columns, which are rows, and what stays whole, and why.
+"""The tensor plan of a traced model: which projections are columns, which are rows, which stay unsplit, and why.
 
-Every projection is tried as the beginning of a region, in the order in which the model calls them; the model's own
-plan and the job's declarations come first where there are any. What is found is replayed on fakes with parts, so
-that a plan never depends on a size that the model's code has written down elsewhere.
+Every projection is tried as the beginning of a region, in the order of the model's calls; declarations of the job and
+the model's own plan come first. Each region found is replayed on fake tensors with other sizes, so that a plan never
+depends on a size that is fixed elsewhere in the model's code.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Role = Literal["column", "row", "whole"]
 ROLES: tuple[Role, ...] = ("column", "row", "whole")
 
 
-class CannotCut(ValueError):
+class InvalidRole(ValueError):
     """A role that the job declares does not hold for its model."""
 
 
 def tensor_plan(trace: Trace, *, declared: Mapping[str, str] | None = None) -> TensorPlan:
-    """What tensor parallelism may cut of the model.
+    """What tensor parallelism can split in the model.
 
     `declared` maps patterns of module paths ("layers.*.proj") to "column", "row" or "whole".
     """
@@ -62,7 +62,7 @@ def tensor_plan(trace: Trace, *, declared: Mapping[str, str] | None = None) -> T
     dim, why, tokens = token_dimension(graph, known, columns=columns, rows=rows)
     if dim is not None and (early := next((r for r in regions if not sizes_known_inside(r)), None)) is not None:
         dim, tokens = None, 0
-        why = f"{early.views[0].module or 'the model'} asks for sizes of what it is given before that is gathered"
+        why = f"{early.views[0].module or 'the model'} reads the sizes of its input before that is gathered"
     cut = {path for path, each in known.items() if any(each.weight in region.cuts for region in regions)}
     cut |= set(vocabulary.heads) if vocabulary else set()
     return TensorPlan(
@@ -78,7 +78,7 @@ def tensor_plan(trace: Trace, *, declared: Mapping[str, str] | None = None) -> T
 def _regions(
     finder: Finder, scaling: Scaling, order: list[Projection], whole: dict[str, str], wishes: dict[str, Role]
 ) -> list[tuple[Found, Sizes]]:
-    """Every region, those first that no row feeds back into; then what is left, with rows that feed columns."""
+    """Every region: first those without rows that feed columns, then the rest."""
     found: list[tuple[Found, Sizes]] = []
     for chained in (False, True):
         for start in order:
@@ -113,8 +113,8 @@ def _region(found: Found, sizes: Sizes) -> Region:
 def _without_mixed_gradients(
     graph: Graph, found: list[tuple[Found, Sizes]], whole: dict[str, str]
 ) -> list[tuple[Found, Sizes]]:
-    """Leaves out regions that read a parameter beside parts which others read beside wholes: half its gradient
-    would be a term of a sum, and half the sum itself."""
+    """Drops regions that read a replicated parameter together with parts if other code reads it with full tensors: one
+    share of its gradient would be a partial sum, the other the sum itself."""
     while True:
         interior = frozenset().union(*(region.interior for region, _ in found))
         mixed = {
@@ -128,14 +128,14 @@ def _without_mixed_gradients(
         for region in bad:
             name = sorted(mixed.intersection(region.partial))[0]
             for path in (*region.columns, *region.rows):
-                whole[path] = f"it reads {name}, which is also read where nothing is cut"
+                whole[path] = f"it reads {name}, which is also read where nothing is split"
         found = [entry for entry in found if entry[0] not in bad]
 
 
 def _without_quarrels(
     scaling: Scaling, found: list[tuple[Found, Sizes]], model: nn.Module, whole: dict[str, str]
 ) -> list[tuple[Found, Sizes]]:
-    """Leaves out regions of a block that divide an attribute which another region of it needs as it is."""
+    """Drops regions of a block that divide an attribute which another of its regions needs unchanged."""
     kept = list(found)
     for path, _ in blocks(model):
         inside = [entry for entry in kept if entry[0].columns[0].startswith(path + ".")]
@@ -145,12 +145,12 @@ def _without_quarrels(
         for entry in dividing:
             kept.remove(entry)
             for name in (*entry[0].columns, *entry[0].rows):
-                whole[name] = f"it divides {entry[1].attributes[0][1]}, which another region of {path} needs as it is"
+                whole[name] = f"it divides {entry[1].attributes[0][1]}, which another region of {path} needs unchanged"
     return kept
 
 
 def _readers(graph: Graph, value: int) -> set[int]:
-    """The operations in which a parameter, or what is made of parameters alone, meets the samples."""
+    """The operations that combine a parameter (or a value computed from parameters alone) with the samples."""
     found: set[int] = set()
     open_values = [value]
     while open_values:
@@ -173,14 +173,14 @@ def _declared(
     wishes: dict[str, Role] = {}
     for pattern, role in declared.items():
         if role not in ROLES:
-            raise CannotCut(f"{pattern!r} is declared {role!r}, but a role is one of {', '.join(ROLES)}")
-        # Whole may be declared of an embedding too, or of a block and all that it holds.
+            raise InvalidRole(f"{pattern!r} is declared {role!r}, but a role is one of {', '.join(ROLES)}")
+        # "whole" may also be declared for an embedding, or for a block with everything in it.
         among = (path for path in modules if path) if role == "whole" else known
         paths = [path for path in among if fnmatchcase(path, pattern)]
         if not paths:
             none = [path for path in refused if fnmatchcase(path, pattern)]
-            reason = f"{none[0]} is none: {refused[none[0]]}" if none else f"the model has {', '.join(list(known)[:8])}"
-            raise CannotCut(f"{pattern!r} is declared {role!r}, but matches no projection; {reason}")
+            reason = f"{none[0]} is not: {refused[none[0]]}" if none else f"the model has {', '.join(list(known)[:8])}"
+            raise InvalidRole(f"{pattern!r} is declared {role!r}, but matches no projection; {reason}")
         wishes |= {path: ROLES[ROLES.index(role)] for path in paths}
     return wishes
 
@@ -190,11 +190,11 @@ def _check_declared(wishes: dict[str, Role], columns: set[str], rows: set[str], 
         if (role == "column" and path not in columns) or (role == "row" and path not in rows):
             is_now = "a row" if path in rows else "a column" if path in columns else "whole"
             why = whole.get(path, "no region ends in it")
-            raise CannotCut(f"{path} is declared a {role}, but can only be {is_now}: {why}")
+            raise InvalidRole(f"{path} is declared a {role}, but can only be {is_now}: {why}")
 
 
 def _order(known: dict[str, Projection], wishes: dict[str, Role], model: nn.Module) -> list[Projection]:
-    """Declared columns first, then those that the model's own plan calls so, then the rest as they are called."""
+    """Declared columns first, then columns of the model's own plan, then the rest in call order."""
     own = own_plan(model)
 
     def rank(projection: Projection) -> int:
@@ -207,7 +207,7 @@ def _order(known: dict[str, Projection], wishes: dict[str, Role], model: nn.Modu
 
 
 def own_plan(model: nn.Module) -> dict[str, str]:
-    """The plan that a Hugging Face model carries: pattern -> style, as paths of the whole model."""
+    """The plan that a Hugging Face model carries: pattern -> style, as paths from the root of the model."""
     found: dict[str, str] = {}
     for path, module in model.named_modules():
         plan = getattr(module, "_tp_plan", None)

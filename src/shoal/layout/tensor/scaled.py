@@ -1,8 +1,8 @@
-"""Which sizes in a model's code have to be divided with a region, found by replaying it.
+"""Which sizes in a model's code must be divided with a region, found by replaying it.
 
-Candidates are whole numbers on the modules around the region, and in their configs, that equal a size that is dealt
-out. Starting with none, the one that lets the replay get furthest is added until it runs to its end. Where attributes
-alone do not do, sizes in calls (`view(B, T, C)`, where C is the width of the input) are divided as well.
+Candidates are integer attributes of the modules around the region, and of their configs, that equal a split size.
+Starting with none, the one that lets the replay get furthest is added until the replay completes. If attributes alone
+are not enough, sizes in calls (`view(B, T, C)`, where C is the width of the input) are divided as well.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import combinations
 from torch import nn
 
 from shoal.layout.cuts import Cut
-from shoal.layout.recorded import Call
+from shoal.layout.recorded import TracedCall
 from shoal.layout.tensor.plan import ResizedView
 from shoal.layout.tensor.regions import Found
 from shoal.layout.tensor.replay import Attribute, Replay
@@ -23,9 +23,9 @@ from shoal.layout.tensor.spread import Graph
 
 MOST_TRIES = 128
 TIMES = (2, 3)
-"""A code that runs with twice and with three times the size does not depend on it."""
+"""Code that runs with twice and with three times the size does not depend on the size."""
 NO_SIZES = {"in_features", "out_features", "in_channels", "out_channels", "num_features", "embedding_dim"}
-"""What the library's own layers remember and do not read."""
+"""Attributes that torch.nn's layers store but do not read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +38,7 @@ class Sizes:
 
 
 class Scaling:
-    """Finds the sizes of one region after another; like regions are asked once."""
+    """Finds the sizes of one region after another; identical regions are searched once."""
 
     def __init__(self, graph: Graph, modules: dict[str, nn.Module]) -> None:
         self.graph = graph
@@ -47,7 +47,7 @@ class Scaling:
         self._together: dict[object, bool] = {}
 
     def sizes(self, found: Found) -> Sizes:
-        """What is to be divided with a region; raises if the code does not follow."""
+        """What must be divided with a region; raises Refuted if the code does not adapt."""
         if self._is_library_code(found):
             return Sizes(attributes=self._groups(found))
         call = self._call(found)
@@ -71,7 +71,7 @@ class Scaling:
         )
 
     def hold_together(self, found: list[tuple[Found, Sizes]]) -> bool:
-        """Whether regions that lie in one call still run when all of them are cut at once."""
+        """Whether the regions of one call still run when all of them are split at once."""
         cuts = {v: cut for region, _ in found for v, cut in region.spreading.cuts.items()}
         numbers = {number for region, _ in found for number in region.interior | region.spreading.sums}
         calls = [call for call in self.graph.trace.calls if call.first <= min(numbers) and max(numbers) < call.stop]
@@ -106,7 +106,7 @@ class Scaling:
                 scaled.append((path, "groups"))
         return tuple(scaled)
 
-    def _call(self, found: Found) -> Call:
+    def _call(self, found: Found) -> TracedCall:
         """The call of the smallest module that holds all of the region."""
         numbers = found.interior | found.spreading.sums
         first, last = min(numbers), max(numbers)
@@ -115,7 +115,7 @@ class Scaling:
             raise Refuted("no call of a module holds all of it")
         return min(calls, key=lambda call: (call.stop - call.first, -len(call.path)))
 
-    def _likeness(self, found: Found, call: Call) -> object:
+    def _likeness(self, found: Found, call: TracedCall) -> object:
         cuts = tuple((_below(name, call.path), cut) for name, cut in found.cuts.items())
         named = tuple(
             (_below(each.module, call.path), each.order, each.function, each.sizes)
@@ -124,14 +124,14 @@ class Scaling:
         )
         return type(self.modules[call.path]), self._ops_of(call), cuts, named
 
-    def _ops_of(self, call: Call) -> object:
+    def _ops_of(self, call: TracedCall) -> object:
         return tuple(
             (op.name, _below(op.module, call.path), tuple(self.graph.values[v].shape for v in op.outputs))
             for op in self.graph.ops[call.first : call.stop]
         )
 
-    def _search(self, found: Found, call: Call) -> Sizes:
-        """By attributes alone, if they do; else with sizes in calls divided too."""
+    def _search(self, found: Found, call: TracedCall) -> Sizes:
+        """By attributes alone if possible; else with sizes in calls divided too."""
         replay = Replay(self.graph, call, self.modules)
         try:
             return Sizes(attributes=self._attributes(found, call, replay, resizing=False)[0])
@@ -147,7 +147,7 @@ class Scaling:
             return Sizes(attributes=chosen, views=tuple(views.values()))
 
     def _attributes(
-        self, found: Found, call: Call, replay: Replay, *, resizing: bool
+        self, found: Found, call: TracedCall, replay: Replay, *, resizing: bool
     ) -> tuple[tuple[Attribute, ...], dict[Key, ResizedView]]:
         cuts = found.spreading.cuts
         views: dict[Key, ResizedView] = {}
@@ -188,20 +188,25 @@ class Scaling:
         return chosen, views
 
     def _check_views(
-        self, found: Found, call: Call, replay: Replay, scaled: tuple[Attribute, ...], views: dict[Key, ResizedView]
+        self,
+        found: Found,
+        call: TracedCall,
+        replay: Replay,
+        scaled: tuple[Attribute, ...],
+        views: dict[Key, ResizedView],
     ) -> None:
-        """A call is known by its number, which must be the same wherever the module is called, and in evaluation."""
+        """A call is identified by its number, which must be the same in every call of the module, and in evaluation."""
         owners = {path for path, _ in views}
         for each in self.graph.trace.calls:
             if each.path in owners and not is_within(each, call):
-                raise Refuted(f"{each.path} names sizes in its code and is called once more elsewhere")
+                raise Refuted(f"{each.path} names sizes in its code and is also called elsewhere")
         resized = Rehearsed(self.graph, call, found.spreading.cuts, TIMES[0], frozenset(views))
         if not replay.runs_in_evaluation(found.spreading.cuts, TIMES[0], scaled, resized):
             raise Refuted(
-                f"the code of {call.path or 'the model'} names sizes and takes another way when it does not train"
+                f"the code of {call.path or 'the model'} names sizes and takes another branch in evaluation"
             )
 
-    def _candidates(self, found: Found, call: Call) -> list[Attribute]:
+    def _candidates(self, found: Found, call: TracedCall) -> list[Attribute]:
         """Those of the innermost modules first."""
         cuts = found.spreading.cuts
         sizes = {size for cut in cuts.values() for size in (*cut.segments, cut.size)} | found.spreading.units
@@ -227,7 +232,7 @@ class Scaling:
         return candidates
 
 
-def _relative(cuts: dict[int, Cut], graph: Graph, call: Call) -> object:
+def _relative(cuts: dict[int, Cut], graph: Graph, call: TracedCall) -> object:
     return tuple(sorted((_below(graph.values[v].name, call.path), cut.dim, cut.segments) for v, cut in cuts.items()))
 
 

@@ -1,8 +1,8 @@
-"""How a cut dimension passes through operations that take it apart or put it together.
+"""How a cut dimension passes through operations that split or merge it.
 
-A cut is the sizes of stretches that are each dealt out. Merging an outer dimension of 3 with a cut one of 4 heads
-makes three stretches of 4; splitting three stretches of 32 into (3, 4, 8) leaves the 4 cut. A query-key-value
-matrix cut as one stretch cannot be split in three: that is found here, and asked for again with three stretches.
+A cut is the sizes of segments that are each split among the ranks. Merging an outer dimension of 3 with a cut one of 4
+heads gives three segments of 4; viewing three segments of 32 as (3, 4, 8) leaves the 4 cut. A query-key-value matrix
+cut as one segment cannot be divided in three: that is detected here, and the search repeats with three segments.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from itertools import accumulate, pairwise
 
 from shoal.layout.cuts import Cut
-from shoal.layout.tensor.dims import Call
+from shoal.layout.tensor.dims import BoundOp
 
 Known = Mapping[int, Cut]
-"""What is known of other values so far."""
+"""The cuts of other values found so far."""
 
 
 class Refuted(ValueError):
@@ -36,13 +36,13 @@ def borders(segments: tuple[int, ...]) -> list[int]:
 
 
 def refined(segments: tuple[int, ...], at: set[int]) -> tuple[int, ...]:
-    """The segments, cut further at the given places."""
+    """The segments, divided further at the given positions."""
     places = sorted({*borders(segments), *at})
     return tuple(b - a for a, b in pairwise(places))
 
 
 def between(cut: Cut, start: int, stop: int, *, value: int) -> Cut:
-    """The segments of a stretch, if it begins and ends at borders."""
+    """The segments of a range, if it begins and ends at borders."""
     places = borders(cut.segments)
     if start not in places or stop not in places:
         raise NeedsSegments(value, Cut(cut.dim, refined(cut.segments, {start, stop})))
@@ -50,7 +50,7 @@ def between(cut: Cut, start: int, stop: int, *, value: int) -> Cut:
 
 
 def regrouped(cut: Cut, shape: tuple[int, ...], new: tuple[int, ...]) -> Cut | None:
-    """The same cut after a view from `shape` to `new`; None if it is none of one dimension there."""
+    """The same cut after a view from `shape` to `new`; None if it is not a cut of one dimension there."""
     if shape == new:
         return cut
     for old_dims, new_dims in _factors(shape, new):
@@ -103,7 +103,7 @@ def _factors(a: tuple[int, ...], b: tuple[int, ...]) -> list[tuple[list[int], li
     return found
 
 
-def view(call: Call, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
+def view(call: BoundOp, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
     other = call.out if value == call.op.inputs[0] else call.op.inputs[0]
     shape, new = call.shape(value), call.shape(other)
     if 0 in shape:
@@ -114,7 +114,7 @@ def view(call: Call, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
     return {other: found}
 
 
-def select(call: Call, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
+def select(call: BoundOp, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
     """select and unbind: one entry of a dimension, or each of them."""
     source = call.op.inputs[0]
     at = call.dim(of=call.shape(source))
@@ -125,7 +125,7 @@ def select(call: Call, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
     return {source: Cut(cut.dim + (cut.dim >= at), cut.segments)}
 
 
-def split(call: Call, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
+def split(call: BoundOp, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
     source = call.op.inputs[0]
     at = call.dim(of=call.shape(source))
     if cut.dim != at:
@@ -133,7 +133,7 @@ def split(call: Call, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
     sizes = [call.shape(v)[at] for v in call.op.outputs]
     if value != source:
         if source in known:
-            return {}  # It decides, and finds out whether they agree.
+            return {}  # The input decides, and checks whether the outputs agree.
         parts = {**{v: Cut(at, (size,)) for v, size in zip(call.op.outputs, sizes, strict=True)}, **known, value: cut}
         return {source: Cut(at, sum((parts[v].segments for v in call.op.outputs), ()))}
     places = [0, *accumulate(sizes)]
@@ -147,7 +147,7 @@ def split(call: Call, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
     }
 
 
-def slice_range(call: Call) -> tuple[int, int, int, int]:
+def slice_range(call: BoundOp) -> tuple[int, int, int, int]:
     """(dimension, start, stop, step) of a slice, as positions."""
     shape = call.shape(call.op.inputs[0])
     at = call.dim(of=shape)
@@ -155,7 +155,7 @@ def slice_range(call: Call) -> tuple[int, int, int, int]:
     return at, start, max(start, stop), step
 
 
-def slice_(call: Call, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
+def slice_(call: BoundOp, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
     source, out = call.op.inputs[0], call.out
     at, start, stop, step = slice_range(call)
     other = out if value == source else source
@@ -167,7 +167,7 @@ def slice_(call: Call, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
             raise Refuted(f"takes every {step}th entry of the dimension, from {start} to {stop} of {size}")
         if value == source:
             if any(segment % step for segment in cut.segments):
-                raise Refuted(f"takes every {step}th entry of stretches of {list(cut.segments)}")
+                raise Refuted(f"takes every {step}th entry of segments of {list(cut.segments)}")
             return {out: Cut(at, tuple(segment // step for segment in cut.segments))}
         return {source: Cut(at, tuple(segment * step for segment in cut.segments))}
     if value == source:
@@ -177,7 +177,7 @@ def slice_(call: Call, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
     return {source: Cut(at, tuple(s for s in (start, *cut.segments, size - stop) if s))}
 
 
-def cat(call: Call, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
+def cat(call: BoundOp, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
     at = call.dim(of=call.shape(call.out))
     sources = [v for v in call.op.inputs if len(call.shape(v)) == len(call.shape(call.out))]
     if cut.dim != at:
@@ -197,7 +197,7 @@ def cat(call: Call, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
     return {call.out: Cut(at, joined)}
 
 
-def repeat(call: Call, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
+def repeat(call: BoundOp, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
     source = call.op.inputs[0]
     shape, out = call.shape(source), call.shape(call.out)
     new = len(out) - len(shape)
@@ -213,8 +213,8 @@ def repeat(call: Call, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
     return {source: Cut(cut.dim - new, once)}
 
 
-def glu(call: Call, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
-    """Two halves of a dimension, one times a gate made of the other."""
+def glu(call: BoundOp, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
+    """Multiplies one half of a dimension by a gate computed from the other."""
     source = call.op.inputs[0]
     at = call.dim(of=call.shape(source), default=-1)
     other = call.out if value == source else source
@@ -229,7 +229,7 @@ def glu(call: Call, value: int, cut: Cut, known: Known) -> dict[int, Cut]:
     return {call.out: first}
 
 
-STRUCTURAL: dict[str, Callable[[Call, int, Cut, Known], dict[int, Cut]]] = {
+STRUCTURAL: dict[str, Callable[[BoundOp, int, Cut, Known], dict[int, Cut]]] = {
     **dict.fromkeys("view _unsafe_view reshape _reshape_alias flatten squeeze unsqueeze".split(), view),
     **dict.fromkeys(["select", "unbind"], select),
     **dict.fromkeys("split split_with_sizes chunk unsafe_chunk unsafe_split unsafe_split_with_sizes".split(), split),

@@ -1,8 +1,8 @@
 """Calls that name sizes: `view(B, T, C)`, `unflatten(-1, (heads, -1))`, `split(C, dim=2)`.
 
-Code often takes such sizes from its input or writes them down, so that no attribute holds them. Here a call is read
-and made again with other sizes, and those of one forward are noted with the module that makes them. Below this level
-nothing is left of it: a `reshape` is a view or a copy, as it happens to lie in memory.
+Code often takes such sizes from its input or contains them as constants, so that no attribute holds them. Here a call
+is parsed and repeated with other sizes, and the calls of one forward are recorded with the module that makes them. At
+the level of ATen operations they are lost: a `reshape` is a view or a copy, depending on strides.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class SizedCall:
     source: torch.Tensor
     sizes: tuple[int, ...]
     dim: int
-    """The dimension that is taken apart, of `unflatten` and `split`."""
+    """The dimension that `unflatten` or `split` divides."""
     is_list: bool
-    """Of `split`: whether each part's size is named, and not one for all."""
+    """For `split`: whether each part's size is given, rather than one size for all."""
 
     def again(self, sizes: tuple[int, ...]) -> Any:
         """Makes the call with other sizes."""
@@ -58,7 +58,7 @@ class SizedCall:
         return self.call(self.source, sizes)
 
     def asked(self) -> tuple[int, int] | None:
-        """(how many entries the sizes ask for, how many there are); None where the sizes leave it open."""
+        """(number of entries by the given sizes, actual number); None if the sizes contain a -1."""
         if -1 in self.sizes or self.function == "expand" or (self.function == "split" and not self.is_list):
             return None
         if self.function == "split":
@@ -87,7 +87,7 @@ def read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SizedCall 
     is_list = isinstance(sizes, (tuple, list))
     found = tuple(sizes) if is_list else (sizes,)
     if not found or {*map(type, found), type(dim)} != {int}:
-        # A view as another type names no size; one that is a tensor is not known before the code runs.
+        # A view as another dtype names no size; a size that is a tensor is unknown before the code runs.
         if not found or not all(isinstance(size, (int, np.integer)) for size in (*found, dim)):
             return None
         found, dim = tuple(int(size) for size in found), int(dim)
@@ -95,8 +95,8 @@ def read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SizedCall 
 
 
 def places(function: str, sizes: tuple[int, ...], dim: int, cuts: list[Cut]) -> tuple[int, ...]:
-    """Which of a call's sizes belong to the dimension along which all its results are cut; none where one is -1 and
-    follows by itself."""
+    """Indices of the call's sizes that belong to the dimension along which all its results are split; none if that size
+    is -1 and adapts by itself."""
     dims = {cut.dim for cut in cuts}
     if len(dims) != 1:
         return ()
@@ -116,23 +116,23 @@ class NotedCall:
     module: str
     """Path of the innermost module whose code makes it."""
     call: int
-    """Which of the trace's calls of modules that is."""
+    """Number of that module call in the trace."""
     order: int
-    """Its number among those that this call of the module makes."""
+    """Its number among the sized calls of this module call."""
     function: str
     sizes: tuple[int, ...]
     dim: int
     results: tuple[int | None, ...]
-    """Values; None for what is none of the trace's."""
+    """Values; None for tensors that are not in the trace."""
 
 
 class SizedCalls(TorchFunctionMode):
-    """Notes each of them, with the module that runs."""
+    """Records each sized call with the running module."""
 
     def __init__(
         self, running: Callable[[], tuple[int, str] | None], value_of: Callable[[torch.Tensor], int | None]
     ) -> None:
-        """`running`: number and path of the innermost call of a module. `value_of`: what a tensor is in the trace."""
+        """`running`: number and path of the innermost module call. `value_of`: the trace's value of a tensor."""
         super().__init__()
         self.running, self.value_of = running, value_of
         self.found: list[NotedCall] = []

@@ -1,8 +1,9 @@
-"""If this value is cut, what else is: a cut dimension followed through the operations of a trace, both ways.
+"""Propagates a cut dimension through the operations of a trace, forwards and backwards.
 
-Forwards, what is computed from a part is a part. Backwards, what meets a part must be cut like it: down to a
-projection, which then gives its output in parts, or to a parameter, of which each rank then holds its part. The
-search ends in projections that sum over the cut dimension, or is refuted by the operation that needs it whole.
+Forwards, a result computed from a part is a part. Backwards, an operand that is combined with a part must be cut in the
+same way: back to a projection, which then returns its output in parts, or to a parameter, of which each rank then holds
+its part. The search ends in projections that sum over the cut dimension, or is refuted by an operation that needs the
+full dimension.
 """
 
 from __future__ import annotations
@@ -16,32 +17,32 @@ from functools import cached_property
 from shoal.layout.cuts import Cut
 from shoal.layout.recorded import Op, Trace
 from shoal.layout.tensor.dim_rules import links_of
-from shoal.layout.tensor.dims import Links, Place, bind
+from shoal.layout.tensor.dims import DimLinks, Place, bind
 from shoal.layout.tensor.segments import STRUCTURAL, Known, NeedsSegments, Refuted, borders, refined
 
 READS_SIZES_ONLY = {"new_zeros", "new_ones", "new_full", "new_empty"}
 MOST_REFINEMENTS = 12
-"""Segments are found one border at a time; a fused projection has a handful."""
+"""Most restarts of a search: segments are found one border at a time, and a fused projection has few."""
 
 
 class Graph:
-    """A trace with what is asked of it again and again."""
+    """A trace with cached answers to frequent queries."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self.values, self.ops = trace.values, trace.ops
         self.users = trace.users()
         self.outputs = {value for value in trace.output if value is not None}
-        self._links: dict[int, Links | None] = {}
+        self._links: dict[int, DimLinks | None] = {}
 
-    def links(self, op: Op) -> Links | None:
+    def links(self, op: Op) -> DimLinks | None:
         if op.number not in self._links:
             self._links[op.number] = links_of(op, self.values)
         return self._links[op.number]
 
     @cached_property
     def live(self) -> list[bool]:
-        """Of each operation: whether the output or the loss depends on it, or it writes into something."""
+        """For each operation: whether the output or the loss depends on it, or it writes in place."""
         needed = set(self.outputs) | {self.trace.loss}
         found = [False] * len(self.ops)
         for op in reversed(self.ops):
@@ -52,7 +53,7 @@ class Graph:
 
     @cached_property
     def from_batch(self) -> list[bool]:
-        """Of each value: whether it depends on the samples, be it on their number only in passing."""
+        """For each value: whether it depends on the samples, even if only on their number."""
         found = [value.source == "batch" for value in self.values]
         for op in self.ops:
             if any(found[v] for v in op.inputs):
@@ -61,7 +62,7 @@ class Graph:
         return found
 
     def follow(self, op: Op, value: int, cut: Cut, known: Known) -> tuple[dict[int, Cut], bool]:
-        """What the cut of one operand means for the others, and whether the operation sums over it."""
+        """The cuts of the other operands that follow from one, and whether the operation sums over it."""
         rule = STRUCTURAL.get(op.name)
         if rule is not None:
             return rule(bind(op, self.values), value, cut, known), False
@@ -74,14 +75,14 @@ class Graph:
         groups = [group for group in links.carried if place in group]
         sums = [group for group in links.contracted if place in group]
         if not groups and not sums:
-            raise Refuted("it needs the whole of the dimension")
+            raise Refuted("it needs the full dimension")
         self._check_units(links, place, cut)
         found: dict[int, Cut] = {}
         for group in (*groups, *sums):
             for other in group:
                 scaled = self._scaled(place, other, cut)
                 if found.setdefault(other[0], scaled) != scaled:
-                    raise Refuted("it meets itself with another dimension cut")
+                    raise Refuted("it is combined with itself, cut along another dimension")
         return found, bool(sums)
 
     def _scaled(self, place: Place, other: Place, cut: Cut) -> Cut:
@@ -89,10 +90,10 @@ class Graph:
         if size == new:
             return Cut(other[1], cut.segments)
         if any(segment * new % size for segment in cut.segments):
-            raise Refuted(f"{size} dealt out in stretches of {list(cut.segments)} meet {new}")
+            raise Refuted(f"{size} split in segments of {list(cut.segments)} do not match {new}")
         return Cut(other[1], tuple(segment * new // size for segment in cut.segments))
 
-    def _check_units(self, links: Links, place: Place, cut: Cut) -> None:
+    def _check_units(self, links: DimLinks, place: Place, cut: Cut) -> None:
         unit = links.indivisible.get(place, 1)
         if any(segment % unit for segment in cut.segments):
             raise Refuted(f"groups of {unit} would be torn")
@@ -100,24 +101,24 @@ class Graph:
 
 @dataclass(slots=True)
 class Spreading:
-    """How far a cut goes."""
+    """Everything that is cut as a consequence of one cut."""
 
     cuts: dict[int, Cut] = field(default_factory=dict)
     """Value -> how it is cut."""
     sums: set[int] = field(default_factory=set)
     """Operations that sum over a cut dimension: the rows."""
     because: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Value -> the operation and the value by which its cut was found."""
+    """Value -> the operation and the value from which its cut follows."""
     units: set[int] = field(default_factory=set)
-    """Further numbers that a degree must divide: groups of a convolution."""
+    """Further numbers that a degree must divide: the groups of a convolution."""
 
     @property
     def parts(self) -> int:
         return math.gcd(*(segment for cut in self.cuts.values() for segment in cut.segments), *self.units)
 
 
-class Spread:
-    """Follows cuts until nothing more follows."""
+class CutPropagation:
+    """Propagates cuts until nothing changes."""
 
     def __init__(self, graph: Graph, *, sum_at: Iterable[int], uncut: Mapping[int, str] | None = None) -> None:
         """`sum_at`: operations that may sum over a cut dimension. `uncut`: values that may not be cut -> why."""
@@ -126,7 +127,7 @@ class Spread:
         self.uncut = dict(uncut or {})
 
     def run(self, seeds: dict[int, Cut]) -> Spreading:
-        """From values that are cut. Where segments have to be finer, starts again with finer ones."""
+        """Propagates from values that are cut. Restarts with finer segments where an operation requires them."""
         seeds = dict(seeds)
         for _ in range(MOST_REFINEMENTS):
             found = Spreading()
@@ -186,18 +187,18 @@ class Spread:
     def _may_be_cut(self, value: int, cut: Cut) -> None:
         known = self.graph.values[value]
         if known.source == "batch":
-            raise Refuted(f"it meets the batch's {known.name!r}, which is whole")
+            raise Refuted(f"it is combined with the batch's {known.name!r}, which is not split")
         if known.source == "constant":
-            raise Refuted("it meets a tensor made by the code, whose size is fixed")
+            raise Refuted("it is combined with a constant tensor of the code, whose size is fixed")
         if value in self.graph.outputs:
             raise Refuted("it reaches the model's output")
         if value in self.uncut:
-            raise Refuted(f"it meets {known.name or 'a value'}, which {self.uncut[value]}")
+            raise Refuted(f"it is combined with {known.name or 'a value'}, which {self.uncut[value]}")
         if math.gcd(*cut.segments) == 1:
-            raise Refuted(f"{list(cut.segments)} cannot be dealt out evenly to two or more")
+            raise Refuted(f"{list(cut.segments)} cannot be split evenly among two or more ranks")
 
     def _origin(self, value: int, cut: Cut, seeds: dict[int, Cut], found: Spreading) -> tuple[int, Cut]:
-        """Where a finer cut has to begin: the nearest projection on the way by which it was found."""
+        """Where a finer cut must begin: the nearest projection on the path by which the cut was found."""
         while value not in seeds and value in found.because:
             number, source = found.because[value]
             if number in self.sum_at and value in self.graph.ops[number].outputs:
@@ -210,4 +211,4 @@ class Spread:
 
 
 def _text(cut: Cut) -> str:
-    return f"dimension {cut.dim} in stretches of {list(cut.segments)}"
+    return f"dimension {cut.dim} in segments of {list(cut.segments)}"

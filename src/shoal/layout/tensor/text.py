@@ -1,4 +1,4 @@
-"""A tensor plan in a few lines for people: like blocks on one line, and what stays whole with its reason."""
+"""A tensor plan as a few lines of text: identical blocks on one line, unsplit projections with the reason."""
 
 from __future__ import annotations
 

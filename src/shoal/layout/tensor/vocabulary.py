@@ -1,7 +1,7 @@
 """The vocabulary: embeddings that look up words of the batch, and the projections onto the same words.
 
-Both are cut by words, unevenly where the number of words demands it. Tables that are looked up by position stay
-whole, and so does a classifier: its classes are no words that are looked up anywhere.
+Both are split along the vocabulary, unevenly if its size requires it. Tables that are looked up by position stay
+unsplit, and so does a classifier, whose classes are not looked up in any embedding.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ SAME_WORDS = frozenset(
     "view _unsafe_view reshape slice select unsqueeze squeeze expand clone detach alias _to_copy contiguous clamp "
     "where masked_fill transpose permute t".split()
 )
-"""What leaves the numbers of words what they are."""
+"""Operations that do not change token ids."""
 
 
 def find_vocabulary(
     graph: Graph, known: dict[str, Projection], *, whole: Collection[str] = ()
 ) -> tuple[Vocabulary | None, dict[str, str]]:
-    """The vocabulary, and what was left whole of it -> why."""
+    """The vocabulary; and path -> why, for embeddings and heads that stay unsplit."""
     names = graph.trace.parameter_names()
     tables = _tables(graph)
     why: dict[str, str] = {}
@@ -81,7 +81,7 @@ def _tables(graph: Graph) -> dict[str, int]:
         if weight is None or not _are_words(graph, call.named["indices"].value):
             continue
         if call.named["scale_grad_by_freq"] or call.named["sparse"]:
-            continue  # Their gradients are made of the whole table's counts and rows.
+            continue  # Their gradients need counts or norms over the full table.
         path, _, last = names[weight].rpartition(".")
         owner = modules[op.module]
         if any(param is getattr(modules[path], last) for param in owner.parameters(recurse=False)):
@@ -90,7 +90,7 @@ def _tables(graph: Graph) -> dict[str, int]:
 
 
 def _are_words(graph: Graph, value: int) -> bool:
-    """Whether indices are the batch's own numbers."""
+    """Whether indices are token ids of the batch."""
     while graph.values[value].source != "batch":
         number = graph.values[value].producer
         if number < 0 or graph.ops[number].name not in SAME_WORDS:
@@ -115,7 +115,7 @@ def _bias(graph: Graph, projection: Projection) -> int | None:
     names = graph.trace.parameter_names()
     number = projection.ops[0]
     call = next(c for c in graph.trace.calls_of(graph.ops[number].module) if c.first <= number < c.stop)
-    # With the product, or, where the input does not lie in order, in an addition behind it.
+    # Added in the product, or, if the input is not contiguous, by a following addition.
     read = [v for op in graph.ops[call.first : call.stop] for v in op.inputs]
     return next((v for v in read if v in names and len(graph.values[v].shape) == 1), None)
 
@@ -129,7 +129,7 @@ def _other_readers(graph: Graph, weight: int, paths: Collection[str], known: dic
 
 
 def _reaches_output(graph: Graph, value: int, products: Collection[int]) -> bool:
-    """Through numbers treated one by one and views, and through no other projection."""
+    """Through element-wise operations and views only, and through no other projection."""
     open_values, seen = [value], {value}
     while open_values:
         value = open_values.pop()
@@ -146,7 +146,7 @@ def _reaches_output(graph: Graph, value: int, products: Collection[int]) -> bool
 
 
 def _loss_takes_parts(graph: Graph, head: Projection, words: int) -> bool:
-    """Whether logits reach nothing but a cross entropy over the words, computed in the loss."""
+    """Whether logits are read only by a cross entropy over the vocabulary, computed in the loss."""
     value, dim = head.output(graph)
     cuts = {value: Cut(dim, (words,))}
     open_values = [value]

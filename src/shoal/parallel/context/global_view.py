@@ -24,11 +24,11 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shoal.layout.cuts import Cut
-from shoal.layout.global_view import SIZED, Step, Walk, follow
+from shoal.layout.global_view import SIZED, PlacedOp, Walk, follow
 from shoal.layout.recorded import Op, Ref, Trace
 from shoal.layout.tensor.dims import bind
 from shoal.layout.tensor.spread import Graph
-from shoal.layout.trace import Recorder
+from shoal.layout.trace import OpRecorder
 from shoal.parallel.recompute import recomputing
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ MOST_PROGRAMS = 4096
 class _Program:
     """A function with certain arguments, as operations on parts."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[PlacedOp, ...]
     inputs: tuple[tuple[int, int], ...]
     """(leaf of the arguments, value)."""
     results: tuple[Any, ...]
@@ -147,7 +147,7 @@ class GlobalView(TorchFunctionMode):
 
     def _followed(self, func: Any, leaves: list[Any], shape: TreeSpec) -> _Program | None:
         """The function as operations; None if it looks at values, and so needs its arguments in full."""
-        mode, recorder = FakeTensorMode(allow_non_fake_inputs=True), Recorder()
+        mode, recorder = FakeTensorMode(allow_non_fake_inputs=True), OpRecorder()
         made: dict[int, torch.Tensor] = {}
         # Recomputation counts what is saved and remembers operations; these are no part of the forward.
         with _disable_current_modes(), torch.no_grad(), mode:
@@ -201,7 +201,7 @@ class GlobalView(TorchFunctionMode):
         full: torch.Tensor = self.full(x)
         return full
 
-    def _run_step(self, step: Step, operands: dict[int, Any], program: _Program) -> list[Any]:
+    def _run_step(self, step: PlacedOp, operands: dict[int, Any], program: _Program) -> list[Any]:
         op = step.op
         if step.attends:
             return [self._attend_fused(op, operands, program), *([None] * (len(op.outputs) - 1))]

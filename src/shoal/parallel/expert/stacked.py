@@ -15,7 +15,7 @@ from torch import nn
 
 from shoal.comm.mesh import Members
 from shoal.layout.experts.find import ExpertError, ExpertLayer
-from shoal.layout.experts.stacked import Routed as Asked
+from shoal.layout.experts.stacked import RoutedArguments as Asked
 from shoal.layout.experts.stacked import counting, routed
 from shoal.layout.routed import Routed
 from shoal.parallel.expert.exchange import Round, first_thread, tied

@@ -1,5 +1,4 @@
-"""Whether a strategy can be run at all, decided before a process starts; and if not, why, and which like it
-can.
+"""Decides before a process starts whether a strategy can run; and if not, why, and which similar ones can.
 
 Every refusal names the term, the reason with the numbers of this model and machine, and the nearest legal
 strategies, each of which has passed the same rules.
@@ -68,7 +67,7 @@ def check(
 
 
 def is_legal(strategy: Strategy | Term, *, world: int | None = None, facts: ModelFacts | None = None) -> bool:
-    """Whether nothing speaks against the strategy; quicker than `check`, as it looks for no alternatives."""
+    """Whether the strategy breaks no rule; faster than `check`, as it searches no alternatives."""
     return next(_breaches(_case(strategy, world, facts)), None) is None
 
 

@@ -1,18 +1,16 @@
-"""Rules about levels of data parallelism: which may stand inside which, what may be split, and who waits for
-whom.
-"""
+"""Rules about levels of data parallelism: how they nest, what may be split, and which replicas wait for which."""
 
 from __future__ import annotations
 
 from shoal.common.numbers import divisors
-from shoal.strategy.legality.rule import Breach, Case, Table
+from shoal.strategy.legality.rule import Breach, Case, RuleTable
 from shoal.strategy.terms.axes import dp, ensemble, pp
 from shoal.strategy.terms.modifiers import amp
 from shoal.strategy.terms.numerals import count, counted
 from shoal.strategy.terms.sync import asp, bsp, gossip, softsync, ssp
 from shoal.strategy.terms.via import allreduce
 
-rule = Table()
+rule = RuleTable()
 
 LOOSE = (softsync, ssp, asp)
 """Synchronisations in which a replica does not wait for all others, so that no collective can carry them."""
@@ -50,7 +48,7 @@ def shards_step_together(case: Case, index: int, level: dp) -> Breach | None:
     why="A shard is reduced to its owner, which is half of an all-reduce; servers and shared memory own "
     "the whole already.",
 )
-def shards_meet_by_allreduce(case: Case, index: int, level: dp) -> Breach | None:
+def shards_need_allreduce(case: Case, index: int, level: dp) -> Breach | None:
     if not level.zero or isinstance(level.via, allreduce):
         return None
     return Breach(
@@ -79,7 +77,7 @@ def one_level_shards(case: Case, index: int, level: dp) -> Breach | None:
 @rule(
     dp,
     bsp,
-    why="Backup workers leave the slowest replicas behind, and under zero each of them owns a shard nobody else has.",
+    why="Backup workers leave the slowest replicas behind, and under zero each of them owns a shard no other rank has.",
 )
 def shards_need_every_owner(case: Case, index: int, level: dp) -> Breach | None:
     if not level.zero or not isinstance(level.sync, bsp) or not level.sync.backup:
@@ -151,17 +149,15 @@ def a_torus_has_two_sides(case: Case, index: int, level: dp) -> Breach | None:
 @rule(
     dp,
     gossip,
-    why="Asynchronous gossip may wait in a circle unless its graph falls into two camps that only ask each "
-    "other (AD-PSGD).",
+    why="Asynchronous gossip can deadlock unless its graph is bipartite (AD-PSGD).",
 )
-def async_gossip_needs_two_camps(case: Case, index: int, level: dp) -> Breach | None:
-    if not isinstance(level.sync, gossip) or level.sync.mode != "async" or _two_camps(level.sync.graph, level.n):
+def async_gossip_needs_a_bipartite_graph(case: Case, index: int, level: dp) -> Breach | None:
+    if not isinstance(level.sync, gossip) or level.sync.mode != "async" or _is_bipartite(level.sync.graph, level.n):
         return None
     graph, even = level.sync.graph, sorted({level.n - level.n % 2, level.n + level.n % 2} - {0})
     return Breach(
         level,
-        f"a {graph} graph of {level.n} does not fall into two camps that only ask each other, so replicas "
-        "may wait in a circle",
+        f"a {graph} graph of {level.n} is not bipartite, so asynchronous pairwise averaging can deadlock (AD-PSGD)",
         lambda: [
             case.changed(index, sync=gossip(graph, "sync")),
             *[case.changed(index, n=size, sync=gossip("ring", "async")) for size in even],
@@ -253,8 +249,8 @@ def composites_around(number: int) -> list[int]:
     return [below, above] if below else [above]
 
 
-def _two_camps(graph: str, replicas: int) -> bool:
-    """Whether the graph of so many replicas is bipartite."""
+def _is_bipartite(graph: str, replicas: int) -> bool:
+    """Whether the graph of this number of replicas is bipartite."""
     if replicas <= 2:
         return True
     if graph == "ring":

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from shoal.strategy.legality.rule import Breach, Case, Table
+from shoal.strategy.legality.rule import Breach, Case, RuleTable
 from shoal.strategy.terms.axes import cp, dp, pp
 from shoal.strategy.terms.modifiers import accumulate
 from shoal.strategy.terms.sync import bsp
 
-rule = Table()
+rule = RuleTable()
 
 WAY_OUT = 'declare loss_over="micro-batch" if each micro-batch is meant to have a loss of its own'
 

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from math import gcd
 
 from shoal.strategy.expression import Strategy
-from shoal.strategy.legality.rule import Breach, Case, Table, around
+from shoal.strategy.legality.rule import Breach, Case, RuleTable, around
 from shoal.strategy.legality.worlds import strategies_for_world
 from shoal.strategy.terms.axes import cp, dp, ep, pp, spatial, tp
 from shoal.strategy.terms.modifiers import accumulate
 from shoal.strategy.terms.numerals import counted
 
-rule = Table()
+rule = RuleTable()
 
 
 def _cuttable(case: Case) -> int:

@@ -5,7 +5,7 @@ on each.
 from __future__ import annotations
 
 from shoal.strategy.legality.levels import LOOSE, composites_around, is_composite
-from shoal.strategy.legality.rule import Breach, Case, Table
+from shoal.strategy.legality.rule import Breach, Case, RuleTable
 from shoal.strategy.terms.axes import dp
 from shoal.strategy.terms.compress import CompressTerm, compressors, none
 from shoal.strategy.terms.modifiers import amp, offload
@@ -13,7 +13,7 @@ from shoal.strategy.terms.numerals import count, counted
 from shoal.strategy.terms.sync import asp, bsp, gossip, hogwild
 from shoal.strategy.terms.via import allreduce, ps, shared
 
-rule = Table()
+rule = RuleTable()
 
 
 @rule(
@@ -140,7 +140,7 @@ def compression_acts_once_a_step(case: Case, index: int, level: dp) -> Breach | 
 
 
 @rule(dp, gossip, why="Gossip goes from neighbour to neighbour; there is no server and no collective to choose.")
-def gossip_speaks_to_neighbours(case: Case, index: int, level: dp) -> Breach | None:
+def gossip_sends_to_neighbours(case: Case, index: int, level: dp) -> Breach | None:
     if not isinstance(level.sync, gossip) or level.via == allreduce():
         return None
     return Breach(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from shoal.strategy.legality.rule import Breach, Case, Table
+from shoal.strategy.legality.rule import Breach, Case, RuleTable
 from shoal.strategy.terms.axes import dp, pp
 from shoal.strategy.terms.modifiers import accumulate, recompute
 from shoal.strategy.terms.numerals import counted
 
-rule = Table()
+rule = RuleTable()
 
 
 @rule(

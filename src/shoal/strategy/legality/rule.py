@@ -72,7 +72,7 @@ class Breach(NamedTuple):
     reason: str
     """Why, with the numbers of this case: the words after "tp(3): "."""
     fixes: Callable[[], Iterable[Strategy | None]] = tuple
-    """Strategies that would not break the rule here; computed only when someone asks."""
+    """Strategies that would not break the rule here; computed on demand."""
 
 
 Finder = Callable[[Case, int, Any], Breach | None]
@@ -105,7 +105,7 @@ class Rule(NamedTuple):
                 yield breach
 
 
-class Table:
+class RuleTable:
     """Rows of rules, filled by decorating their functions; the function's name is the rule's."""
 
     def __init__(self) -> None:

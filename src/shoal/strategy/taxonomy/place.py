@@ -39,7 +39,7 @@ CLASSES = {"batch": "data", "layer": "intra-layer", "layers": "inter-layer"}
 """What an axis cuts, in the words of the comparison of frameworks."""
 
 
-class Placement(NamedTuple):
+class TaxonomyPlace(NamedTuple):
     """The place of a strategy in all three orders."""
 
     parallelism: str
@@ -59,11 +59,11 @@ class Placement(NamedTuple):
         return self._asdict()
 
 
-def place(strategy: Strategy | Term) -> Placement:
+def place(strategy: Strategy | Term) -> TaxonomyPlace:
     """The place of a strategy, from its terms alone."""
     strategy = as_strategy(strategy)
     axes = [axis.term for axis in strategy.axes]
-    return Placement(
+    return TaxonomyPlace(
         parallelism=_one_or_hybrid(PARALLELISM, axes, nothing="none"),
         optimisation=_optimisation(strategy),
         scheduling=_scheduling(strategy),

@@ -30,7 +30,7 @@ class AxisTerm(Term):
     """
 
     def patterns(self) -> tuple[str, ...]:
-        """Who speaks to whom along this axis."""
+        """The communication patterns along this axis."""
         return ("ring/butterfly",)
 
 

@@ -18,7 +18,7 @@ from shoal.comm.wire import Sent
 from shoal.technique.all_reduce.ring import ring, ring_all_gather, ring_reduce_scatter
 
 if TYPE_CHECKING:
-    from shoal.comm.network import Network
+    from shoal.comm.network import NetworkTimes
     from shoal.comm.peers import Peers, Steps
     from shoal.comm.vector import Operation, Vector
 
@@ -55,7 +55,7 @@ class hierarchical(AllReduce):
     def serves(self, ranks: int, per_host: int) -> bool:
         return 1 < per_host < ranks and ranks % per_host == 0
 
-    def seconds(self, nbytes: int, ranks: int, per_host: int, network: Network) -> float:
+    def seconds(self, nbytes: int, ranks: int, per_host: int, network: NetworkTimes) -> float:
         hosts = ceil(ranks / per_host)
         inner = ring().link_seconds(nbytes, per_host, network.inside) if per_host > 1 else 0.0
         outer = ring().link_seconds(nbytes // per_host, hosts, network.between) if hosts > 1 else 0.0
