@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.checkpoint.saved import open_checkpoint
+from shoal.checkpoint.opening import open_checkpoint
 from shoal.job import load_job, share
 from shoal.launch import RankFailed
 from shoal.runtime.step import build_model

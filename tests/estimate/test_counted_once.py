@@ -14,7 +14,7 @@ from torch import nn
 from shoal.analysis.convolution import Convolution
 from shoal.analysis.operator import Operator
 from shoal.analysis.presets import network_of
-from shoal.analysis.products import Attention, FullyConnected, MatrixProduct
+from shoal.analysis.products import AttentionProduct, FullyConnected, MatrixProduct
 from shoal.analysis.traced import network_of_trace
 from shoal.cluster import cluster
 from shoal.estimate.cost import inputs_for
@@ -106,7 +106,7 @@ def test_products_move_each_side_once(operator: Operator) -> None:
 
 
 def test_attention_is_no_product_of_one_size() -> None:
-    whole = Attention(
+    whole = AttentionProduct(
         samples=2, heads=4, kv_heads=4, queries=8, keys=8, head_dim=4, value_dim=4, causal=False
     )  # fmt: skip
     assert whole.sides is None
