@@ -105,7 +105,7 @@ def _measured(runner: Any, step: Any) -> dict[str, Any]:
 
     def run_and_look(*args: Any) -> Any:
         answer = run(*args)
-        gradients = [bucket.whole for bucket in runner.engine.buckets if bucket.whole is not None]
+        gradients = [bucket.full for bucket in runner.engine.buckets if bucket.full is not None]
         most[0] = max(most[0], living.bytes(without=parameters + gradients))
         return answer
 

@@ -1,6 +1,6 @@
 """VGG-16 of the comparison of Nichols et al. 2021: replicated on Lassen and ThetaGPU, and on one device in GPipe's
 micro-batches. Work, outputs and parameters are counted by `shoal.analysis`; times are those of
-`estimate/replicated.py`, whose constants were fitted on other networks.
+`benchmarks/replicated.py`, whose constants were fitted on other networks.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
+from benchmarks.replicated import HABITS, KINDS, PRECISIONS, WORKS, Work, step_times
 
 from shoal.analysis import preset_network
 from shoal.cluster import cluster
-from shoal.estimate.replicated import HABITS, KINDS, PRECISIONS, WORKS, Work, step_times
 
 SAMPLES = 64
 """A device, as published."""

@@ -233,7 +233,7 @@ needs states to outweigh activations, so it holds for short samples only.
 """
 
 VGG = """
-Work, parameters and bytes are counted by `shoal analyze`; rates are those of `estimate/replicated.py`, fitted on
+Work, parameters and bytes are counted by `shoal analyze`; rates are those of `benchmarks/replicated.py`, fitted on
 other networks on the same devices. fp32 on V100, TF32 on A100: PyTorch's defaults, assumed. Of DDP's times nothing
 was at hand to compare. Gradients are 553 MB a step, which a node's cards carry at a quarter of their rate (PyTorch's
 habit in that fit). Rates there do not depend on the size of a batch, so GPipe is predicted slower by what it computes

@@ -12,9 +12,8 @@ import sys
 from dataclasses import replace
 
 import numpy as np
+from replicated import HABITS, KERNELS, columns, step_times
 from scipy.optimize import least_squares
-
-from shoal.estimate.replicated import HABITS, KERNELS, columns, step_times
 
 MOVES = ("passes", "encoder", "launch", "network")
 HELD = ("exposed", "launch_s")

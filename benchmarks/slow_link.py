@@ -34,11 +34,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 from _hosts import torchrun, two_hosts, why_not
 from _report import arguments, report
 
+from shoal.strategy.terms.compress import compressors
+
 PEERS = ("DDP", "DDP + PowerSGD(2)", "DDP + PowerSGD(4)")
 DENSE = "dp(2)"
-COMPRESSIONS = (
-    "fp16()", "int8()", "qsgd(4)", "ternary()", "onebit()", "sign()", "topk(0.01)", "randomk(0.05)", "threshold(0.001)",
-    "dgc(0.01)", "mstopk(0.01)", "gtopk(0.01)", "sketch(3, 4000)", "powersgd(4)", "powersgd(16)",
+COMPRESSIONS = tuple(
+    str(term) for method in compressors() if method.loss != "none" and not method.between_groups
+    for term in method.measured() or (method.sample(),)
 )  # fmt: skip
 CONTESTANTS = (*PEERS, DENSE, *(f"dp(2, compress={compression})" for compression in COMPRESSIONS))
 REFERENCE = PEERS[0]

@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from _hosts import limit_words
 
+from peers.pilot import measure_computing, measure_ends, slower, with_background
 from peers.slow_link import ByShoal
 from shoal.calibration.codecs import measure_codecs
-from shoal.calibration.pilot import measure_computing, measure_ends, slower, with_background
 from shoal.comm.emulate import Emulation
 from shoal.comm.group import BACKENDS
 from shoal.comm.transport import emulated

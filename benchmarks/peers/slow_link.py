@@ -32,7 +32,7 @@ from shoal.job import Job, load_job, share
 from shoal.job.job import Target
 from shoal.job.schedule import WarmupCosine
 from shoal.launch.join import Rank, join, leave
-from shoal.parallel.engine import NonFinite
+from shoal.parallel.result import NonFinite
 from shoal.parallel.runnable import require_runnable
 from shoal.runtime.setup import prepare
 from shoal.runtime.step import build_model

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from shoal import strategy as _strategy
 from shoal.strategy import *  # noqa: F403
 
 __version__ = "0.1.0"
+__all__ = list(dict.fromkeys([*_strategy.__all__, *_strategy.REGISTRY]))
 
 _LATER = {
     "LayoutHints": "shoal.job.hints",
@@ -26,4 +28,6 @@ def __getattr__(name: str) -> Any:
         from importlib import import_module
 
         return getattr(import_module(_LATER[name]), name)
+    if name in _strategy.REGISTRY:
+        return _strategy.REGISTRY[name]
     raise AttributeError(f"module 'shoal' has no attribute {name!r}")

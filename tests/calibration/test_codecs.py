@@ -8,8 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shoal.calibration import codecs
-from shoal.comm.compress.table import method_of
-from shoal.estimate.codecs import CODEC_PASSES
+from shoal.comm.compress.method import Method
 from shoal.strategy.terms.compress import int8, powersgd, topk
 
 VIEWS = {"view", "_unsafe_view", "slice", "split", "split_with_sizes", "unbind", "t", "expand", "detach", "alias",
@@ -30,7 +29,7 @@ class Touched(TorchDispatchMode):
 
 
 def passes_counted(term, *, ranks: int) -> float:
-    bench = codecs._Bench(method_of(term), 1 << 18, ranks)
+    bench = codecs._Bench(Method(term), 1 << 18, ranks)
     bench.turn(codecs.LATE_STEP)
     with Touched() as touched:
         bench.turn(codecs.LATE_STEP + 1)
@@ -39,7 +38,7 @@ def passes_counted(term, *, ranks: int) -> float:
 
 @pytest.mark.parametrize("term", codecs.TERMS, ids=str)
 def test_measured_passes_are_those_that_kernels_make(term) -> None:
-    own, each = CODEC_PASSES[str(term)]
+    own, each = term.passes
     assert 0.5 < passes_counted(term, ranks=2) / (own + 2 * each) < 1.25
 
 
@@ -50,7 +49,7 @@ def test_every_payload_that_is_gathered_is_decoded() -> None:
 
 
 def test_the_sum_is_that_of_all_ranks_and_what_is_not_sent_is_kept() -> None:
-    bench = codecs._Bench(method_of(topk(0.01)), 1 << 14, 2)
+    bench = codecs._Bench(Method(topk(0.01)), 1 << 14, 2)
     gradient, state = bench.gradients[0], bench.states[0]
     draw = codecs.Draw(0, codecs.LATE_STEP, "0", 0)
     total = codecs.run([bench.method.reduction(gradient, state, bench.over, draw)], bench.over, codecs._answers)[0]

@@ -18,7 +18,7 @@ import typer
 
 from shoal.cli.main import app
 from shoal.strategy import parse, require_legal
-from shoal.strategy.terms import __all__ as TERMS
+from shoal.strategy.terms import REGISTRY
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "shoal"
@@ -107,7 +107,7 @@ def test_every_strategy_of_the_documentation_is_legal_unless_the_text_says_refus
             if not re.match(AXES, text) or re.search(r"\.\.|=[,)]|\): | or | \| ", text):
                 continue  # A template such as dp(n, zero=), or a message.
             names = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
-            if not names <= set(TERMS):
+            if not names <= set(REGISTRY):
                 continue  # A template such as dp(n, zero=3).
             strategy = parse(text)
             if "refuse" not in heading + paragraph:

@@ -18,7 +18,7 @@ from shoal.comm.collectives.two_levels import has_two_levels, two_level_all_gath
 from shoal.comm.peers import Peers, Steps
 from shoal.comm.transfer import OutOfStep
 from shoal.comm.vector import OPERATIONS, Vector
-from shoal.comm.wire import Hierarchical, sent
+from shoal.comm.wire import OnHosts, sent
 
 RANKS = range(1, 10)
 SUM = OPERATIONS["sum"]
@@ -26,7 +26,7 @@ SUM = OPERATIONS["sum"]
 
 def reducing(algorithm: str, given: list[torch.Tensor], operation: str = "sum") -> Callable[[Peers], Steps]:
     mine = vectors(given)
-    return lambda each: ALL_REDUCE[algorithm](each, mine[each.rank], OPERATIONS[operation])
+    return lambda each: ALL_REDUCE[algorithm].steps(each, mine[each.rank], OPERATIONS[operation])
 
 
 def counted(peers: list[Peers]) -> tuple[int, int]:
@@ -53,7 +53,7 @@ def test_bytes_and_messages_of_a_hierarchical_all_reduce(ranks: int, per_host: i
         peers = group(ranks, per_host=per_host)
         together(peers, "all_reduce", reducing("hierarchical", [numbers(r, size, torch.float64) for r in range(ranks)]))
         hosts = tuple(map(len, peers[0].hosts))
-        formula = sent("all_reduce", payload_bytes=8 * size, ranks=ranks, algorithm=Hierarchical(hosts))
+        formula = sent("all_reduce", payload_bytes=8 * size, ranks=ranks, algorithm=OnHosts("hierarchical", hosts))
         messages, bytes_of_all = counted(peers)
         assert (formula.messages, formula.bytes) == (-(-messages // ranks), bytes_of_all // ranks)
         if len(set(hosts)) == 1:
@@ -63,7 +63,7 @@ def test_bytes_and_messages_of_a_hierarchical_all_reduce(ranks: int, per_host: i
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("algorithm", [name for name in ALL_REDUCE if name != "hierarchical"])
+@pytest.mark.parametrize("algorithm", [name for name in ALL_REDUCE if not ALL_REDUCE[name].by_hosts])
 def test_bytes_and_messages_of_an_all_reduce(algorithm: str, ranks: int) -> None:
     """The sum over ranks, whatever the size: the mean over ranks is the closed formula."""
     steps = ranks.bit_length() - 1
@@ -75,15 +75,16 @@ def test_bytes_and_messages_of_an_all_reduce(algorithm: str, ranks: int) -> None
             "tree": (2 * (ranks - 1), 2 * n * (ranks - 1)),
             "butterfly": (steps * powers + 2 * surplus, n * (steps * powers + 2 * surplus)),
             "rabenseifner": (2 * steps * powers + 2 * surplus, 2 * n * (ranks - 1)),
-        }[algorithm]
+        }.get(algorithm)
         peers = group(ranks, per_host=2)
         given = [numbers(rank, size, torch.float64) for rank in range(ranks)]
         together(peers, "all_reduce", reducing(algorithm, given))
-        assert counted(peers) == total
+        messages, bytes_of_all = counted(peers)
+        assert total is None or (messages, bytes_of_all) == total
         if ranks > 1:
             formula = sent("all_reduce", payload_bytes=n, ranks=ranks, algorithm=algorithm)
-            assert formula.bytes == total[1] // ranks
-            assert formula.messages == -(-total[0] // ranks)
+            assert formula.bytes == bytes_of_all // ranks
+            assert formula.messages == -(-messages // ranks)
 
 
 @pytest.mark.parametrize("operation", ["product", "min", "max", "band", "bor", "bxor"])
@@ -265,7 +266,8 @@ def test_ranks_that_call_different_collectives_are_told_so() -> None:
     tensors = [torch.zeros(4), torch.zeros(8)]
     peers[0].begin("all_reduce")
     peers[1].begin("all_gather")
-    first, second = (ALL_REDUCE["butterfly"](each, Vector(t), SUM) for each, t in zip(peers, tensors, strict=True))
+    steps = ALL_REDUCE["butterfly"].steps
+    first, second = (steps(each, Vector(t), SUM) for each, t in zip(peers, tensors, strict=True))
     next(second)
     with pytest.raises(OutOfStep, match=r"sent 32 bytes of all_gather.*expects 16 bytes of all_reduce"):
         next(first)

@@ -8,10 +8,9 @@ import torch
 
 from comm.test_compress import DTYPES, close, draw, normal
 from shoal.comm.compress.given import Over, State
-from shoal.comm.compress.powersgd import PowerSgd
-from shoal.comm.compress.sketch import CountSketch, median
-from shoal.comm.compress.table import method_of
+from shoal.comm.compress.method import Method
 from shoal.strategy.terms import compress as terms
+from shoal.technique.compress.sketch import CountSketch, median
 
 
 def counted(rows: int, columns: int, n: int, step: int = 0) -> CountSketch:
@@ -75,7 +74,7 @@ def low_rank(rows: int, columns: int, rank: int, seed: int = 0, dtype: torch.dty
 
 def test_powersgd_sends_a_matrix_of_its_rank_whole() -> None:
     x, state = low_rank(40, 60, 2), State()
-    total = method_of(terms.powersgd(2)).reduce(x, state, Over(), draw())
+    total = Method(terms.powersgd(2)).reduce(x, state, Over(), draw())
     torch.testing.assert_close(total, x)
     assert state["residual"].abs().max() < 1e-4
 
@@ -83,7 +82,7 @@ def test_powersgd_sends_a_matrix_of_its_rank_whole() -> None:
 def test_powersgd_finds_the_main_directions_by_its_warm_start() -> None:
     x = low_rank(60, 80, 1) * 10 + normal(60, 80, seed=9, dtype=torch.float64)
     best = torch.linalg.svdvals(x)[1:].square().sum().sqrt()
-    method, state, errors = PowerSgd(terms.powersgd(1)), State(), []
+    method, state, errors = Method(terms.powersgd(1)), State(), []
     for step in range(6):
         query = {"query": state["query"]} if state else State()
         errors.append((x - method.reduce(x, query, Over(), draw(step))).norm() / best)
@@ -93,7 +92,7 @@ def test_powersgd_finds_the_main_directions_by_its_warm_start() -> None:
 
 
 def test_powersgd_wakes_up_after_a_gradient_of_zeros() -> None:
-    method, state = method_of(terms.powersgd(2)), State()
+    method, state = Method(terms.powersgd(2)), State()
     assert method.reduce(torch.zeros(30, 40), state, Over(), draw(0)).abs().max() == 0
     x = low_rank(30, 40, 2, dtype=torch.float32)
     torch.testing.assert_close(method.reduce(x, state, Over(), draw(1)), x, rtol=1e-4, atol=1e-4)
@@ -101,7 +100,7 @@ def test_powersgd_wakes_up_after_a_gradient_of_zeros() -> None:
 
 @pytest.mark.parametrize("size", [1e-30, 1e-10, 1e10, 1e30])
 def test_powersgd_does_not_depend_on_the_size_of_gradients(size: float) -> None:
-    method, state = method_of(terms.powersgd(2)), State()
+    method, state = Method(terms.powersgd(2)), State()
     for step in range(4):
         x = low_rank(30, 40, 2, seed=step, dtype=torch.float32) * size
         total = method.reduce(x, state, Over(), draw(step))
@@ -112,5 +111,5 @@ def test_powersgd_does_not_depend_on_the_size_of_gradients(size: float) -> None:
 @pytest.mark.parametrize("shape", [(1, 2000), (2000, 1), (3, 5), (7,), (2, 3, 4, 5)])
 def test_powersgd_takes_any_shape_and_a_rank_that_does_not_fit(shape: tuple[int, ...]) -> None:
     x, state = normal(*shape, dtype=torch.float64), State()
-    total = method_of(terms.powersgd(64)).reduce(x, state, Over(), draw())
+    total = Method(terms.powersgd(64)).reduce(x, state, Over(), draw())
     torch.testing.assert_close(total, x)

@@ -8,13 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from comm.test_compress import DTYPES, draw, normal
-from shoal.comm.compress.codec import Codec, sparse_parts
-from shoal.comm.compress.compressed import Compressed
-from shoal.comm.compress.mstopk import bisected
-from shoal.comm.compress.randomk import RandomK
-from shoal.comm.compress.table import method_of
-from shoal.comm.compress.topk import largest
+from shoal.comm.compress.largest import largest
+from shoal.comm.compress.payload import sparse_parts
 from shoal.strategy.terms import compress as terms
+from shoal.technique.compress.mstopk import bisected
 
 FEW_VALUES = some.lists(some.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-45, 3e38, -2.5, 1e-3]), min_size=1, max_size=200)
 
@@ -73,23 +70,17 @@ def test_exactly_k_of_the_largest_in_large_tensors(kind: str, dtype: torch.dtype
 
 def test_threshold_sends_all_that_reach_it_and_no_other() -> None:
     x = torch.tensor([0.5, -0.5, 0.49, -3.0, 0.0, 0.500001])
-    payload = codec_of_threshold(0.5).encode(x, draw())
+    payload = terms.threshold(0.5).encode(x, draw())
     values, places = sparse_parts(payload, x.dtype)
     assert places.tolist() == [0, 1, 3, 5]
     assert values.tolist() == x[[0, 1, 3, 5]].tolist()
-    assert len(codec_of_threshold(4.0).encode(x, draw())) == 0
+    assert len(terms.threshold(4.0).encode(x, draw())) == 0
     # Smaller than any number of this type: all but zeros.
-    assert len(codec_of_threshold(1e-300).encode(x, draw())) == 5 * 8
-
-
-def codec_of_threshold(least: float) -> Codec:
-    method = method_of(terms.threshold(least))
-    assert isinstance(method, Compressed)
-    return method.codec
+    assert len(terms.threshold(1e-300).encode(x, draw())) == 5 * 8
 
 
 def test_randomk_draws_each_place_equally_often_and_none_twice() -> None:
-    codec, n, rounds = RandomK(fraction=0.3), 101, 4000
+    codec, n, rounds = terms.randomk(0.3), 101, 4000
     counts = torch.zeros(n)
     for step in range(rounds):
         places = codec.places(n, draw(step, rank=step % 5))

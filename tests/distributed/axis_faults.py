@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from distributed.attention_faults import attend_to_one_future_chunk, forget_one_causal_mask
-from shoal.parallel.data import Bucket, GradientReduction
+from shoal.parallel.bucket import Bucket, Started
+from shoal.parallel.data import GradientReduction
 from shoal.parallel.pipeline.executor import Pipeline
 from shoal.proof.entry import parallel_run
 
@@ -21,28 +22,27 @@ DROPPED = 1
 
 def untied_stages(arguments: dict[str, Any], channel: Any) -> Any:
     """A weight that two stages share: each keeps its own part of the gradient, and throws away the sum."""
-    reduce, wait = GradientReduction._reduce, GradientReduction._wait_for_oldest
+    reduce, arrived = GradientReduction.reduce, GradientReduction.arrived
     kept: dict[int, torch.Tensor] = {}
 
-    def remember(self: GradientReduction, bucket: Bucket) -> None:
+    def remember(self: GradientReduction, bucket: Bucket) -> Started:
         if bucket.family.stages:
             kept[id(bucket)] = bucket.complete().clone()
-        reduce(self, bucket)
+        return reduce(self, bucket)
 
-    def put_back(self: GradientReduction) -> None:
-        bucket = self._in_flight[0][0]
-        wait(self)
+    def put_back(self: GradientReduction, bucket: Bucket, started: Started) -> None:
+        arrived(self, bucket, started)
         if bucket.family.stages:
-            assert bucket.whole is not None
-            bucket.whole.copy_(kept[id(bucket)])
+            assert bucket.full is not None
+            bucket.full.copy_(kept[id(bucket)])
 
-    GradientReduction._reduce, GradientReduction._wait_for_oldest = remember, put_back
+    GradientReduction.reduce, GradientReduction.arrived = remember, put_back
     return parallel_run(arguments, channel)
 
 
 def drops_a_micro_batch(arguments: dict[str, Any], channel: Any) -> Any:
     """The first stage sends no gradient into its buckets for one of the micro-batches."""
-    backward, receive = Pipeline._backward, Bucket.receive
+    backward, receive = Pipeline.backward, Bucket.receive
 
     def drop(self: Bucket, slot: int, gradient: torch.Tensor) -> None:
         self.missing -= 1
@@ -55,7 +55,7 @@ def drops_a_micro_batch(arguments: dict[str, Any], channel: Any) -> Any:
         finally:
             Bucket.receive = receive
 
-    Pipeline._backward = faulty
+    Pipeline.backward = faulty
     return parallel_run(arguments, channel)
 
 

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shoal.comm.compress.compressed import Compressed
+from shoal.comm.compress.compressor import Compressor
 from shoal.comm.compress.exchange import Gather, Reduction, run
 from shoal.comm.compress.given import Draw, Over, State
 from shoal.comm.compress.method import Method
-from shoal.comm.compress.table import method_of
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Mesh
 from shoal.launch.channel import Channel
@@ -58,12 +57,12 @@ def kept(state: State, name: str, x: torch.Tensor) -> torch.Tensor:
 
 def expected_by_hand(method: Method, value: torch.Tensor, step: int, key: str) -> torch.Tensor | None:
     """The sum of what each rank's codec makes of its part, in the order of ranks; None where payloads add."""
-    if not isinstance(method, Compressed) or method.codec.adds:
+    codec = method.term
+    if not isinstance(codec, Compressor) or type(codec).total is not Compressor.total or codec.adds:
         return None
     total = torch.zeros_like(value.view(-1))
     for rank, part in enumerate(everyone(value)):
         draw = Draw(7, step, key, rank)
-        codec = method.codec
         total += codec.decode(codec.encode(part.view(-1), draw), total.numel(), total.dtype, draw)
     return total.view(value.shape)
 
@@ -74,7 +73,7 @@ def reduce_and_account(arguments: dict[str, Any], channel: Channel) -> list[dict
     found = []
     for text, kind, shape, dtype_name in arguments["cases"]:
         dtype, term = getattr(torch, dtype_name), parse_term(text)
-        method, state, digest, apart, by_hand = method_of(term), State(), hashlib.sha256(), 0.0, True
+        method, state, digest, apart, by_hand = Method(term), State(), hashlib.sha256(), 0.0, True
         for step in range(3):
             x = gradient(kind, shape, dtype, rank, step)
             residual, velocity = kept(state, "residual", x), kept(state, "velocity", x)
@@ -107,7 +106,7 @@ def one_rank_overflows(arguments: dict[str, Any], channel: Channel) -> list[list
     ranks, rank = arranged(arguments)
     found = []
     for text in arguments["terms"]:
-        method, state = method_of(parse_term(text)), State()
+        method, state = Method(parse_term(text)), State()
         method.reduce(gradient("", [33, 65], torch.float32, rank, 0), state, ranks, Draw(7, 0, text, rank))
         before = {name: value.clone() for name, value in state.items()}
         x = gradient("", [33, 65], torch.float32, rank, 1)
@@ -125,7 +124,7 @@ def merge_that_the_tree_drops(arguments: dict[str, Any], channel: Channel) -> di
     x = torch.zeros(32, 32, dtype=torch.float64)
     x[0, [0, 1, 1, 1][rank]] = [10.0, 9.0, 8.0, 7.0][rank]
     state = State()
-    total = method_of(parse_term("gtopk(0.0001)")).reduce(x, state, ranks, Draw(7, 0, "w", rank))
+    total = Method(parse_term("gtopk(0.0001)")).reduce(x, state, ranks, Draw(7, 0, "w", rank))
     return {"total": total[0, :2].tolist(), "residual": state["residual"][:2].tolist()}
 
 
@@ -134,7 +133,7 @@ def low_rank_sum(arguments: dict[str, Any], channel: Channel) -> float:
     ranks, rank = arranged(arguments)
     right = torch.randn(2, 60, generator=torch.Generator().manual_seed(99), dtype=torch.float64)
     x = torch.randn(40, 2, generator=torch.Generator().manual_seed(rank), dtype=torch.float64) @ right
-    total = method_of(parse_term("powersgd(2)")).reduce(x, {}, ranks, Draw(7, 0, "w", rank))
+    total = Method(parse_term("powersgd(2)")).reduce(x, {}, ranks, Draw(7, 0, "w", rank))
     whole = torch.stack(everyone(x)).sum(0)
     return float((total - whole).norm() / whole.norm())
 
@@ -158,7 +157,7 @@ def side_by_side(arguments: dict[str, Any], channel: Channel) -> list[list[Any]]
     ranks, rank = arranged(arguments)
     found = []
     for text in arguments["terms"]:
-        method = method_of(parse_term(text))
+        method = Method(parse_term(text))
         tensors = [gradient("", shape, torch.float32, rank, at) for at, shape in enumerate(arguments["shapes"])]
         draws = [Draw(7, 0, f"{text} {at}", rank) for at in range(len(tensors))]
         alone, together = [State() for _ in tensors], [State() for _ in tensors]
@@ -185,7 +184,7 @@ def quadratic(arguments: dict[str, Any], channel: Channel) -> list[float]:
     best = sum(pulls[: ranks.size], torch.zeros_like(curvature)) / ranks.size
     found = []
     for text, rate in arguments["cases"]:
-        method, state, at = method_of(parse_term(text)), State(), torch.zeros_like(curvature)
+        method, state, at = Method(parse_term(text)), State(), torch.zeros_like(curvature)
         for step in range(200):
             x = curvature * (at - pulls[rank]) / ranks.size
             at = at - rate * (1 - step / 200) * method.reduce(x, state, ranks, Draw(7, step, text, rank))

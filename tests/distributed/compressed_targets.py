@@ -17,7 +17,6 @@ import torch.distributed as dist
 from distributed import proofs
 from shoal.checkpoint.restore import restore
 from shoal.checkpoint.save import open_checkpoint, save
-from shoal.comm.compress.dense import Dense
 from shoal.comm.compress.method import Method
 from shoal.comm.ledger import BOOK
 from shoal.job import constant, load_job, no_options
@@ -31,7 +30,7 @@ from shoal.strategy.contract import Contract, contract
 from shoal.strategy.terms.compress import none
 
 
-class Lossless(Dense):
+class Lossless(Method):
     """A compression that sends everything, of all but small tensors: what is left to test is the way there and back."""
 
     def pays(self, shape: Sequence[int], itemsize: int, *, ranks: int = 2) -> bool:
@@ -46,12 +45,12 @@ def lossless() -> Iterator[None]:
     def exact(strategy: Any, facts: Any = None) -> Contract:
         return replace(contract(strategy, facts), kind="exact")
 
-    before, promised = apply.method_of, proofs.contract
-    apply.method_of, proofs.contract = method, exact
+    before, promised = apply.Method, proofs.contract
+    apply.Method, proofs.contract = method, exact
     try:
         yield
     finally:
-        apply.method_of, proofs.contract = before, promised
+        apply.Method, proofs.contract = before, promised
 
 
 @contextmanager
@@ -123,11 +122,11 @@ def conserve(arguments: dict[str, Any], channel: Any) -> list[dict[str, Any]]:
     for spec, strategy, plain in arguments["cases"]:
         dense = _ready(me, spec, plain, dtype=torch.float64, frozen=True)
         _train(dense, 0, 1, same_batch=True)
-        wanted = _summed(dense, (piece for key, piece in dense.engine.owned_state() if key == "momentum_buffer"))
+        wanted = _summed(dense, (piece for key, piece in dense.engine.owner.state() if key == "momentum_buffer"))
         dense.engine.close()
         ready = _ready(me, spec, strategy, dtype=torch.float64, frozen=True)
         unlike = _train(ready, 0, steps, same_batch=True)
-        given = _summed(ready, (piece for key, piece in ready.engine.owned_state() if key == "momentum_buffer"))
+        given = _summed(ready, (piece for key, piece in ready.engine.owner.state() if key == "momentum_buffer"))
         assert ready.engine.compression is not None
         families = {slot.name: bucket.family for bucket in ready.engine.buckets for slot in bucket.buffer.slots}
         kept = _summed(
@@ -153,7 +152,7 @@ def conserve(arguments: dict[str, Any], channel: Any) -> list[dict[str, Any]]:
 
 def _digest(ready: Prepared) -> str:
     digest = hashlib.sha256()
-    for piece in ready.engine.owned_parameters():
+    for piece in ready.engine.owner.parameters():
         digest.update(piece.values.numpy().tobytes())
     assert ready.engine.compression is not None
     for fragments in ready.engine.compression.fragments.values():

@@ -134,7 +134,7 @@ def spoilt_restore(arguments: dict[str, Any], channel: Any) -> str:
             return
         engine = ready.engine
         if arguments["what"] == "parameter":
-            held = engine.masters[0] if engine.gathering is not None else engine.buckets[0].buffer.values
+            held = engine.owner.masters[0] if not engine.owner.keeps_full else engine.buckets[0].buffer.values
             held[0] += 1e-6 + held[0].abs() * 1e-6
         elif arguments["what"] == "state":
             next(iter(engine.optimizer.optimizer.state.values()))["exp_avg"].view(-1)[0] += 1.0

@@ -16,7 +16,8 @@ from shoal.comm.mesh import Members, Mesh
 from shoal.launch.join import join, leave
 from shoal.parallel.apply import parallelize
 from shoal.parallel.batch_norm import release, synchronise
-from shoal.parallel.engine import Engine, NonFinite
+from shoal.parallel.engine import Engine
+from shoal.parallel.result import NonFinite
 from shoal.strategy import parse
 
 WIDTH = 64
@@ -69,13 +70,13 @@ def memory(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
         gradients = sum(
             tensor.untyped_storage().nbytes()
             for bucket in engine.buckets
-            for tensor in (bucket.whole, bucket.shard)
+            for tensor in (bucket.full, bucket.shard)
             if tensor is not None
         )
         alive = settled_float_bytes()
         engine.step()
     parameters = sum(bucket.buffer.values.untyped_storage().nbytes() for bucket in engine.buckets)
-    parameters += 0 if engine.gathering is None else sum(master.numel() * 4 for master in engine.masters)
+    parameters += 0 if engine.owner.keeps_full else sum(master.numel() * 4 for master in engine.owner.masters)
     whole = sum(bucket.buffer.padded * 4 for bucket in engine.buckets)
     leave()
     return {"gradients": gradients, "parameters": parameters, "alive_after_backward": alive, "whole": whole}
@@ -87,7 +88,7 @@ def non_finite(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     x = torch.ones(4, WIDTH)
     engine.backward(loss_of(engine.model, x), 4.0)
     engine.step()
-    before = [piece.values.clone() for piece in engine.owned_parameters()]
+    before = [piece.values.clone() for piece in engine.owner.parameters()]
     bad = float(arguments["bad"]) if me.rank == me.world - 1 else 1.0
     engine.backward(loss_of(engine.model, x) * bad, 4.0)
     said = ""
@@ -95,7 +96,7 @@ def non_finite(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
         engine.step()
     except NonFinite as error:
         said = str(error)
-    kept = all(torch.equal(piece.values, old) for piece, old in zip(engine.owned_parameters(), before, strict=True))
+    kept = all(torch.equal(piece.values, old) for piece, old in zip(engine.owner.parameters(), before, strict=True))
     engine.backward(loss_of(engine.model, x), 4.0)
     after = engine.step()
     leave()
@@ -419,7 +420,7 @@ def choosing(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     losses, said = [], ""
     for calls in ([0, 1, 2], arguments["calls"][me.rank]):
         model.calls = calls
-        before = [piece.values.clone() for piece in engine.owned_parameters()]
+        before = [piece.values.clone() for piece in engine.owner.parameters()]
         try:
             engine.backward(loss_of(model, x), 2.0)
             losses.append(engine.step().loss)
@@ -428,7 +429,7 @@ def choosing(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
                 raise
             said = str(error)
             break
-    after = list(engine.owned_parameters())
+    after = list(engine.owner.parameters())
     kept = all(torch.equal(piece.values, old) for piece, old in zip(after, before, strict=True))
     if not said:
         leave()

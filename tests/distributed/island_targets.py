@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +15,17 @@ from distributed.proofs import JOBS, _barrier, _from_rank_0
 from shoal.checkpoint.restore import restore
 from shoal.checkpoint.save import open_checkpoint, save
 from shoal.comm.ledger import BOOK
+from shoal.comm.points import on_reach
 from shoal.job import load_job
 from shoal.launch.join import join, leave
+from shoal.parallel.sync.local import LocalSteps
 from shoal.proof.compare import compare
 from shoal.proof.conditions import Conditions, for_proof
 from shoal.proof.entry import serial_run
 from shoal.proof.runs import train_steps
 from shoal.runtime.setup import Prepared, prepare
 from shoal.strategy import parse
+from shoal.training.entry import train_run
 
 
 def _ready(me: Any, name: str, strategy: str) -> Prepared:
@@ -71,14 +77,14 @@ def resumed(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     losses, counter = _run(unbroken, 0, at, 0)
     save(Path(arguments["folder"]), unbroken.engine, step=at, progress={"counter": counter})
     more, _ = _run(unbroken, at, steps, counter)
-    values = [master.clone() for master in unbroken.engine.masters]
+    values = [master.clone() for master in unbroken.engine.owner.masters]
     buffers = [buffer.clone() for buffer in unbroken.engine.model.buffers()]
     unbroken.close()
     again = _ready(me, name, arguments.get("under", strategy))
     checkpoint = open_checkpoint(Path(arguments["folder"]) / f"step-{at:08}")
     restore(again.engine, checkpoint)
     then, _ = _run(again, at, steps, checkpoint.progress["counter"])
-    same = all(map(torch.equal, values, again.engine.masters)) and all(
+    same = all(map(torch.equal, values, again.engine.owner.masters)) and all(
         map(torch.equal, buffers, again.engine.model.buffers())
     )
     again.close()
@@ -88,15 +94,37 @@ def resumed(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
 
 def never_averaged(arguments: dict[str, Any], channel: Any) -> Any:
     """Islands exchange their numbers and keep their parameters."""
-    from shoal.parallel.sync.local import LocalSteps
-
     LocalSteps.exchange = lambda self, weight: None  # type: ignore[method-assign]
     return prove_islands(arguments, channel)
 
 
 def equal_weights(arguments: dict[str, Any], channel: Any) -> Any:
     """Islands count alike, however much they learned from."""
-    from shoal.parallel.sync.local import LocalSteps
-
     LocalSteps.exchange = lambda self, weight: self.average(1 / self.islands.size)  # type: ignore[method-assign]
     return prove_islands(arguments, channel)
+
+
+def train_and_be_killed(arguments: dict[str, Any], channel: Any) -> Any:
+    """A training run in which ranks are killed: `arguments["killed"]` has (rank, point, how often it is reached)."""
+    for rank, point, times in arguments.pop("killed"):
+        if rank == channel.rank:
+            _die_at(point, times)
+    return train_run(arguments, channel)
+
+
+def _die_at(point: str, times: int) -> None:
+    """Kills this process when it comes to a point for the given time; "average" is in the middle of an exchange."""
+    seen: Counter[str] = Counter()
+    average = LocalSteps.average
+
+    def arrived(at: str) -> None:
+        seen[at] += 1
+        if at == point and seen[at] == times:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def averaged(self: LocalSteps, weight: float) -> None:
+        arrived("average")
+        average(self, weight)
+
+    LocalSteps.average = averaged  # type: ignore[method-assign]
+    on_reach(arrived)

@@ -94,7 +94,7 @@ def run(ready: Prepared, first: int, last: int, counter: int) -> int:
 
 
 def pieces(ready: Prepared) -> list[tuple[str, int, torch.Tensor]]:
-    return [(piece.name, piece.start, piece.values.clone()) for piece in ready.engine.owned_parameters()]
+    return [(piece.name, piece.start, piece.values.clone()) for piece in ready.engine.owner.parameters()]
 
 
 def difference(ready: Prepared, wanted: dict[str, torch.Tensor]) -> float:

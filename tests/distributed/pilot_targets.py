@@ -7,9 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 import torch.distributed as dist
+from benchmarks.peers.pilot import measure_computing, measure_ends, slower, with_background
 
 from shoal.calibration.codecs import measure_codecs
-from shoal.calibration.pilot import measure_computing, measure_ends, slower, with_background
 from shoal.comm.emulate import parse_emulation
 from shoal.comm.group import BACKENDS
 from shoal.comm.network import DEFAULT

@@ -15,8 +15,8 @@ from distributed.watched_layer import SEEN, mark
 from shoal.comm.ledger import BOOK
 from shoal.job import load_job
 from shoal.launch.join import join, leave
-from shoal.parallel.engine import NonFinite
 from shoal.parallel.pipeline.pipedream import PipeDream
+from shoal.parallel.result import NonFinite
 from shoal.runtime.float64 import KeepFloat64
 from shoal.runtime.setup import Prepared, prepare
 from shoal.strategy import parse, pp
@@ -115,7 +115,7 @@ def _difference(ready: Prepared, expected: Simulated) -> float:
     shown = dict(engine.model.named_parameters())
     for name in held:
         compare(shown[name].detach(), own(name, expected.parameters[name]))
-    for bucket, master in zip(engine.buckets, engine.masters, strict=True):
+    for bucket, master in zip(engine.buckets, engine.owner.masters, strict=True):
         for slot in bucket.buffer.slots:
             compare(master[slot.start : slot.stop], own(slot.name, expected.parameters[slot.name]).reshape(-1))
     states = 0
@@ -211,6 +211,6 @@ def no_number(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
         ready.executor.settle()
     except NonFinite as error:
         said = str(error)
-    finite = all(bool(torch.isfinite(piece.values).all()) for piece in ready.engine.owned_parameters())
+    finite = all(bool(torch.isfinite(piece.values).all()) for piece in ready.engine.owner.parameters())
     leave()
     return {"said": said, "done": done, "finite": finite}

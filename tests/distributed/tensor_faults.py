@@ -30,21 +30,21 @@ def no_fault(arguments: dict[str, Any], channel: Any) -> Any:
 
 def unreduced_norm(arguments: dict[str, Any], channel: Any) -> Any:
     """With the sequence cut, norms between regions keep the gradient of this rank's positions alone."""
-    honest = tensor._partial
-    tensor._partial = lambda *given: frozenset(name for name in honest(*given) if "norm" not in name)
+    honest = tensor.partial_names
+    tensor.partial_names = lambda *given: frozenset(name for name in honest(*given) if "norm" not in name)
     return _proof(arguments, channel)
 
 
 def untied(arguments: dict[str, Any], channel: Any) -> Any:
     """A tied head computes with the embedding's weights, and its gradient never reaches them."""
-    honest = vocabulary._project
+    honest = vocabulary.project
 
     def faulty(product: Any, *given: Any, **named: Any) -> Any:
         module = product.__self__
         with _detached_weight(module):
             return honest(product, *given, **named)
 
-    vocabulary._project = faulty
+    vocabulary.project = faulty
     return _proof(arguments, channel)
 
 
@@ -82,7 +82,7 @@ def unsummed_input_gradient(arguments: dict[str, Any], channel: Any) -> Any:
 def bias_from_every_rank(arguments: dict[str, Any], channel: Any) -> Any:
     """A row's bias is added before the sum over ranks, so once for each of them."""
     honest = regions.RunningRegion.leave
-    tensor._row = lambda module, running, product, *given: honest(
+    tensor.row_parallel = lambda module, running, product, *given: honest(
         running, product(*given) + (0 if module.bias is None else module.bias)
     )
     return _proof(arguments, channel)

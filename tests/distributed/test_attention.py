@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 
 from shoal.comm.choice import on_one_host
 from shoal.comm.ledger import Ledger, ledger_of
-from shoal.estimate.attention_traffic import Attention, attention_traffic
+from shoal.estimate.attention_traffic import attention_calls
 from shoal.estimate.traffic import Group
+from shoal.layout.attention import AttentionCall
 
 Ranks = Callable[..., list[Any]]
 
@@ -77,12 +79,13 @@ def differences(cases: list[dict[str, Any]], everyone: list[Any]) -> list[str]:
 def predicted(case: dict[str, Any], ranks: int) -> Ledger:
     c = {"B": 2, "H": 4, "L": 24, "D": 8, "dtype": "float64", "method": "ring", **case}
     itemsize = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}[c["dtype"]]
-    call = Attention(
+    call = AttentionCall(
         batch=c["B"], heads=c["H"], kv_heads=c.get("kv") or c["H"], length=c["L"] // ranks, head_dim=c["D"],
-        value_dim=c.get("Dv"), itemsize=itemsize,
+        value_dim=c.get("Dv") or c["D"], itemsize=itemsize,
     )  # fmt: skip
     group = Group(axis="cp", ranks=ranks)
-    return ledger_of(attention_traffic(call, c["method"], group, recomputed=bool(c.get("recompute"))), on_one_host)
+    made = [call, *([replace(call, again=True)] if c.get("recompute") else [])]
+    return ledger_of(attention_calls(made, c["method"], group), on_one_host)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

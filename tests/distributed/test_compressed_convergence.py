@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from comm.compressors import term_of, written
 from shoal.launch import run_ranks
 from shoal.strategy import contract, parse
 from shoal.training.entry import train_run
 
 METHODS = [
-    "fp16()", "int8()", "qsgd(4)", "ternary()", "onebit()", "sign()", "topk(0.01)", "randomk(0.05)", "threshold(0.001)",
-    "dgc(0.01)", "mstopk(0.01)", "gtopk(0.01)", "sketch(3, 300)", "powersgd(2)", "hitopk(0.01)",
+    *written("rounding"), *written("unbiased"), *written("feedback", sketch="sketch(3, 300)", powersgd="powersgd(2)"),
 ]  # fmt: skip
 METRIC = {"language": "loss", "image": "accuracy"}
 POINTS = 0.04
@@ -25,7 +25,7 @@ POINTS = 0.04
 
 
 def strategy_of(method: str) -> str:
-    return f"dp(2, compress={method})" + (" * dp(2)" if method.startswith("hitopk") else "")
+    return f"dp(2, compress={method})" + (" * dp(2)" if term_of(method).between_groups else "")
 
 
 def trained(task: str, strategy: str, folder: Path) -> float:

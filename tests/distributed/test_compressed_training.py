@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from comm.compressors import term_of, written
 from shoal.checkpoint.save import latest
+from shoal.comm.compress.method import Method
 from shoal.parallel.runnable import cannot_run
 from shoal.proof.certify import EXACT
 from shoal.strategy import parse
@@ -21,10 +23,10 @@ FOLDER = Path(__file__).parent / "jobs"
 LANGUAGE, TIED, MOE = (f"{FOLDER / 'uneven.py'}:{name}" for name in ("language", "language_tied", "mixtral"))
 
 METHODS = [
-    "int8()", "onebit()", "sign()", "topk(0.01)", "randomk(0.05)", "threshold(0.001)", "mstopk(0.01)", "gtopk(0.01)",
-    "sketch(3, 500)", "powersgd(2)",
+    text for text in written("feedback", sketch="sketch(3, 500)", powersgd="powersgd(2)")
+    if Method(term_of(text)).keeps == ("residual",) and not term_of(text).between_groups
 ]  # fmt: skip
-"""Those that keep what they do not send."""
+"""Those that keep what they do not send, and nothing else."""
 
 TWO = ["dp(2, C)", "dp(2, zero=1, C)", "dp(2, zero=2, C)", "dp(2, zero=3, C)", "dp(2, zero=1, C) * accumulate(2)"]
 FOUR = [
@@ -32,6 +34,7 @@ FOUR = [
     "dp(2) * dp(2, C)", "dp(2) * dp(2, zero=1, C)", "dp(2, C) * tp(2)", "dp(2, C) * tp(2, sequence=True)",
     "dp(2, C) * pp(2, micro=2)", "pp(2, micro=3) * dp(2, C)", "dp(2, C) * cp(2)", "dp(2, C) * dp(2, via=shared())",
     'dp(4, via=allreduce("hierarchical"), C)', 'dp(4, C) * recompute("full")',
+    "dp(2, zero=2, C) * dp(2) * accumulate(2)",
 ]  # fmt: skip
 
 

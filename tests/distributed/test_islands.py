@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 
+from shoal.training.entry import train_run
+from shoal.training.record.run import STEPS, VALIDATION, read_lines
+
 Ranks = Callable[..., list[Any]]
+LOOSE = str(Path(__file__).parent / "jobs" / "loose.py")
 PROVE = "distributed.island_targets:prove_islands"
 TWO = [
     ("plain", "dp(2, sync=local(3))"), ("norm", "dp(2, sync=local(2))"), ("momentum", "dp(2, sync=local(4))"),
@@ -89,3 +93,17 @@ def test_any_strategy_goes_on_from_what_islands_agree_on(ranks: Ranks, tmp_path:
     rows = ranks("distributed.island_targets:resumed", asked, ranks=2)
     assert rows[0]["then"] == rows[1]["then"]
     assert len(rows[0]["then"]) == 3
+
+
+def test_islands_evaluate_and_save_when_they_meet_and_send_nothing_else(ranks: Ranks, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    asked = {
+        "job": LOOSE, "strategy": "dp(2, sync=local(4))", "folder": str(folder), "gate": False, "checkpoint_every": 5,
+    }  # fmt: skip
+    outcome = ranks(train_run, asked, ranks=2)[0]
+    assert outcome["status"] == "finished"
+    # Wanted every 3 steps, of 22; and every 5. The end of the run is a meeting as well.
+    assert [row["step"] for row in read_lines(folder / VALIDATION)] == [4, 8, 12, 16, 20, 22]
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-00000020", "step-00000022"]
+    sending = [row["step"] for row in read_lines(folder / STEPS) if row["sent_bytes"]]
+    assert sending == [4, 8, 12, 16, 20]

@@ -10,8 +10,8 @@ import pytest
 from distributed.tensor_models import CASES, HEAD, WIDTH
 from shoal.comm.choice import on_one_host
 from shoal.comm.ledger import Ledger, ledger_of
-from shoal.estimate.tensor_traffic import region_calls, stream_calls, vocabulary_calls
 from shoal.estimate.traffic import Group
+from tensor_forms import region_calls, stream_calls, vocabulary_calls
 
 EXACT = 1e-12
 Ranks = Callable[..., Any]

@@ -5,21 +5,23 @@ from __future__ import annotations
 import pytest
 
 from shoal.comm.ledger import Entry, Key, ledger_of
-from shoal.estimate.attention_traffic import Attention, attention_traffic
+from shoal.estimate.attention_traffic import attention_calls
 from shoal.estimate.traffic import Group
+from shoal.layout.attention import AttentionCall
 
 B, H, KV, L, D = 2, 8, 2, 64, 16
 """L counts one rank's positions."""
 
 
-def call(itemsize: int = 4, **changes: int) -> Attention:
-    sizes = {"batch": B, "heads": H, "kv_heads": KV, "length": L, "head_dim": D, "itemsize": itemsize}
-    return Attention(**(sizes | changes))
+def call(itemsize: int = 4, **changes: int) -> AttentionCall:
+    sizes = {"batch": B, "heads": H, "kv_heads": KV, "length": L, "head_dim": D, "value_dim": D, "itemsize": itemsize}
+    return AttentionCall(**(sizes | changes))
 
 
-def entries(method: str, ranks: int, itemsize: int = 4, **options: bool) -> dict[Key, Entry]:
+def entries(method: str, ranks: int, itemsize: int = 4, *, recomputed: bool = False, **how: bool) -> dict[Key, Entry]:
     group = Group(axis="cp", ranks=ranks)
-    return dict(ledger_of(attention_traffic(call(itemsize), method, group, **options)).entries)
+    made = [call(itemsize, **how), *([call(itemsize, again=True)] if recomputed else [])]
+    return dict(ledger_of(attention_calls(made, method, group)).entries)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
@@ -63,15 +65,10 @@ def test_recomputation_repeats_forward_inside_backward(method: str) -> None:
 
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 def test_evaluation_has_no_backward_and_one_rank_no_traffic(method: str) -> None:
-    assert {key.phase for key in entries(method, 4, training=False)} == {"evaluate"}
+    assert {key.phase for key in entries(method, 4, evaluating=True)} == {"evaluate"}
     assert entries(method, 1) == {}
 
 
 def test_values_of_another_width_count_with_their_own() -> None:
-    narrow = attention_traffic(call(value_dim=D // 2), "ring", Group(axis="cp", ranks=2))
-    assert narrow[0][3] == B * KV * L * (D + D // 2) * 4
-
-
-def test_an_unknown_method_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="'star'; there are ring and ulysses"):
-        attention_traffic(call(), "star", Group(axis="cp", ranks=2))
+    narrow = attention_calls([call(value_dim=D // 2)], "ring", Group(axis="cp", ranks=2))
+    assert next(narrow)[3] == B * KV * L * (D + D // 2) * 4

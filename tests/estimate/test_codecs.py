@@ -8,7 +8,7 @@ import pytest
 
 from estimate.machines import machine
 from shoal.calibration.job_model import job_model
-from shoal.estimate.codecs import CODEC_PASSES, codec_s
+from shoal.estimate.codecs import codec_s
 from shoal.estimate.steps.price import price_step
 from shoal.job import load_job
 from shoal.strategy import parse
@@ -16,7 +16,7 @@ from shoal.strategy.terms.compress import int8, none, powersgd
 
 
 def test_passes_become_seconds_by_the_memory_bandwidth_and_grow_with_the_payloads() -> None:
-    own, each = CODEC_PASSES["int8()"]
+    own, each = int8.passes
     two, nine = (codec_s(int8(), 1e6, ranks=ranks, stream_bytes_per_s=4e9) for ranks in (2, 9))
     assert two == pytest.approx((own + 2 * each) * 1e-3)
     assert nine - two == pytest.approx(7 * each * 1e-3)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.estimate.pipeline import play_term
+from shoal.estimate.pipeline.play import play_term
 from shoal.pictures.timeline import MOST_COLUMNS, captions, timeline_rows, timeline_svg, timeline_text
 from shoal.strategy import parse
 from shoal.strategy.terms import pp

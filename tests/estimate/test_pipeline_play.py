@@ -9,16 +9,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shoal.estimate.pipeline import (
-    Action,
-    ScheduleDeadlock,
-    actions,
-    bubble_formula,
-    bubble_formula_text,
-    play,
-    play_term,
-    steady,
-)
+from shoal.estimate.pipeline.play import ScheduleDeadlock, bubble_formula, bubble_formula_text, play, play_term
+from shoal.strategy.schedule import Action, actions, steady
 from shoal.strategy.terms import pp
 from strategy.test_schedule import pipelines
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from shoal.estimate.replicated import WORKS, predict_replicated, work_of
+from benchmarks.replicated import WORKS, predict_replicated, work_of
 
 ROW = {
     "model": "resnet50 v1.5", "gpu": "V100 SXM2 16GB", "gpus": "8", "gpus_per_node": "8", "intra_gb_s": "150",

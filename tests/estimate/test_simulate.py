@@ -26,7 +26,7 @@ from shoal.estimate.simulate import (
 )
 from shoal.estimate.simulate.costs import StepCosts
 from shoal.estimate.simulate.disturb import BadDisturbance
-from shoal.estimate.simulate.goodput import played_goodput, young_interval_s
+from shoal.estimate.simulate.goodput import Goodput, young_interval_s
 from shoal.shapes.presets import preset
 from shoal.shapes.shape import Transformer
 
@@ -152,14 +152,14 @@ def test_the_trace_holds_every_pass_once_and_none_overlap_on_a_rank(calm: StepCo
 
 
 def test_sixteen_thousand_ranks_are_played_by_their_classes() -> None:
-    costs = costs_of(
-        preset("gpt:1t"), cluster("dgx-a100", devices=16_384), micro=64, micro_batch=1, dp=32, pp=64, tp=8,
-        schedule="1f1b",
-    )  # fmt: skip
+    inputs = inputs_for(
+        preset("gpt:1t"), cluster("dgx-a100", devices=16_384), 32 * 64, dp=32, pp=64, tp=8, schedule="1f1b"
+    )
+    costs = step_costs(inputs)
     assert costs.ranks == 16_384
     step = play_step(costs)
     assert step.starts_s.shape == (2 * 64 * 64, 1)
-    assert step.step_s == pytest.approx(costs.price_s, rel=0.01)
+    assert step.step_s == pytest.approx(float(price(inputs).step_s[0]), rel=0.01)
 
 
 def test_islands_wait_for_each_other_only_when_they_are_averaged(calm: StepCosts) -> None:
@@ -174,6 +174,27 @@ def test_islands_wait_for_each_other_only_when_they_are_averaged(calm: StepCosts
     assert alone < together  # Who is slow in one step may be fast in the next.
     slow = play_step(islands, Disturbance(stragglers=(Straggler(rank=0, factor=2.0),)))
     assert slow.island_s[0] > slow.island_s[1] == pytest.approx(play_step(calm).step_s)
+
+
+def played_goodput(of: Goodput, *, work_s: float, seed: int = 0) -> float:
+    """The same by playing: failures drawn at random while so much work is done."""
+    draw = np.random.default_rng(seed)
+    clock_s, done_s = 0.0, 0.0
+    failure_s = draw.exponential(of.mtbf_s)
+    while done_s < work_s:
+        stretch_s = min(of.interval_s, work_s - done_s) + of.checkpoint_s
+        if clock_s + stretch_s <= failure_s:
+            clock_s += stretch_s
+            done_s += min(of.interval_s, work_s - done_s)
+            continue
+        clock_s = failure_s
+        # A restart may fail as well, and begins again.
+        failure_s = clock_s + draw.exponential(of.mtbf_s)
+        while clock_s + of.restart_s > failure_s:
+            clock_s = failure_s
+            failure_s = clock_s + draw.exponential(of.mtbf_s)
+        clock_s += of.restart_s
+    return work_s / clock_s
 
 
 def test_young_and_daly_agree_with_playing_failures() -> None:

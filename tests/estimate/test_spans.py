@@ -1,4 +1,4 @@
-"""Spans of pipelines, in closed form and in waves, are those of the event play whatever each stage takes."""
+"""The time of a pipeline, in waves, is that of the event simulation whatever each stage takes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shoal.estimate.cost import span as cost_span
 from shoal.estimate.cost.inputs import SCHEDULES as NAMES
 from shoal.estimate.cost.schedule import dealt_by_cost, layers_of_stages, stages
 from shoal.estimate.cost.span import Passes
-from shoal.estimate.pipeline.spans import Pipelines, passes_of, spans_s
+from shoal.estimate.pipeline.spans import Pipelines, num_passes, spans_s
 from shoal.estimate.simulate import StepCosts, play_step
 from shoal.shapes.presets import preset
 from shoal.strategy.schedule import rank_stages, stage_rank
@@ -46,7 +46,6 @@ def played_s(of: Pipelines, row: int) -> float:
         term=pp(of.ranks, of.schedule, micro=of.micro, chunks=of.chunks), forward_s=tuple(of.forward_s[:, row]),
         backward_s=tuple(of.backward_s[:, row]), weight_s=tuple(of.weight_s[:, row]),
         message_s=float(of.message_s[row]), data_s=0, optimizer_s=0, fixed_s=0, waits=0, replicas=1, members=1, node=1,
-        price_s=0,
     )).step_s  # fmt: skip
 
 
@@ -62,21 +61,20 @@ def test_waves_of_several_schedules_at_once_are_the_play_of_each(seeds: list[int
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @given(seed=st.integers(0, 10**6))
 @settings(max_examples=300, deadline=None, phases=DRAWN)
-def test_the_closed_forms_hold_for_stages_that_have_nothing_in_common(schedule: str, seed: int) -> None:
+def test_waves_hold_for_stages_that_have_nothing_in_common(schedule: str, seed: int) -> None:
     of = random_pipelines(schedule, seed=seed, rows=1)
-    closed = cost_span._gpipe_s if schedule == "gpipe" else cost_span._in_turns_s
-    found = closed(of.forward_s, of.backward_s, of.message_s, np.array([float(of.micro)]))
-    assert found[0] == pytest.approx(played_s(of, 0), rel=1e-9)
+    assert spans_s([of])[0][0] == pytest.approx(played_s(of, 0), rel=1e-9)
 
 
 @pytest.mark.parametrize(("schedule", "ranks", "chunks", "layers"), [
     ("interleaved", 4, 4, 21), ("interleaved", 8, 2, 24), ("zero-bubble", 4, 2, 10), ("zero-bubble", 8, 1, 11),
+    ("1f1b", 4, 1, 11), ("1f1b", 8, 1, 13), ("gpipe", 4, 1, 10),
 ])  # fmt: skip
 @pytest.mark.parametrize("head", [0.0, 4.0])
 def test_long_steps_go_on_at_the_pace_of_their_first_rounds(
     schedule: str, ranks: int, chunks: int, layers: int, head: float
 ) -> None:
-    micro = 1 + cost_span.MOST_PASSES // passes_of(schedule, ranks=ranks, chunks=chunks, micro=1)
+    micro = 1 + cost_span.MOST_PASSES // num_passes(schedule, ranks=ranks, chunks=chunks, micro=1)
     micro = -(-2 * micro // ranks) * ranks
     one = np.ones(1)
     parts = Passes(
@@ -89,8 +87,8 @@ def test_long_steps_go_on_at_the_pace_of_their_first_rounds(
         weight_s=weight, message_s=parts.message_s,
     )])[0]  # fmt: skip
     found = np.full(1, np.nan)
-    cost_span._play(found, parts, {(NAMES.index(schedule), ranks, chunks, micro): np.array([0])})
-    assert len(cost_span._played_micro(schedule, ranks=ranks, chunks=chunks, micro=micro)) == 2
+    cost_span._fill(found, parts, {(NAMES.index(schedule), ranks, chunks, micro): np.array([0])})
+    assert len(cost_span._micro(schedule, ranks=ranks, chunks=chunks, micro=micro)) == 2
     assert found[0] == pytest.approx(whole[0], rel=0.01)
 
 
@@ -119,12 +117,14 @@ def test_layers_are_dealt_once_for_memory_time_and_play(
 
 
 def test_without_the_play_prices_stay_near_it() -> None:
-    """What ranks hundreds of thousands of strategies before the best of them are played."""
+    """What ranks hundreds of thousands of strategies before the best of them are simulated. A guess that is too long
+    would hide a good plan; of stages that are not even it is too short, and the simulation puts that right."""
     shape = preset("gpt:13b")
-    for schedule, chunks, bound in (("interleaved", 4, 0.05), ("interleaved", 3, 0.05), ("zero-bubble", 1, 0.02)):
+    for schedule, chunks, bound in (("interleaved", 4, 0.10), ("interleaved", 3, 0.10), ("zero-bubble", 1, 0.02)):
         for micro in (8, 16, 32):
             inputs = inputs_for(
                 shape, cluster("dgx-a100", devices=16), 2 * micro, dp=2, pp=8, schedule=schedule, chunks=chunks
             )
             near, true = price(inputs, play=False).step_s[0], price(inputs).step_s[0]
             assert near == pytest.approx(true, rel=bound)
+            assert schedule != "interleaved" or near <= true * (1 + 1e-9)

@@ -7,16 +7,10 @@ from collections import Counter
 import pytest
 
 from shoal.comm.ledger import ledger_of
-from shoal.estimate.tensor_traffic import (
-    SENDS,
-    crossing_calls,
-    gathered_logits_bytes,
-    region_calls,
-    stream_calls,
-    vocabulary_calls,
-)
+from shoal.estimate.tensor_traffic import SENDS, crossing_calls, gathered_logits_bytes
 from shoal.estimate.traffic import Group
 from shoal.layout.crossings import Crossing, Tally
+from tensor_forms import region_calls, stream_calls, vocabulary_calls
 
 TP = Group(axis="tp", ranks=4)
 
@@ -30,7 +24,7 @@ def test_a_region_between_whole_tensors_reduces_once_each_way() -> None:
 
 @pytest.mark.parametrize("between", ["sequence", "batch"])
 def test_a_region_between_parts_gathers_and_scatters_each_way(between: str) -> None:
-    assert set(region_calls(TP, between=between, input_bytes=[100], output_bytes=[60])) == {  # type: ignore[arg-type]
+    assert set(region_calls(TP, between=between, input_bytes=[100], output_bytes=[60])) == {
         ("tp", "forward", "all_gather", 100, 4),
         ("tp", "backward", "reduce_scatter", 100, 4),
         ("tp", "forward", "reduce_scatter", 60, 4),
@@ -40,7 +34,7 @@ def test_a_region_between_parts_gathers_and_scatters_each_way(between: str) -> N
 
 def test_parts_move_as_many_bytes_as_whole_tensors() -> None:
     sizes = {"input_bytes": [4096], "output_bytes": [8192]}
-    whole, parts = (ledger_of(region_calls(TP, between=b, **sizes)) for b in ("whole", "sequence"))  # type: ignore[arg-type]
+    whole, parts = (ledger_of(region_calls(TP, between=b, **sizes)) for b in ("whole", "sequence"))
     assert whole.bytes == parts.bytes
 
 

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.job import Job, TensorData, cross_entropy
-from shoal.layout.context import CannotCutSequence, ContextPlan, Holder, context_plan
+from shoal.layout.context.find import context_plan
+from shoal.layout.context.plan import CannotCutSequence, ContextPlan, Holder
 from shoal.layout.trace import trace
 
 WIDTH, HEADS, LENGTH, VOCABULARY = 8, 2, 12, 11
@@ -232,44 +233,60 @@ def test_a_mask_that_hides_padding_is_not_causal() -> None:
     assert plan_of(partial(Padded, Masked)).causal is False
 
 
-def test_attention_outside_the_blocks_is_refused_by_name() -> None:
-    class Outside(Model):
-        def __init__(self) -> None:
-            super().__init__(partial(nn.Linear, WIDTH, WIDTH))
-            self.last = Block()
+class Outside(Model):
+    """Attends outside the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(partial(nn.Linear, WIDTH, WIDTH))
+        self.last = Block()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.last(x))
+
+
+class Twice(Model):
+    """Runs a block several times."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for number in (0, 1, 0):
+            x = self.blocks[number](x)
+        return self.head(x)
+
+
+class Beside(Model):
+    """Uses the stream beside the first block."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        first = x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x + first)
+
+
+@pytest.mark.parametrize("model", [Outside, Twice, Beside])
+def test_a_model_that_works_on_the_sequence_itself_runs_as_if_it_had_all_positions(model: type[nn.Module]) -> None:
+    plan = plan_of(model)
+    assert plan.in_root
+    assert plan.holders == {"": Holder(arguments={0: (1, 1)}, results={0: (1, 1)})}
+    assert plan.batch == {"y": 1}
+
+
+def test_what_one_sample_has_no_positions_for_is_cut_at_the_first_block() -> None:
+    class Folded(Twice):
+        """Its argument holds two positions in each entry."""
 
         def forward(self, tokens: Tensor) -> Tensor:
-            x = self.embed(tokens)
+            first = x = self.embed(tokens.view(len(tokens), -1, 2)).sum(2)
             for block in self.blocks:
                 x = block(x)
-            return self.head(self.last(x))
+            return self.head((x + first).mean(1))
 
-    with pytest.raises(CannotCutSequence, match="last attends outside the blocks"):
-        plan_of(Outside)
-
-
-def test_a_block_that_runs_twice_is_refused_by_name() -> None:
-    class Twice(Model):
-        def forward(self, tokens: Tensor) -> Tensor:
-            x = self.embed(tokens)
-            for number in (0, 1, 0):
-                x = self.blocks[number](x)
-            return self.head(x)
-
-    with pytest.raises(CannotCutSequence, match=r"blocks\.0 runs several times"):
-        plan_of(Twice)
-
-
-def test_a_stream_that_is_used_beside_the_first_block_is_refused() -> None:
-    class Beside(Model):
-        def forward(self, tokens: Tensor) -> Tensor:
-            first = x = self.embed(tokens)
-            for block in self.blocks:
-                x = block(x)
-            return self.head(x + first)
-
-    with pytest.raises(CannotCutSequence, match=r"what blocks\.0 is given is used beside it"):
-        plan_of(Beside)
+    plan = plan_of(Folded, pooled=True)
+    assert (plan.blocks, plan.length, plan.batch) == (("blocks.0",), LENGTH // 2, None)
 
 
 class Telling(Block):
@@ -304,6 +321,7 @@ def test_what_blocks_tell_of_each_position_may_reach_a_loss_by_position() -> Non
     assert plan_of(Priced).batch == {"y": 1}
 
 
-def test_what_blocks_tell_of_each_position_is_refused_where_only_the_stream_is_gathered() -> None:
-    with pytest.raises(CannotCutSequence, match=r"in blocks\.0, one for each position, is used behind"):
-        plan_of(PooledAndPriced, pooled=True)
+def test_what_blocks_tell_of_each_position_is_gathered_with_the_stream() -> None:
+    plan = plan_of(PooledAndPriced, pooled=True)
+    assert plan.in_root
+    assert plan.batch is None

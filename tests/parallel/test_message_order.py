@@ -107,6 +107,9 @@ class Stages:
         return (y, [y, numbers])
 
 
+OWNER = SimpleNamespace(begin_forward=lambda part: None, release=lambda **_: None)
+
+
 def engine_of(term: pp, rank: int, made: list[str]) -> Any:
     """What a pipeline asks of an engine."""
 
@@ -116,7 +119,7 @@ def engine_of(term: pp, rank: int, made: list[str]) -> Any:
 
     return SimpleNamespace(
         placement=SimpleNamespace(mesh=SimpleNamespace(another_along=another)), device=torch.device("meta"),
-        reduction=SimpleNamespace(buckets=[]), gathering=None, count=lambda *_: None, learns_from=lambda loss: loss,
+        reduction=SimpleNamespace(buckets=[]), owner=OWNER, count=lambda *_: None, learns_from=lambda loss: loss,
         run_backward=lambda run, **_: run(), close_backward=lambda: None, step=lambda factor: None,
     )  # fmt: skip
 

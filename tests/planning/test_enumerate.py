@@ -39,6 +39,7 @@ FACTS = st.builds(
     sequence_why=st.sampled_from(["", "", "a mean over tokens"]),
     sequence_under_cp_why=st.sampled_from(["", "", "tp begins before cp"]),
     context_why=st.sampled_from(["", "", "a convolution over tokens"]),
+    context_in_stages_why=st.sampled_from(["", "", "the model adds to the sequence itself"]),
     tensor_parts=st.sampled_from([None, None, (), (("a", "heads", 6), ("b", "features", 12)), (("c", "words", 0),)]),
 )
 SIZES = st.sampled_from([1, 1, 2, 3, 4])
@@ -166,8 +167,8 @@ def test_expressions_become_rows_and_come_back(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", [
-    "spatial(2)", "dp(2, sync=ssp(4))", "dp(2, via=ps(1))", "dp(2, compress=qsgd(4))", "dp(2) * dp(2, sync=local(4))",
-    "dp(2, compress=int8(), sync=local(4))",
+    "spatial(2)", "dp(2, sync=ssp(4))", "dp(2, via=ps(1))", "dp(2, compress=gtopk(0.01))",
+    "dp(2) * dp(2, sync=local(4))", "dp(2, compress=int8(), sync=local(4))",
 ])  # fmt: skip
 def test_what_has_no_price_is_refused_by_name(text: str) -> None:
     with pytest.raises(ValueError, match="no price is known"):

@@ -156,7 +156,8 @@ def test_compressions_that_did_not_reach_the_target_need_at_least_as_many_more_s
     assert set(slower) == {term.__name__ for term in terms}
     assert slower.pop("none") == 1
     reached = {name for name in slower if slower[name] == 1}
-    assert reached == {"fp16", "int8", "qsgd", "ternary"}  # docs/compression.md
+    assert reached >= {"fp16", "int8", "qsgd", "ternary"}  # docs/compression.md
+    assert reached == {name for name in slower if REGISTRY[name].reaches_target}
     assert all(slower[name] >= max(300 / 230, 1 + REGISTRY[name].within) for name in slower.keys() - reached)
 
 

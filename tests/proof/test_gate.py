@@ -240,6 +240,82 @@ def test_what_rounding_moves_is_not_called_wrong_and_a_fault_still_is(tmp_path: 
         train(normed(tmp_path / "wrong.py", fault=by_rank, **ill), "dp(2)", tmp_path)  # type: ignore[arg-type]
 
 
+SOAP = """
+import torch
+from torch import nn
+from shoal.job import Job, TensorData, cross_entropy
+
+class Soap(torch.optim.Optimizer):
+    # Adam in the eigenbasis of sums of gradient products, one basis for each side of a matrix.
+    def __init__(self, params):
+        super().__init__(params, {{"lr": 0.01}})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state.update(m=torch.zeros_like(p), v=torch.zeros_like(p))
+                    state["left"], state["right"] = (torch.zeros(side, side).to(p) for side in p.shape)
+                g = p.grad
+                state["left"].mul_(0.5).add_(g @ g.T)
+                state["right"].mul_(0.5).add_(g.T @ g)
+                left, right = (torch.linalg.eigh(state[side])[1] for side in ("left", "right"))
+                state["m"].mul_(0.5).add_(p.grad)
+                turned = left.T @ g @ right
+                state["v"].mul_(0.5).add_(turned * turned)
+                step = left.T @ state["m"] @ right / (state["v"].sqrt() + 1e-8)
+                p.sub_(group["lr"] * {scale} * (left @ step @ right.T))
+
+class Linear(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(6, 8))
+
+    def forward(self, x):
+        return x @ self.weight.T
+
+class Deep(nn.Sequential):
+    def __init__(self):
+        super().__init__(*(layer for _ in range(2) for layer in (nn.Linear(8, 8, bias=False), nn.Tanh())), Linear())
+
+def count(output, batch):
+    # Linear in the weights: gradients are sums of small whole numbers, exact in any order.
+    return (output * batch["t"]).sum(), len(output)
+
+numbers = torch.Generator().manual_seed(3)
+train = TensorData(
+    x=torch.randint(-3, 4, (32, 8), generator=numbers).float(), y=torch.randint(6, (32,), generator=numbers),
+    t=torch.randint(-3, 4, (32, 6), generator=numbers).float(),
+)
+common = dict(train=train, optimizer=Soap, global_batch=4, steps=2)
+rounded = Job(name="rounded", model=Deep, loss=cross_entropy, **common)
+exact = Job(name="exact", model=Linear, loss=count, **common)
+"""
+
+
+def test_an_optimiser_of_eigenvectors_is_given_full_parameters_and_is_no_false_alarm(tmp_path: Path) -> None:
+    job = tmp_path / "soap.py"
+    job.write_text(SOAP.format(scale=1), encoding="utf-8")
+    run, said = train(f"{job}:exact", "dp(2)", tmp_path)
+    assert run.status == "finished"
+    assert len(said) == 1, "checked, and right"
+    # Gradients of four samples have less than full rank: of their eigenvectors some are nothing but rounding.
+    run, said = train(f"{job}:rounded", "dp(2)", tmp_path)
+    assert run.status == "finished"
+    assert "not checked: rounding alone moves the update of " in said[-1]
+    assert "(the gradients of the ranks are right)" in said[-1]
+
+
+def test_an_optimiser_of_eigenvectors_that_updates_differently_on_ranks_is_stopped(tmp_path: Path) -> None:
+    job = tmp_path / "soap.py"
+    by_rank = "(1 + 0.01 * (torch.distributed.is_initialized() and torch.distributed.get_rank() > 0))"
+    job.write_text(SOAP.format(scale=by_rank), encoding="utf-8")
+    with pytest.raises(LayoutWrong, match="Soap updates weight differently than in one process"):
+        train(f"{job}:exact", "dp(2)", tmp_path)
+
+
 def asked(job_file: str, strategy: str, **changes: Any) -> dict[str, Any]:
     job = replace(load_file(job_file), **changes)
     chosen = parse(strategy)

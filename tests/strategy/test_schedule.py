@@ -8,8 +8,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shoal.estimate.pipeline import Action, actions, last_backward, rank_stages, stage_rank, steady
 from shoal.strategy.legality.check import IllegalStrategy
+from shoal.strategy.schedule import Action, actions, last_backward, rank_stages, stage_rank, steady
 from shoal.strategy.terms import pp
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.common.numbers import divisors
 from shoal.strategy import (
     RULES,
     IllegalStrategy,
@@ -23,7 +24,7 @@ from shoal.strategy import (
     serial,
     tp,
 )
-from shoal.strategy.legality.rule import around, divisors
+from shoal.strategy.legality.rule import around
 from strategy.strategies import legal_strategies, strategies
 
 
@@ -84,7 +85,7 @@ SAMPLES: dict[str, list[Sample]] = {
         Sample("dp(4, via=ps(1), compress=gtopk(0.01))", "dp(4, via=ps(1), compress=topk(0.01))"),
         Sample('dp(4, sync=gossip("ring"), compress=gtopk(0.01))', "dp(4, compress=gtopk(0.01))"),
     ],
-    "hitopk-needs-two-levels": [
+    "compression-between-groups-needs-groups": [
         Sample("dp(4, compress=hitopk(0.01))", "dp(4, compress=hitopk(0.01)) * dp(2)"),
         Sample("dp(4, compress=hitopk(0.01))", 'dp(4, via=allreduce("hierarchical"), compress=hitopk(0.01))'),
     ],
@@ -153,6 +154,12 @@ SAMPLES: dict[str, list[Sample]] = {
     "dealt-experts-need-elementwise-optimizers": [Sample("ep(2)", "dp(2)", LAYERWISE, LAYERWISE)],
     "cp-needs-positions-apart": [
         Sample("cp(2)", "dp(2)", ModelFacts(context_why="no attention"), ModelFacts(context_why="no attention")),
+    ],
+    "cp-in-stages-needs-blocks": [
+        Sample(
+            "pp(2) * cp(2)", "cp(4)", ModelFacts(context_in_stages_why="the model adds to the sequence itself"),
+            ModelFacts(context_in_stages_why="the model adds to the sequence itself"),
+        ),
     ],
     "tp-divides-heads": [Sample("tp(3)", "tp(4)", ModelFacts(heads=16), ModelFacts(heads=16))],
     "tp-divides-kv-heads": [Sample("tp(16)", "tp(8)", GPT, GPT)],

@@ -101,6 +101,9 @@ WRONG = [
     ("dp(None)", "None", ["None"]),
     ("dp(...)", "...", ["no value"]),
     ("tp(2) * dp(2, zero=9)", "9", ["0 to 3"]),
+    ("pp(2, 1f1b, micro=4)", "1f1b", ["1f1b is a word here, and words (schedules", 'Did you mean "1f1b"?']),
+    ("pp(2, schedule=1f1b)", "1f1b", ["stand in quotes", 'Did you mean "1f1b"?']),
+    ("pp(2, zero-bubble, micro=4)", "zero-bubble", ["stand in quotes", 'Did you mean "zero-bubble"?']),
     ('pp(2, "1f1bb")', '"1f1bb"', ['Did you mean "1f1b"?']),
     ("cp(2, ring)", "ring", ['Did you mean "ring"?']),
     ("asp() * dp(2)", "asp()", ["sync=asp()"]),
@@ -297,7 +300,7 @@ def test_nothing_is_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("dp(2, compress=zzz(0.1))", "there is no term zzz; compress takes one of none, fp16"),
+    [("dp(2, compress=zzz(0.1))", "there is no term zzz; compress takes one of none, dgc, fp16"),
      ("dp(2, sync=zzz)", "there is no term zzz; sync takes one of bsp"),
      ("zzz(2)", "there is no term zzz; the axes are dp")],
 )  # fmt: skip

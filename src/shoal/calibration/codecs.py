@@ -1,4 +1,4 @@
-"""What compressing gradients costs on this machine: the methods of `comm/compress`, timed as training uses them.
+"""What compressing gradients costs on this machine: the methods of `technique/compress`, timed as training uses them.
 
 A bucket's worth of tensors is reduced side by side, on one thread, with errors kept from turn to turn. What another
 rank would send is answered here: its payload is taken to be this rank's own, so nothing waits and nothing but computing
@@ -18,29 +18,10 @@ from shoal.calibration.machine import lower_quartile
 from shoal.comm.compress.exchange import Ask, Deal, Gather, Receive, Send, run
 from shoal.comm.compress.given import Draw, Over, State
 from shoal.comm.compress.method import Method
-from shoal.comm.compress.table import method_of
-from shoal.strategy.terms.compress import (
-    CompressTerm,
-    dgc,
-    fp16,
-    gtopk,
-    int8,
-    mstopk,
-    onebit,
-    powersgd,
-    qsgd,
-    randomk,
-    sign,
-    sketch,
-    ternary,
-    topk,
-)
+from shoal.strategy.terms.compress import CompressTerm, compressors
 
-TERMS: tuple[CompressTerm, ...] = (
-    fp16(), int8(), qsgd(4), ternary(), onebit(), sign(), topk(0.01), randomk(0.05), dgc(0.01), mstopk(0.01),
-    gtopk(0.01), sketch(3, 4000), powersgd(4), powersgd(16),
-)  # fmt: skip
-"""All but `threshold`, whose payload and time the data decide."""
+TERMS = tuple(term for method in compressors() for term in method.measured())
+"""All but those whose payload and time the data decide."""
 ELEMENTS = (1 << 14, 1 << 16, 1 << 18, 1 << 20)
 """Of a tensor: from small matrices to large ones."""
 BUCKET_ELEMENTS = 1 << 21
@@ -67,7 +48,7 @@ def measure_codecs(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        benches = {term: [_Bench(method_of(term), size, ranks) for size in elements] for term in terms}
+        benches = {term: [_Bench(Method(term), size, ranks) for size in elements] for term in terms}
         seconds: dict[tuple[CompressTerm, int], list[float]] = {}
         for turn in range(rounds + 1):
             for term, of_sizes in benches.items():

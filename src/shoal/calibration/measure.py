@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.calibration.findings import MESSAGES
+from shoal.comm.collectives.algorithms import ALL_REDUCE
 from shoal.comm.group import BACKENDS, registered
 from shoal.launch.channel import Channel
 from shoal.launch.devices import devices_here
@@ -25,7 +26,7 @@ from shoal.launch.join import emulate_links, join, leave
 
 HOST_BACKENDS = ("shoal", "gloo")
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
-ALGORITHMS = ("butterfly", "rabenseifner", "ring", "tree")
+ALGORITHMS = tuple(name for name in ALL_REDUCE if not ALL_REDUCE[name].by_hosts)
 BYTES_A_TURN = 2 << 20
 MOST_REPEATS = 40
 FEWEST_ROUNDS = 3

@@ -117,16 +117,9 @@ def name_of(parameter: str, state: str | None) -> str:
 def _held(engine: Engine) -> Iterator[tuple[str, torch.Tensor, int, Part | None, tuple[int, ...]]]:
     """Everything on this rank that a checkpoint holds, copies included: name, values, start,
     part and the part's own shape."""
-    sharded = set()
-    for bucket, master, offset in zip(engine.buckets, engine.masters, engine.offsets, strict=True):
-        values, offset = (master, offset) if engine.gathering is not None else (bucket.buffer.values, 0)
-        for slot in bucket.buffer.slots:
-            sharded.add(slot.name)
-            low, high = max(slot.start, offset), min(slot.stop, offset + values.numel())
-            if low < high:
-                held = values[low - offset : high - offset]
-                part = engine.part_of(slot.name)
-                yield name_of(slot.name, None), held, low - slot.start, part, tuple(slot.shape)
+    for piece in engine.owner.held():
+        yield name_of(piece.name, None), piece.values, piece.start, engine.part_of(piece.name), piece.shape
+    sharded = {slot.name for bucket in engine.buckets for slot in bucket.buffer.slots}
     for name, param in engine.model.named_parameters():
         if name not in sharded and name not in engine.absent:
             yield name_of(name, None), param, 0, engine.part_of(name), tuple(param.shape)

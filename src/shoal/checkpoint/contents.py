@@ -17,8 +17,8 @@ from shoal.checkpoint.islands import add_island
 from shoal.checkpoint.values import encode
 from shoal.layout.cuts import Part
 from shoal.parallel.engine import Engine
+from shoal.parallel.flat_slice import Piece
 from shoal.parallel.kept_errors import errors, extras
-from shoal.parallel.optimizer import Piece
 
 
 @dataclass(kw_only=True)
@@ -128,11 +128,11 @@ def contents_of(
     island's values where they differ from the agreed ones."""
     contents = Contents(file=file_of(rank))
     firsts = set()
-    for piece in engine.owned_parameters():
+    for piece in engine.owner.parameters():
         contents.add_parameter(piece, piece.values.dtype, engine.part_of(piece.name))
         if piece.start == 0:
             firsts.add(piece.name)
-    for key, piece in engine.owned_state():
+    for key, piece in engine.owner.state():
         contents.add_state(key, piece, engine.part_of(piece.name))
     if engine.compression is not None:
         families = {slot.name: bucket.family for bucket in engine.buckets for slot in bucket.buffer.slots}

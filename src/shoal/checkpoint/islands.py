@@ -31,24 +31,25 @@ def label(engine: Engine, what: str = "") -> str:
 
 def add_island(contents: Contents, engine: Engine, own: list[torch.Tensor]) -> None:
     """Adds what this rank writes of its island; `own` is what `Engine.consensus` yields."""
-    outer, place = engine.outer, engine.placement
+    outer, place, owner = engine.outer, engine.placement, engine.owner
     if outer is None:
         return
-    own_buffers = {id(b): mine for b, mine in zip(outer.buffers, own[len(engine.masters) :], strict=False)}
-    for piece in engine.pieces_of(own[: len(engine.masters)], engine.owned_in_island) if own else ():
+    masters = owner.masters
+    own_buffers = {id(b): mine for b, mine in zip(outer.buffers, own[len(masters) :], strict=False)}
+    for piece in owner.pieces_of(own[: len(masters)], owner.owned_in_island) if own else ():
         contents.add_state(label(engine, PARAMETER), piece, engine.part_of(piece.name))
     for name in persistent_buffers(engine.model):
         mine = own_buffers.get(id(engine.model.get_buffer(name)))
         if mine is not None and name not in engine.absent and engine.speaks_for(name, of_island=True):
             contents.add_extra(f"buffer {name}", label(engine), mine, engine.part_of(name))
     if place.islands.index:
-        firsts = {piece.name for piece in engine.pieces_of(engine.masters, engine.owned_in_island) if piece.start == 0}
-        for key, piece in engine.optimizer.state(engine.owned_in_island):
+        firsts = {piece.name for piece in owner.pieces_of(masters, owner.owned_in_island) if piece.start == 0}
+        for key, piece in owner.optimizer.state(owner.owned_in_island):
             contents.add_state(label(engine, key), piece, engine.part_of(piece.name))
         for name, values in engine.optimizer.values().items():
             if name in firsts:
-                owner = label(engine, name)
-                contents.optimizer[owner] = {key: contents.encoded(owner, key, value) for key, value in values.items()}
+                of = label(engine, name)
+                contents.optimizer[of] = {key: contents.encoded(of, key, value) for key, value in values.items()}
     if place.island.index == 0:
         counts = {"count": outer.count, "steps": outer.steps}
         contents.optimizer[label(engine)] = {
@@ -67,13 +68,13 @@ def load_island(engine: Engine, saved: OwnView) -> None:
         return
     outer.count, outer.steps = float(counts["count"]), int(counts["steps"])
     if outer.steps:
-        engine.load_parameters(lambda name, start, stop: saved.read(name, label(engine, PARAMETER), start, stop))
+        engine.owner.load_parameters(lambda name, start, stop: saved.read(name, label(engine, PARAMETER), start, stop))
         for name, buffer in persistent_buffers(engine.model).items():
             values = saved.extra(f"buffer {name}", label(engine), engine.part_of(name))
             if values is not None and name not in engine.absent:
                 buffer.copy_(values.view(buffer.shape))
     if engine.placement.islands.index:
-        engine.load_optimizer(_IslandState(engine, saved))
+        engine.owner.load(_IslandState(engine, saved))
 
 
 class _IslandState:

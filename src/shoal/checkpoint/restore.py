@@ -79,11 +79,8 @@ def restore(engine: Engine, checkpoint: Checkpoint) -> None:
                 part = engine.part_of(name)
                 buffers[name].copy_(values if part is None else part.of(values))
         reach("restore: buffers read")
-        if engine.gathering is not None:
-            # Blocks that a forward without backward left whole would keep the old values.
-            engine.gathering.finish()
-        engine.load_parameters(saved.read_parameter)
-        engine.load_optimizer(saved)
+        engine.owner.load_parameters(saved.read_parameter)
+        engine.owner.load(saved)
         if engine.compression is not None:
             load_errors(engine.compression, saved, step=checkpoint.step)
         reach("restore: optimizer read")

@@ -130,7 +130,10 @@ class _Save:
         self.own = own
         """This island's values, where they are not those that all islands agree on."""
         self.folder, self.engine, self.step, self.progress, self.keep = folder, engine, step, progress, keep
-        self.world, self.rank = world_and_rank()
+        self.rank = world_and_rank()[1]
+        self.left = engine.placement.survivors
+        """The ranks that save, where some were lost."""
+        self.ranks = list(range(world_and_rank()[0])) if self.left is None else list(self.left.ranks)
         self.target = folder_of(folder, step)
         self.partial = self.target.with_name(self.target.name + PARTIAL)
         self.contents = Contents(file=file_of(self.rank))
@@ -139,12 +142,13 @@ class _Save:
         engine = self.engine
         buffers = averaged_buffers(engine.model, engine.replicas.everyone)
         tables = reports = exchange(
-            _attempt(lambda: self._prepare(contents_of(engine, buffers=buffers, rank=self.rank, own=self.own)))
+            _attempt(lambda: self._prepare(contents_of(engine, buffers=buffers, rank=self.rank, own=self.own))),
+            self.left,
         )
         self._leave_out_repeated(tables)
         reach("save: contents listed")
         if not _failures(reports):
-            reports = exchange(_attempt(self._write))
+            reports = exchange(_attempt(self._write), self.left)
         reach("save: written")
         outcome: dict[str, Any] = {}
         if self.rank == 0:
@@ -153,7 +157,7 @@ class _Save:
             if _failures([*reports, outcome]):
                 _attempt(self._abandon)
                 outcome["free_bytes"] = _free_bytes(self.folder)
-        outcome = exchange(outcome)[0]
+        outcome = exchange(outcome, self.left)[0]
         failures = _failures(reports) or _failures([outcome])
         if failures:
             needed_bytes = sum(table.get("bytes", 0) for table in tables)
@@ -171,7 +175,7 @@ class _Save:
 
     def _leave_out_repeated(self, tables: list[dict[str, Any]]) -> None:
         """Pipeline stages may hold the same buffer; the first rank that offers it writes it."""
-        offered = {key for table in tables[: self.rank] for key in table.get("buffers", {})}
+        offered = {key for table in tables[: self.ranks.index(self.rank)] for key in table.get("buffers", {})}
         repeated = {entry["tensor"] for key, entry in self.contents.buffers.items() if key in offered}
         self.contents.tensors = [row for row in self.contents.tensors if row[0] not in repeated]
 
@@ -187,7 +191,7 @@ class _Save:
 
     def _complete(self, tables: list[dict[str, Any]], written: list[dict[str, Any]]) -> dict[str, Any]:
         """Rank 0: the manifest, the name, and then the end of checkpoints that are no longer kept."""
-        files = {file_of(rank): report for rank, report in enumerate(written)}
+        files = {file_of(rank): report for rank, report in zip(self.ranks, written, strict=True)}
         for name, report in files.items():
             path = self.partial / name
             if not path.exists() or path.stat().st_size != report["bytes"]:
@@ -199,7 +203,7 @@ class _Save:
             "format": FORMAT,
             "step": self.step,
             "progress": to_json(self.progress),
-            "world": self.world,
+            "world": len(self.ranks),
             "files": files,
         }
         for what in ("parameters", "buffers", "numbers", "extras"):
@@ -247,7 +251,7 @@ class _Save:
         self, rank: int, error: dict[str, Any], *, needed_bytes: int, free_bytes: int | None
     ) -> CheckpointFailed:
         last_good = latest(self.folder)
-        who = f" (rank {rank})" if self.world > 1 else ""
+        who = f" (rank {rank})" if len(self.ranks) > 1 else ""
         space = ""
         if error["errno"] is not None and needed_bytes:
             free = f"; {_size(free_bytes)} are free there" if free_bytes is not None else ""

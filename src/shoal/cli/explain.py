@@ -10,7 +10,7 @@ from shoal.cli.echo import echoed
 from shoal.strategy import Strategy, explanation, parse
 
 if TYPE_CHECKING:
-    from shoal.estimate.pipeline import Played
+    from shoal.estimate.pipeline.play import Played
 
 TIMELINE_FILE = "timeline.svg"
 
@@ -83,7 +83,7 @@ def explain_strategy(
 
 def _draw(strategy: Strategy, path: str) -> Played:
     """Plays the strategy's pipeline with a forward of one unit and a backward of two, and writes the picture."""
-    from shoal.estimate.pipeline import play_term
+    from shoal.estimate.pipeline.play import play_term
     from shoal.pictures.timeline import timeline_svg
     from shoal.strategy.terms import pp
 
@@ -109,6 +109,9 @@ def write_picture(svg: str, path: str, *, option: str) -> None:
     """Writes a picture to the file that an option names."""
     from pathlib import Path
 
+    suffix = Path(path).suffix
+    if suffix.lower() not in ("", ".svg"):
+        raise CannotDraw(f"{option} {path!r}: pictures are drawn as SVG, not as {suffix}; name a .svg file")
     try:
         Path(path).write_text(svg, encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -117,7 +120,7 @@ def write_picture(svg: str, path: str, *, option: str) -> None:
 
 
 def _timeline_values(strategy: Strategy, played: Played) -> dict[str, Any]:
-    from shoal.estimate.pipeline import bubble_formula, bubble_formula_text
+    from shoal.estimate.pipeline.play import bubble_formula, bubble_formula_text
     from shoal.pictures.timeline import timeline_text
     from shoal.strategy.terms import pp
 

@@ -32,7 +32,7 @@ def validate_file(path: str, *, predictions_file: str | None, as_json: bool) -> 
         listed = [{"id": guess.id, "reason": guess.reason} for guess in refused]
         print(json.dumps({"scores": told, "not_predicted": listed}, indent=1))
         return
-    _print(told)
+    print_scores(told)
     if refused:
         print(f"\n{len(refused)} of {len(rows)} rows cannot be predicted:", file=sys.stderr)
         for guess in refused[:MOST_REFUSED]:
@@ -65,7 +65,8 @@ def _write(path: str, predictions: Sequence[Prediction]) -> None:
         raise BadRows(f"--predictions {path!r}: {error.strerror or error}; name a file that can be written") from None
 
 
-def _print(told: dict[str, dict[str, Any]]) -> None:
+def print_scores(told: dict[str, dict[str, Any]]) -> None:
+    """The metrics of all rows and of each source, as a table."""
     from rich.console import Console
     from rich.table import Table
 

@@ -52,7 +52,7 @@ from shoal.comm.transport import emulated
 from shoal.comm.transport.connect import connect
 from shoal.comm.transport.token import job_token
 from shoal.comm.vector import Vector, total_bytes
-from shoal.comm.wire import Algorithm, Hierarchical, even_payload
+from shoal.comm.wire import Algorithm, OnHosts, even_payload
 from shoal.comm.work import NO_TIMEOUT, Collective
 
 
@@ -119,7 +119,7 @@ class ShoalGroup(CountedGroup):
         return choose_all_reduce(payload_bytes, self._size, self._per_host, self.network)
 
     def _counted_as(self, name: str) -> Algorithm:
-        return Hierarchical(tuple(map(len, self.peers.hosts))) if name == "hierarchical" else name
+        return OnHosts(name, tuple(map(len, self.peers.hosts))) if ALL_REDUCE[name].by_hosts else name
 
     def _start(self, kind: str, steps: Steps, result: list[torch.Tensor], opts: Any) -> Collective:
         """`steps` begin the collective among the peers, once those before it in line are done."""
@@ -146,7 +146,7 @@ class ShoalGroup(CountedGroup):
             peers = self.peers.begin("all_reduce")
             for flat, all_reduce in ready:
                 if peers.size > 1 and flat.nbytes:
-                    yield from all_reduce(peers, flat, operation)
+                    yield from all_reduce.steps(peers, flat, operation)
                 if average:
                     _divide(flat.tensor, self._size)
                 flat.restore()

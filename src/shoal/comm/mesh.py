@@ -111,6 +111,22 @@ class Mesh:
             self._known[key] = found
         return self._known[key]
 
+    def without(self, members: Members, lost: Sequence[int]) -> Members:
+        """The same members without ranks that were lost, in a group of their own; the old group is given up. Collective
+        among those that are left."""
+        ranks = [rank for rank in members.ranks if rank not in lost]
+        old, new = members.group, None
+        if old is not None:
+            self._groups.remove(old)
+            if isinstance(old, CountedGroup):
+                BOOK.forget(old.label)
+            dist.destroy_process_group(old)
+        if len(ranks) > 1:
+            new = dist.new_group(ranks, backend=self._backend, group_desc=members.axis, use_local_synchronization=True)
+            self._groups.append(new)
+            self._settle(new, members.axis, members.axis.split("+"))
+        return Members(members.axis, tuple(ranks), ranks.index(self.rank), new)
+
     def close(self) -> None:
         """Ends the groups, with their links and threads. All ranks call it alike; nothing may be under way in them."""
         while self._groups:

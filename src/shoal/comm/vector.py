@@ -10,13 +10,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
 from shoal.comm.transport.link import NO_BYTES, Bytes
+from shoal.common.numbers import even_part
 
 _AS_NUMPY: dict[torch.dtype, Any] = {
     torch.float32: np.float32, torch.float64: np.float64, torch.int8: np.int8, torch.uint8: np.uint8,
@@ -101,9 +101,7 @@ class Vector:
 
 def even_ranges(length: int, count: int) -> list[tuple[int, int]]:
     """The range [0, length) in so many parts, the larger ones first."""
-    size, larger = divmod(length, count)
-    starts = [size * part + min(part, larger) for part in range(count + 1)]
-    return list(pairwise(starts))
+    return [even_part(length, count, part) for part in range(count)]
 
 
 def total_bytes(vectors: Sequence[Vector]) -> int:

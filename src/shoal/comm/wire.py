@@ -1,7 +1,8 @@
 """What one collective costs on the wire: messages and bytes that a rank sends, as closed formulas.
 
 The ledger enters these figures for every collective it sees and `estimate/traffic.py` predicts with the same
-ones, so the algorithm behind each kind is fixed here, once. The kernel's own byte counters are held against
+ones, so the algorithm behind each kind is fixed here, once; those of an all-reduce are files of
+`technique/all_reduce`. The kernel's own byte counters are held against
 them in tests/distributed/test_two_hosts.py.
 
 `payload_bytes` is the whole vector: the reduced tensor for all-reduce, the input of reduce-scatter, the output
@@ -16,6 +17,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, log2
 
+from shoal.strategy.terms.via import ALL_REDUCE
+
 
 @dataclass(frozen=True, slots=True)
 class Sent:
@@ -26,14 +29,15 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True)
-class Hierarchical:
-    """The all-reduce whose messages depend on who shares a host with whom."""
+class OnHosts:
+    """An all-reduce whose messages depend on who shares a host with whom."""
 
+    name: str
     hosts: tuple[int, ...]
     """Ranks on each."""
 
 
-Algorithm = str | Hierarchical | None
+Algorithm = str | OnHosts | None
 """By its name; None where a collective has one algorithm only."""
 
 
@@ -42,7 +46,8 @@ def _each_to_each(n: int, ranks: int) -> Sent:
 
 
 def _ring_all_reduce(n: int, ranks: int) -> Sent:
-    return Sent(2 * (ranks - 1), 2 * n * (ranks - 1) // ranks)
+    found: Sent = ALL_REDUCE["ring"].sent(n, ranks)
+    return found
 
 
 def _tree(n: int, ranks: int) -> Sent:
@@ -72,44 +77,6 @@ def _nothing(n: int, ranks: int) -> Sent:
     return Sent(0, 0)
 
 
-def _both_ways(n: int, ranks: int) -> Sent:
-    # A tree up and down: 2(P-1) messages of the whole vector in all.
-    return Sent(ceil(2 * (ranks - 1) / ranks), 2 * n * (ranks - 1) // ranks)
-
-
-def _butterfly(n: int, ranks: int) -> Sent:
-    # log2 P exchanges of the whole; each surplus rank hands its vector over and gets the result.
-    steps = ranks.bit_length() - 1
-    powers = 1 << steps
-    messages = steps * powers + 2 * (ranks - powers)
-    return Sent(ceil(messages / ranks), n * messages // ranks)
-
-
-def _rabenseifner(n: int, ranks: int) -> Sent:
-    steps = ranks.bit_length() - 1
-    powers = 1 << steps
-    messages = 2 * steps * powers + 2 * (ranks - powers)
-    return Sent(ceil(messages / ranks), 2 * n * (ranks - 1) // ranks)
-
-
-ALL_REDUCE: dict[str, Callable[[int, int], Sent]] = {
-    "ring": _ring_all_reduce,
-    "tree": _both_ways,
-    "butterfly": _butterfly,
-    "rabenseifner": _rabenseifner,
-}
-
-
-def _hierarchical(n: int, hosts: tuple[int, ...]) -> Sent:
-    # Rings inside and between, or a tree inside each host and a ring of first ranks. A ring's bytes in either case.
-    ranks = sum(hosts)
-    if len(set(hosts)) == 1:
-        messages = 2 * ranks * (hosts[0] - 1 + len(hosts) - 1)
-    else:
-        messages = 2 * (ranks - len(hosts)) + 2 * len(hosts) * (len(hosts) - 1)
-    return Sent(ceil(messages / ranks), 2 * n * (ranks - 1) // ranks)
-
-
 FORMULAS: dict[str, Callable[[int, int], Sent]] = {
     "all_reduce": _ring_all_reduce,
     "reduce_scatter": _each_to_each,
@@ -136,10 +103,10 @@ def sent(kind: str, *, payload_bytes: int, ranks: int, algorithm: Algorithm = No
     """Messages and bytes one rank sends for a collective of this kind; by Gloo's algorithm unless one is named."""
     if ranks == 1 and kind not in ("send", "recv"):
         return Sent(0, 0)
-    if isinstance(algorithm, Hierarchical):
-        return _hierarchical(payload_bytes, algorithm.hosts)
     if kind == "all_reduce" and algorithm is not None:
-        return ALL_REDUCE[algorithm](payload_bytes, ranks)
+        name, hosts = (algorithm.name, algorithm.hosts) if isinstance(algorithm, OnHosts) else (algorithm, ())
+        found: Sent = ALL_REDUCE[name].sent(payload_bytes, ranks, hosts)
+        return found
     if kind == "reduce" and algorithm == "tree":
         return _tree(payload_bytes, ranks)
     return FORMULAS[kind](payload_bytes, ranks)

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import prod
 
-from shoal.estimate.attention_traffic import Attention, attention_traffic
+from shoal.estimate.attention_traffic import attention_calls
 from shoal.estimate.held import Held
 from shoal.estimate.pipeline_traffic import pipeline_traffic
 from shoal.estimate.tensor_traffic import crossing_calls, gathered_logits_bytes
 from shoal.estimate.traffic import NUMBER_BYTES, Call, Group
+from shoal.layout.attention import AttentionCall
 from shoal.layout.crossings import Crossing
 from shoal.layout.forward import Flow, Forward, ModuleCall
 from shoal.layout.tensor.plan import Region
@@ -69,7 +71,11 @@ class _Step:
         self._cut: tuple[float, float] | None = None
         if shapes.sequence is not None and self.place.context.ranks > 1:
             first, last = (forward.calls_of(path) for path in (shapes.sequence.blocks[0], shapes.sequence.blocks[-1]))
-            end = float(last[-1].stop) if shapes.sequence.gathers else float("inf")
+            end = float("inf")
+            if shapes.sequence.whole_from:
+                end = float(forward.calls_of(shapes.sequence.whole_from)[-1].start)
+            elif shapes.sequence.gathers and "" not in shapes.sequence.views:
+                end = float(last[-1].stop)
             self._cut = (first[0].start, end)
 
     def calls(self, total: int) -> Iterator[Placed]:
@@ -219,22 +225,19 @@ class _Step:
         assert term is not None
         assert sequence is not None
         for seen in self.forward.attention:
-            by_hand = any(seen.module == path or seen.module.startswith(f"{path}.") for path in sequence.views)
+            by_hand = any(seen.module == path or seen.module.startswith(f"{path}.") for path in sequence.views if path)
             if by_hand or not self.held.runs(seen.module):
                 continue
             heads = self.place.tensor.ranks if self._in_heads(seen.at) else 1
             batch, num_heads, length, head_dim = seen.query.shape
-            call = Attention(
+            call = AttentionCall(
                 batch=batch, heads=num_heads // heads, kv_heads=max(1, seen.key.shape[1] // heads),
                 length=length // group.ranks, head_dim=head_dim, itemsize=seen.query.itemsize,
-                value_dim=seen.value.shape[-1],
+                value_dim=seen.value.shape[-1], trained=seen.query.learns,
             )  # fmt: skip
-            again = self._repeated(seen.at)
-            calls = attention_traffic(call, term.method, group, training=True, recomputed=again)
-            if not seen.query.learns:
-                calls = [each for each in calls if each[1] == "forward"]
-            yield from ((seen.module, each) for each in calls)
-        if sequence.gathers and self.held.runs(sequence.blocks[-1]):
+            repeated = [replace(call, again=True)] if seen.query.learns and self._repeated(seen.at) else []
+            yield from ((seen.module, each) for each in attention_calls([call, *repeated], term.method, group))
+        if sequence.gathers and "" not in sequence.views and self.held.runs(sequence.blocks[-1]):
             for done in self.forward.calls_of(sequence.blocks[-1]):
                 flow = next((f for f in done.results if f is not None and len(f.shape) == 3), None)
                 if flow is not None:

@@ -10,18 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, inf, log2, prod, sqrt
+from math import ceil, exp, inf, log, log2, prod
 
 from shoal.comm.choice import all_reduce_time, choose_all_reduce
 from shoal.comm.compress import traffic
 from shoal.comm.network import LinkTimes, Network
 from shoal.comm.wire import sent
+from shoal.common.numbers import falls_to_zero
 from shoal.strategy.terms.compress import CompressTerm
 
 ITEM_BYTES = 4
 """Gradients are compressed in 32 bits."""
 SLOWEST, FASTEST = 1e4, 1e12
-"""Bytes a second between which a crossing is looked for."""
+"""Bytes a second between which a crossing is looked for,"""
+CLOSE = 1e-4
+"""up to this part of it."""
 FRAMED = 1 + 66 / 1448
 """Bytes on the wire for each byte of a TCP stream in full Ethernet frames: Ethernet, IP, TCP and its time stamps."""
 FULL_SHARE = 0.95
@@ -156,15 +159,15 @@ def crossing(dense_s: Callable[[float], float], other_s: Callable[[float], float
     """Bytes a second below which the other is faster: 0 if it is not even on the slowest link, inf if on all of them.
     Both times fall with bandwidth, and the dense one, which sends more, falls faster.
     """
-    low, high = SLOWEST, FASTEST
-    if other_s(low) >= dense_s(low):
+
+    def lead(log_rate: float) -> float:
+        return log(dense_s(exp(log_rate)) / other_s(exp(log_rate)))
+
+    slow, fast = log(SLOWEST), log(FASTEST)
+    above, below = lead(slow), lead(fast)
+    if above <= 0:
         return 0.0
-    if other_s(high) < dense_s(high):
-        return inf
-    while high / low > 1.0001:
-        middle = sqrt(low * high)
-        low, high = (middle, high) if other_s(middle) < dense_s(middle) else (low, middle)
-    return sqrt(low * high)
+    return inf if below > 0 else exp(falls_to_zero(lead, slow, fast, above=above, below=below, close=CLOSE))
 
 
 def crossings(

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-Call = tuple[str, str, str, int, int]
-"""(axis, phase, kind, payload bytes, ranks)"""
+from shoal.estimate.traffic import Call
 
 Crossing = tuple[int, bool]
 """(bytes for one micro-batch, whether a gradient comes back)"""

@@ -12,13 +12,13 @@ from math import lcm, prod
 from typing import Protocol
 
 from shoal.comm.compress import traffic as compressed
-from shoal.comm.compress.traffic import Transfer
+from shoal.comm.compress.sizes import matrix_of
 from shoal.estimate.held import Held
 from shoal.estimate.placing import Family, Replicas
 from shoal.estimate.traffic import Buffer, Call, Compressed, Norm, ShardTable
 from shoal.layout.forward import Forward, ParameterShape
 from shoal.strategy import Strategy, pp
-from shoal.strategy.terms.compress import CompressTerm, powersgd
+from shoal.strategy.terms.compress import CompressTerm, Transfer
 
 BUCKET_BYTES = 8 << 20
 """Gradients travel in buckets of at most this size (`parallel/data.py`)."""
@@ -220,7 +220,7 @@ def _compressed(
             continue
         body = None
         if method.pays(slot.shape, working, ranks=ranks):
-            body = _body(isinstance(method.term, powersgd), slot.shape, first, last)
+            body = _body(method.term.whole_rows, slot.shape, first, last)
             if body[0] >= body[1] or not method.pays(body[2], working, ranks=ranks):
                 body = None
         dense += last - first - (body[1] - body[0] if body is not None else 0)
@@ -236,11 +236,11 @@ def _compressed(
 
 
 def _body(in_rows: bool, shape: tuple[int, ...], low: int, high: int) -> tuple[int, int, tuple[int, ...]]:
-    """What of a range of a parameter is compressed, and in which shape: PowerSGD needs full rows of a matrix."""
+    """What of a range of a parameter is compressed, and in which shape: some need full rows of a matrix."""
     if (low, high) == (0, prod(shape)):
         return low, high, shape
     if not in_rows:
         return low, high, (1, high - low)
-    _, columns = compressed.matrix_of(shape)
+    _, columns = matrix_of(shape)
     first, last = -(-low // columns), high // columns
     return first * columns, last * columns, (max(0, last - first), columns)

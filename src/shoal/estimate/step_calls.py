@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from shoal.common.numbers import even_part
 from shoal.estimate.axis_calls import Placed, axis_calls, border_bytes, buffer_calls
 from shoal.estimate.expert_traffic import even_routing, expert_traffic
 from shoal.estimate.held import Held
@@ -42,12 +43,12 @@ class StepCalls:
 def micro_sizes(samples: int, micro: int, ranks: int, index: int) -> list[int]:
     """Samples of each micro-batch on one of the ranks that split it (`job/order.py`: the larger parts come first). A
     rank without any computes on one that does not count."""
-
-    def piece(whole: int, which: int, pieces: int) -> int:
-        size, larger = divmod(whole, pieces)
-        return size + (which < larger)
-
-    return [max(1, piece(piece(samples, which, micro), index, ranks)) for which in range(micro)]
+    found = []
+    for which in range(micro):
+        start, stop = even_part(samples, micro, which)
+        first, last = even_part(stop - start, ranks, index)
+        found.append(max(1, last - first))
+    return found
 
 
 def step_calls(

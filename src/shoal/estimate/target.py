@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shoal.shapes.shape import Transformer
-from shoal.strategy import REGISTRY, CompressTerm
+from shoal.strategy.terms.compress import compressors
 
 TOKENS_A_PARAMETER = 20.0
 """Compute-optimal training (Hoffmann et al. 2022), for the parameters that a token meets."""
@@ -25,12 +25,10 @@ CRITICAL_TOKENS, CRITICAL_POWER = 2.1e8, 1 / 0.21
 DENSE_STEPS, LONGEST_RUN = 230, 300
 """Steps of the dense run to the language task's target, and those after which a compressed run was given up:
 `python benchmarks/slow_link.py --rounds 4`, docs/compression.md."""
-REACHED = ("none", "fp16", "int8", "qsgd", "ternary")
-"""Compressions that reached that target in no more steps than the dense run."""
 SLOWDOWNS: Mapping[str, float] = {
-    term.__name__: 1.0 if term.__name__ in REACHED else max(1 + term.within, LONGEST_RUN / DENSE_STEPS)
-    for term in REGISTRY.values() if issubclass(term, CompressTerm)
-}  # fmt: skip
+    term.__name__: 1.0 if term.reaches_target else max(1 + term.within, LONGEST_RUN / DENSE_STEPS)
+    for term in compressors()
+}
 """Steps against dense. For a compression that did not reach the target it is a lower bound, and plans say so; pilot
 rows replace it."""
 A_STALE_STEP = 0.05

@@ -29,8 +29,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from shoal.comm.compress.traffic import Transfer
 from shoal.comm.ledger import Choose, Ledger, ledger_of
+from shoal.strategy.terms.compress import Transfer
 
 NUMBER_BYTES = 8
 """Sums that steer a step travel in float64."""

@@ -16,7 +16,6 @@ import numpy as np
 from shoal.estimate.cost import gathered, price, read_rows
 from shoal.estimate.cost.memory import GIB
 from shoal.estimate.cost.rows import BadRows
-from shoal.estimate.replicated import is_replicated, predict_replicated
 
 Row = Mapping[str, str]
 SAME = 1 + 1e-9
@@ -37,11 +36,6 @@ class Prediction:
 
 def predict(rows: Sequence[Row]) -> list[Prediction]:
     """One prediction a row, in order; a row that cannot be priced carries the reason."""
-    if rows and is_replicated(rows[0]):
-        return [
-            Prediction(id=row.get("id", str(number)), step_s=step_s, reason=reason)
-            for number, (row, (step_s, reason)) in enumerate(zip(rows, predict_replicated(rows), strict=True), start=1)
-        ]
     read = read_rows(rows)
     prices = price(read.inputs, gathered(read.profiles, read.profile_index))
     steps, memories = prices.step_s, prices.memory_bytes / GIB

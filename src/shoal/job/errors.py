@@ -4,8 +4,9 @@ which knows nothing of Shoal can still catch it; its text is written for the per
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
+
+from shoal.common.suggest import nearest_name
 
 
 class JobError(ValueError):
@@ -14,5 +15,5 @@ class JobError(ValueError):
 
 def did_you_mean(given: str, valid: Iterable[str]) -> str:
     """' Did you mean ...?' with the nearest valid name, or nothing when none is near."""
-    near = difflib.get_close_matches(given, list(valid), n=1, cutoff=0.5)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    near = nearest_name(given, valid)
+    return f" Did you mean {near!r}?" if near is not None else ""

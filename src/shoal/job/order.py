@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 
+from shoal.common.numbers import even_part
 from shoal.job.errors import JobError
 
 LastBatch = Literal["wrap", "short"]
@@ -88,9 +89,8 @@ def share(indices: np.ndarray, *, rank: int, ranks: int, micro: int = 0, micros:
 def _piece(indices: np.ndarray, which: int, pieces: int, what: str) -> np.ndarray:
     if not 0 <= which < pieces:
         raise JobError(f"{what} is {which}, but must lie in 0..{pieces - 1} ({what}s is {pieces})")
-    size, larger = divmod(len(indices), pieces)
-    start = which * size + min(which, larger)
-    return indices[start : start + size + (which < larger)]
+    start, stop = even_part(len(indices), pieces, which)
+    return indices[start:stop]
 
 
 def _whole(counter: int) -> int:

@@ -91,6 +91,11 @@ class Channel:
         """Whether this rank was asked to end its work early. Ranks may learn it in different steps."""
         return self._stop.is_set()
 
+    def allow_loss(self) -> None:
+        """From now on the others can go on without this rank's island."""
+        if self._line is not None:
+            self._line.write("may be lost", None)
+
     def request_stop(self) -> None:
         self._stop.set()
 

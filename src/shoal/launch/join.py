@@ -13,7 +13,7 @@ import os
 import secrets
 import socket
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -151,8 +151,8 @@ def current() -> Rank | None:
     return _joined
 
 
-def leave() -> None:
-    """Takes this process out of its job, together with the other ranks; it may join again."""
+def leave(*, lost: Collection[int] = ()) -> None:
+    """Takes this process out of its job, together with the other ranks but those that were lost; it may join again."""
     global _joined
     joined, _joined = _joined, None
     agree_on(None)
@@ -162,7 +162,7 @@ def leave() -> None:
         # A rank that closes its connections while a peer still reads from them would fail the peer.
         joined.store.set(f"left/{joined.rank}", "left")
         with contextlib.suppress(StoreTimeout, StoreNotSigned, dist.DistError):
-            joined.store.get_all([f"left/{rank}" for rank in range(joined.world)], LEAVE_S)
+            joined.store.get_all([f"left/{rank}" for rank in range(joined.world) if rank not in lost], LEAVE_S)
     emulated.emulate(None)
     dist.destroy_process_group()
 

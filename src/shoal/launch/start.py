@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.launch.forkserver import server_for
 from shoal.launch.rendezvous import private_directory
-from shoal.launch.supervise import OnMessage, Supervision
+from shoal.launch.supervise import LOST, LOST_FOLDER, OnMessage, Supervision
 
 if TYPE_CHECKING:
     from shoal.launch.channel import Channel
@@ -39,19 +39,24 @@ def run_ranks(
     hang_after_s: float = 300.0,
     threads_per_rank: int | None = None,
     environment: Mapping[str, str] | None = None,
+    islands: Sequence[Sequence[int]] = (),
 ) -> list[Any]:
     """Calls `target(arguments, channel)` on each rank; its results by rank.
 
     `target` is a function that ranks can import by its name, or that name, "package.module:function". Arguments,
     messages and results are JSON values. `threads_per_rank` is OMP_NUM_THREADS if that is set, else 1. Ctrl-C asks the
-    ranks to stop (`channel.stop_requested`) and waits for them; a second one kills them. Raises RankFailed, or RankHung
-    where no rank moved for `hang_after_s`.
+    ranks to stop (`channel.stop_requested`) and waits for them; a second one kills them. Of several `islands` any but
+    the first may be killed once all ranks allow it (`channel.allow_loss`): the results of its ranks are None then.
+    Raises RankFailed, or RankHung where no rank moved for `hang_after_s`.
     """
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}: expected at least 1")
     name = target if isinstance(target, str) else name_of(target)
     variables = _environment(threads_per_rank, environment)
     with private_directory() as directory:
+        more = {LOST_FOLDER: str(directory / LOST)} if len(islands) > 1 else {}
+        for path in more.values():
+            os.mkdir(path)
         orders = [
             {
                 "target": name,
@@ -63,11 +68,11 @@ def run_ranks(
                 "sys_path": [path or os.getcwd() for path in sys.path],
                 "argv": sys.argv,
                 "directory": os.getcwd(),
-                "environment": _rank_environment(variables, rank, ranks, directory, hang_after_s),
+                "environment": _rank_environment(variables, rank, ranks, directory, hang_after_s) | more,
             }
             for rank in range(ranks)
         ]
-        return Supervision(orders, on_message or _ignore, str(directory), server_for(variables)).run()
+        return Supervision(orders, on_message or _ignore, str(directory), server_for(variables), islands).run()
 
 
 def name_of(target: Target) -> str:
@@ -99,7 +104,7 @@ def _environment(threads: int | None, environment: Mapping[str, str] | None) -> 
 def _rank_environment(
     variables: dict[str, str], rank: int, world: int, directory: Path, hang_after_s: float
 ) -> dict[str, str]:
-    own = {k: v for k, v in variables.items() if not k.startswith(("TORCHELASTIC_", "MASTER_"))}
+    own = {k: v for k, v in variables.items() if not k.startswith(("TORCHELASTIC_", "MASTER_", LOST_FOLDER))}
     own |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(world),

@@ -2,6 +2,9 @@
 
 It listens to each rank's line and to how its process ends. The first rank that fails ends them all and is
 the one that is named; Ctrl-C asks them to stop, and a second one kills them. Whatever happens, none is left.
+
+Where islands are named, one may be lost: a rank of it that is killed takes its island along, and the ranks that are
+left are told (`comm/losses.py`). The first island has the run's record, so it cannot be lost.
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -25,6 +29,10 @@ from shoal.launch.forkserver import ForkServer
 
 OnMessage = Callable[[int, dict[str, Any]], None]
 
+LOST = "lost"
+"""The folder that names lost ranks, in the run's directory."""
+LOST_FOLDER = "SHOAL_LOST"
+"""The environment variable by which ranks find it; not set where the first lost rank ends the run."""
 ECHO_S = 2.0
 """How long a failure that looks like an echo may wait for its cause to be told."""
 GRACE_S = 1.5
@@ -45,6 +53,8 @@ class _Member:
     told: bytearray = field(default_factory=bytearray)
     pid: int | None = None
     ready: bool = False
+    may_be_lost: bool = False
+    """Whether it has come so far that others can go on without its island."""
     done: bool = False
     result: Any = None
     ended: bool = False
@@ -53,7 +63,14 @@ class _Member:
 class Supervision:
     """One call of run_ranks, from the first fork to the end of the last rank."""
 
-    def __init__(self, orders: list[dict[str, Any]], on_message: OnMessage, directory: str, server: ForkServer) -> None:
+    def __init__(
+        self, orders: list[dict[str, Any]], on_message: OnMessage, directory: str, server: ForkServer,
+        islands: Sequence[Sequence[int]] = (),
+    ) -> None:  # fmt: skip
+        """`islands`: ranks that may be lost together; without them the first lost rank ends the run."""
+        self._islands = [tuple(island) for island in islands]
+        self._lost: dict[int, str] = {}
+        """Ranks of lost islands, and why."""
         self._on_message = on_message
         self._directory = directory
         self._server = server
@@ -81,7 +98,7 @@ class Supervision:
                 self._end_all()
         if self._interrupts > 1:
             raise KeyboardInterrupt
-        cause = first_cause(self._failures)
+        cause = self._cause()
         if cause is not None:
             raise cause.error
         return [member.result for member in self._members]
@@ -105,13 +122,13 @@ class Supervision:
             self._signal(signal.SIGTERM, [member for member in self._members if member.ready])
         now_s = time.monotonic()
         if self._kill_at_s is None:
-            cause = first_cause(self._failures)
+            cause = self._cause()
             if self._interrupts > 1:
                 self._kill_at_s = now_s
             elif cause is not None and (not cause.is_echo or now_s > cause.at_s + ECHO_S):
                 self._signal(signal.SIGTERM, [member for member in self._members if member.ready])
                 self._kill_at_s = now_s + GRACE_S
-            elif not self._released and all(member.done for member in self._members):
+            elif not self._released and all(member.done or member.rank in self._lost for member in self._members):
                 self._released = True
                 for member in self._members:
                     with contextlib.suppress(OSError):
@@ -128,6 +145,9 @@ class Supervision:
     def _signal(self, number: signal.Signals, members: list[_Member]) -> None:
         with contextlib.suppress(OSError):  # The server is gone; its ranks went with it.
             self._server.signal([m.pid for m in members if m.pid is not None and not m.ended], number)
+
+    def _cause(self) -> Failure | None:
+        return first_cause(failure for failure in self._failures if failure.rank not in self._lost)
 
     def _interrupt(self) -> None:
         self._interrupts += 1
@@ -163,6 +183,8 @@ class Supervision:
             self._failures.append(from_exception(member.rank, content))
         elif kind == "hung":
             self._failures.append(from_hang(member.rank, content, time.monotonic()))
+        elif kind == "may be lost":
+            member.may_be_lost = True
         elif kind == "ready":
             member.ready = True
             if self._stopping:
@@ -186,7 +208,22 @@ class Supervision:
             failed = any(failure.rank == member.rank for failure in self._failures)
             if not member.done and not failed and self._kill_at_s is None:
                 code = numbers[1] if len(numbers) == 2 else None
-                self._failures.append(from_exit(member.rank, code, time.monotonic()))
+                failure = from_exit(member.rank, code, time.monotonic())
+                if code is not None and code < 0:
+                    self._lose_island(member.rank, str(failure.error))
+                if member.rank not in self._lost:
+                    self._failures.append(failure)
+            if member.rank in self._lost:
+                (Path(self._directory) / LOST / str(member.rank)).write_text(self._lost[member.rank])
+
+    def _lose_island(self, rank: int, reason: str) -> None:
+        """Goes on without the island of a rank that was killed, if the others can."""
+        island = next((island for island in self._islands if rank in island), ())
+        others = [member for member in self._members if member.rank not in self._lost]
+        if rank in self._lost or not island or 0 in island or not all(member.may_be_lost for member in others):
+            return
+        self._lost |= dict.fromkeys(island, reason)
+        self._signal(signal.SIGKILL, [member for member in self._members if member.rank in island])
 
     def _end_all(self) -> None:
         """Whatever happened above: no rank is left, nor a descriptor."""

@@ -1,4 +1,4 @@
-"""One call of attention over a cut sequence, as one rank saw it: what the formulas for its traffic read."""
+"""One call of attention over a cut sequence, as one rank sees it: what the formulas for its traffic read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,19 @@ class AttentionCall:
     head_dim: int
     value_dim: int
     itemsize: int
-    trained: bool
-    again: bool
+    trained: bool = True
+    again: bool = False
     """Whether it is a repetition inside backward."""
-    evaluating: bool
+    evaluating: bool = False
+
+    @property
+    def queries(self) -> int:
+        return self.batch * self.heads * self.length * self.head_dim
+
+    @property
+    def keys_and_values(self) -> int:
+        return self.batch * self.kv_heads * self.length * (self.head_dim + self.value_dim)
+
+    @property
+    def output(self) -> int:
+        return self.batch * self.heads * self.length * self.value_dim

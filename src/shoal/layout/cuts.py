@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from shoal.common.numbers import even_part
+
 if TYPE_CHECKING:
     import torch
 
@@ -29,9 +31,8 @@ class Cut:
         """What a rank holds, as ranges of the whole dimension; laid end to end they are its part."""
         found, start = [], 0
         for segment in self.segments:
-            size, larger = divmod(segment, ranks)
-            low = start + index * size + min(index, larger)
-            found.append((low, low + size + (index < larger)))
+            low, high = even_part(segment, ranks, index)
+            found.append((start + low, start + high))
             start += segment
         return tuple(found)
 

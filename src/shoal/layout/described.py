@@ -16,7 +16,7 @@ from torch import nn
 from shoal.job import Job
 from shoal.job.facts import build_without_memory
 from shoal.layout.chain import CannotCut, Chain, Link
-from shoal.layout.context import ContextPlan
+from shoal.layout.context.plan import ContextPlan
 from shoal.layout.experts.find import Survey
 from shoal.layout.layout import Layout, facts_of, layout_of
 from shoal.layout.tensor.plan import TensorPlan

@@ -181,7 +181,9 @@ class SequenceShape:
     gathers: bool
     """Whether the stream is gathered behind the last block."""
     views: tuple[str, ...]
-    """Modules that write attention out themselves: what they send follows from their own code."""
+    """Modules that write attention out themselves: what they send follows from their own code. "" is the model."""
+    whole_from: str = ""
+    """Where the model is one of them: the first module behind what it gathers, if any is called there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,8 @@ import torch
 from shoal.job import Job, LayoutHints, infer_facts
 from shoal.job.facts import build_without_memory
 from shoal.layout.chain import Chain, chain
-from shoal.layout.context import CannotCutSequence, ContextPlan, context_plan, named
+from shoal.layout.context.find import context_plan
+from shoal.layout.context.plan import CannotCutSequence, ContextPlan, named
 from shoal.layout.experts.find import PassedOver, Survey, survey_experts
 from shoal.layout.experts.signs import may_hold_experts
 from shoal.layout.recorded import Trace
@@ -139,6 +140,8 @@ def _why_no_tensor(job: Job, plan: TensorPlan) -> str:
 
 def _why_not_within(context: ContextPlan, stream: tuple[str, ...]) -> str:
     """tp cuts the stream after cp has, and makes it whole before cp does."""
+    if context.in_root:
+        return "the model's own forward works on the sequence between its blocks, where cp cuts it and tp cannot"
     if not stream or stream[0] not in context.blocks:
         first = stream[0] if stream else "the model"
         return f"tp begins at {first} and cp at {context.blocks[0]}, the first block that attends"
@@ -170,6 +173,9 @@ def facts_of(job: Job, layout: Layout) -> ModelFacts:
         facts = replace(facts, context_why=layout.why_no_context)
     if layout.context is not None:
         facts = replace(facts, sequence=layout.context.length)
+        if layout.context.in_root:
+            why = "the model's own forward works on the sequence between its blocks"
+            facts = replace(facts, context_in_stages_why=why)
         if layout.tensor is not None and layout.tensor.sequence_dim is not None:
             why = _why_not_within(layout.context, stream_blocks(build_without_memory(job), layout.tensor))
             facts = replace(facts, sequence_under_cp_why=why)

@@ -255,7 +255,8 @@ def job_shapes(
         tensor=layout.tensor,
         stream=stream_blocks(model, layout.tensor) if layout.tensor is not None else (),
         sequence=None if context is None else SequenceShape(
-            length=context.length, blocks=context.blocks, gathers=context.batch is None, views=tuple(context.holders)
+            length=context.length, blocks=context.blocks, gathers=context.batch is None, views=tuple(context.holders),
+            whole_from=context.whole_from,
         ),
         experts=tuple(
             ExpertShape(

@@ -20,31 +20,32 @@ def holders(graph: Graph, call: Call, stream: int, cut: Cut) -> list[Call]:
     ops = [op for op in trace.ops[call.first : call.stop] if graph.live[op.number]]
     walk = follow(graph, ops, {stream: cut}, cut.size, attention=trace.attention)
     found: list[Call] = []
-    for first, last in spans(walk):
+    for first, last, _ in attentions(walk):
         holder = _innermost(trace, call, first, last)
         if holder not in found:
             found.append(holder)
     return [each for each in found if not any(each is not other and _contains(other, each) for other in found)]
 
 
-def spans(walk: Walk) -> list[tuple[int, int]]:
-    """(first operation, last operation) of each attention: from the scores of pairs to the sum over one of them."""
+def attentions(walk: Walk) -> list[tuple[int, int, frozenset[int]]]:
+    """(first operation, last operation, all that work on its scores) of each attention: from the scores of pairs to
+    the sum over one of them."""
     found = []
-    scores: dict[int, int] = {}
-    """Value -> the product of pairs that it comes from."""
+    scores: dict[int, frozenset[int]] = {}
+    """Value -> the operations by which it came from a product of pairs."""
     for step in walk.steps:
         op = step.op
         if step.attends:
-            found.append((op.number, op.number))
+            found.append((op.number, op.number, frozenset([op.number])))
             continue
-        origins = [scores[value] for value in op.inputs if value in scores]
+        origins = frozenset().union(*(scores[value] for value in op.inputs if value in scores))
         product = op.name in PRODUCTS
         if product and not origins and "pairs" in step.gathered.values():
-            scores.update(dict.fromkeys(op.outputs, op.number))
+            scores.update(dict.fromkeys(op.outputs, frozenset([op.number])))
         elif product and origins and "sum" in step.gathered.values():
-            found.append((min(origins), op.number))
+            found.append((min(origins), op.number, origins | {op.number}))
         elif origins:
-            scores.update(dict.fromkeys(op.outputs, min(origins)))
+            scores.update(dict.fromkeys(op.outputs, origins | {op.number}))
     return found
 
 

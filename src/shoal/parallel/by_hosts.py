@@ -35,7 +35,7 @@ def by_hosts(strategy: Strategy, hosts: Sequence[str]) -> Strategy:
 
 
 def _is_hierarchical(term: dp) -> bool:
-    hierarchical = isinstance(term.via, allreduce) and term.via.algorithm == "hierarchical"
+    hierarchical = isinstance(term.via, allreduce) and term.via.by_hosts
     return hierarchical and not isinstance(term.compress, none) and not term.zero
 
 

@@ -18,10 +18,9 @@ from shoal.comm.compress import traffic
 from shoal.comm.compress.exchange import run
 from shoal.comm.compress.given import Draw, Over, State
 from shoal.comm.compress.method import Method
-from shoal.parallel.data import Bucket
+from shoal.comm.compress.sizes import matrix_of
+from shoal.parallel.bucket import Bucket
 from shoal.parallel.flat import Slot
-from shoal.parallel.placement import Route
-from shoal.strategy.terms.compress import powersgd
 
 
 @dataclass
@@ -61,29 +60,22 @@ class Compression:
         """Axis and kind of collectives whose sizes data alone decide."""
         if self.method.sent_bytes((traffic.SMALLEST, 2), 4, 2, 0) is not None:
             return frozenset()
-        axes = {route_of(bucket).between.axis for bucket in self.buckets}
+        axes = {bucket.route.between.axis for bucket in self.buckets}
         return frozenset((axis, kind) for axis in axes for kind in ("all_gather", "all_to_all"))
 
     def reduce(self, count: float, unused: frozenset[str]) -> None:
         """The gradients of all buckets become the sums over all replicas. `count` makes sums into means."""
         self.unused = unused
         for bucket in self.buckets:
-            route = route_of(bucket)
-            part, offset = bucket.part_to_compress()
+            part, offset = bucket.part_to_compress(), bucket.compressed.start
             self._reduce_small(bucket, part, offset)
             self._reduce_large(bucket, part, offset, count)
-            bucket.keep_shard()
-            rest = bucket.reduced() if bucket.zero else part
-            if route.outside.group is not None:
-                dist.all_reduce(rest, group=route.outside.group)
-            if not bucket.zero and route.inside.group is not None:
-                assert bucket.whole is not None
-                dist.all_gather_single(bucket.whole, part, group=route.inside.group)
+            bucket.after_compression()
         self.step += 1
 
     def _reduce_small(self, bucket: Bucket, part: torch.Tensor, offset: int) -> None:
         """What is not compressed, all of it in one message."""
-        group = route_of(bucket).between.group
+        group = bucket.route.between.group
         rest = [part[low - offset : high - offset] for low, high in self.dense_ranges(bucket)]
         if group is not None and rest:
             joined = torch.cat(rest)
@@ -109,7 +101,7 @@ class Compression:
 
     def dense_ranges(self, bucket: Bucket) -> Iterator[tuple[int, int]]:
         """What of this rank's part of a bucket's buffer goes uncompressed."""
-        part = part_of(bucket)
+        part = bucket.compressed
         compressed = {each.slot.name: each for each in self.fragments[id(bucket)]}
         for slot in bucket.buffer.slots:
             low, high = max(slot.start, part.start), min(slot.stop, part.stop)
@@ -120,7 +112,7 @@ class Compression:
             yield from (pair for pair in ranges if pair[0] < pair[1])
 
     def _fragments(self, bucket: Bucket) -> Iterator[Fragment]:
-        part = part_of(bucket)
+        part = bucket.compressed
         for slot in bucket.buffer.slots:
             low, high = max(slot.start, part.start) - slot.start, min(slot.stop, part.stop) - slot.start
             if low >= high or not self.pays(bucket, slot.shape):
@@ -130,12 +122,12 @@ class Compression:
                 yield Fragment(slot, low, high, shape)
 
     def _body(self, slot: Slot, low: int, high: int) -> tuple[int, int, tuple[int, ...]]:
-        """What of a range of a parameter is compressed, and in which shape: PowerSGD needs whole rows of a matrix."""
+        """What of a range of a parameter is compressed, and in which shape: some need whole rows of a matrix."""
         if (low, high) == (0, slot.shape.numel()):
             return low, high, tuple(slot.shape)
-        if not isinstance(self.method.term, powersgd):
+        if not self.method.term.whole_rows:
             return low, high, (1, high - low)
-        _, columns = traffic.matrix_of(slot.shape)
+        _, columns = matrix_of(slot.shape)
         first, last = -(-low // columns), high // columns
         return first * columns, last * columns, (max(0, last - first), columns)
 
@@ -149,16 +141,6 @@ def working_type(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def route_of(bucket: Bucket) -> Route:
-    assert bucket.route is not None
-    return bucket.route
-
-
 def over_of(bucket: Bucket) -> Over:
-    between = route_of(bucket).between
+    between = bucket.route.between
     return Over(group=between.group, size=between.size, rank=between.index)
-
-
-def part_of(bucket: Bucket) -> slice:
-    """What of the buffer this rank compresses."""
-    return slice(0, bucket.buffer.padded) if route_of(bucket).whole else bucket.slice

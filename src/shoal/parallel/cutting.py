@@ -16,8 +16,8 @@ from shoal.layout.cuts import Cut
 from shoal.layout.layout import Layout
 from shoal.layout.tensor.plan import TensorPlan
 from shoal.layout.tensor.tokens import stream_blocks
+from shoal.parallel.bucket import SHARED
 from shoal.parallel.context.cut import SequenceCut
-from shoal.parallel.data import SHARED
 from shoal.parallel.expert.deal_out import deal_out
 from shoal.parallel.pipeline.stages import StagedModel
 from shoal.parallel.placement import Family, Placement

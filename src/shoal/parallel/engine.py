@@ -7,12 +7,14 @@
 
 Losses are sums with a count. The gradient of the global mean is then the sum of all gradients over the sum of all
 counts, exact for any split of any batch; the division is done once, after reduction, together with clipping.
+
+A step is: reduce gradients -> `Owner.update` -> `OuterLevel.after_update` -> `Owner.publish`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any
@@ -24,54 +26,20 @@ from torch import nn
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
 from shoal.comm.points import reach
-from shoal.job.random_optimizer import Stretch, UpdateDraws
+from shoal.job.random_optimizer import UpdateDraws
 from shoal.layout.cuts import Part
 from shoal.parallel.batch_norm import release
+from shoal.parallel.bucket import PLAIN, Bucket
 from shoal.parallel.buffers import BufferExchange
 from shoal.parallel.compression import Compression
 from shoal.parallel.cutting import CutModel
-from shoal.parallel.data import PLAIN, Bucket, GradientReduction
-from shoal.parallel.optimizer import Factory, Piece, SavedState, SlicedOptimizer, unlike_the_rest
+from shoal.parallel.data import GradientReduction
+from shoal.parallel.optimizer import SlicedOptimizer
+from shoal.parallel.optimizer_needs import closure_for, drawn_slices
+from shoal.parallel.owner.base import Gradients, Owner
 from shoal.parallel.placement import Placement, Replicas
+from shoal.parallel.result import COUNT_WITH_GRADIENT, CountWithGradient, NonFinite, StepResult
 from shoal.parallel.sync.outer import OuterLevel
-from shoal.parallel.zero import ParameterGathering
-
-
-class CountWithGradient(ValueError):
-    """The number by which losses are divided depends on the parameters."""
-
-
-COUNT_WITH_GRADIENT = (
-    "the count requires a gradient: the gradient of sum / count then has a part that comes from the count, which ranks "
-    "do not know before backward. Return count.detach() if the weights are constants; otherwise declare "
-    'Job(loss_over="batch") and return (sum / count, 1)'
-)
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step was, the same on every rank."""
-
-    loss: float
-    """Mean over the global batch."""
-    count: float
-    grad_norm: float
-    """Before clipping."""
-    stop: bool
-    """Whether some rank was asked to stop."""
-
-
-NOTHING_COUNTED = "over 0 tokens or samples)"
-"""How the reason of a loss ends that was summed over nothing."""
-
-
-class NonFinite(ArithmeticError):
-    """The loss or the gradient is no longer a number; the parameters are those of the last good step."""
-
-    def __init__(self, what: str, hint: str = "") -> None:
-        super().__init__(what + hint)
-        self.what = what
-        """The message without the hint."""
 
 
 @dataclass
@@ -80,26 +48,16 @@ class Engine:
 
     model: nn.Module
     placement: Placement
-    reduction: GradientReduction
-    gathering: ParameterGathering | None
-    factory: Factory
-    options: list[dict[str, Any]]
-    elementwise: bool
+    owner: Owner
+    """Whose the parameters and the optimiser state are."""
     clip: float | None
-    masters: list[torch.Tensor]
-    """For each bucket, the values that this rank updates: the whole buffer at stage 0, its shard otherwise."""
-    offsets: list[int]
-    """Where in the bucket's buffer they begin."""
     names: list[str]
     """The trainable parameters of all ranks, in the order in which ranks speak of them."""
     shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     """All parameters of the model as it was built, whole: shape and type."""
     cut: CutModel
     """What the axes that cut the model have made of it."""
-    labels: Mapping[str, int] = field(default_factory=dict)
-    """Which of the options each trainable parameter has."""
     stop_requested: bool = False
-    optimizer: SlicedOptimizer = field(init=False)
     compression: Compression | None = None
     """Where a level of dp compresses."""
     buffers: BufferExchange | None = None
@@ -122,7 +80,9 @@ class Engine:
 
     def __post_init__(self) -> None:
         self._sums = self._sums.to(self.device)
-        self.optimizer = self._optimizer(frozenset())
+        draws = self.update_draws
+        if draws is not None:
+            self.owner.around_step = lambda: draws.update(drawn_slices(self))
 
     @property
     def device(self) -> torch.device:
@@ -144,8 +104,16 @@ class Engine:
         return self.placement.replicas(PLAIN)
 
     @property
+    def reduction(self) -> GradientReduction:
+        return self.owner.reduction
+
+    @property
     def buckets(self) -> list[Bucket]:
-        return self.reduction.buckets
+        return self.owner.buckets
+
+    @property
+    def optimizer(self) -> SlicedOptimizer:
+        return self.owner.optimizer
 
     def share(self, samples: int) -> slice:
         """This rank's part of a batch of so many samples."""
@@ -183,23 +151,18 @@ class Engine:
     def run_backward(self, backward: Callable[[], None], *, last: bool, part: int = 0) -> None:
         """One micro-batch's backward through one stage; `last` says that this stage's others are done."""
         self.reduction.start(last_micro=last, part=part)
-        with self._explaining(), BOOK.during("backward"):
+        with self.owner.explaining(), BOOK.during("backward"):
             backward()
             self.reduction.flush()
-        if self.gathering:
-            self.gathering.finish(root=not self.pipelined)
+        self.owner.release(root=not self.pipelined)
 
     def close_backward(self) -> None:
         """After the step's last backward."""
-        with self._explaining(), BOOK.during("backward"):
+        with self.owner.explaining(), BOOK.during("backward"):
             reach("step: backward done")
             self._share()
             self.reduction.finish()
-        if self.gathering:
-            self.gathering.finish(root=True)
-
-    def _explaining(self) -> AbstractContextManager[None]:
-        return self.gathering.explaining() if self.gathering is not None else nullcontext()
+        self.owner.release()
 
     def _share(self) -> None:
         """One small sum over all ranks: loss, count, whether to stop, and who has a gradient for each parameter."""
@@ -221,22 +184,15 @@ class Engine:
     def step(self, lr_factor: float = 1.0, *, again: Callable[[], None] | None = None) -> StepResult:
         """Clips, updates, and makes the parameters whole again where their stage keeps them so. `again` computes all
         micro-batches of the step once more, for an optimiser that asks for that (LBFGS)."""
-        result, gradients, unused = self._reduced()
-        closure = None
-        if self.optimizer.needs_closure:
-            if again is None:
-                raise ValueError(
-                    f"{type(self.optimizer.optimizer).__name__} computes the loss several times in a step, and step() "
-                    "was not given the function to do so; pass engine.step(again=...), or train a Job"
-                )
-            closure = self._closure(again, result)
+        result, gradients = self.reduce()
+        closure = closure_for(self, again, result.loss) if self.optimizer.needs_closure else None
         with BOOK.during("optimizer"), torch.no_grad():
-            self.update(gradients, lr_factor, unused, closure)
+            self.owner.update(gradients, lr_factor=lr_factor, closure=closure)
             reach("step: updated")
             if self.outer is not None:
                 stop = self.outer.after_update(self.clock, count=result.count, stop=result.stop)
                 result = replace(result, stop=stop)
-            self._publish()
+            self.owner.publish()
         self.clock += 1
         reach("step: published")
         self.reduction.clear()
@@ -244,105 +200,39 @@ class Engine:
             self.buffers.finish()
         return result
 
-    def _closure(self, again: Callable[[], None], result: StepResult) -> Callable[[], torch.Tensor]:
-        """For the optimiser: loss and gradients at the present parameters. What was just computed serves as long as
-        they are the same."""
-        before = [master.clone() for master in self.masters]
-
-        def closure() -> torch.Tensor:
-            if before and all(map(torch.equal, before, self.masters)):
-                before.clear()
-                return torch.tensor(result.loss, dtype=torch.float64)
-            before.clear()
-            self.reduction.clear()
-            with torch.enable_grad():
-                again()
-            fresh, gradients, unused = self._reduced()
-            self.optimizer.give(gradients, unused)
-            return torch.tensor(fresh.loss, dtype=torch.float64)
-
-        return closure
-
-    def _reduced(self) -> tuple[StepResult, dict[int, torch.Tensor], frozenset[str]]:
-        """What the last backward summed: the step's figures, mean gradients after clipping, parameters without one."""
+    def reduce(self) -> tuple[StepResult, Gradients]:
+        """Ends the reduction that the last backward began: the step's figures; the buckets then hold the mean
+        gradients, clipped."""
         if self._shared is None:
             raise RuntimeError("step() was called without backward(); call engine.backward(loss_sum, count) first")
         everything, work = self._shared
         self._shared = None
-        self.reduction.sum_shared()
+        self.owner.collect()
         if work is not None:
-            with self._explaining():
+            with self.owner.explaining():
                 work.wait()
         reach("step: sums received")
         loss_sum, count, stop, *used = everything.tolist()
         loss = loss_sum / count if count else float("nan")
         if not isfinite(loss):
-            self.meet()  # Another replica may still be summing where this one would write next.
+            self.owner.barrier()  # Another replica may still be summing where this one would write next.
             self.reduction.clear()
-            raise NonFinite(f"the loss is {loss} (sum {loss_sum} over {count:g} tokens or samples)", self._hint())
+            raise NonFinite(f"the loss is {loss} (sum {loss_sum} over {count:g} tokens or samples)", self.owner.hint)
         unused = frozenset(name for name, times in zip(self.names, used, strict=True) if not times)
         if self.compression is not None:
             with BOOK.during("gradient"), torch.no_grad():
                 self.compression.reduce(count, unused)
         with BOOK.during("optimizer"), torch.no_grad():
-            gradients = {id(bucket): bucket.reduced() for bucket in self.buckets}
             reach("step: gradients reduced")
-            norm = self.scale(gradients, count)
+            norm = self.scale(count)
             reach("step: norm known")
             if not isfinite(norm):
-                self.meet()  # As above: `scale` has just written into the gradient that others write to next.
+                self.owner.barrier()  # As above: `scale` has just written into the gradient that others write to next.
                 self.reduction.clear()
-                raise NonFinite(f"the norm of the gradient is {norm} (the loss is {loss})", self._hint())
-        return StepResult(loss, count, norm, stop > 0), gradients, unused
+                raise NonFinite(f"the norm of the gradient is {norm} (the loss is {loss})", self.owner.hint)
+        return StepResult(loss, count, norm, stop > 0), Gradients(count, norm, unused)
 
-    def update(
-        self,
-        gradients: dict[int, torch.Tensor],
-        lr_factor: float,
-        unused: frozenset[str],
-        closure: Callable[[], torch.Tensor] | None = None,
-    ) -> None:
-        """The optimiser's step on this rank's slices; parameters without a gradient are skipped."""
-        if self.elementwise and not unused <= self.optimizer.apart:
-            self.optimizer.regroup(self.optimizer.apart | unused)
-        self.optimizer.step(
-            gradients=gradients, lr_factor=lr_factor, without=unused, closure=closure, around=self._placed
-        )
-
-    def _placed(self) -> Any:
-        """Around the optimiser's own step: what it draws has a place."""
-        return nullcontext() if self.update_draws is None else self.update_draws.update(self._drawn_for())
-
-    def _drawn_for(self) -> Iterator[tuple[torch.Tensor, list[Stretch]]]:
-        for param, pieces in self.optimizer.contents():
-            stretches = []
-            for at, piece in pieces:
-                part = self.part_of(piece.name)
-                whole, held = self.shapes[piece.name][0], None if part is None else part.of
-                stretches.append(Stretch(piece.name, whole, held, piece.start, piece.values.numel(), at))
-            yield param, stretches
-
-    def _optimizer(self, apart: frozenset[str]) -> SlicedOptimizer:
-        return SlicedOptimizer(
-            self.factory,
-            self.options,
-            self.buckets,
-            self.masters,
-            self.offsets,
-            elementwise=self.elementwise,
-            labels={name: self.labels[name] for name in self.names} if self.labels else None,
-            apart=apart,
-        )
-
-    def _hint(self) -> str:
-        if self.gathering is None:
-            return ""
-        return (
-            "; with zero=3 a block's parameters read as NaN outside the block's own forward: use them there only, or "
-            "train with zero=2"
-        )
-
-    def scale(self, gradients: dict[int, torch.Tensor], count: float, over: Members | None = None) -> float:
+    def scale(self, count: float, over: Members | None = None) -> float:
         """Sums become means; means are clipped by the norm over all shards. The norm is taken also where nothing is
         clipped: a gradient that is no number must not reach the parameters, nor a checkpoint."""
         over = over or self.placement.norm
@@ -350,30 +240,14 @@ class Engine:
         for bucket in self.buckets:
             # Each part of the model counts once, however many of the summing ranks hold it.
             times = self.placement.multiplicity(bucket.family)
-            squares += torch.linalg.vector_norm(gradients[id(bucket)]).double() ** 2 / times
+            squares += torch.linalg.vector_norm(bucket.reduced()).double() ** 2 / times
         if over.group is not None:
             dist.all_reduce(squares, group=over.group)
         norm = float(squares.sqrt()) / count
         clipping = 1.0 if self.clip is None else min(1.0, self.clip / (norm + 1e-6))
-        for gradient in gradients.values():
-            gradient.mul_(clipping / count)
+        for bucket in self.buckets:
+            bucket.reduced().mul_(clipping / count)
         return norm
-
-    def _publish(self) -> None:
-        """Stages 1 and 2: every rank gets the shards that the others updated. Stage 3: what is whole is out of date."""
-        if self.gathering is not None:
-            self.gathering.finish(root=True)
-        if self.placement.one_memory:
-            self.meet()
-        elif self.placement.zero in (1, 2):
-            works = []
-            for bucket in self.buckets:
-                values, sharding = bucket.buffer.values, bucket.replicas.sharding
-                if sharding.group is not None:
-                    shard = values[bucket.buffer.shard]
-                    works.append(dist.all_gather_single(values, shard, group=sharding.group, async_op=True))
-            for work in works:
-                work.wait()
 
     @contextmanager
     def consensus(self) -> Iterator[list[torch.Tensor]]:
@@ -385,51 +259,14 @@ class Engine:
         with torch.no_grad():
             own = self.outer.agree()
             if own:
-                self._publish()
-        yield own
-        with torch.no_grad():
-            if own:
-                self.outer.take_back(own)
-                self._publish()
-
-    def meet(self) -> None:
-        """Waits for the other replicas, where they share memory."""
-        if self.buckets and self.buckets[0].memory is not None:
-            self.buckets[0].memory.meet()
-
-    def owned(self, bucket: Bucket) -> tuple[int, int]:
-        """The range of a bucket's buffer that this rank writes to a checkpoint: each element is written by one rank of
-        the first island."""
-        low, high = self.owned_in_island(bucket)
-        return (low, high) if self.placement.islands.index == 0 else (low, low)
-
-    def owned_in_island(self, bucket: Bucket) -> tuple[int, int]:
-        """The range that this rank alone writes of its island's values."""
-        shard, copies = bucket.buffer.shard, bucket.replicas.copies
-        if not self.placement.writes(bucket.family):
-            return shard.start, shard.start
-        size = -(-(shard.stop - shard.start) // copies.size)
-        low = shard.start + copies.index * size
-        return min(low, shard.stop), min(low + size, shard.stop)
-
-    def owned_parameters(self) -> Iterator[Piece]:
-        yield from self.pieces_of(self.masters, self.owned)
-
-    def pieces_of(
-        self, masters: Sequence[torch.Tensor], owned: Callable[[Bucket], tuple[int, int]]
-    ) -> Iterator[Piece]:
-        """The owned ranges of values that are laid out as the masters are."""
-        for bucket, master, offset in zip(self.buckets, masters, self.offsets, strict=True):
-            low, high = owned(bucket)
-            for slot in bucket.buffer.slots:
-                start, stop = max(slot.start, low), min(slot.stop, high)
-                if start < stop:
-                    values = master[start - offset : stop - offset]
-                    yield Piece(slot.name, tuple(slot.shape), start - slot.start, values)
-
-    def owned_state(self) -> Iterator[tuple[str, Piece]]:
-        """Element-wise optimiser state of the same ranges, as (state key, piece)."""
-        yield from self.optimizer.state(self.owned)
+                self.owner.publish()
+        try:
+            yield own
+        finally:
+            with torch.no_grad():
+                if own:
+                    self.outer.take_back(own)
+                    self.owner.publish()
 
     def part_of(self, name: str) -> Part | None:
         """Which part of a parameter this rank holds; None if all of it."""
@@ -446,38 +283,11 @@ class Engine:
         first = (place.samples if of_island else place.split).index == 0 and place.context.index == 0
         return first and (place.tensor.index == 0 or name in self.cut.cuts)
 
-    def load_parameters(self, read: Callable[[str, int, int], torch.Tensor]) -> None:
-        """This rank's slices from a checkpoint; `read(parameter, start, stop)` gives elements of this rank's part of
-        it laid out flat."""
-        with torch.no_grad():
-            self.meet()  # Where memory is shared, another rank may still be reading the old values.
-            for bucket, master, offset in zip(self.buckets, self.masters, self.offsets, strict=True):
-                for slot in bucket.buffer.slots:
-                    start, stop = max(slot.start, offset), min(slot.stop, offset + master.numel())
-                    if start < stop:
-                        values = read(slot.name, start - slot.start, stop - slot.start)
-                        master[start - offset : stop - offset] = values.to(master.dtype)
-            reach("restore: parameters read")
-            self._publish()
-            reach("restore: parameters published")
-
-    def load_optimizer(self, saved: SavedState) -> None:
-        """The optimiser's state from a checkpoint."""
-        mine = [slot.name for bucket in self.buckets for slot in bucket.buffer.slots]
-        self.optimizer = self._optimizer(unlike_the_rest(saved, mine) if self.elementwise else frozenset())
-        self.optimizer.load(saved)
-
     def close(self) -> None:
         """Takes the hooks off and ends the groups of the mesh; every rank is left with the whole parameters. All ranks
         call it alike, with nothing in flight (`Executor.settle`)."""
         reach("close: begun")
         self.reduction.remove()
-        for bucket in self.buckets:
-            if bucket.memory is not None:
-                for slot in bucket.buffer.slots:
-                    slot.param.data = slot.param.data.clone()  # Its own again.
-                bucket.memory.close()
-        if self.gathering:
-            self.gathering.remove()
+        self.owner.close()
         release(self.model)
         self.placement.mesh.close()

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import torch
 
 from shoal.comm.mesh import Members
-from shoal.parallel.engine import Engine, StepResult
+from shoal.parallel.engine import Engine
+from shoal.parallel.result import StepResult
 
 
 class MicroBatches(Protocol):
@@ -55,8 +56,9 @@ class Executor(ABC):
     def evaluate(self, key: Hashable, forward: Callable[[], Any]) -> Any:
         """One batch through the model, forward only; its output where this rank holds the loss, None elsewhere."""
 
-    def settle(self) -> None:  # noqa: B027
+    def settle(self) -> None:
         """Waits for what is in flight between steps, before parameters are read. All ranks call it alike."""
+        self.engine.owner.settle()
 
     def staleness(self) -> dict[int, int] | None:
         """Updates made between the forward and the backward of a micro-batch -> how many micro-batches; None where

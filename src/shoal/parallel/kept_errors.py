@@ -12,9 +12,9 @@ from typing import Protocol
 
 import torch
 
-from shoal.parallel.compression import Compression, Fragment, part_of, route_of, working_type
-from shoal.parallel.data import Bucket
-from shoal.parallel.optimizer import Piece
+from shoal.parallel.bucket import Bucket
+from shoal.parallel.compression import Compression, Fragment, working_type
+from shoal.parallel.flat_slice import Piece
 from shoal.parallel.placement import Route
 
 ERRORS = "error "
@@ -22,7 +22,6 @@ ERRORS = "error "
 ISLANDS = "island "
 """What the names of an island's own state begin with (`checkpoint/islands.py`)."""
 PRIVATE = (ERRORS, ISLANDS)
-QUERY = "query"
 
 
 class SavedErrors(Protocol):
@@ -46,9 +45,9 @@ def error_key(what: str, replica: int, replicas: int) -> str:
 def errors(compression: Compression) -> Iterator[tuple[str, Piece]]:
     """What this rank writes: its error of each parameter, as (state key, piece)."""
     for bucket in compression.buckets:
-        if not _writes(bucket) or not compression.step:
+        if not bucket.writes_errors or not compression.step:
             continue
-        part, dtype = part_of(bucket), working_type(bucket.buffer.dtype)
+        part, dtype = bucket.compressed, working_type(bucket.buffer.dtype)
         compressed = {each.slot.name: each for each in compression.fragments[id(bucket)]}
         for slot in bucket.buffer.slots:
             low, high = max(slot.start, part.start) - slot.start, min(slot.stop, part.stop) - slot.start
@@ -56,51 +55,48 @@ def errors(compression: Compression) -> Iterator[tuple[str, Piece]]:
             if low >= high or len(slot.shape) < 2:
                 continue
             each = compressed.get(slot.name)
-            for what in compression.method.feedback.keeps:
+            for what in compression.method.keeps:
                 values = torch.zeros(high - low, dtype=dtype)
                 if each is not None and what in each.state:
                     values[each.start - low : each.stop - low] = each.state[what].cpu()
-                yield error_key(what, *_replica(route_of(bucket))), Piece(slot.name, tuple(slot.shape), low, values)
+                yield error_key(what, *_replica(bucket.route)), Piece(slot.name, tuple(slot.shape), low, values)
 
 
 def extras(compression: Compression) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """State of another size (PowerSGD's query, the same on all that compress), as (parameter, key, values)."""
+    """State of another size, the same on all that compress, as (parameter, key, values)."""
     for bucket in compression.buckets:
-        if _writes(bucket) and route_of(bucket).between.index == 0:
+        if bucket.writes_errors and bucket.route.between.index == 0:
             for each in compression.fragments[id(bucket)]:
-                if QUERY in each.state:
-                    yield each.slot.name, _query_key(bucket, each), each.state[QUERY]
+                for what in compression.method.extras:
+                    if what in each.state:
+                        yield each.slot.name, _extra_key(what, bucket, each), each.state[what]
 
 
 def load(compression: Compression, saved: SavedErrors, *, step: int) -> None:
-    """Takes up the errors that a checkpoint of `step` steps holds. A query of other rows is not taken up: it only says
-    where to begin."""
+    """Takes up the errors that a checkpoint of `step` steps holds. State of another size is not taken up where it was
+    made of other rows: it only says where to begin (PowerSGD's query)."""
     compression.step = step
     for bucket in compression.buckets:
-        replica, replicas = _replica(route_of(bucket))
+        replica, replicas = _replica(bucket.route)
         dtype, device = working_type(bucket.buffer.dtype), bucket.buffer.device
         for each in compression.fragments[id(bucket)]:
             each.state.clear()
             name = each.slot.name
-            for what in compression.method.feedback.keeps:
+            for what in compression.method.keeps:
                 keys = saved.errors(name, what)
                 if len(keys) == replicas:
                     each.state[what] = saved.read(name, keys[replica], each.start, each.stop).to(device, dtype)
                 elif keys:
                     total = sum(saved.read(name, key, each.start, each.stop).to(device, dtype) for key in keys)
                     each.state[what] = total / replicas  # type: ignore[assignment]
-            query = saved.extra(name, _query_key(bucket, each))
-            if query is not None:
-                each.state[QUERY] = query.to(device, dtype)
+            for what in compression.method.extras:
+                extra = saved.extra(name, _extra_key(what, bucket, each))
+                if extra is not None:
+                    each.state[what] = extra.to(device, dtype)
 
 
-def _query_key(bucket: Bucket, each: Fragment) -> str:
-    return f"{QUERY} [{each.start}:{each.stop}] {route_of(bucket).outside.index}"
-
-
-def _writes(bucket: Bucket) -> bool:
-    """Of those inside the compressing level that hold the same error, one writes it."""
-    return bucket.zero == 0 or route_of(bucket).inside.index == 0
+def _extra_key(what: str, bucket: Bucket, each: Fragment) -> str:
+    return f"{what} [{each.start}:{each.stop}] {bucket.route.outside.index}"
 
 
 def _replica(route: Route) -> tuple[int, int]:

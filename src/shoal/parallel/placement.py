@@ -31,15 +31,12 @@ class Route:
 class Replicas:
     """The ranks whose gradients of a family are summed, and how they share the work of it."""
 
-    zero: int
     everyone: Members
     """All ranks that hold the same parameters and see different data."""
     sharding: Members
     """Those that also hold different shards; one rank when nothing is sharded."""
     copies: Members
     """Those that hold the same shard of different data."""
-    one_memory: bool = False
-    """Whether those that shard lay parameters and gradients into memory that all of them see."""
     route: Route | None = None
     """Where a level of dp compresses."""
 
@@ -71,7 +68,7 @@ class Placement:
         self.zero: int = sharded[0].term.zero if sharded else 0  # type: ignore[attr-defined]
         self.sharded = sharded[0].name if sharded else None
         together = [axis.name for axis in strategy.axes if isinstance(getattr(axis.term, "via", None), shared)]
-        self.one_memory = bool(together)
+        self.shared_memory = bool(together)
         """Whether the replicas of one level share memory. Each then updates its slice, as at stage 1 of ZeRO."""
         if together:
             self.zero, self.sharded = 1, together[0]
@@ -100,6 +97,8 @@ class Placement:
         """The ranks that hold the same part of the model in each island."""
         self.world = mesh.along(*every, label="world") if loose else self.island
         """All ranks."""
+        self.survivors: Members | None = None
+        """The ranks that are left, once some were lost."""
         self.batch_over_tp = batch_over_tp
         cuts = [self.sharded] if self.sharded else []
         cuts += [name for axis in (self.pipeline, self.tensor, self.experts) for name in self._names(axis)]
@@ -143,15 +142,13 @@ class Placement:
         route = self._route(over, family)
         if not self.zero:
             everyone = self._members(over, family.stages, label)
-            return Replicas(0, everyone, Members("dp", (self.mesh.rank,), 0, None), everyone, route=route)
+            return Replicas(everyone, Members("dp", (self.mesh.rank,), 0, None), everyone, route=route)
         rest = [name for name in over if name != self.sharded]
         assert self.sharded is not None
         return Replicas(
-            self.zero,
             self.mesh.along(*over, label=label),
             self.mesh.along(self.sharded),
             self._members(rest, family.stages, None),
-            self.one_memory,
             route,
         )
 
@@ -171,6 +168,15 @@ class Placement:
         if len(stages) < 2:
             return self.mesh.along(*names, label=label)
         return self.mesh.among(names, self.pipeline.axis, stages)
+
+    def lose(self, ranks: Sequence[int]) -> None:
+        """Goes on without islands that were lost: the others split the batch and exchange among themselves. Collective
+        among those that are left."""
+        same = self.world is self.islands
+        self.islands = self.mesh.without(self.islands, ranks)
+        self.world = self.survivors = self.islands if same else self.mesh.without(self.world, ranks)
+        left = tuple(rank for rank in self.split.ranks if rank not in ranks)
+        self.split = Members(self.split.axis, left, left.index(self.mesh.rank), None)
 
     def multiplicity(self, family: Family) -> int:
         """How many ranks of `norm` hold the same gradient of a family after reduction."""

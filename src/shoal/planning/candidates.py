@@ -22,22 +22,24 @@ from shoal.strategy import (
     cp,
     dp,
     ep,
-    int8,
     local,
     none,
-    powersgd,
     pp,
     recompute,
-    sign,
-    ternary,
-    topk,
     tp,
 )
+from shoal.strategy.terms.compress import compressors
 
 Column = NDArray[Any]
 
-COMPRESSORS: tuple[CompressTerm, ...] = (none(), int8(), ternary(), sign(), topk(0.01), powersgd(4))
-"""Codes of the column `compress`: of each kind one or two (fewer bits, signs, fewer elements, low rank)."""
+SEARCHED: tuple[CompressTerm, ...] = tuple(method.sample() for method in compressors() if method.searched)
+"""Compressions that plans try: of each kind one or two (fewer bits, signs, fewer elements, low rank)."""
+COMPRESSORS: tuple[CompressTerm, ...] = (
+    none(), *SEARCHED,
+    *(term for method in compressors() for term in method.measured()
+      if term not in SEARCHED and term.ring_bytes(1.0, 1.0, ranks=2, itemsize=4) is not None),
+)  # fmt: skip
+"""Codes of the column `compress`: nothing, those that are searched, and the others with an estimate."""
 
 ORDERS: tuple[tuple[str, ...], ...] = (
     ("tp", "cp", "ep", "dp", "pp"),

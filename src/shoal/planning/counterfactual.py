@@ -6,12 +6,12 @@ became of the time, or by how much memory is missed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from shoal.cluster import BadCluster, Cluster, Level
+from shoal.common.numbers import falls_to_zero
 from shoal.estimate.cost.inputs import RECOMPUTE, SCHEDULES
 from shoal.planning.candidates import Candidates, Column
 from shoal.planning.enumerate import Space, compressed, compressible
@@ -192,7 +192,7 @@ def compression_overtakes(plan: Plan) -> Change | None:
         return Change(
             what="compression", outcome=f"is ahead of dense gradients even at {np.exp(fast) * now_gb_s * 8:.3g} Gb/s"
         )
-    low = float(np.exp(_falls_to_zero(lead, slow, ahead, fast, behind)))
+    low = float(np.exp(falls_to_zero(lead, slow, fast, above=ahead, below=behind, close=CLOSE)))
     links = replace(question, cluster=with_links(cluster, low, level=outermost))
     winner = _replanned(links, squeezed, play="nothing")
     assert winner.best is not None
@@ -201,19 +201,6 @@ def compression_overtakes(plan: Plan) -> Change | None:
         what=f"a bandwidth below {low * now_gb_s * 8:.3g} Gb/s a device between nodes", outcome=text,
         strategy=str(winner.strategy(winner.best)),
     )  # fmt: skip
-
-
-def _falls_to_zero(value: Callable[[float], float], low: float, above: float, high: float, below: float) -> float:
-    """Just before a falling function reaches zero, by false position with halved ends (Dowell & Jarratt 1971)."""
-    while high - low > CLOSE:
-        middle = low + (high - low) * above / (above - below)
-        middle = min(max(middle, low + CLOSE / 2), high - CLOSE / 2)
-        here = value(middle)
-        if here > 0:
-            low, above, below = middle, here, below / 2
-        else:
-            high, below, above = middle, here, above / 2
-    return low
 
 
 def _near(plan: Plan) -> Candidates:

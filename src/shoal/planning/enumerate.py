@@ -14,11 +14,11 @@ from itertools import product
 
 import numpy as np
 
+from shoal.common.numbers import divisors
 from shoal.estimate.cost.inputs import RECOMPUTE, SCHEDULES
-from shoal.planning.candidates import COLUMNS, COMPRESSORS, ORDERS, Candidates, Column
+from shoal.planning.candidates import COLUMNS, ORDERS, SEARCHED, Candidates, Column
 from shoal.planning.legal import legal
 from shoal.strategy import ModelFacts
-from shoal.strategy.legality.rule import divisors
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 """Samples in a micro-batch; the whole share of a replica is tried too where it is smaller."""
@@ -126,12 +126,12 @@ def compressible(rows: Candidates, *, node: int) -> Column:
 
 
 def compressed(rows: Candidates, *, node: int) -> Candidates:
-    """Those of the rows that can be, with what of dp lies between nodes as an outer level under each compressor."""
+    """Those of the rows that can be, with what of dp lies between nodes as an outer level under each of SEARCHED."""
     rows = rows.rows(compressible(rows, node=node))
     outer = _between_nodes(rows, node=node)
     columns = {name: getattr(rows, name) for name in COLUMNS if name != "compress"}
     columns |= {"outer": outer, "dp": rows.dp // outer}
-    return rows.put(_crossed(columns, compress=np.arange(1, len(COMPRESSORS))))
+    return rows.put(_crossed(columns, compress=np.arange(1, 1 + len(SEARCHED))))
 
 
 def averaged(rows: Candidates, *, node: int, local_steps: int) -> Candidates:

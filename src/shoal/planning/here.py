@@ -12,6 +12,7 @@ from itertools import product
 from math import prod
 
 from shoal.comm.network import LinkTimes
+from shoal.common.numbers import ordered_products
 from shoal.estimate.codecs import named
 from shoal.estimate.crossover import Bucket, Codec, Computing, Ends, Setting
 from shoal.estimate.estimate import Estimate
@@ -22,29 +23,22 @@ from shoal.estimate.steps.model import JobModel
 from shoal.estimate.steps.price import price_step
 from shoal.estimate.target import local_slowdown
 from shoal.strategy import (
-    CompressTerm,
     ModelFacts,
     Strategy,
     accumulate,
     cp,
     dp,
-    fp16,
-    int8,
     is_legal,
     local,
-    powersgd,
     pp,
     recompute,
     shared,
-    sign,
-    ternary,
-    topk,
     tp,
-)  # fmt: skip
+)
+from shoal.strategy.terms.compress import compressors
 from shoal.strategy.terms.term import Term
 
 MOST_RANKS = 16
-COMPRESSORS: tuple[CompressTerm, ...] = (fp16(), int8(), ternary(), sign(), topk(0.01), powersgd(4))
 MICRO = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 CHUNKS = (2, 4)
 
@@ -82,7 +76,7 @@ def legal_here(facts: ModelFacts, *, world: int, local_steps: int = 0) -> Iterat
     if not 1 <= world <= MOST_RANKS:
         raise ValueError(f"{world} ranks of one host were asked for; expected 1 to {MOST_RANKS}")
     seen = set()
-    for islands, *sizes in _factors(world, 5):
+    for islands, *sizes in ordered_products(world, 5):
         if islands > 1 and not local_steps:
             continue
         outer = [dp(islands, sync=local(local_steps))] if islands > 1 else []
@@ -121,17 +115,6 @@ def _pipelines(stages: int) -> Iterator[pp]:
                 yield pp(stages, "interleaved", micro=micro, chunks=chunks)
 
 
-def _factors(number: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write a number as an ordered product."""
-    if parts == 1:
-        yield (number,)
-        return
-    for first in range(1, number + 1):
-        if number % first == 0:
-            for rest in _factors(number // first, parts - 1):
-                yield (first, *rest)
-
-
 def crossings_here(model: JobModel, machine: Machine, link: LinkTimes) -> dict[str, float]:
     """Bytes a second between two hosts, one rank on each, below which compressed gradients beat dense ones: by
     compression, those that never do left out. `link` is what messages cost at its ends."""
@@ -143,7 +126,7 @@ def crossings_here(model: JobModel, machine: Machine, link: LinkTimes) -> dict[s
         ends=Ends(times=link, background_byte_s=machine.background_byte_s),
     )
     found = {}
-    for term in COMPRESSORS:
+    for term in (term for method in compressors() for term in method.measured()):
         times = named(machine.codecs, term)
         rate = setting.overtakes(term, Codec(tensor_s=times[0], element_s=times[1])) if times is not None else 0.0
         if 0 < rate < float("inf"):

@@ -48,6 +48,8 @@ def _axes(rows: Candidates, facts: ModelFacts) -> Column:
         passed &= (rows.cp == 1) | (facts.sequence % (2 * rows.cp) == 0)
     if facts.context_why or (facts.image is not None and facts.sequence is None and facts.heads is None):
         passed &= rows.cp == 1
+    if facts.context_in_stages_why:
+        passed &= (rows.cp == 1) | (rows.pp == 1)
     if facts.experts == 0:
         passed &= rows.ep == 1
     elif facts.experts:

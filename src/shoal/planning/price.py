@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shoal.cluster import Cluster
-from shoal.comm.compress import traffic
 from shoal.estimate.codecs import codec_s
 from shoal.estimate.cost import GOOD, PHYSICS, Inputs, Profile, inputs_for
 from shoal.estimate.cost.links import path
@@ -25,7 +24,7 @@ from shoal.estimate.errors import MEMORY_ERROR
 from shoal.estimate.simulate.costs import StepCosts, step_costs
 from shoal.planning.candidates import COLUMNS, COMPRESSORS, ORDERS, Candidates, Column
 from shoal.shapes.shape import Transformer
-from shoal.strategy import none, powersgd
+from shoal.strategy import none
 
 BLOCK = 16_384
 """Rows priced at a time: their columns stay in the processor's cache."""
@@ -227,14 +226,10 @@ def _between_groups_s(rows: Candidates, inputs: Inputs, split: Mapping[str, Colu
             continue
         streams = inputs.memory_bytes_per_s * PHYSICS.memory
         work_s = codec_s(term, elements, ranks=rows.outer, stream_bytes_per_s=streams)
-        if isinstance(term, powersgd):
-            wire_s = links.ring_s(SCALE_BYTES * term.rank * _borders(inputs, rows, profile), rounds=2.0)
-        else:
-            bytes_each = traffic.payload_bytes(term, 10**9, SCALE_BYTES, step=10**9)
-            assert bytes_each is not None
-            payload = elements * (bytes_each / 1e9)
-            wire_s = links.ring_s(rows.outer * payload)
-        found = np.where(here, wire_s + work_s, found)
+        sides = _borders(inputs, rows, profile) if term.whole_rows else None
+        sent = term.ring_bytes(elements, sides, ranks=rows.outer, itemsize=SCALE_BYTES)
+        assert sent is not None, f"{term} has no estimate"
+        found = np.where(here, links.ring_s(sent[0], rounds=sent[1]) + work_s, found)
     return found
 
 

@@ -241,12 +241,13 @@ def _ranked(question: Question, priced: Priced, *, before: Column | None = None)
     ])[priced.rows.compress]  # fmt: skip
     if question.local_steps:
         steps = steps * np.where(priced.rows.local > 0, local_slowdown(question.local_steps), 1.0)
-    score = np.where(priced.fits, priced.step_s * (steps if question.by != "step" else 1.0), np.inf)
-    if before is None:
-        fitting = np.flatnonzero(priced.fits)
-        best_first = fitting[np.lexsort((priced.memory_bytes[fitting], score[fitting]))]
-    else:
-        best_first = before[np.argsort(score[before], kind="stable")]
+    # In single precision, so that placements which take the same time tie, whatever their last digits.
+    times_s = (priced.step_s * (steps if question.by != "step" else 1.0)).astype(np.float32)
+    score = np.where(priced.fits, times_s, np.float32(np.inf))
+    rows = np.flatnonzero(priced.fits) if before is None else before
+    # One number to sort by: the bits of two numbers above 0 are ordered as the numbers are.
+    bits = [column.astype(np.float32).view(np.uint32).astype(np.uint64) for column in (score, priced.memory_bytes)]
+    best_first = rows[np.argsort((bits[0] << np.uint64(32) | bits[1])[rows], kind="stable")]
     return Plan(question=question, priced=priced, score=score, ranked=best_first)
 
 

@@ -15,8 +15,8 @@ from shoal.estimate.errors import (
     UNMEASURED,
     around,
 )
-from shoal.estimate.target import REACHED, local_slowdown
-from shoal.planning.candidates import COMPRESSORS
+from shoal.estimate.target import local_slowdown
+from shoal.planning.candidates import SEARCHED
 from shoal.planning.counterfactual import Change
 from shoal.planning.enumerate import FAMILIES, families_of
 from shoal.planning.rank import Plan, families, one_of_each, pareto
@@ -77,10 +77,10 @@ def _assumptions(plan: Plan) -> list[str]:
     limit, whole = plan.priced.limit_bytes, question.cluster.device.memory_bytes
     steps = target.steps(question.global_batch)
     slower = ", ".join(
-        f"{term} {target.slowdowns[type(term).__name__]:.3g}" for term in COMPRESSORS[1:]
+        f"{term} {target.slowdowns[type(term).__name__]:.3g}" for term in SEARCHED
     )  # fmt: skip
-    known = {*REACHED, *(origin.removeprefix("compress ") for origin in target.origins)}
-    bounds = [str(term) for term in COMPRESSORS if type(term).__name__ not in known]
+    known = {origin.removeprefix("compress ") for origin in target.origins}
+    bounds = [str(term) for term in SEARCHED if not term.reaches_target and type(term).__name__ not in known]
     told = [
         f"errors: a measured step lies about {STEP_ERROR:.0%} from the predicted one, memory {MEMORY_ERROR:.0%}: "
         f"{ORIGIN}",

@@ -8,7 +8,7 @@ compared absolutely. Each rank compares what it holds, so nothing is gathered.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,8 @@ from safetensors import safe_open
 from shoal.job.buffers import EXACT as SAME_AS_ONE_PROCESS
 from shoal.job.buffers import buffer_modes
 from shoal.parallel.engine import Engine
-from shoal.parallel.optimizer import Piece
+from shoal.parallel.flat_slice import Piece, pieces_within
+from shoal.parallel.owner.base import Gradients
 from shoal.proof.reference import Reference, summed
 from shoal.proof.rounding import amplifies_rounding
 from shoal.proof.tolerance import EXACT, GRADIENT, LOSS, MARGIN
@@ -39,33 +40,25 @@ class GradientSums:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.sums: dict[int, torch.Tensor] = {}
-        self._update: Callable[..., Any] = engine.update
-        engine.update = self._watched  # type: ignore[method-assign]
+        engine.owner.before_update.append(self._add)
 
-    def _watched(
-        self, gradients: dict[int, torch.Tensor], lr_factor: float, unused: frozenset[str], *more: Any, **named: Any
-    ) -> Any:
-        for bucket, offset in zip(self.engine.buckets, self.engine.offsets, strict=True):
-            gradient = gradients[id(bucket)].detach().clone()
+    def _add(self, gradients: Gradients) -> None:
+        for bucket in self.engine.buckets:
+            gradient, offset = bucket.reduced().detach().clone(), bucket.offset
             for slot in bucket.buffer.slots:
-                if slot.name in unused:
+                if slot.name in gradients.unused:
                     gradient[max(0, slot.start - offset) : max(0, slot.stop - offset)] = 0
             summed(self.sums.setdefault(id(bucket), torch.zeros_like(gradient)), gradient)
-        return self._update(gradients, lr_factor, unused, *more, **named)
 
     def stop(self) -> None:
         """Leaves the engine as it was."""
-        del self.engine.update
+        self.engine.owner.before_update.remove(self._add)
 
     def owned(self) -> Iterator[Piece]:
         """This rank's slices, by parameter."""
-        for bucket, offset in zip(self.engine.buckets, self.engine.offsets, strict=True):
-            low, high = self.engine.owned(bucket)
-            for slot in bucket.buffer.slots:
-                start, stop = max(slot.start, low), min(slot.stop, high)
-                if start < stop and id(bucket) in self.sums:
-                    values = self.sums[id(bucket)][start - offset : stop - offset]
-                    yield Piece(slot.name, tuple(slot.shape), start - slot.start, values)
+        for bucket in self.engine.buckets:
+            if id(bucket) in self.sums:
+                yield from pieces_within(bucket, self.sums[id(bucket)], bucket.offset, *self.engine.owner.owned(bucket))
 
 
 def compare(ready: Prepared, path: str, *, zero_gradient: float = ZERO_GRADIENT) -> dict[str, Any]:
@@ -107,9 +100,9 @@ def compare(ready: Prepared, path: str, *, zero_gradient: float = ZERO_GRADIENT)
             if apart.numel():
                 rows.append((float(apart.max()) / _size(serial, least), label))
 
-        for piece in engine.owned_parameters():
+        for piece in engine.owner.parameters():
             check("parameter", piece, f"parameter {piece.name}")
-        for key, piece in engine.owned_state():
+        for key, piece in engine.owner.state():
             if f"{key}:{piece.name}" not in known:
                 rows.append((math.inf, f"{key} of {piece.name} (the serial optimiser has none)"))
                 continue
@@ -147,7 +140,7 @@ def _of_scalars(engine: Engine) -> Iterator[tuple[str, Piece]]:
     """Single numbers that the optimiser keeps for parameters of no dimension, where it has full parameters: Adam's
     moments are such, and so is its number of steps."""
     kept = engine.optimizer.values()
-    for piece in engine.owned_parameters():
+    for piece in engine.owner.parameters():
         for key, value in kept.get(piece.name, {}).items() if piece.shape == () else ():
             if isinstance(value, torch.Tensor) and value.numel() == 1:
                 yield key, replace(piece, values=value.reshape(-1))

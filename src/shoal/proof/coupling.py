@@ -27,7 +27,7 @@ from shoal.job.errors import JobError
 from shoal.job.randomness import CannotPlace
 from shoal.layout.held_outside import Outside
 from shoal.layout.held_state import HeldNow, results_held
-from shoal.parallel.engine import COUNT_WITH_GRADIENT
+from shoal.parallel.result import COUNT_WITH_GRADIENT
 from shoal.proof.counters import LATER, counters, numbers, set_counter
 from shoal.proof.undropped import Undropped, without_dropout
 from shoal.runtime.draws import serial_randomness

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -17,6 +16,7 @@ from safetensors.torch import save_file
 
 from shoal.job.buffers import EXACT, BufferMode
 from shoal.parallel.engine import Engine
+from shoal.parallel.owner.base import Gradients
 from shoal.proof.gate_serial import SerialSteps
 
 SMALLEST = 1e-4
@@ -74,21 +74,17 @@ class GradientWatch:
         self.peaks: dict[int, torch.Tensor] = {}
         """The largest gradient of each element, over the steps."""
         self.unused: frozenset[str] = frozenset()
-        self._update: Callable[..., Any] = engine.update
-        engine.update = self._watched  # type: ignore[method-assign]
+        engine.owner.before_update.append(self._keep)
 
-    def _watched(
-        self, gradients: dict[int, torch.Tensor], lr_factor: float, unused: frozenset[str], *more: Any, **named: Any
-    ) -> Any:
-        self.gradients = {bucket: gradient.detach().clone() for bucket, gradient in gradients.items()}
+    def _keep(self, gradients: Gradients) -> None:
+        self.gradients = {id(bucket): bucket.reduced().detach().clone() for bucket in self.engine.buckets}
         for bucket, gradient in self.gradients.items():
             peak = gradient.abs()
             self.peaks[bucket] = torch.maximum(self.peaks[bucket], peak) if bucket in self.peaks else peak
-        self.unused = unused
-        return self._update(gradients, lr_factor, unused, *more, **named)
+        self.unused = gradients.unused
 
     def stop(self) -> None:
-        del self.engine.update
+        self.engine.owner.before_update.remove(self._keep)
 
 
 class Comparison:
@@ -103,8 +99,8 @@ class Comparison:
         with safe_open(self.path, framework="pt") as reference:
             known = {key for key in reference.keys() if key.startswith("gradient:")}  # noqa: SIM118
             least = float(reference.get_tensor("least"))
-            for bucket, offset in zip(engine.buckets, engine.offsets, strict=True):
-                low, high = engine.owned(bucket)
+            for bucket in engine.buckets:
+                (low, high), offset = engine.owner.owned(bucket), bucket.offset
                 for slot in bucket.buffer.slots:
                     start, stop = max(slot.start, low), min(slot.stop, high)
                     key = f"gradient:{slot.name}"
@@ -140,7 +136,7 @@ class Comparison:
         rows, peaks = [Row(0.0, "update", "nothing")], self._peaks(watch)
         with safe_open(self.path, framework="pt") as reference:
             limit = float(reference.get_tensor("limit"))
-            for piece in self.engine.owned_parameters():
+            for piece in self.engine.owner.parameters():
                 before, after, peak = (
                     self._own(piece.name, _read(reference, f"{kind}:{piece.name}"))
                     for kind in ("before", "after", "peak")
@@ -154,8 +150,8 @@ class Comparison:
     def _peaks(self, watch: GradientWatch) -> dict[tuple[str, int], torch.Tensor]:
         """The largest gradients of the pieces that this rank owns, by parameter and first element."""
         found, engine = {}, self.engine
-        for bucket, offset in zip(engine.buckets, engine.offsets, strict=True):
-            low, high = engine.owned(bucket)
+        for bucket in engine.buckets:
+            (low, high), offset = engine.owner.owned(bucket), bucket.offset
             for slot in bucket.buffer.slots:
                 start, stop = max(slot.start, low), min(slot.stop, high)
                 if start < stop:

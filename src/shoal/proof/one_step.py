@@ -32,7 +32,7 @@ from shoal.launch.join import Rank, join, leave
 from shoal.layout.experts.rehearsal import ParametersKept, rehearsing
 from shoal.layout.held_outside import Outside
 from shoal.layout.held_state import HeldNow
-from shoal.parallel.engine import NonFinite
+from shoal.parallel.result import NonFinite
 from shoal.proof.coupling import SamplesCoupled, couples_samples, refusal, splits_batches
 from shoal.proof.data_reads import reads_differ, why_data_differ
 from shoal.proof.drawing import drawing_alike

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Self
+
+from shoal.common.suggest import did_you_mean
 
 KINDS: dict[str, tuple[Any, str]] = {
     "str": (str, "text"),
@@ -56,10 +57,8 @@ class JobOptions:
         known = [each.name for each in fields(cls)]
         for name in given:
             if name not in known:
-                near = get_close_matches(name, known, n=1)
-                meant = f" (did you mean {near[0]!r}?)" if near else ""
                 takes = ", ".join(each.name for each in fields(cls) if each.name != "job" and not each.metadata)
-                raise WrongOption(f"no option {name!r}{meant}; it takes {takes}")
+                raise WrongOption(f"no option {name!r}{did_you_mean(name, known)}; it takes {takes}")
         plain: dict[str, Any] = {n: str(value) if isinstance(value, Path) else value for n, value in given.items()}
         return cls(**plain)
 

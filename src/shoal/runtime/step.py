@@ -24,10 +24,9 @@ from shoal.job.draw_rules import key_of
 from shoal.job.facts import require_initialised
 from shoal.job.randomness import Randomness
 from shoal.parallel.batch_norm import batch_norms, couples_samples
-from shoal.parallel.engine import StepResult
 from shoal.parallel.executor import Executor
 from shoal.parallel.global_loss import GlobalLoss
-from shoal.parallel.zero import ReadsOutside
+from shoal.parallel.result import StepResult
 from shoal.strategy import Strategy
 
 
@@ -132,17 +131,18 @@ class StepRunner:
 
     def read_outside(self, counter: int) -> list[str]:
         """Under zero=3, parameters that a forward of the batch at `counter` reads outside of their block's own forward,
-        where they are NaN. All ranks call it alike."""
+        where they are NaN. All ranks of an island call it alike."""
         engine = self.engine
-        if engine.gathering is None or engine.pipelined:
+        reads = engine.owner.watch_reads()
+        if reads is None or engine.pipelined:
             return []
-        reads = ReadsOutside(engine.gathering)
         part = self.part(0, self.order.indices(counter), counter)
         with torch.no_grad(), reads:
             self.loss(part, self.forward(part))
-        engine.gathering.finish()
+        engine.owner.release()
         BOOK.take()
-        return sorted({name for row in exchange({"names": reads.names}) for name in row["names"]})
+        rows = exchange({"names": reads.names}, None if engine.outer is None else engine.placement.island)
+        return sorted({name for row in rows for name in row["names"]})
 
     def part(self, micro: int, indices: np.ndarray, counter: int) -> Part:
         """This rank's part of a micro-batch."""
@@ -258,7 +258,8 @@ class StepRunner:
         if world.group is None:
             return totals
         if self.engine.pipelined:
-            names = next(row["names"] for row in exchange({"names": list(totals)}) if row["names"])
+            rows = exchange({"names": list(totals)}, self.engine.placement.survivors)
+            names = next(row["names"] for row in rows if row["names"])
             totals = {name: totals.get(name, [0.0, 0.0]) for name in names}
         flat = torch.tensor(list(totals.values()), dtype=torch.float64, device=self.device)
         dist.all_reduce(flat, group=world.group)

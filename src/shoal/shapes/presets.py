@@ -5,8 +5,7 @@ Taken from the papers and published configurations. A name may be spelled with "
 
 from __future__ import annotations
 
-from difflib import get_close_matches
-
+from shoal.common.suggest import did_you_mean
 from shoal.shapes.shape import Transformer
 
 
@@ -65,9 +64,7 @@ def preset(name: str) -> Transformer:
         if spelling in SHAPES:
             shape = SHAPES[spelling]
             return shape if shape.name == spelling else _named(shape, spelling)
-    near = get_close_matches(key, list(SHAPES), n=1, cutoff=0.5)
-    meant = f" (did you mean {near[0]!r}?)" if near else ""
-    raise ValueError(f"no shape is called {name!r}{meant}; known are {', '.join(SHAPES)}")
+    raise ValueError(f"no shape is called {name!r}{did_you_mean(key, SHAPES)}; known are {', '.join(SHAPES)}")
 
 
 def _named(shape: Transformer, name: str) -> Transformer:

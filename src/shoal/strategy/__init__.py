@@ -7,6 +7,8 @@ answered at once.
 
 from __future__ import annotations
 
+from typing import Any
+
 from shoal.strategy.contract import Contract, contract
 from shoal.strategy.explanation import explanation
 from shoal.strategy.expression import Axis, Strategy, as_strategy
@@ -18,6 +20,7 @@ from shoal.strategy.taxonomy.place import SPECTRUM, Placement, place
 from shoal.strategy.taxonomy.systems import SYSTEMS, Likeness, System, systems_like
 from shoal.strategy.taxonomy.techniques import Technique, techniques
 from shoal.strategy.terms import *  # noqa: F403
+from shoal.strategy.terms import REGISTRY
 from shoal.strategy.terms import __all__ as _terms
 from shoal.strategy.terms.arguments import TermError
 from shoal.strategy.text import parse
@@ -32,3 +35,10 @@ __all__ = [
     "check", "contract", "explanation", "in_words", "is_legal", "parse", "place", "require_legal", "serial",
     "systems_like", "techniques", *_terms,
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """A term that is a file of its own (`shoal/technique`)."""
+    if name in REGISTRY:
+        return REGISTRY[name]
+    raise AttributeError(f"module 'shoal.strategy' has no attribute {name!r}")

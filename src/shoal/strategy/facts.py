@@ -30,6 +30,8 @@ class ModelFacts:
     """Why it cannot be cut so on ranks that cp has given a part of the sequence."""
     context_why: str = ""
     """Why the sequence cannot be cut for context parallelism; empty if it can, or is not known."""
+    context_in_stages_why: str = ""
+    """Why it cannot be cut for context parallelism in the stages of a pipeline."""
     experts_why: str = ""
     """Why what looks like experts cannot be dealt out."""
     heads: int | None = None

@@ -18,6 +18,7 @@ from shoal.launch import RankFailed, run_ranks, warm_up
 from shoal.proof.gate import gate_locally
 from shoal.runtime.options import WrongOption
 from shoal.strategy import Strategy, Term, as_strategy, parse, require_legal
+from shoal.strategy.islands import islands
 from shoal.training.entry import MODULES, check_run, train_run
 from shoal.training.options import TrainOptions
 from shoal.training.record.lock import FolderBusy, FolderLock, take
@@ -125,11 +126,12 @@ def train_locally(options: TrainOptions, world: int, *, hang_after_s: float, on_
             outcomes = run_ranks(
                 train_run, options.to_json(), ranks=world, hang_after_s=hang_after_s,
                 on_message=lambda rank, message: on_message(message),
+                islands=islands(parse(options.strategy or "serial")),
             )  # fmt: skip
         except RankFailed as error:
             _record_failure(Path(folder), error)
             raise
-    return {**outcomes[0], "memory_bytes": max(each["memory_bytes"] for each in outcomes)}
+    return {**outcomes[0], "memory_bytes": max(each["memory_bytes"] for each in outcomes if each is not None)}
 
 
 def _checked(options: TrainOptions, *, hang_after_s: float, on_message: Listener) -> TrainOptions:

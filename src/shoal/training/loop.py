@@ -1,7 +1,8 @@
 """The training loop, as every rank runs it: steps, evaluation, checkpoints, and rank 0's record of it all.
 
 A stop (Ctrl-C, SIGTERM) reaches one rank first; it travels with the loss to the others, so that all stop
-after the same step, write a checkpoint and end. Nothing of a run depends on when it was interrupted.
+after the same step, write a checkpoint and end. Nothing of a run depends on when it was interrupted. Islands, which
+average their models only now and then, do these things when they meet (`pace.py`).
 """
 
 from __future__ import annotations
@@ -23,18 +24,21 @@ from shoal.checkpoint.saved import open_checkpoint
 from shoal.comm.group import registered
 from shoal.comm.json_exchange import exchange
 from shoal.comm.ledger import BOOK, Ledger
+from shoal.estimate.outer_calls import period
 from shoal.launch.devices import peak_memory_bytes
 from shoal.launch.join import join, leave
 from shoal.launch.watch import beat
 from shoal.layout.held_outside import Outside
 from shoal.layout.layout import facts_of, layout_of
 from shoal.parallel.batch_norm import batch_norms
-from shoal.parallel.engine import NOTHING_COUNTED, NonFinite
+from shoal.parallel.result import NOTHING_COUNTED, NonFinite
 from shoal.proof.one_step import gate_here
 from shoal.runtime.setup import Prepared, job_from, prepare, staleness
 from shoal.strategy import parse
 from shoal.training.check import TrainingStopped, require_job_of, resume_point, warning
+from shoal.training.lost_islands import LostIslands
 from shoal.training.options import TrainOptions
+from shoal.training.pace import Pace
 from shoal.training.record import lock
 from shoal.training.record.lock import FolderBusy, FolderLock
 from shoal.training.record.recorder import Recorder, new_folder, tracing
@@ -45,7 +49,7 @@ def train(options: TrainOptions, channel: Any) -> dict[str, Any]:
     """On every rank: a job under a strategy, from its start or from a checkpoint, to its end."""
     asked = options.backend
     me = join(backend=None if asked is None else registered(asked), emulate=options.emulate)
-    job, strategy = job_from(options), parse(options.strategy or "serial")
+    job, strategy = job_from(options), parse("serial" if options.strategy is None else options.strategy)
     if options.gate:
         # No process stands above the ranks that could have done it.
         with Outside(job).kept():
@@ -64,7 +68,7 @@ def train(options: TrainOptions, channel: Any) -> dict[str, Any]:
         except BaseException as error:
             run.failed(error)
             raise
-        leave()
+        leave(lost=run.lost.ranks)
     return outcome
 
 
@@ -109,6 +113,8 @@ class TrainingRun:
         self.last_loss: float | None = None
         self.evaluated_step: int | None = None
         self.stopping = False
+        self.pace = Pace(period(ready.strategy))
+        self.lost = LostIslands(ready, channel, rank=rank)
         if options.resume is not None:
             self._resume(Path(options.resume))
         self.recorder: Recorder | None = None
@@ -139,6 +145,7 @@ class TrainingRun:
             require_savable(self.engine, self.ready.optimizer)
         trace = tracing(self.folder, steps=3) if self.rank == 0 and self.options.trace else None
         BOOK.take()
+        self.lost.allow()
         self._evaluate_if_due()  # A stop comes before the evaluation of its step.
         while self.step < job.steps and not self._done():
             self._one_step()
@@ -147,7 +154,7 @@ class TrainingRun:
             if self.stopping:
                 break
             self._evaluate_if_due()
-            if every and self.step % every == 0 and self.step < job.steps:
+            if self.pace.due(self.step, every) and self.step < job.steps:
                 self._save(final=False)
         if trace is not None:
             trace.close()
@@ -160,8 +167,8 @@ class TrainingRun:
         return self._close(status)
 
     def _evaluate_if_due(self) -> None:
-        every, within = self.job.evaluate_every, 0 < self.step < self.job.steps
-        if every and within and self.step % every == 0 and self.evaluated_step != self.step:
+        due = self.pace.due(self.step, self.job.evaluate_every or 0)
+        if due and 0 < self.step < self.job.steps and self.evaluated_step != self.step:
             self._evaluate()
 
     def _done(self) -> bool:
@@ -171,11 +178,14 @@ class TrainingRun:
         started = time.perf_counter()
         self.engine.stop_requested = bool(self.channel.stop_requested)
         lr_factor = self.job.schedule(self.step)
+        self.lost.in_step = True
         try:
             result = self.runner.step(self.step, self.counter)
         except NonFinite as error:
             read = self.runner.read_outside(self.counter)
             raise self._no_number(self.step + 1, error.what, read) from error
+        finally:
+            self.lost.in_step = False
         seconds = time.perf_counter() - started
         samples = self.runner.order.next(self.counter) - self.counter
         self.counter += samples
@@ -204,8 +214,12 @@ class TrainingRun:
         self._settle()
         if self.job.batch_norm == "local" and batch_norms(self.engine.model):
             average_buffers(self.engine.model, self.engine.replicas.everyone)
-        with self.engine.consensus():
-            self.metrics = self.runner.evaluate(watch=beat)
+
+        def evaluate() -> dict[str, float]:
+            with self.engine.consensus():
+                return self.runner.evaluate(watch=beat)
+
+        self.metrics = self.lost.together(evaluate)
         self.evaluated_step = self.step
         BOOK.take()
         target = self.job.target
@@ -222,9 +236,13 @@ class TrainingRun:
             "reached_step": self.reached_step, "loss": self.last_loss, "evaluated_step": self.evaluated_step,
         }  # fmt: skip
         self._settle()
-        self._require_finite()
+
+        def write() -> Path:
+            self._require_finite()
+            return save(self.folder / "checkpoints", self.engine, step=self.step, progress=progress)
+
         try:
-            path = save(self.folder / "checkpoints", self.engine, step=self.step, progress=progress)
+            path = self.lost.together(write)
         except CheckpointFailed as error:
             # Half a run is worth more than none: training goes on and tries again, if there is a next time.
             if final:
@@ -246,10 +264,11 @@ class TrainingRun:
 
     def _require_finite(self) -> None:
         """A checkpoint that cannot be trained on must not take the place of one that can."""
-        pieces = self.engine.owned_parameters()
+        pieces = self.engine.owner.parameters()
         mine = next((piece.name for piece in pieces if not bool(torch.isfinite(piece.values).all())), None)
         with BOOK.during("checkpoint"):
-            lost = [report["name"] for report in exchange({"name": mine}) if report["name"] is not None]
+            reports = exchange({"name": mine}, self.engine.placement.survivors)
+        lost = [report["name"] for report in reports if report["name"] is not None]
         if lost:
             raise self._no_number(self.step, f"the parameter {lost[0]} is no longer finite")
 
@@ -283,7 +302,7 @@ class TrainingRun:
             "memory_bytes": peak_memory_bytes(self.engine.device),
             "steps_to_target": self.reached_step, "time_to_target_s": self.reached_s,
             "ledger": self.ledger.to_json(), "predicted": self.ready.predicted.to_json(),
-            "folder": str(self.folder), **staleness(self.ready.executor),
+            "folder": str(self.folder), **self.lost.report(), **staleness(self.ready.executor),
         }  # fmt: skip
         if self.recorder is not None:
             self.recorder.close(status, outcome)

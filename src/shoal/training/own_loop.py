@@ -29,9 +29,10 @@ from shoal.job.random_optimizer import UpdateDraws, draws_numbers, without_draws
 from shoal.launch.join import join
 from shoal.parallel.apply import Options, parallelize
 from shoal.parallel.buffers import buffer_exchange
-from shoal.parallel.engine import Engine, StepResult
+from shoal.parallel.engine import Engine
 from shoal.parallel.optimizer import Factory
 from shoal.parallel.placement import Replicas, mesh_of
+from shoal.parallel.result import StepResult
 from shoal.strategy import ModelFacts, Strategy, Term, amp, as_strategy, parse, require_legal
 from shoal.training.own_checks import UNCHECKED, LossOf, ReplicaState, check_split, doubtful_counts
 
@@ -109,7 +110,7 @@ class OwnLoop:
         self._undo.append(guard.remove)
         if self._half:
             self._autocast_forward()
-        if running.gathering is not None:
+        if not running.owner.keeps_full:
             self._refuse_sharded_state()
 
     @property
@@ -171,8 +172,7 @@ class OwnLoop:
             check_split(self.model, loss_of, batch)
         finally:
             self._half, self._begun, self._samples = half, False, 0
-            if self.running.gathering is not None:
-                self.running.gathering.finish()
+            self.running.owner.release()
         self._checked = True
 
     def step(self, lr_factor: float = 1.0, *, again: Callable[[], None] | None = None) -> StepResult | None:
@@ -233,8 +233,8 @@ class OwnLoop:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The model's full weights and buffers, as copies on every rank. All ranks call it alike."""
-        gathering = self.running.gathering
-        if gathering is None:
+        owner = self.running.owner
+        if owner.keeps_full:
             return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
         found = dict.fromkeys(name for name, _ in self.model.named_parameters(remove_duplicate=False))
         found |= dict.fromkeys(persistent_buffers(self.model))
@@ -242,15 +242,8 @@ class OwnLoop:
         for name, param in self.model.named_parameters(remove_duplicate=False):
             names.setdefault(id(param), []).append(name)
         with torch.no_grad():
-            for unit in gathering.units:
-                held = unit.whole
-                gathering.gather(unit, "checkpoint")
-                for shard in unit.shards:
-                    for slot in shard.buffer.slots:
-                        values = slot.param.detach().clone()
-                        found |= dict.fromkeys(names[id(slot.param)], values)  # type: ignore[arg-type]
-                if not held:
-                    gathering.free(unit)
+            for param, values in owner.full_values():
+                found |= dict.fromkeys(names[id(param)], values.clone())  # type: ignore[arg-type]
         for name, param in self.model.named_parameters(remove_duplicate=False):
             if found[name] is None:  # Frozen: every rank has it.
                 found[name] = param.detach().clone()  # type: ignore[assignment]
@@ -272,9 +265,7 @@ class OwnLoop:
             for name, tensor in own.items():
                 if name not in slots:
                     tensor.copy_(state[name])
-        if self.running.gathering is not None:
-            self.running.gathering.finish()
-        self.running.load_parameters(lambda name, start, stop: state[name].reshape(-1)[start:stop])
+        self.running.owner.load_parameters(lambda name, start, stop: state[name].reshape(-1)[start:stop])
 
     def close(self) -> None:
         """Gives the model back, with full parameters on every rank. All ranks call it alike."""

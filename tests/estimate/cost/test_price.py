@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from shoal.cluster import cluster
 from shoal.estimate.cost import GOOD, PHYSICS, PROFILES, Inputs, gathered, inputs_for, price
-from shoal.estimate.cost.inputs import with_bandwidth
 from shoal.estimate.cost.price import SPLIT
 from shoal.shapes.presets import preset
 
@@ -45,7 +44,9 @@ def inputs_of(case: dict[str, object], **changed: object) -> Inputs:
 @given(case=cases(), ratio=st.sampled_from([1.5, 4.0]), level=st.sampled_from([None, 0, 1]))
 def test_more_bandwidth_is_never_slower(case: dict[str, object], ratio: float, level: int | None) -> None:
     inputs, profile = inputs_of(case), PROFILES[str(case["profile"])]
-    faster = price(with_bandwidth(inputs, ratio, level=level), profile).step_s
+    factors = np.ones((inputs.level_bytes_per_s.shape[0], 1))
+    factors[slice(None) if level is None else level] = ratio
+    faster = price(replace(inputs, level_bytes_per_s=inputs.level_bytes_per_s * factors), profile).step_s
     assert np.all(faster <= price(inputs, profile).step_s * (1 + 1e-9))
 
 

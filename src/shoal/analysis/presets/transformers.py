@@ -6,7 +6,7 @@ positions, no biases), other causal ones GPT's, tied ones without a mask BERT's,
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Literal
 
 from shoal.analysis.convolution import Convolution
 from shoal.analysis.elementwise import Activation, Add, Concatenation, Multiply, Rotary
@@ -15,6 +15,7 @@ from shoal.analysis.network import Network, NetworkBuilder
 from shoal.analysis.operator import Operator
 from shoal.analysis.products import Attention, FullyConnected
 from shoal.analysis.reductions import LayerNorm, Loss, Softmax
+from shoal.shapes.shape import Transformer
 
 PATCHES = {197: (224, 16), 257: (224, 14)}
 """Positions of a vision transformer -> side of its image and of a patch; one position more is the class's."""
@@ -22,38 +23,7 @@ PATCHES = {197: (224, 16), 257: (224, 14)}
 Family = Literal["llama", "gpt", "bert", "vit"]
 
 
-class Shape(Protocol):
-    """What is read of a transformer's shape (`shoal.shapes.shape.Transformer` has it)."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def layers(self) -> int: ...
-    @property
-    def hidden(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def ffn(self) -> int: ...
-    @property
-    def gated(self) -> bool: ...
-    @property
-    def vocab(self) -> int: ...
-    @property
-    def tied(self) -> bool: ...
-    @property
-    def experts(self) -> int: ...
-    @property
-    def active_experts(self) -> int: ...
-    @property
-    def sequence(self) -> int: ...
-    @property
-    def causal(self) -> bool: ...
-
-
-def family_of(shape: Shape) -> Family:
+def family_of(shape: Transformer) -> Family:
     if shape.gated:
         return "llama"
     if shape.causal:
@@ -61,7 +31,7 @@ def family_of(shape: Shape) -> Family:
     return "bert" if shape.tied else "vit"
 
 
-def network_of(shape: Shape, batch: int, *, attention_bias: bool | None = None) -> Network:
+def network_of(shape: Transformer, batch: int, *, attention_bias: bool | None = None) -> Network:
     """One training step of a transformer on `batch` sequences of its length. Biases on query, key and value follow
     the family unless they are named.
     """
@@ -71,7 +41,7 @@ def network_of(shape: Shape, batch: int, *, attention_bias: bool | None = None) 
 class _Writer:
     """Writes the layers down, block by block."""
 
-    def __init__(self, shape: Shape, batch: int, attention_bias: bool | None) -> None:
+    def __init__(self, shape: Transformer, batch: int, attention_bias: bool | None) -> None:
         self.shape, self.batch, self.family = shape, batch, family_of(shape)
         self.rows = batch * shape.sequence
         self.bias = self.family != "llama"
@@ -211,4 +181,4 @@ class _Writer:
         head = FullyConnected(rows=rows, inputs=shape.hidden, outputs=shape.vocab, bias=bias, tied=shape.tied)
         x = self._add("head", head, x)
         self.builder.block = "loss"
-        self._add("loss", Loss(rows=rows, classes=shape.vocab), x)
+        self._add("loss", Loss(rows=rows, width=shape.vocab), x)

@@ -6,13 +6,16 @@ the result. Numbers are then counted among the 2^k that are left.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from shoal.comm.peers import Peers, Steps
-from shoal.comm.vector import Operation, Vector
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
-Within = Callable[[int, Callable[[int], int]], Steps]
-"""The algorithm among 2^k: given this rank's number there, and how such a number becomes a rank."""
+    from shoal.comm.peers import Peers, Steps
+    from shoal.comm.vector import Operation, Vector
+
+    Within = Callable[[int, Callable[[int], int]], Steps]
+    """The algorithm among 2^k: given this rank's number there, and how such a number becomes a rank."""
 
 
 def largest_power(ranks: int) -> int:

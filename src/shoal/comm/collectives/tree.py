@@ -6,13 +6,11 @@ that are left drop out in each step on the way up, and join in the opposite orde
 
 from __future__ import annotations
 
-from shoal.comm.peers import Peers, Steps
-from shoal.comm.vector import Operation, Vector
+from typing import TYPE_CHECKING
 
-
-def tree_all_reduce(peers: Peers, x: Vector, operation: Operation) -> Steps:
-    yield from tree_reduce(peers, x, operation, root=0)
-    yield from tree_broadcast(peers, x, root=0)
+if TYPE_CHECKING:
+    from shoal.comm.peers import Peers, Steps
+    from shoal.comm.vector import Operation, Vector
 
 
 def tree_reduce(peers: Peers, x: Vector, operation: Operation, *, root: int) -> Steps:

@@ -1,4 +1,4 @@
-"""Gradient compression: what is kept as error (`feedback.py`), how a tensor becomes bytes (a codec a file), how bytes
-are exchanged (`exchange.py`). `table.method_of` turns a term into the method that runs it; `traffic.py` predicts what
-it sends. Nothing is imported here, so that predictions need no torch.
+"""Gradient compression: what a compressor is (`compressor.py`), how payloads are laid out (`payload.py`) and exchanged
+(`exchange.py`), and a reduction by one (`method.py`); `traffic.py` predicts what it sends. The compressors themselves
+are `technique/compress`. Nothing is imported here, so that predictions need no torch.
 """

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 from shoal.comm.compress.given import Draw
-from shoal.comm.compress.traffic import LEVEL_BLOCK, divided_up
+from shoal.comm.compress.sizes import BLOCK, divided_up
 
 
 def filled_up(x: torch.Tensor, length: int) -> torch.Tensor:
@@ -38,7 +38,7 @@ def rounded_at_random(x: torch.Tensor, levels: int, draw: Draw) -> tuple[torch.T
 
     A magnitude between two levels takes the upper one with the probability that makes the expectation exact.
     """
-    blocks = in_blocks(x.abs(), LEVEL_BLOCK)
+    blocks = in_blocks(x.abs(), BLOCK)
     scales = blocks.amax(1)
     exact = blocks.div_(divisors(scales)).mul_(levels).view(-1)[: len(x)]
     lower = exact.floor()
@@ -49,4 +49,4 @@ def rounded_at_random(x: torch.Tensor, levels: int, draw: Draw) -> tuple[torch.T
 def from_levels(signed: torch.Tensor, scales: torch.Tensor, levels: int) -> torch.Tensor:
     """The elements that signed levels of their blocks' scales stand for."""
     # In this order nothing overflows and a denormal scale is not lost.
-    return in_blocks(signed / levels, LEVEL_BLOCK).mul_(scales[:, None]).view(-1)[: len(signed)]
+    return in_blocks(signed / levels, BLOCK).mul_(scales[:, None]).view(-1)[: len(signed)]

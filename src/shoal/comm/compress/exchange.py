@@ -74,6 +74,9 @@ Ask = Sum | Gather | Deal | Send | Receive | Spread
 Reduction = Generator[Ask | Agree, Any, torch.Tensor]
 """Yields what it asks for, is sent the answers, and returns the reduced tensor."""
 
+Total = Generator[Ask, Any, torch.Tensor]
+"""The part of a reduction that a method brings along (`Compressor.total`)."""
+
 
 def run(
     reductions: Sequence[Reduction], over: Over, answered: Callable[[list[Any], Over], Iterable[Any]] | None = None

@@ -13,13 +13,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from shoal.comm.compress.compressor import CompressError
+
 State = dict[str, torch.Tensor]
-"""What is kept for one parameter on one rank; empty at the start, and part of a checkpoint. "residual" and "velocity"
-are flat and as long as the parameter; PowerSGD's "query" is [columns, rank], the same on all ranks."""
-
-
-class CompressError(ValueError):
-    """A tensor, a state or a group that a compression cannot take."""
+"""What is kept for one parameter on one rank; empty at the start, and part of a checkpoint. What a method
+`keeps` is flat and as long as the parameter; anything else (PowerSGD's "query") is the same on all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,31 +4,28 @@ what was not sent.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
 
 import torch
 
 from shoal.comm.compress import traffic
-from shoal.comm.compress.exchange import Agree, Ask, Reduction, run
-from shoal.comm.compress.feedback import Feedback, Nothing
+from shoal.comm.compress.compressor import Compressor
+from shoal.comm.compress.exchange import Agree, Reduction, Sum, Total, run
+from shoal.comm.compress.finite import is_finite, or_nan
 from shoal.comm.compress.given import CompressError, Draw, Over, State
-from shoal.comm.compress.traffic import Transfer
-
-if TYPE_CHECKING:
-    from shoal.strategy.terms.compress import CompressTerm
-
-Total = Generator[Ask, Any, torch.Tensor]
+from shoal.strategy.terms.compress import CompressTerm, Transfer
 
 
-class Method(ABC):
+class Method:
     """A compression of gradients, made for one term; it holds no state of its own."""
 
-    feedback: Feedback = Nothing()
-
-    def __init__(self, term: CompressTerm) -> None:
-        self.term = term
+    def __init__(self, term: CompressTerm, *, clip: float | None = None) -> None:
+        """`clip`: the job's bound on the norm of the gradient, for methods that apply it on each rank."""
+        self.term, self.clip = term, clip
+        self.keeps = term.keeps if isinstance(term, Compressor) else ()
+        """What is kept of each element."""
+        self.extras = term.extras if isinstance(term, Compressor) else ()
+        """What is kept besides."""
 
     def reduction(self, x: torch.Tensor, state: State, over: Over, draw: Draw) -> Reduction:
         """The sum over ranks of what each sends of `x`, bitwise the same on all of them.
@@ -40,17 +37,22 @@ class Method(ABC):
         """
         if x.numel() == 0:
             return x.clone()
-        value, taken_up = self.feedback.take_up(_flat(x), state, over)
-        kept = {**state, **taken_up}
+        value, kept = self._take_up(_flat(x), state, over)
         total = yield from self._total(or_nan(value, is_finite(value)), x.shape, kept, over, draw)
         if (yield Agree(is_finite(total))):
             state.update(kept)
         return total.view(x.shape)
 
-    @abstractmethod
+    def _take_up(self, x: torch.Tensor, state: State, over: Over) -> tuple[torch.Tensor, State]:
+        if not isinstance(self.term, Compressor):
+            return x, dict(state)
+        value, taken_up = self.term.take_up(x, state, over, self.clip)
+        return value, {**state, **taken_up}
+
     def _total(self, value: torch.Tensor, shape: torch.Size, kept: State, over: Over, draw: Draw) -> Total:
-        """The sum of what all ranks send of their flat values, and out of `kept` what was sent. NaN on any rank must
-        come out as NaN on all."""
+        if not isinstance(self.term, Compressor):  # none(): the all-reduce that the others are measured against.
+            return (yield Sum(value))
+        return (yield from self.term.total(value, shape, kept, over, draw))
 
     def reduce(self, x: torch.Tensor, state: State, over: Over, draw: Draw) -> torch.Tensor:
         """One tensor's `reduction`, by itself."""
@@ -72,19 +74,3 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
     if x.dtype not in (torch.float32, torch.float64):
         raise CompressError(f"a gradient of {x.dtype} was given; expected float32 or float64, so convert it first")
     return x.detach().reshape(-1)
-
-
-def is_finite(x: torch.Tensor) -> torch.Tensor:
-    """Whether no element is inf or NaN, as a tensor without dimensions: the host need not wait for it."""
-    if x.numel() == 0:
-        return torch.ones((), dtype=torch.bool, device=x.device)
-    low, high = torch.aminmax(x)
-    return torch.isfinite(low) & torch.isfinite(high)
-
-
-def or_nan(x: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
-    """The same, or all NaN if it is not finite: so whatever a method picks to send, the others see it. In host memory
-    the host decides and saves a pass; on an accelerator it does not wait for the answer."""
-    if x.device.type == "cpu":
-        return x if finite else torch.full_like(x, float("nan"))
-    return torch.where(finite, x, float("nan"))

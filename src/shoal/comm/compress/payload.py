@@ -1,4 +1,5 @@
-"""Payloads: tensors laid end to end as bytes, and small numbers packed so that none of them takes more than its bits.
+"""Payloads: tensors laid end to end as bytes, elements with their places, and small numbers packed so that none of them
+takes more than its bits.
 
 Bits go in planes: the lowest bits of all numbers, then the next ones. A plane is packed eight to a byte by numpy's
 vector code where the tensor lies in host memory, by shifts elsewhere; the bytes are the same.
@@ -9,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from shoal.comm.compress.traffic import TRITS_A_BYTE, divided_up
+from shoal.comm.compress.sizes import INDEX_BYTES, TRITS_A_BYTE, divided_up
 
 
 def laid_out(*parts: torch.Tensor) -> torch.Tensor:
@@ -97,3 +98,14 @@ def unpacked_trits(packed: torch.Tensor, count: int) -> torch.Tensor:
     index = packed.int()
     planes = [(every_byte // 3**place % 3).to(torch.uint8).index_select(0, index) for place in range(TRITS_A_BYTE)]
     return torch.cat(planes)[:count]
+
+
+def sparse_payload(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    return laid_out(values, places.int())
+
+
+def sparse_parts(payload: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and their places."""
+    count = len(payload) // (dtype.itemsize + INDEX_BYTES)
+    reader = Reader(payload)
+    return reader.take(count, dtype), reader.take(count, torch.int32)

@@ -7,7 +7,7 @@ one cluster and many candidate strategies; the formulas do not know which, and n
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -201,13 +201,6 @@ def device_at(device: Device, precision: str) -> tuple[float, float]:
     format_ = "bf16" if precision.startswith("fp8") else precision
     peak = device.peak(format_)
     return peak, device.matmul(format_) or UNMEASURED * peak
-
-
-def with_bandwidth(inputs: Inputs, ratio: float, *, level: int | None = None) -> Inputs:
-    """The same rows on links that are `ratio` times as fast, all of them or one level."""
-    factors = np.ones((inputs.level_bytes_per_s.shape[0], 1))
-    factors[slice(None) if level is None else level] = ratio
-    return replace(inputs, level_bytes_per_s=inputs.level_bytes_per_s * factors)
 
 
 def _codes(name: str, given: Any, known: Sequence[str]) -> Column:

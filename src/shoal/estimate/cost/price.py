@@ -14,8 +14,8 @@ from shoal.estimate.cost.links import path
 from shoal.estimate.cost.memory import Memory, memory
 from shoal.estimate.cost.profile import Profile
 from shoal.estimate.cost.profiles import GOOD
-from shoal.estimate.cost.schedule import INTERLEAVED, Stages, bubble_s, messages, spared_s, stages, uneven_bubble_s
-from shoal.estimate.cost.span import passes_of, spans_s
+from shoal.estimate.cost.schedule import INTERLEAVED, Stages, bubble_s, messages, spared_s, stages
+from shoal.estimate.cost.span import pass_parts, step_spans_s
 from shoal.estimate.cost.time import PASSES, head_time, layer_time
 
 SPLIT = ("compute", "host", "tensor", "context", "expert", "data", "pipeline", "bubble", "optimizer", "other")
@@ -56,8 +56,7 @@ def step_split_s(
 ) -> dict[str, Column]:
     """The time of a step of every row, by cause.
 
-    Schedules without a closed form (interleaved, zero-bubble) are played; `play` False takes what even stages would
-    give instead, for more rows than can be played.
+    Pipelines are simulated; `play` False takes what even stages would give instead, for more rows than can be.
     """
     layer = layer_time(inputs, profile, physics)
     head_forward, head_backward = head_time(inputs, profile, physics)
@@ -88,17 +87,14 @@ def step_split_s(
         backward_s=layers_there * layer.backward.total_s,
         weight_s=layers_there * layer.weight_s,
     )
-    idle_s = uneven_bubble_s(
-        inputs, even_s=idle_s, forward_s=layer.forward.total_s, backward_s=layer.backward.total_s, head_s=head_s
-    )
-    # What is known exactly replaces the sum; messages that hide behind other waiting are not told apart from it.
-    passes = passes_of(
-        inputs, profile, layer=layer, heads=(head_forward, head_backward), sharded=sharded, message_s=message_s
-    )
-    waits_s = spans_s(inputs, passes, play=play) - micro * slowest_s
-    exact = ~np.isnan(waits_s)
-    pipeline_s = np.where(exact, np.maximum(0.0, np.minimum(pipeline_s, waits_s)), pipeline_s)
-    idle_s = np.where(exact, waits_s - pipeline_s, idle_s)
+    if play:
+        # The simulated span replaces the guess; messages that hide behind other waiting are not told apart from it.
+        heads = (head_forward, head_backward)
+        parts = pass_parts(inputs, profile, layer=layer, heads=heads, sharded=sharded, message_s=message_s)
+        waits_s = step_spans_s(inputs, parts) - micro * slowest_s
+        known = ~np.isnan(waits_s)
+        pipeline_s = np.where(known, np.maximum(0.0, np.minimum(pipeline_s, waits_s)), pipeline_s)
+        idle_s = np.where(known, waits_s - pipeline_s, idle_s)
     idle_s = np.maximum(np.minimum(0.0, idle_s), idle_s - spared_s(inputs, profile, layers_there * layer.weight_s))
     split = {
         cause: micro * (

@@ -1,7 +1,7 @@
-"""Stages of pipelines: which layers they hold, how many micro-batches they keep, and roughly what their bubbles are.
+"""Stages of pipelines: which layers they hold, how many micro-batches they keep, and a first guess of their bubbles.
 
-The bubbles are for schedules without a closed form (interleaved and zero-bubble), where too many strategies are priced
-for each to be played: they are what playing gives with even stages. `span.py` has the true ones.
+The guess is the bubble of even stages. It decides only which of hundreds of thousands of strategies are looked at
+first: whatever a plan shows has the time of `span.py`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import numpy as np
 from shoal.estimate.cost.inputs import SCHEDULES, Column, Inputs
 from shoal.estimate.cost.profile import Profile
 
-ZERO_BUBBLE, GPIPE, INTERLEAVED, PIPEDREAM = (
-    SCHEDULES.index(name) for name in ("zero-bubble", "gpipe", "interleaved", "pipedream")
+NO_PIPELINE, ZERO_BUBBLE, GPIPE, INTERLEAVED, PIPEDREAM = (
+    SCHEDULES.index(name) for name in ("none", "zero-bubble", "gpipe", "interleaved", "pipedream")
 )
 
 
@@ -176,45 +176,6 @@ def _split_bubble_s(inputs: Inputs, *, forward_s: Column, input_s: Column, weigh
     greedy = greedy + alone * (forward_s + input_s - greedy)
     two = away * np.where(micro >= 2 * inputs.pp - 1, longer / 2, greedy)
     return np.where(inputs.chunks > 1, two, np.where(micro < inputs.pp, few, one))
-
-
-def uneven_bubble_s(inputs: Inputs, *, even_s: Column, forward_s: Column, backward_s: Column, head_s: Column) -> Column:
-    """The bubble, where chunks of different length add to interleaved rounds; seconds are of a layer and of the head.
-
-    The first round waits for the longest chunk, which is the first, on the other ranks. A round has v turns of n
-    micro-batches. In turn k the last rank goes forward through chunk k - 1 and backward through v - 1 - k; the first
-    rank, a turn earlier, forward through k and backward through v - k. They wait for each other, the last for the
-    first's backwards and the first for the last's forwards, so each turn takes as long as the longer of the two.
-    """
-    size = len(inputs)
-    found = np.broadcast_to(even_s, (size,)).copy()
-    here = np.flatnonzero(np.broadcast_to(inputs.schedule == INTERLEAVED, (size,)))
-    if not len(here):
-        return found
-    pp, chunks, micro, layers, forward_s, backward_s, head_s = (
-        np.broadcast_to(each, (size,))[here]
-        for each in (inputs.pp, inputs.chunks, inputs.micro_batches, inputs.layers, forward_s, backward_s, head_s)
-    )
-    per = np.floor(layers / (pp * chunks))
-    left_over = layers - per * pp * chunks
-    longer = of_all_last = of_all_first = np.zeros(len(here))
-    for turn in range(int(chunks.max())):
-        there = turn < chunks
-        # Chunks on the last rank, then on the first. Those stages that take one of the layers left over come first.
-        ahead, back = turn - 1 if turn else chunks - 1, chunks - 1 - turn
-        of_last = (per + (ahead * pp + pp - 1 < left_over)) * forward_s
-        of_last += (per + (back * pp + pp - 1 < left_over)) * backward_s + (head_s if turn == 0 else 0.0)
-        back = chunks - turn if turn else 0 * chunks
-        of_first = (per + (turn * pp < left_over)) * forward_s + (per + (back * pp < left_over)) * backward_s
-        longer = longer + there * np.maximum(of_last, of_first)
-        of_all_last, of_all_first = of_all_last + there * of_last, of_all_first + there * of_first
-    # Changing ranks skips a few passes.
-    more_s = (longer - np.maximum(of_all_last, of_all_first)) * np.maximum(0.0, pp - 2)
-    first_chunk = per * pp + np.minimum(left_over, pp) - per - (left_over > 0)
-    found[here] = np.maximum(
-        found[here] + np.maximum(0.0, micro / pp - 1) * more_s, first_chunk * (forward_s + backward_s)
-    )
-    return found
 
 
 def messages(inputs: Inputs, *, inside: Column) -> Column:

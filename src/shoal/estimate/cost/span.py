@@ -1,8 +1,6 @@
-"""How long the passes of a step take, from the first forward to the last backward: exact, for columns of pipelines.
+"""How long the passes of a step take, from the first forward to the last backward, for columns of pipelines.
 
-The span of a schedule is its longest chain of passes that wait for each other. For gpipe and 1f1b the chains that can
-be longest are few enough to be written down, whatever each stage takes; interleaved and zero-bubble pipelines are
-played.
+Stages are put together from the parts of a micro-batch, and their schedules simulated (`pipeline/spans.py`).
 """
 
 from __future__ import annotations
@@ -14,21 +12,17 @@ import numpy as np
 from shoal.estimate.cost.data import Sharded
 from shoal.estimate.cost.inputs import SCHEDULES, Column, Inputs
 from shoal.estimate.cost.profile import Profile
-from shoal.estimate.cost.schedule import GPIPE, INTERLEAVED, ZERO_BUBBLE, dealt_by_cost, layers_of_stages
+from shoal.estimate.cost.schedule import GPIPE, INTERLEAVED, NO_PIPELINE, PIPEDREAM, dealt_by_cost, layers_of_stages
 from shoal.estimate.cost.time import LayerTime, Pass
-from shoal.estimate.pipeline.spans import Pipelines
-from shoal.estimate.pipeline.spans import passes_of as passes_in
-from shoal.estimate.pipeline.spans import spans_s as played_s
+from shoal.estimate.pipeline.spans import Pipelines, num_passes, spans_s
 from shoal.strategy.schedule import stage_rank
 
-NONE, ONE_AHEAD = SCHEDULES.index("none"), SCHEDULES.index("1f1b")
+ONE_AHEAD = SCHEDULES.index("1f1b")
 MOST_PASSES = 1_500
 """Longer steps are played for fewer micro-batches, and the rest is added at their pace."""
 
 PACED = (4, 6)
-"""So many micro-batches for each rank tell the pace."""
-BLOCK = 16_384
-"""Stages x rows at a time, which stay in the processor's cache."""
+"""Micro-batches for each rank that tell the pace."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +60,7 @@ class Passes:
         return forward, backward, layers * self.weight_s
 
 
-def passes_of(
+def pass_parts(
     inputs: Inputs, profile: Profile, *, layer: LayerTime, heads: tuple[Pass, Pass], sharded: Sharded, message_s: Column
 ) -> Passes:
     """The parts of every row."""
@@ -81,99 +75,28 @@ def passes_of(
     )  # fmt: skip
 
 
-def spans_s(inputs: Inputs, passes: Passes, *, play: bool) -> Column:
-    """The span of every row of a pipeline whose schedule is known; not a number for the others, and for all of them
-    without `play`."""
+def step_spans_s(inputs: Inputs, passes: Passes) -> Column:
+    """The span of every row of a pipeline; not a number where there is none, or no order of passes: without a flush,
+    interleaved without rounds, with a part of a micro-batch."""
     size = len(inputs)
-    found = np.full(size, np.nan)
-    if not play:
-        return found
     ranks, chunks, micro, schedule = (
         np.broadcast_to(np.atleast_1d(each), (size,))
         for each in (inputs.pp, inputs.chunks, inputs.micro_batches, inputs.schedule)
     )
-    closed = {GPIPE: schedule == GPIPE, ONE_AHEAD: (schedule == ONE_AHEAD) | (schedule == NONE)}
-    for num in np.unique(ranks[ranks > 1]).astype(int).tolist():
-        for code, mask in closed.items():
-            alike = np.flatnonzero(mask & (ranks == num))
-            for here in np.split(alike, range(0, len(alike), max(1, BLOCK // num))[1:]):
-                parts = passes.rows(here, size)
-                forward, backward, _ = parts.stages(SCHEDULES[code], ranks=num, chunks=1)
-                span = _gpipe_s if code == GPIPE else _in_turns_s
-                found[here] = span(forward, backward, parts.message_s, micro[here])
-    rounds = np.where(schedule == INTERLEAVED, (micro % ranks == 0) & (chunks > 1), schedule == ZERO_BUBBLE)
-    here = np.flatnonzero(rounds & (micro == np.floor(micro)) & (ranks > 1))
+    schedule = np.where(schedule == NO_PIPELINE, ONE_AHEAD, schedule)
+    chunks = np.where((schedule == GPIPE) | (schedule == ONE_AHEAD), 1, chunks)
+    ordered = np.where(schedule == INTERLEAVED, (micro % ranks == 0) & (chunks > 1), schedule != PIPEDREAM)
+    here = np.flatnonzero(ordered & (micro == np.floor(micro)) & (ranks > 1))
     keys, which = np.unique(
         np.stack([each[here] for each in (schedule, ranks, chunks, micro)]).astype(int), axis=1, return_inverse=True
     )
     groups = [here[which.reshape(-1) == place] for place in range(keys.shape[1])]
-    _play(found, passes, {tuple(key): rows for key, rows in zip(keys.T.tolist(), groups, strict=True)})
+    found = np.full(size, np.nan)
+    _fill(found, passes, {tuple(key): rows for key, rows in zip(keys.T.tolist(), groups, strict=True)})
     return found
 
 
-def _gpipe_s(forward: Column, backward: Column, message_s: Column, micro: Column) -> Column:
-    """The first micro-batch's way there and the last one's way back, and the slowest forward and the slowest backward
-    for each of the others. A rank is busy with the messages to and from its neighbours as well.
-    """
-    own_s = _neighbours(len(forward)) * message_s
-    way_s = (forward + backward).sum(axis=0) + 2 * (len(forward) - 1) * message_s
-    return np.asarray(way_s + (micro - 1) * ((forward + own_s).max(axis=0) + (backward + own_s).max(axis=0)))
-
-
-def _in_turns_s(forward: Column, backward: Column, message_s: Column, micro: Column) -> Column:
-    """1f1b.
-
-    Count a rank's time in slots, one backward each: rank r of n has w = n - 1 - r forwards before the first slot, and
-    no forwards in the last w slots. A chain moves on to the next rank with a forward, which takes it one slot further,
-    or back with a backward in the same slot, or stays: before the first slot at a rank's forwards, in the last slots at
-    its backwards, between them at both. It pays to stay between them at one rank only. So a chain goes from the first
-    rank down to some other, waiting w times at the slowest forward passed; back to the rank where it stays; down again
-    and back to the first, waiting w times at the slowest backward. Ranks that have no slot with both (few
-    micro-batches) let it stay longer at forwards or at backwards alone.
-    """
-    num = len(forward)
-    rank = np.arange(num)[:, None]
-    left, right = (rank > 0) * 2 * message_s, (rank < num - 1) * 2 * message_s
-    own_s = _neighbours(num) * message_s
-    waits = num - 1 - rank
-    turns = micro - 1 - waits
-    slow_forward, slow_backward = forward + own_s, backward + own_s
-    longest_forward, longest_backward = (np.maximum.accumulate(each) for each in (slow_forward, slow_backward))
-    there, back = np.cumsum(forward, axis=0), np.cumsum(backward, axis=0)
-    way_s = there + back + 2 * rank * message_s + right
-    # Down to a rank and back once, staying where it turns.
-    once = way_s + np.where(
-        turns >= 0,
-        waits * (longest_forward + longest_backward) + turns * (slow_forward + slow_backward),
-        (micro - 1) * (longest_forward + longest_backward),
-    )
-    found = once.max(axis=0)
-    apart = turns <= 0
-    if apart.any():
-        alone_forward, alone_backward = (np.maximum.accumulate(each * apart) for each in (slow_forward, slow_backward))
-        longer = np.maximum(
-            waits * longest_forward + (micro - 1) * alone_backward,
-            (micro - 1) * alone_forward + waits * longest_backward,
-        )
-        found = np.maximum(found, np.where(turns >= 0, way_s + longer, 0.0).max(axis=0))
-    # Down and back, staying on the way, down and back again.
-    deepest = [
-        np.maximum.accumulate((way_s + waits * longest)[::-1])[::-1] for longest in (longest_forward, longest_backward)
-    ]
-    twice = (
-        deepest[0] + deepest[1] - (back - backward) - there - 2 * rank * message_s
-        + turns * (forward + left) + (turns - 1) * (backward + right)
-    )  # fmt: skip
-    return np.asarray(np.maximum(found, np.where(turns >= 1, twice, 0.0).max(axis=0)))
-
-
-def _neighbours(num: int) -> Column:
-    """Of each rank, as a column."""
-    rank = np.arange(num)[:, None]
-    return (rank > 0) * 1.0 + (rank < num - 1)
-
-
-def _play(found: Column, passes: Passes, groups: dict[tuple[int, int, int, int], Column]) -> None:
+def _fill(found: Column, passes: Passes, groups: dict[tuple[int, int, int, int], Column]) -> None:
     """Fills in the spans of rows that share (schedule, ranks, chunks, micro)."""
     every: list[Pipelines] = []
     for (code, ranks, chunks, micro), rows in groups.items():
@@ -184,11 +107,11 @@ def _play(found: Column, passes: Passes, groups: dict[tuple[int, int, int, int],
                 schedule=SCHEDULES[code], ranks=ranks, chunks=chunks, micro=each,
                 forward_s=forward, backward_s=backward, weight_s=weight, message_s=parts.message_s,
             )
-            for each in _played_micro(SCHEDULES[code], ranks=ranks, chunks=chunks, micro=micro)
+            for each in _micro(SCHEDULES[code], ranks=ranks, chunks=chunks, micro=micro)
         ]  # fmt: skip
-    spans = iter(played_s(every))
+    spans = iter(spans_s(every))
     for (code, ranks, chunks, micro), rows in groups.items():
-        counts = _played_micro(SCHEDULES[code], ranks=ranks, chunks=chunks, micro=micro)
+        counts = _micro(SCHEDULES[code], ranks=ranks, chunks=chunks, micro=micro)
         some = [next(spans) for _ in counts]
         found[rows] = some[-1]
         if len(counts) == 2:
@@ -196,7 +119,7 @@ def _play(found: Column, passes: Passes, groups: dict[tuple[int, int, int, int],
             found[rows] += (micro - counts[1]) * pace_s
 
 
-def _played_micro(schedule: str, *, ranks: int, chunks: int, micro: int) -> tuple[int, ...]:
-    """The micro-batches to play: all of them, or two smaller numbers that tell the pace of a full pipeline."""
-    whole = passes_in(schedule, ranks=ranks, chunks=chunks, micro=micro) <= MOST_PASSES
-    return (micro,) if whole or micro <= sum(PACED) * ranks else (PACED[0] * ranks, PACED[1] * ranks)
+def _micro(schedule: str, *, ranks: int, chunks: int, micro: int) -> tuple[int, ...]:
+    """The micro-batches to simulate: all of them, or two smaller numbers that tell the pace of a full pipeline."""
+    few = num_passes(schedule, ranks=ranks, chunks=chunks, micro=micro) <= MOST_PASSES
+    return (micro,) if few or micro <= sum(PACED) * ranks else (PACED[0] * ranks, PACED[1] * ranks)

@@ -1,16 +1,20 @@
-"""Plays a pipeline schedule against a clock: when each action starts and stops, who idles, what is kept in memory.
+"""The event simulation of a pipeline: when each action starts and stops, who idles, what is kept in memory.
 
 A rank takes its actions in order and waits for what the next one needs (a blocking receive); what it has computed is
 on its way at once (an asynchronous send), and a message keeps both ends busy, as measured (docs/simulate.md). A
 schedule that plays to its end under these rules cannot deadlock in an executor that keeps them; one that does not is
 refused with the sentence that says who waits for whom.
+
+Timelines and `shoal simulate` show it. Estimates need the end of the last action only, for many pipelines, and read
+`spans.py`, which tests hold to this.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from shoal.strategy.schedule import Action, actions, stage_rank
 from shoal.strategy.terms import pp
@@ -119,14 +123,25 @@ def play(
     }  # fmt: skip
     homes = [stage_rank(stage, ranks, chunks, schedule) for stage in range(stages)]
     _refuse_misplaced(per_rank, homes)
-    lanes = _clock(per_rank, homes, costs, transfer_s)
-    makespan_s = max((lane[-1].stop_s for lane in lanes if lane), default=0.0)
+    order = causal_order(per_rank, homes)
+    starts_s, stops_s, _ = clock(order, homes, costs, transfer_s)
+    return laned(order, starts_s, stops_s, ranks=ranks, chunks=chunks, schedule=schedule)
+
+
+def laned(
+    order: Sequence[tuple[int, Action]], starts_s: Sequence[float], stops_s: Sequence[float], *,
+    ranks: int, chunks: int, schedule: str,
+) -> Played:  # fmt: skip
+    """Actions with their times, rank by rank."""
+    lanes: list[list[Box]] = [[] for _ in range(ranks)]
+    for (rank, action), start_s, stop_s in zip(order, starts_s, stops_s, strict=True):
+        lanes[rank].append(Box(action=action, start_s=start_s, stop_s=stop_s))
+    makespan_s = max(stops_s, default=0.0)
     return Played(
-        schedule=schedule, ranks=ranks, chunks=chunks,
-        lanes=tuple(tuple(lane) for lane in lanes),
+        schedule=schedule, ranks=ranks, chunks=chunks, lanes=tuple(tuple(lane) for lane in lanes),
         makespan_s=makespan_s,
-        idle_s=tuple(makespan_s - sum(costs[a.kind][a.stage] for a in order) for order in per_rank),
-        in_flight=tuple(most_kept(order) for order in per_rank),
+        idle_s=tuple(makespan_s - sum(box.stop_s - box.start_s for box in lane) for lane in lanes),
+        in_flight=tuple(most_kept([box.action for box in lane]) for lane in lanes),
     )  # fmt: skip
 
 
@@ -193,40 +208,60 @@ def _refuse_misplaced(per_rank: Sequence[Sequence[Action]], homes: Sequence[int]
             seen.add(action)
 
 
-def _clock(
-    per_rank: Sequence[Sequence[Action]], homes: Sequence[int], costs: dict[str, list[float]], transfer_s: float
-) -> list[list[Box]]:
-    """Each rank goes on until it must wait; a result wakes those who wait for it. What is left asleep is a deadlock."""
-    lanes: list[list[Box]] = [[] for _ in per_rank]
-    free_s: list[float] = [0] * len(per_rank)  # Whole numbers: costs may be exact fractions.
-    there_s: dict[Needed, float] = {}
+def causal_order(per_rank: Sequence[Sequence[Action]], homes: Sequence[int]) -> list[tuple[int, Action]]:
+    """(rank, action) of all actions, each after what it waits for. Each rank goes on until it must wait; a result wakes
+    those who wait for it. What is left asleep is a deadlock."""
+    found: list[tuple[int, Action]] = []
+    at = [0] * len(per_rank)
+    done: set[Needed] = set()
     asleep: dict[Needed, list[int]] = defaultdict(list)
     awake = list(range(len(per_rank)))
     while awake:
         rank = awake.pop()
-        lane, order = lanes[rank], per_rank[rank]
-        while len(lane) < len(order):
-            action = order[len(lane)]
-            needs = _needs(action, len(homes))
-            missing = next((need for need in needs if need not in there_s), None)
+        while at[rank] < len(per_rank[rank]):
+            action = per_rank[rank][at[rank]]
+            missing = next((need for need in _needs(action, len(homes)) if need not in done), None)
             if missing is not None:
                 asleep[missing].append(rank)
                 break
-            sent = [there_s[need] for need in needs if homes[need[1]] != rank]
-            start_s = max([free_s[rank], *sent]) + (transfer_s if sent else 0)
-            stop_s = free_s[rank] = start_s + costs[action.kind][action.stage]
-            lane.append(Box(action=action, start_s=start_s, stop_s=stop_s))
+            found.append((rank, action))
+            at[rank] += 1
             if action.kind != "W":
                 result = (action.kind[0], action.stage, action.micro)
-                there_s[result] = stop_s
+                done.add(result)
                 awake += asleep.pop(result, [])
-                onward = action.stage + (1 if action.kind == "F" else -1)
-                if 0 <= onward < len(homes) and homes[onward] != rank:
-                    free_s[rank] = stop_s + transfer_s
     waiting = {rank: need for need, sleepers in asleep.items() for rank in sleepers}
     if waiting:
-        raise ScheduleDeadlock(_who_waits(waiting, per_rank, [len(lane) for lane in lanes], homes))
-    return lanes
+        raise ScheduleDeadlock(_who_waits(waiting, per_rank, at, homes))
+    return found
+
+
+def clock(
+    order: Sequence[tuple[int, Action]], homes: Sequence[int], costs: Mapping[str, Sequence[Any]], message_s: Any,
+    *, later: Callable[[Any, Any], Any] = max,
+) -> tuple[list[Any], list[Any], list[Any]]:  # fmt: skip
+    """(starts, stops) of the actions, and when each rank is free again. `costs`: kind of action -> stage -> seconds.
+    Seconds are numbers, exact fractions too, or arrays of several pipelines, with their maximum as `later`."""
+    free_s: list[Any] = [0] * (1 + max(homes))
+    there_s: dict[Needed, Any] = {}
+    starts_s, stops_s = [], []
+    for rank, action in order:
+        start_s, received = free_s[rank], False
+        for need in _needs(action, len(homes)):
+            if homes[need[1]] != rank:
+                start_s, received = later(start_s, there_s[need]), True
+        if received:
+            start_s = start_s + message_s
+        stop_s = free_s[rank] = start_s + costs[action.kind][action.stage]
+        starts_s.append(start_s)
+        stops_s.append(stop_s)
+        if action.kind != "W":
+            there_s[action.kind[0], action.stage, action.micro] = stop_s
+            onward = action.stage + (1 if action.kind == "F" else -1)
+            if 0 <= onward < len(homes) and homes[onward] != rank:
+                # The result is on its way at once; its sender is busy until it has left.
+                free_s[rank] = stop_s + message_s
+    return starts_s, stops_s, free_s
 
 
 def _needs(action: Action, stages: int) -> list[Needed]:

@@ -1,9 +1,9 @@
-"""How long many pipelines take at once: the play without its pictures, for whole columns of costs.
+"""The time of a pipeline, for columns of them: the only one that estimates read.
 
 The order of passes does not depend on what they take, so each schedule is laid out once, in waves: a pass comes at
 least one wave after the two it waits for (the one before it on its rank, and the one whose message it needs). All
 pipelines, of whatever schedules, then walk through their waves together. A message keeps both ends busy, as in
-`simulate/play.py`, which a test holds against this.
+`play.py`, which is the oracle of this in tests.
 """
 
 from __future__ import annotations
@@ -40,13 +40,7 @@ class Pipelines:
     message_s: Numbers
     """For each pipeline."""
 
-    @property
-    def passes(self) -> int:
-        """Events of one of them."""
-        return passes_of(self.schedule, ranks=self.ranks, chunks=self.chunks, micro=self.micro)
-
-
-def passes_of(schedule: str, *, ranks: int, chunks: int, micro: int) -> int:
+def num_passes(schedule: str, *, ranks: int, chunks: int, micro: int) -> int:
     """How many passes a step has."""
     return (3 if schedule == "zero-bubble" else 2) * ranks * chunks * micro
 

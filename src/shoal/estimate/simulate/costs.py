@@ -12,9 +12,9 @@ import numpy as np
 from shoal.estimate.cost import GOOD, PHYSICS, Inputs, Physics, Profile
 from shoal.estimate.cost.data import data_time
 from shoal.estimate.cost.inputs import SCHEDULES, Column
-from shoal.estimate.cost.price import message_time, overfull, price
+from shoal.estimate.cost.price import message_time, overfull
 from shoal.estimate.cost.schedule import stages
-from shoal.estimate.cost.span import passes_of
+from shoal.estimate.cost.span import pass_parts
 from shoal.estimate.cost.time import head_time, layer_time
 from shoal.strategy.terms import pp
 
@@ -44,8 +44,6 @@ class StepCosts:
     """Ranks of one stage of one replica, which move in lockstep: tp, cp and ep."""
     node: int
     """Devices joined by the innermost links."""
-    price_s: float
-    """What `price` says of the step."""
     islands: int = 1
     """Groups of replicas that step by themselves; 1 where all step together."""
     period: int = 1
@@ -77,7 +75,7 @@ def step_costs(
         ranks, "1f1b" if alone else SCHEDULES[_whole(inputs.schedule)], micro=micro, chunks=1 if alone else chunks
     )
     message_s = np.where(inputs.pp > 1, message_time(inputs, profile, physics), 0.0)
-    parts = passes_of(inputs, profile, layer=layer, heads=heads, sharded=sharded, message_s=message_s)
+    parts = pass_parts(inputs, profile, layer=layer, heads=heads, sharded=sharded, message_s=message_s)
     forward, backward, weight = parts.stages(term.schedule, ranks=term.n, chunks=term.chunks)
     total = inputs.devices * outer if devices is None else np.asarray(float(devices))
     nodes = np.maximum(1.0, total / np.minimum(inputs.level_ranks[0], total))
@@ -91,7 +89,6 @@ def step_costs(
         replicas=_whole(inputs.dp / inputs.ep) * outer, islands=outer if local_steps else 1,
         period=max(1, local_steps), average_s=local_steps * outer_s, members=members,
         node=_whole(inputs.level_ranks[0]),
-        price_s=_one(price(inputs, profile, physics=physics).step_s),
     )  # fmt: skip
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import exp, expm1, sqrt
 
-import numpy as np
-
 STATE_BYTES = 14
 """A parameter in a checkpoint: weights in 16 bits, master weights and two moments in 32."""
 STORAGE_BYTES_PER_S = 2e9
@@ -76,24 +74,3 @@ def goodput(
 def checkpoint_time_s(*, parameters: float, nodes: int, bytes_per_s: float = STORAGE_BYTES_PER_S) -> float:
     """All nodes write their part side by side."""
     return STATE_BYTES * parameters / (nodes * bytes_per_s)
-
-
-def played_goodput(of: Goodput, *, work_s: float, seed: int = 0) -> float:
-    """The same by playing: failures drawn at random while so much work is done."""
-    draw = np.random.default_rng(seed)
-    clock_s, done_s = 0.0, 0.0
-    failure_s = draw.exponential(of.mtbf_s)
-    while done_s < work_s:
-        stretch_s = min(of.interval_s, work_s - done_s) + of.checkpoint_s
-        if clock_s + stretch_s <= failure_s:
-            clock_s += stretch_s
-            done_s += min(of.interval_s, work_s - done_s)
-            continue
-        clock_s = failure_s
-        # A restart may fail as well, and begins again.
-        failure_s = clock_s + draw.exponential(of.mtbf_s)
-        while clock_s + of.restart_s > failure_s:
-            clock_s = failure_s
-            failure_s = clock_s + draw.exponential(of.mtbf_s)
-        clock_s += of.restart_s
-    return work_s / clock_s

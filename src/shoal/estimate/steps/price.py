@@ -1,7 +1,7 @@
 """The time of a job's step under a strategy on a calibrated machine, by cause.
 
 All ranks of a machine share its cores with whoever moves their messages, so nothing hides behind anything: a step is
-the sum of computing, sending, updating and the engine's own overheads, and of a pipeline's bubbles, which are played.
+the sum of computing, sending, updating and the engine's own overheads, and of a pipeline's bubbles.
 """
 
 from __future__ import annotations
@@ -10,17 +10,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+import numpy as np
+
 from shoal.comm.compress.traffic import pays
 from shoal.estimate.codecs import codec_s, named
 from shoal.estimate.estimate import Estimate
 from shoal.estimate.held import Held
-from shoal.estimate.pipeline.play import play_term
+from shoal.estimate.pipeline.play import most_kept
+from shoal.estimate.pipeline.spans import Numbers, Pipelines, spans_s
 from shoal.estimate.step_calls import StepCalls, step_calls
 from shoal.estimate.steps.machine import Machine
 from shoal.estimate.steps.model import JobModel
 from shoal.estimate.steps.operations import PRODUCTS, Operation
 from shoal.estimate.steps.timed_calls import activation_calls, collective_s, data_calls, exchange_s
 from shoal.strategy import Strategy, cp, none, pp, recompute, shared, tp
+from shoal.strategy.schedule import actions
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +213,7 @@ def _pipelined(
     split: dict[str, float], model: JobModel, pipeline: pp, machine: Machine, by_piece: dict[str, Pass],
     calls: StepCalls,
 ) -> float:  # fmt: skip
-    """Plays the schedule with the stages that the engine would cut; gives the bytes that the fullest rank keeps."""
+    """Times the schedule of the stages that the engine would cut; gives the bytes that the fullest rank keeps."""
     ranges = model.stages[pipeline.n * pipeline.chunks]
     stages = [sum((by_piece[piece.name] for piece in model.pieces[a:b]), Pass()) for a, b in ranges]
     stages[-1] += by_piece["loss"]
@@ -217,16 +221,21 @@ def _pipelined(
     forward = [each.forward_s + each.forward_sent_s + action_s for each in stages]
     backward = [each.backward_s + each.backward_sent_s + action_s for each in stages]
     message_s = max((collective_s(machine, "send", size, 2) for size in calls.border_bytes), default=0.0)
-    played = play_term(
-        pipeline, forward_s=forward, backward_s=backward, weight_s=[each.weight_s for each in stages],
-        transfer_s=message_s,
-    )  # fmt: skip
     micro = pipeline.micro
+    [span_s] = spans_s([Pipelines(
+        schedule=pipeline.schedule, ranks=pipeline.n, chunks=pipeline.chunks, micro=micro, forward_s=_column(forward),
+        backward_s=_column(backward), weight_s=_column([each.weight_s for each in stages]),
+        message_s=np.array([message_s]),
+    )])  # fmt: skip
     split["compute"] = micro * sum(each.forward_s + each.backward_s for each in stages) / pipeline.n
     split["messages"] = micro * sum(each.sent_s for each in stages) / pipeline.n
-    split["bubble"] = played.makespan_s - split["compute"] - split["messages"]
+    split["bubble"] = float(span_s[0]) - split["compute"] - split["messages"]
     largest = max(each.kept_bytes for each in stages)
-    return largest * max(played.in_flight)
+    return largest * max(most_kept(order) for order in actions(pipeline))
+
+
+def _column(values: Sequence[float]) -> Numbers:
+    return np.array(values)[:, None]
 
 
 def _held_bytes(held: Held) -> float:

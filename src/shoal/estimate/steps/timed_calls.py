@@ -22,7 +22,6 @@ from shoal.estimate.traffic import (
     norm_calls,
     parameter_calls,
 )
-from shoal.strategy.terms.compress import threshold
 
 NOTHING_BYTES = 1024.0
 """Overheads were measured on messages of about this size."""
@@ -68,7 +67,7 @@ def collective_s(machine: Machine, kind: str, payload_bytes: float, ranks: int) 
 def data_calls(step: StepCalls) -> Iterator[TimedCall]:
     """Gradients and parameters of data parallelism, what steers the step, and buffers that the job declares."""
     table, compression = step.table, step.held.placing.compression
-    if isinstance(compression, threshold):
+    if compression is not None and compression.sized_by_data:
         raise ValueError(
             f"{compression}: how many elements it sends depends on the gradients, so its step cannot be estimated; "
             "use a compression that sends a given part, such as topk(0.01)"

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
 from shoal.layout.attention import AttentionCall
-from shoal.layout.context import ContextPlan, Holder, Places
+from shoal.layout.context.plan import ContextPlan, Holder, Places
 from shoal.layout.crossings import Crossing
 from shoal.layout.cuts import Cut
 from shoal.layout.global_view import factors
@@ -54,15 +54,20 @@ class SequenceCut:
         self._programs: dict[Any, Any] = {}
         self._attending = False
         self._cut: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for path in local:
+        self._entered = False
+        for path in () if plan.in_root else local:
             block = model.get_submodule(path)
             block.register_forward_pre_hook(partial(self._before, path), with_kwargs=True)
             if self.gathers and path == plan.blocks[-1]:
                 block.register_forward_hook(self._after)
         for path, holder in plan.holders.items():
-            if any(path == block or path.startswith(f"{block}.") for block in local):
+            if path and any(path == block or path.startswith(f"{block}.") for block in local):
                 module = model.get_submodule(path)
                 module.forward = partial(self._hold, path, holder, module.forward)  # type: ignore[method-assign]
+        if plan.in_root:
+            model.forward = partial(self._hold_root, plan.holders[""], model.forward)  # type: ignore[method-assign]
+            if plan.blocks[0]:
+                model.get_submodule(plan.blocks[0]).register_forward_pre_hook(self._enter, with_kwargs=True)
         model.forward = partial(self._forward, model.forward)  # type: ignore[method-assign]
 
     def balanced(self, length: int) -> bool:
@@ -88,6 +93,7 @@ class SequenceCut:
                 return forward(*args, **kwargs)
         finally:
             self._cut.clear()
+            self._entered = False
 
     def _hold(self, path: str, holder: Holder, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """A module that holds attention written by hand runs as if it had the full sequence."""
@@ -104,6 +110,34 @@ class SequenceCut:
             if isinstance(x, torch.Tensor) and x not in view.cuts:
                 results[leaf] = self._as_part(x, place)
         return tree_unflatten(results, shape)
+
+    def _hold_root(self, holder: Holder, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """The model as a whole runs as if it had the full sequence, from where its arguments or a block's are cut."""
+        view = GlobalView(self, self.plan.length, self._programs)
+        leaves, shape = tree_flatten((args, kwargs))
+        for leaf, (dim, _) in holder.arguments.items():
+            leaves[leaf] = self.own(leaves[leaf], dim)
+            view.mark(leaves[leaf], Cut(dim, (self.plan.length,)))
+        args, kwargs = tree_unflatten(leaves, shape)
+        with view:
+            output = forward(*args, **kwargs)
+        results, shape = tree_flatten(output)
+        if self.gathers:
+            results = [view.full(x) for x in results]
+        for leaf, place in holder.results.items():
+            if results[leaf] not in view.cuts:
+                results[leaf] = self._as_part(results[leaf], place)
+        return tree_unflatten(results, shape)
+
+    def _enter(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Cuts the stream where the first block is called."""
+        if self._entered:
+            return None
+        self._entered = True
+        leaves, shape = tree_flatten((args, kwargs))
+        part = leaves[self.plan.stream] = self.own(leaves[self.plan.stream], self.plan.dim)
+        GlobalView.active[-1].mark(part, Cut(self.plan.dim, (self.plan.length,)))
+        return tree_unflatten(leaves, shape)
 
     def _as_cut(self, x: torch.Tensor, place: Places) -> Cut:
         """How a part is cut, as the full tensor shows it."""
@@ -186,7 +220,7 @@ class SequenceCut:
             size = x.numel() * x.element_size() * n
             crossing = Crossing(how="gather", whole_bytes=size, gradient=learns, again=recomputing())
             self.gathered.append(crossing)
-            if GlobalView.active:
+            if GlobalView.active or self.plan.in_root:
                 self.gathered_in_views.append(crossing)
         together = gather(x, self.members, dim)
         balanced = self.balanced(length)
@@ -195,7 +229,8 @@ class SequenceCut:
         order = torch.cat([positions(length, n, i, balanced=balanced, device=x.device) for i in range(n)])
         return together.index_select(dim, order.argsort())
 
-    def attend(self, args: Any, kwargs: Any) -> torch.Tensor:
+    def attend(self, args: Any, kwargs: Any, *, as_called: bool = True) -> torch.Tensor:
+        """`as_called`: the model's own code calls the library's attention, so the call is known beforehand."""
         given = {**dict(zip(NAMES, args, strict=False)), **kwargs}
         q, k, v = (given.pop(name) for name in NAMES[:3])
         self.calls.append(
@@ -205,7 +240,7 @@ class SequenceCut:
                 again=recomputing(), evaluating=BOOK.phase == "evaluate",
             )
         )  # fmt: skip
-        if GlobalView.active:
+        if GlobalView.active and not (self.plan.in_root and as_called):
             self.calls_in_views.append(self.calls[-1])
         if k.shape[1] == 1 and q.shape[1] > 1:
             given["enable_gqa"] = True  # One head of keys for all: plain attention broadcasts it.

@@ -9,7 +9,8 @@ cut. Autograd sees nothing but the parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shoal.layout.cuts import Cut
@@ -28,6 +29,7 @@ from shoal.layout.recorded import Op, Ref, Trace
 from shoal.layout.tensor.dims import bind
 from shoal.layout.tensor.spread import Graph
 from shoal.layout.trace import Recorder
+from shoal.parallel.recompute import recomputing
 
 if TYPE_CHECKING:
     from shoal.parallel.context.cut import SequenceCut
@@ -56,6 +58,8 @@ class _Program:
 class GlobalView(TorchFunctionMode):
     """Active while a module that holds attention runs; `cuts` are the cut tensors that it has met."""
 
+    by_library = False
+    """Whether attention is called for a module of PyTorch's, which hides the call from who watches the model."""
     active: list[GlobalView] = []  # noqa: RUF012  (One stack for the process: modules call each other.)
 
     def __init__(self, cut: SequenceCut, length: int, programs: dict[Any, _Program | None]) -> None:
@@ -80,6 +84,8 @@ class GlobalView(TorchFunctionMode):
         kwargs = kwargs or {}
         leaves, shape = tree_flatten((args, kwargs))
         if not any(isinstance(leaf, torch.Tensor) and leaf in self.cuts for leaf in leaves):
+            return func(*args, **kwargs)
+        if func in _OF_AUTOGRAD:
             return func(*args, **kwargs)
         if func in _SIZES:
             return _SIZES[func](self._global_shape(leaves[0]), *args[1:], **kwargs)
@@ -112,8 +118,9 @@ class GlobalView(TorchFunctionMode):
         if cut is None:
             return x
         known = self._full.get(x)
-        if known is None or known[0] != _version(x):
-            known = self._full[x] = (_version(x), self.cut.gather_along(x, cut, self.length))
+        state = _version(x), recomputing()
+        if known is None or known[0] != state:
+            known = self._full[x] = (state, self.cut.gather_along(x, cut, self.length))
         return known[1]
 
     def own(self, x: torch.Tensor, cut: Cut) -> torch.Tensor:
@@ -218,7 +225,9 @@ class GlobalView(TorchFunctionMode):
         given = operands[mask.value] if isinstance(mask, Ref) else None
         if isinstance(mask, Ref) and mask.value in program.walk.cuts:
             given = self._gathered(given, program.walk.cuts[mask.value])
-        return self._attend(q, k, v, given, bool(named["is_causal"]), named.get("scale"), dropout_p=named["dropout_p"])
+        return self._attend(
+            q, k, v, given, bool(named["is_causal"]), named.get("scale"), as_called=False, dropout_p=named["dropout_p"]
+        )  # fmt: skip
 
     def _attend_as_called(self, args: Any, kwargs: Any) -> torch.Tensor | None:
         """A call of F.scaled_dot_product_attention; None if it is not of the sequence to itself, or drops weights."""
@@ -235,30 +244,42 @@ class GlobalView(TorchFunctionMode):
         return out
 
     def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, causal: bool, scale: Any, **more: Any
-    ) -> torch.Tensor:
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, causal: bool, scale: Any, *,
+        as_called: bool = True, **more: Any,
+    ) -> torch.Tensor:  # fmt: skip
         if mask is not None and self.cut.method == "ring" and mask.shape[-2] == self.length:
             mask = self.own(mask, Cut(mask.dim() - 2, (self.length,)))
-        return self.cut.attend((q, k, v), {"attn_mask": mask, "is_causal": causal, "scale": scale, **more})
+        given = {"attn_mask": mask, "is_causal": causal, "scale": scale, **more}
+        return self.cut.attend((q, k, v), given, as_called=as_called and not GlobalView.by_library)
 
 
-def outside_global_view(function: Callable[[Any, torch.Tensor], torch.Tensor]) -> Callable[[Any, Any], torch.Tensor]:
+def outside_global_view(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """For code that hands a tensor on between ranks: it sees parts as they are, and its result is cut as the tensor it
     was given."""
 
     @wraps(function)
-    def call(self: Any, x: torch.Tensor) -> torch.Tensor:
+    def call(*args: Any, **kwargs: Any) -> torch.Tensor:
         if not GlobalView.active:
-            return function(self, x)
+            return function(*args, **kwargs)
+        view = GlobalView.active[-1]
         with torch._C.DisableTorchFunction():
-            result = function(self, x)
-            view = GlobalView.active[-1]
-            cut = view.cuts.get(x)
-            if cut is not None and result is not x:
-                view.cuts[result] = cut
+            result = function(*args, **kwargs)
+            given = [x for x in tree_leaves((args, kwargs)) if _is_tensor(x) and x in view.cuts]
+            if given and not any(result is x for x in given):
+                view.cuts[result] = view.cuts[given[0]]
         return result
 
     return call
+
+
+@contextmanager
+def attention_of_library() -> Iterator[None]:
+    """Around a call of attention in the place of a module of PyTorch's."""
+    before, GlobalView.by_library = GlobalView.by_library, True
+    try:
+        yield
+    finally:
+        GlobalView.by_library = before
 
 
 def _is_tensor(leaf: Any) -> bool:
@@ -285,6 +306,12 @@ def _size(shape: tuple[int, ...], dim: int | None = None) -> Any:
 def _numel(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
+
+_OF_AUTOGRAD = {
+    torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook, torch.Tensor.retain_grad,
+    torch.Tensor.requires_grad_,
+}  # fmt: skip
+"""They change the graph of a tensor and compute nothing: a hook belongs to the part."""
 
 _SIZES: dict[Any, Callable[..., Any]] = {
     torch.Tensor.shape.__get__: _size,  # type: ignore[attr-defined]

@@ -18,12 +18,13 @@ from torch.utils.checkpoint import CheckpointError
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
 from shoal.comm.points import reach
-from shoal.parallel.engine import Engine, StepResult
+from shoal.parallel.engine import Engine
 from shoal.parallel.executor import Executor, MicroBatches
 from shoal.parallel.pipeline.arrival import Arrival
 from shoal.parallel.pipeline.borders import Borders, Message
 from shoal.parallel.pipeline.deferred import DeferredWeights
 from shoal.parallel.pipeline.stages import StagedModel
+from shoal.parallel.result import StepResult
 from shoal.parallel.runnable import NotRunnable
 from shoal.strategy import pp
 from shoal.strategy.schedule import Action, actions, last_backward, stage_rank
@@ -69,13 +70,13 @@ class Pipeline(Executor):
             place = (action.stage, action.micro)
             self._look_ahead(number, key)
             if action.kind == "F":
-                flying[place] = self._forward(action, key(action.micro), micro_batches.forward, micro_batches.loss)
+                flying[place] = self.forward(action, key(action.micro), micro_batches.forward, micro_batches.loss)
                 self.most_in_flight = max(self.most_in_flight, len({m for _, m in flying}))
             elif action.kind == "W":
                 assert self.deferred is not None
                 self.deferred.run(place, part=self.parts[action.stage], last=action in self.lasts)
             else:
-                self._backward(action, key(action.micro), flying.pop(place))
+                self.backward(action, key(action.micro), flying.pop(place))
             self.borders.release(self._received.get(action, ()))
         self.borders.wait_for_sends()
         self.engine.close_backward()
@@ -88,14 +89,14 @@ class Pipeline(Executor):
             if message is not None and not self.borders.expect(message, key(action.micro)):
                 break
 
-    def _forward(
+    def forward(
         self, action: Action, key: Any, forward: Callable[[int], Any],
         loss: Callable[[int, Any], tuple[torch.Tensor, Any]],
     ) -> InFlight:  # fmt: skip
         stage, micro = action.stage, action.micro
         with BOOK.during("forward"):
             received = self.borders.receive(stage, micro, key)
-        self._enter(stage)
+        self.engine.owner.begin_forward(self.parts[stage])
         reach("stage: forward")
         deferring = self.deferred.watching((stage, micro)) if self.deferred is not None else nullcontext()
         with deferring:
@@ -110,11 +111,7 @@ class Pipeline(Executor):
                 self.borders.send(stage, micro, key, outputs)
         return InFlight(received, outputs, value)
 
-    def _enter(self, stage: int) -> None:
-        if self.engine.gathering is not None:
-            self.engine.gathering.begin_forward(self.parts[stage])
-
-    def _backward(self, action: Action, key: Any, flight: InFlight) -> None:
+    def backward(self, action: Action, key: Any, flight: InFlight) -> None:
         stage, micro = action.stage, action.micro
         roots: list[torch.Tensor] = []
         gradients: list[torch.Tensor | None] = []
@@ -146,8 +143,7 @@ class Pipeline(Executor):
                     f"{self.term}: the model uses torch.utils.checkpoint, but zero-bubble splits the backward, and "
                     "would repeat the forward again and again; use 1f1b, or leave the checkpoints out"
                 ) from error
-            if self.engine.gathering is not None:
-                self.engine.gathering.finish(root=False)
+            self.engine.owner.release(root=False)
         else:
             self.engine.run_backward(run, last=self._ends_an_update(action), part=self.parts[stage])
 
@@ -159,15 +155,14 @@ class Pipeline(Executor):
         result = None
         for stage in sorted(self.staged.mine):
             received = self.borders.receive(stage, 0, key)
-            self._enter(stage)
+            self.engine.owner.begin_forward(self.parts[stage])
             output, outputs = self.staged.run(stage, forward, received)
             if stage < self.num_stages - 1:
                 self.borders.send(stage, 0, key, outputs)
             else:
                 result = output
         self.borders.wait_for_sends()
-        if self.engine.gathering is not None:
-            self.engine.gathering.finish()
+        self.engine.owner.release()
         return result
 
     def crossings(self, *, before: bool) -> dict[int, list[list[tuple[int, bool]]]]:

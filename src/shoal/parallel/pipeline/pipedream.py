@@ -21,11 +21,13 @@ import torch.distributed as dist
 
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
-from shoal.parallel.engine import Engine, NonFinite, StepResult
+from shoal.parallel.engine import Engine
 from shoal.parallel.executor import MicroBatches
+from shoal.parallel.owner.base import Gradients
 from shoal.parallel.pipeline.executor import InFlight, Pipeline
 from shoal.parallel.pipeline.stages import StagedModel
 from shoal.parallel.pipeline.stash import Version, WeightStash
+from shoal.parallel.result import NonFinite, StepResult
 from shoal.parallel.runnable import NotRunnable
 from shoal.strategy import pp
 from shoal.strategy.schedule import Action
@@ -115,6 +117,7 @@ class PipeDream(Pipeline):
     def settle(self) -> None:
         """The backwards and updates that are still out; then the pipeline is empty, and fills again with the next
         step. A run that is taken up from a checkpoint begins like this too."""
+        super().settle()
         if not self._since_drain:
             return
         while self._underway:
@@ -146,7 +149,7 @@ class PipeDream(Pipeline):
         version = self.stash.hold(updates_ahead=min(self._since_drain, self.updates_ahead))
         key = micro_batches.key(micro)
         action = Action("F", self.stage, number)
-        flight = self._forward(action, key, lambda _: micro_batches.forward(micro), loss_and_note)
+        flight = self.forward(action, key, lambda _: micro_batches.forward(micro), loss_and_note)
         one = _Underway(
             number=number, key=key, flight=flight, version=version, updates=self.updates, lr_factor=lr_factor,
             numbers=numbers,
@@ -165,7 +168,7 @@ class PipeDream(Pipeline):
             with BOOK.during("backward"):
                 self.borders.send_numbers(stage, number, one.numbers)
         self.stash.attach(one.version)
-        self._backward(Action("BW", stage, number), one.key, one.flight)
+        self.backward(Action("BW", stage, number), one.key, one.flight)
         self.stash.release(one.version)
         self._update(one)
         # The stage before has answered to micro-batches that it began after it had these back.
@@ -184,11 +187,11 @@ class PipeDream(Pipeline):
         if count and isfinite(loss_sum):
             unused = frozenset(name for name, times in zip(self.names, used, strict=True) if not times)
             with BOOK.during("optimizer"), torch.no_grad():
-                gradients = {id(bucket): bucket.reduced() for bucket in engine.buckets}
-                norm = engine.scale(gradients, count, over=self.norm)
+                norm = engine.scale(count, over=self.norm)
                 self._norms.append(norm)
                 if isfinite(norm):
-                    self.stash.update(lambda: engine.update(gradients, one.lr_factor, unused))
+                    gradients = Gradients(count, norm, unused)
+                    self.stash.update(lambda: engine.owner.update(gradients, lr_factor=one.lr_factor))
                     self.staleness_seen[self.updates - one.updates] += 1
                     self.updates += 1
         reduction.clear()

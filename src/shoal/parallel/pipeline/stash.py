@@ -101,7 +101,6 @@ class WeightStash:
         engine, self.newest = self.engine, version
         for place, (bucket, values) in enumerate(zip(engine.buckets, version.values, strict=True)):
             bucket.buffer.values, bucket.buffer.views = values, version.views[place]
-            engine.masters[place] = values[bucket.buffer.shard]
-        for stretch in engine.optimizer.stretches:
-            values = stretch.bucket.buffer.values[stretch.start : stretch.stop]
-            stretch.param.data = values.view(stretch.param.shape)
+            bucket.master = values[bucket.buffer.shard]
+        for part in engine.optimizer.slices:
+            part.param.data = part.bucket.buffer.values[part.start : part.stop].view(part.param.shape)

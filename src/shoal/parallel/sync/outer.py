@@ -9,16 +9,20 @@ that sends is predicted by `estimate/outer_calls.py`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from shoal.comm.ledger import BOOK
+from shoal.comm.losses import Losses
 from shoal.comm.mesh import Members
+from shoal.parallel.placement import Placement
 from shoal.strategy.terms.sync import SyncTerm
+
+T = TypeVar("T")
 
 PHASE = "outer"
 
@@ -26,10 +30,11 @@ PHASE = "outer"
 class OuterLevel(ABC):
     """One loose level of dp, as one rank sees it."""
 
-    def __init__(self, term: SyncTerm, islands: Members, masters: Sequence[torch.Tensor], model: nn.Module) -> None:
+    def __init__(
+        self, term: SyncTerm, placement: Placement, masters: Sequence[torch.Tensor], model: nn.Module
+    ) -> None:
         self.term = term
-        self.islands = islands
-        """The ranks that hold the same slice of the model in each island."""
+        self.placement = placement
         self.masters = masters
         """This rank's slices of the parameters."""
         self.model = model
@@ -37,6 +42,20 @@ class OuterLevel(ABC):
         """Samples or tokens that this island learned from since the last exchange."""
         self.steps = 0
         """Its updates since then."""
+        self.losses: Losses | None = None
+        """Where an island may be lost while the others go on."""
+        self.on_loss: Callable[[list[int], str], None] = lambda ranks, reason: None
+        """Called when islands were lost, with their ranks and the reason."""
+
+    @property
+    def islands(self) -> Members:
+        """The ranks that hold the same slice of the model in each island."""
+        return self.placement.islands
+
+    @property
+    def values(self) -> list[torch.Tensor]:
+        """What an exchange changes."""
+        return [*self.masters, *self.buffers]
 
     @property
     def buffers(self) -> list[torch.Tensor]:
@@ -50,11 +69,28 @@ class OuterLevel(ABC):
         self.steps += 1
         if not self.exchanges_after(clock):
             return False
-        with BOOK.during(PHASE):
-            total, stopping = self._sums(stop)
-            self.exchange(self.count / total)
+        own = [tensor.clone() for tensor in self.values] if self.losses is not None else []
+
+        def exchange() -> bool:
+            with BOOK.during(PHASE):
+                total, stopping = self._sums(stop)
+                self.exchange(self.count / total)
+            return stopping
+
+        stopping = self.together(exchange, undo=lambda: self.take_back(own))
         self.count, self.steps = 0.0, 0
         return stopping
+
+    def together(self, act: Callable[[], T], *, undo: Callable[[], None] = lambda: None) -> T:
+        """Does what all islands take part in. Where one is lost meanwhile, those that are left undo it and do it again
+        among themselves. Collective over all ranks."""
+        if self.losses is None:
+            return act()
+        return self.losses.together(act, undo=undo, lose=self._lose)
+
+    def _lose(self, ranks: list[int], reason: str) -> None:
+        self.placement.lose(ranks)
+        self.on_loss(ranks, reason)
 
     @abstractmethod
     def exchanges_after(self, clock: int) -> bool:
@@ -69,15 +105,19 @@ class OuterLevel(ABC):
         sent where islands are equal. Collective over islands."""
         if not self.steps:
             return []
-        own = [tensor.clone() for tensor in (*self.masters, *self.buffers)]
-        with BOOK.during(PHASE):
-            total, _ = self._sums(False)
-            self.average(self.count / total)
+        own = [tensor.clone() for tensor in self.values]
+        try:
+            with BOOK.during(PHASE):
+                total, _ = self._sums(False)
+                self.average(self.count / total)
+        except BaseException:
+            self.take_back(own)
+            raise
         return own
 
     def take_back(self, own: Sequence[torch.Tensor]) -> None:
         if own:
-            for tensor, mine in zip((*self.masters, *self.buffers), own, strict=True):
+            for tensor, mine in zip(self.values, own, strict=True):
                 tensor.copy_(mine)
 
     def average(self, weight: float) -> None:

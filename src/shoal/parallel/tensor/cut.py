@@ -78,7 +78,7 @@ def cut_tensors(
     _divide(keep, members)
     views = [view for region in regions for view in region.views]
     divide_views({view.module: _at(modules, view.module) for view in views}, views, members.size)
-    applied = replace(applied, partial=_partial(model, applied.cuts, regions, between, stream))
+    applied = replace(applied, partial=partial_names(model, applied.cuts, regions, between, stream))
     whole = {id(p): name for name, p in model.named_parameters() if name not in applied.cuts}
     summed = {id(p) for name, p in model.named_parameters() if name in applied.partial}
     for region in regions:
@@ -179,7 +179,7 @@ def _divide(scaled: Iterable[tuple[nn.Module, str]], members: Members) -> None:
         setattr(holder, last, size // members.size)
 
 
-def _partial(
+def partial_names(
     model: nn.Module, cuts: dict[str, Cut], regions: list[Region], between: Between, stream: tuple[str, ...]
 ) -> frozenset[str]:
     names: dict[int, list[str]] = {}
@@ -235,7 +235,7 @@ def _column(running: RunningRegion, forward: Any, *args: Any, **kwargs: Any) -> 
     return forward(*args, **kwargs)
 
 
-def _row(module: Any, running: RunningRegion, product: Any, *args: Any, **kwargs: Any) -> Any:
+def row_parallel(module: Any, running: RunningRegion, product: Any, *args: Any, **kwargs: Any) -> Any:
     result = running.leave(product(*args, **kwargs))
     bias = getattr(module, "bias", None)
     if bias is None:
@@ -260,13 +260,13 @@ def transposed_product(module: Any, x: torch.Tensor) -> torch.Tensor:
 def _wrapped_row(module: Any, running: RunningRegion) -> Callable[..., Any]:
     """A row: its product alone, the sum over ranks, and its bias once."""
     if type(module).forward is nn.Linear.forward:
-        return partial(_row, module, running, lambda input: F.linear(input, module.weight))
+        return partial(row_parallel, module, running, lambda input: F.linear(input, module.weight))
     if is_transposed(module):
-        return partial(_row, module, running, lambda x: F.linear(x, module.weight.t()))
+        return partial(row_parallel, module, running, lambda x: F.linear(x, module.weight.t()))
     if isinstance(module, _ConvTransposeNd):
-        return partial(_row, module, running, partial(_with_bias_hidden, module, module.forward))
+        return partial(row_parallel, module, running, partial(_with_bias_hidden, module, module.forward))
     if isinstance(module, _ConvNd):
-        return partial(_row, module, running, lambda input: module._conv_forward(input, module.weight, None))
+        return partial(row_parallel, module, running, lambda input: module._conv_forward(input, module.weight, None))
     return partial(_own_row, module, running, module.forward)
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from shoal.parallel.context.global_view import attention_of_library
 from shoal.parallel.tensor.parameters import PlanDoesNotFit
 from shoal.parallel.tensor.regions import RunningRegion
 
@@ -76,9 +77,10 @@ def forward(
     mask = None
     if not causal:
         mask = _mask(region, attn_mask, key_padding_mask, q_BHLD, k_BHSD.shape[2])
-    mixed = F.scaled_dot_product_attention(
-        q_BHLD, k_BHSD, v_BHSD, mask, dropout_p=module.dropout if module.training else 0.0, is_causal=causal
-    )
+    with attention_of_library():
+        mixed = F.scaled_dot_product_attention(
+            q_BHLD, k_BHSD, v_BHSD, mask, dropout_p=module.dropout if module.training else 0.0, is_causal=causal
+        )
     mixed = mixed.transpose(1, 2).flatten(-2)
     if not batched:
         mixed = mixed.squeeze(0)

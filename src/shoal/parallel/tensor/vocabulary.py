@@ -17,6 +17,7 @@ from shoal.layout.crossings import Tally
 from shoal.layout.cuts import Cut
 from shoal.layout.tensor.plan import Vocabulary
 from shoal.parallel.collectives import copy_in, sum_out
+from shoal.parallel.context.global_view import outside_global_view
 from shoal.parallel.tensor.cut import Applied, transposed_product
 from shoal.parallel.tensor.logits import CutLogits
 from shoal.parallel.tensor.parameters import PlanDoesNotFit, cut_parameters, is_transposed
@@ -48,7 +49,7 @@ def cut_vocabulary(
     for path in vocabulary.heads:
         module = modules[path]
         product = partial(transposed_product, module) if is_transposed(module) else module.forward
-        module.forward = partial(_project, product, words[path], vocabulary.loss_parallel, members, noted)
+        module.forward = partial(project, product, words[path], vocabulary.loss_parallel, members, noted)
     return Applied(cuts=done, tally=noted)
 
 
@@ -72,6 +73,7 @@ def _require_plain(path: str, module: nn.Module) -> None:
             )
 
 
+@outside_global_view
 def _look_up(
     path: str, forward: Any, range_of_words: tuple[int, int, int], members: Members, tally: Tally, *args: Any, **kw: Any
 ) -> torch.Tensor:
@@ -93,7 +95,8 @@ def _look_up(
     return sum_out(found, members)
 
 
-def _project(
+@outside_global_view
+def project(
     product: Any, words: int, keep_cut: bool, members: Members, tally: Tally, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
     def enter(x: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,8 @@ whom.
 
 from __future__ import annotations
 
-from shoal.strategy.legality.rule import Breach, Case, Table, divisors
+from shoal.common.numbers import divisors
+from shoal.strategy.legality.rule import Breach, Case, Table
 from shoal.strategy.terms.axes import dp, ensemble, pp
 from shoal.strategy.terms.modifiers import amp
 from shoal.strategy.terms.numerals import count, counted

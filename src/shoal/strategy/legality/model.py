@@ -114,6 +114,18 @@ def cp_needs_positions_apart(case: Case, index: int, context: cp) -> Breach | No
     )
 
 
+@rule(cp, why="Stages hand on what blocks are given, so the sequence must be cut from block to block.")
+def cp_in_stages_needs_blocks(case: Case, index: int, context: cp) -> Breach | None:
+    stages, why = case.strategy.term(pp), case.facts.context_in_stages_why
+    if context.n == 1 or stages is None or stages.n == 1 or not why:
+        return None
+    return Breach(
+        context,
+        f"the sequence cannot be cut in the stages of a pipeline: {why}",
+        lambda: [case.put(index, dp(context.n)), case.put(index)],
+    )
+
+
 @rule(tp, why="Attention heads are dealt out whole, the same number to every rank.")
 def tp_divides_heads(case: Case, index: int, cut: tp) -> Breach | None:
     # Where the model was looked into, it is known what is cut: `tp_divides_regions`.

@@ -7,7 +7,7 @@ from __future__ import annotations
 from shoal.strategy.legality.levels import LOOSE, composites_around, is_composite
 from shoal.strategy.legality.rule import Breach, Case, Table
 from shoal.strategy.terms.axes import dp
-from shoal.strategy.terms.compress import CompressTerm, hitopk, mstopk, none, topk
+from shoal.strategy.terms.compress import CompressTerm, compressors, none
 from shoal.strategy.terms.modifiers import amp, offload
 from shoal.strategy.terms.numerals import count, counted
 from shoal.strategy.terms.sync import asp, bsp, gossip, hogwild
@@ -86,36 +86,37 @@ def shared_memory_sends_nothing(case: Case, index: int, level: dp) -> Breach | N
 @rule(
     dp,
     CompressTerm,
-    why="gTop-k and HiTopKComm are collectives themselves: they replace an all-reduce, not a server or a neighbour.",
+    why="Some compressions are collectives themselves: they replace an all-reduce, not a server or a neighbour.",
 )
 def sparse_collectives_replace_allreduce(case: Case, index: int, level: dp) -> Breach | None:
     neighbours = isinstance(level.sync, gossip)
     if not level.compress.collective_only or (isinstance(level.via, allreduce) and not neighbours):
         return None
-    ratio = level.compress.values()["r"]
     return Breach(
         level,
         f"{level.compress} is a collective of all replicas and cannot go through "
         f"{'a gossip' if neighbours else level.via}",
-        lambda: [case.changed(index, compress=topk(ratio)), case.changed(index, via=allreduce())],
+        lambda: [
+            *(case.changed(index, compress=other) for other in _alike(level.compress)),
+            case.changed(index, via=allreduce()),
+        ],
     )
 
 
-@rule(dp, hitopk, why="HiTopKComm sums densely inside groups and sparsely between them, so it needs both.")
-def hitopk_needs_two_levels(case: Case, index: int, level: dp) -> Breach | None:
-    if not isinstance(level.compress, hitopk):
+@rule(dp, CompressTerm, why="A compression between groups that sum densely inside (HiTopKComm) needs such groups.")
+def compression_between_groups_needs_groups(case: Case, index: int, level: dp) -> Breach | None:
+    if not level.compress.between_groups:
         return None
-    grouped = isinstance(level.via, allreduce) and level.via.algorithm == "hierarchical"
+    grouped = isinstance(level.via, allreduce) and level.via.by_hosts
     if grouped or any(place > index and isinstance(other.sync, bsp) for place, other in case.levels()):
         return None
-    ratio = level.compress.r
     return Breach(
         level,
-        "hitopk works between groups that sum densely inside: it needs a bsp level of dp inside it, or a "
-        "hierarchical all-reduce",
+        f"{type(level.compress).__name__} works between groups that sum densely inside: it needs a bsp level of dp "
+        "inside it, or a hierarchical all-reduce",
         lambda: [
             case.changed(index, via=allreduce("hierarchical")),
-            case.changed(index, compress=mstopk(ratio)),
+            *(case.changed(index, compress=other) for other in _alike(level.compress)),
         ],
     )
 
@@ -167,7 +168,7 @@ def colocated_shards_have_hosts(case: Case, index: int, level: dp) -> Breach | N
     why="A hierarchical all-reduce works in groups of equal size, so the number of replicas is a product.",
 )
 def hierarchies_need_groups(case: Case, index: int, level: dp) -> Breach | None:
-    if not isinstance(level.via, allreduce) or level.via.algorithm != "hierarchical" or is_composite(level.n):
+    if not isinstance(level.via, allreduce) or not level.via.by_hosts or is_composite(level.n):
         return None
     return Breach(
         level,
@@ -206,3 +207,12 @@ def shared_memory_is_host_memory(case: Case, index: int, moved: offload) -> Brea
         "in host memory already",
         lambda: [case.put(index)],
     )
+
+
+def _alike(term: CompressTerm) -> list[CompressTerm]:
+    """Compressions with the same arguments that can go anywhere, those that plans try first."""
+    found = [
+        method for method in compressors()
+        if list(method.arguments) == list(term.arguments) and not method.collective_only and method.loss == term.loss
+    ]  # fmt: skip
+    return [method(**term.values()) for method in sorted(found, key=lambda method: not method.searched)]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from shoal.common.numbers import divisors
 from shoal.strategy.expression import Strategy
 from shoal.strategy.facts import ModelFacts
 from shoal.strategy.terms import dp
@@ -117,13 +118,6 @@ class Table:
             return find
 
         return enter
-
-
-def divisors(total: int) -> list[int]:
-    """All divisors, ascending."""
-    small = [number for number in range(1, int(total**0.5) + 1) if total % number == 0]
-    large = [total // number for number in reversed(small)]
-    return small + large[1 if small and small[-1] == large[0] else 0 :]
 
 
 def around(total: int, number: int) -> list[int]:

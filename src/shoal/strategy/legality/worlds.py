@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from itertools import combinations
 from math import log2, prod
 
+from shoal.common.numbers import ordered_products
 from shoal.strategy.expression import Strategy
-from shoal.strategy.legality.rule import divisors
 from shoal.strategy.terms import dp, ps
 from shoal.strategy.terms.arguments import LARGEST_SIZE
 
@@ -42,7 +42,7 @@ def _sizes(sizes: list[int], workers: int) -> list[tuple[int, ...]]:
     for many in range(1, min(MOST_CHANGED_AXES, len(sizes)) + 1):
         for places in combinations(range(len(sizes)), many):
             fixed = prod(size for place, size in enumerate(sizes) if place not in places)
-            for parts in _splits(workers // fixed, many) if workers % fixed == 0 else ():
+            for parts in ordered_products(workers // fixed, many) if workers % fixed == 0 else ():
                 new = list(sizes)
                 for place, part in zip(places, parts, strict=True):
                     new[place] = part
@@ -52,16 +52,6 @@ def _sizes(sizes: list[int], workers: int) -> list[tuple[int, ...]]:
     if sizes:
         found.setdefault((workers, *[1] * (len(sizes) - 1)), float("inf"))
     return sorted(found, key=found.__getitem__)[:MOST_PROPOSALS]
-
-
-def _splits(total: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write a number as an ordered product."""
-    if parts == 1:
-        yield (total,)
-        return
-    for first in divisors(total):
-        for rest in _splits(total // first, parts - 1):
-            yield (first, *rest)
 
 
 def _resized(strategy: Strategy, sizes: tuple[int, ...]) -> Strategy:

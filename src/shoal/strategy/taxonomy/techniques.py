@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from shoal.strategy.contract import contract
 from shoal.strategy.expression import Strategy
-from shoal.strategy.terms import REGISTRY, AxisTerm, ModifierTerm, hitopk, pp
+from shoal.strategy.terms import REGISTRY, AxisTerm, CompressTerm, ModifierTerm, pp
 from shoal.strategy.terms.term import Term
 from shoal.strategy.text import parse
 
@@ -51,7 +51,7 @@ def _example(cls: type[Term]) -> Strategy:
     text = cls.example()
     if issubclass(cls, (AxisTerm, ModifierTerm)):
         return parse(text)
-    if cls is hitopk:
+    if issubclass(cls, CompressTerm) and cls.between_groups:
         return parse(f"dp(2, compress={text}) * dp(2)")
     return parse(f"dp(2, {cls.family}={text})")
 

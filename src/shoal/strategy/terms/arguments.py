@@ -13,6 +13,8 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
+from shoal.common.suggest import nearest_name
+
 LARGEST_SIZE = 1_048_576
 """No axis has more parts than this: far beyond any machine, and small enough that products stay readable."""
 
@@ -49,15 +51,6 @@ class TermError(ValueError):
         return self.message + (f" (did you mean {self.suggestion}?)" if self.suggestion else "")
 
 
-def nearest_name(wrong: str, valid: list[str]) -> str | None:
-    """The valid name that looks most like the wrong one, or None if none does."""
-    from difflib import get_close_matches  # Only an error pays for this import.
-
-    folded = {name.lower(): name for name in valid}
-    found = get_close_matches(wrong[:40].lower(), list(folded), n=1, cutoff=0.5)
-    return folded[found[0]] if found else None
-
-
 def shown(value: object) -> str:
     """A value as an error message quotes it: short, whatever it was."""
     try:
@@ -75,10 +68,12 @@ def shortened(text: str) -> str:
 class Argument:
     """One argument of a term: its name (set by the class around it), its default, and what it accepts."""
 
-    def __init__(self, *, default: Any, kw_only: bool) -> None:
+    def __init__(self, *, default: Any, kw_only: bool, sample: Any = None) -> None:
         self.name = ""
         self.default = default
         self.kw_only = kw_only
+        self.sample = sample
+        """A value for examples, tables and measurements."""
 
     @property
     def required(self) -> bool:
@@ -108,8 +103,8 @@ class Argument:
 class Whole(Argument):
     """A whole number between two bounds. Anything with `__index__` will do, except a truth value."""
 
-    def __init__(self, low: int, high: int, *, default: Any, kw_only: bool) -> None:
-        super().__init__(default=default, kw_only=kw_only)
+    def __init__(self, low: int, high: int, *, default: Any, kw_only: bool, sample: int | None = None) -> None:
+        super().__init__(default=default, kw_only=kw_only, sample=max(low, 2) if sample is None else sample)
         self.low = low
         self.high = high
 
@@ -134,8 +129,10 @@ class Whole(Argument):
 class Real(Argument):
     """A finite number above one bound and at most another."""
 
-    def __init__(self, above: float, high: float, *, default: Any, kw_only: bool) -> None:
-        super().__init__(default=default, kw_only=kw_only)
+    def __init__(
+        self, above: float, high: float, *, default: Any, kw_only: bool, sample: float | None = None
+    ) -> None:
+        super().__init__(default=default, kw_only=kw_only, sample=high if sample is None else sample)
         self.above = above
         self.high = high
 
@@ -159,7 +156,7 @@ class Choice(Argument):
     """One of a few words."""
 
     def __init__(self, choices: tuple[str, ...], *, default: Any, kw_only: bool) -> None:
-        super().__init__(default=default, kw_only=kw_only)
+        super().__init__(default=default, kw_only=kw_only, sample=choices[0])
         self.choices = choices
 
     @property
@@ -169,7 +166,7 @@ class Choice(Argument):
     def accept(self, value: Any) -> str:
         if isinstance(value, str) and value in self.choices:
             return str(value)
-        near = nearest_name(value, list(self.choices)) if isinstance(value, str) else None
+        near = nearest_name(value, self.choices) if isinstance(value, str) else None
         raise self.refuse(value, suggestion=f'"{near}"' if near else None)
 
 
@@ -195,9 +192,9 @@ class Nested(Argument):
 
     @property
     def expects(self) -> str:
-        from shoal.strategy.terms.term import family_names
+        from shoal.strategy.terms.term import REGISTRY
 
-        return f"one of {', '.join(family_names(self.family))}"
+        return f"one of {', '.join(REGISTRY.of(self.family))}"
 
     def accept(self, value: Any) -> Any:
         from shoal.strategy.terms.term import Term
@@ -212,9 +209,11 @@ class Nested(Argument):
         raise self.refuse(value)
 
 
-def whole(low: int, high: int = LARGEST_COUNT, *, default: Any = REQUIRED, kw_only: bool = False) -> Any:
+def whole(
+    low: int, high: int = LARGEST_COUNT, *, default: Any = REQUIRED, kw_only: bool = False, sample: int | None = None
+) -> Any:
     """A whole number from `low` to `high`."""
-    return Whole(low, high, default=default, kw_only=kw_only)
+    return Whole(low, high, default=default, kw_only=kw_only, sample=sample)
 
 
 def size() -> Any:
@@ -222,9 +221,11 @@ def size() -> Any:
     return Whole(1, LARGEST_SIZE, default=REQUIRED, kw_only=False)
 
 
-def real(above: float, high: float, *, default: Any = REQUIRED, kw_only: bool = False) -> Any:
+def real(
+    above: float, high: float, *, default: Any = REQUIRED, kw_only: bool = False, sample: float | None = None
+) -> Any:
     """A number above one bound and at most another."""
-    return Real(above, high, default=default, kw_only=kw_only)
+    return Real(above, high, default=default, kw_only=kw_only, sample=sample)
 
 
 def choice(*choices: str, default: Any = REQUIRED, kw_only: bool = False) -> Any:

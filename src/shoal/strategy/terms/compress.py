@@ -3,15 +3,27 @@
 Compression acts on one level of data parallelism, once per optimiser step. Methods that lose something keep
 the rest back and add it to the next gradient (error feedback), or round at random so that nothing is lost on
 average (unbiased).
+
+A method is one file of `technique/compress`: a subclass with its words, its bytes, its cost and its codec. Everything
+else (parser, rules, tables, traffic, estimates, calibration) reads what is declared here, and names none.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Sequence
+from math import prod
+from typing import Any, ClassVar, NamedTuple
 
-from shoal.strategy.terms.arguments import LARGEST_SIZE, real, whole
-from shoal.strategy.terms.numerals import counted, percent
-from shoal.strategy.terms.term import Promise, Term
+from shoal.strategy.terms.numerals import percent
+from shoal.strategy.terms.term import REGISTRY, Promise, Term
+
+
+class Transfer(NamedTuple):
+    """One collective of a reduction."""
+
+    kind: str
+    payload_bytes: int
+    """As `comm/wire.py` defines it."""
 
 
 class CompressTerm(Term):
@@ -19,15 +31,58 @@ class CompressTerm(Term):
 
     family = "compress"
     where = "slow links"
+    sends: ClassVar[str] = ""
+    """What a rank makes of n elements of s bytes, in bytes, for tables."""
     loss: ClassVar[str] = "feedback"
     """What becomes of the error: "none", "rounding", "feedback" (kept and added later) or "unbiased" (zero on
     average).
     """
     collective_only: ClassVar[bool] = False
     """Whether the method is itself a collective, so that no server or neighbour can take its place."""
+    between_groups: ClassVar[bool] = False
+    """Whether it works between groups that sum densely inside, and so needs such groups."""
+    whole_rows: ClassVar[bool] = False
+    """Whether a part of a parameter is compressed in whole rows, as a matrix."""
+    sends_places: ClassVar[bool] = False
+    """Whether elements are sent with indices, which have 32 bits."""
+    sized_by_data: ClassVar[bool] = False
+    """Whether the values decide how much is sent, so that nothing can be predicted."""
     within: ClassVar[float] = 0.05
     """How far above the dense run's the validation loss may end after as many steps. Measured on the language task with
     AdamW, whose second moments suffer from what comes late and in lumps; docs/compression.md has the figures."""
+    reaches_target: ClassVar[bool] = False
+    """Whether it reached the target of that task in no more steps than the dense run (`benchmarks/slow_link.py`)."""
+    passes: ClassVar[tuple[float, float] | None] = None
+    """What it computes, for estimates: passes over the gradient for a rank's own part, and for the payload of each rank
+    that is added (`estimate/codecs.py`). None where the values decide."""
+    searched: ClassVar[bool] = False
+    """Whether plans try it by themselves. They estimate any method whose traffic is known; a few of each kind are
+    enough to search."""
+
+    @classmethod
+    def measured(cls) -> tuple[CompressTerm, ...]:
+        """The terms that `shoal calibrate` times."""
+        return (cls.sample(),) if cls.passes is not None else ()
+
+    def payload_bytes(self, num_elements: int, itemsize: int, *, step: int = 0) -> int | None:
+        """What one rank makes of a tensor for an all-gather; None where the data decide, or where nothing is
+        gathered."""
+        return None
+
+    def transfers(
+        self, shape: Sequence[int], itemsize: int, ranks: int, step: int, *, rank: int = 0
+    ) -> list[Transfer] | None:
+        """The collectives of one reduction as rank `rank` of several makes them; None where data decide."""
+        payload = self.payload_bytes(prod(shape), itemsize, step=step)
+        return None if payload is None else [Transfer("all_gather", ranks * payload)]
+
+    def ring_bytes(self, elements: Any, sides: Any, *, ranks: Any, itemsize: int) -> tuple[Any, float] | None:
+        """For plans, whose gradients are columns of numbers: bytes of what goes around a ring of ranks, and how often
+        (an all-gather once, an all-reduce twice); None where no plan can say. `sides`: rows and columns of all
+        matrices."""
+        many = 10**9
+        payload = self.payload_bytes(many, itemsize, step=many)
+        return None if payload is None else (ranks * elements * (payload / many), 1.0)
 
     def lossy(self) -> Promise | None:
         """How the compression departs from the dense gradient; None when it does not."""
@@ -48,201 +103,28 @@ class none(CompressTerm):
     title = "no compression"
     loss = "none"
     where = "any links"
+    reaches_target = True
 
     def words(self) -> str:
         return "gradients are sent as they are"
 
+    def transfers(
+        self, shape: Sequence[int], itemsize: int, ranks: int, step: int, *, rank: int = 0
+    ) -> list[Transfer] | None:
+        return [Transfer("all_reduce", prod(shape) * itemsize)]
 
-class fp16(CompressTerm):
-    """Half precision on the wire."""
 
-    title = "half precision on the wire"
-    loss = "rounding"
+REGISTRY.find("compress")
 
-    def words(self) -> str:
-        return "gradients are sent in 16 bits"
 
+def compressors() -> list[type[CompressTerm]]:
+    """Every method, `none` included."""
+    found = [REGISTRY[name] for name in REGISTRY.of("compress")]
+    return [term for term in found if issubclass(term, CompressTerm)]
 
-class int8(CompressTerm):
-    """Eight-bit integers with a scale for each block."""
 
-    title = "8-bit integers"
-
-    def words(self) -> str:
-        return "gradients are sent as 8-bit integers with a scale for each block"
-
-
-class qsgd(CompressTerm):
-    """QSGD: random rounding to a few levels of the norm."""
-
-    bits: int = whole(1, 16)
-
-    title = "QSGD"
-    loss = "unbiased"
-
-    def words(self) -> str:
-        return f"every element is rounded at random to one of the levels that {counted(self.bits, 'bit')} can say"
-
-
-class ternary(CompressTerm):
-    """TernGrad: each element becomes -1, 0 or 1 at random, times the largest."""
-
-    title = "TernGrad"
-    loss = "unbiased"
-
-    def words(self) -> str:
-        return "every element becomes -1, 0 or +1 at random, times the largest"
-
-
-class onebit(CompressTerm):
-    """1-bit SGD: the sign of each element, and the mean of the positive and of the negative ones."""
-
-    title = "1-bit SGD"
-    within = 0.3
-
-    def words(self) -> str:
-        return "one bit per element says above or below zero; two means say how far; the error waits for the next step"
-
-
-class sign(CompressTerm):
-    """Sign SGD with error feedback: the sign of each element and one scale."""
-
-    title = "sign SGD with error feedback"
-    within = 0.3
-
-    def words(self) -> str:
-        return "the sign of every element is sent, with one scale; the error waits for the next step"
-
-
-class topk(CompressTerm):
-    """The largest elements, a fraction r of them."""
-
-    r: float = real(0.0, 1.0)
-
-    title = "top-k"
-    within = 0.15
-
-    def words(self) -> str:
-        return (
-            f"the largest {percent(self.r)} of the elements are sent with their places; the rest waits for "
-            "the next step"
-        )
-
-
-class randomk(CompressTerm):
-    """Elements at random, a fraction r of them, the same on all replicas."""
-
-    r: float = real(0.0, 1.0)
-
-    title = "random-k"
-    within = 0.3
-
-    def words(self) -> str:
-        return (
-            f"{percent(self.r)} of the elements, drawn alike on all replicas, are sent; the rest waits for "
-            "the next step"
-        )
-
-
-class threshold(CompressTerm):
-    """Every element whose magnitude is at least t."""
-
-    t: float = real(0.0, 1e30)
-
-    title = "threshold"
-    within = 0.15
-
-    def words(self) -> str:
-        return f"elements of magnitude {self.t:g} and more are sent with their places; the rest waits for the next step"
-
-
-class dgc(CompressTerm):
-    """Deep gradient compression: top-k with momentum correction, local clipping and warm-up."""
-
-    r: float = real(0.0, 1.0)
-
-    title = "deep gradient compression"
-    within = 0.3
-
-    def words(self) -> str:
-        return (
-            f"the largest {percent(self.r)} of the elements are sent, with corrected momentum, clipping "
-            "before the choice "
-            "and a gentle start (DGC)"
-        )
-
-
-class mstopk(CompressTerm):
-    """MSTopK: exactly k elements above a threshold found by bisection, without a sort."""
-
-    r: float = real(0.0, 1.0)
-
-    title = "MSTopK"
-    within = 0.15
-
-    def words(self) -> str:
-        return (
-            f"the largest {percent(self.r)} of the elements, found by bisecting a threshold instead of "
-            "sorting, are sent"
-        )
-
-
-class gtopk(CompressTerm):
-    """gTop-k: a tree of merges keeps the k largest of the sum, not k from each replica."""
-
-    r: float = real(0.0, 1.0)
-
-    title = "gTop-k"
-    collective_only = True
-    within = 0.3
-
-    def words(self) -> str:
-        return f"a tree of pairwise merges keeps the largest {percent(self.r)} of the sum of all replicas"
-
-
-class hitopk(CompressTerm):
-    """HiTopKComm: dense inside a host, the top-k of each shard between hosts."""
-
-    r: float = real(0.0, 1.0)
-
-    title = "HiTopKComm"
-    collective_only = True
-    within = 0.15
-
-    def words(self) -> str:
-        return (
-            f"hosts sum densely inside; of every shard the largest {percent(self.r)} of the elements go between hosts"
-        )
-
-
-class sketch(CompressTerm):
-    """A count sketch: a table of `rows` x `columns` random sums. Sketches add, so servers and trees can sum
-    them.
-    """
-
-    rows: int = whole(1, 1024)
-    columns: int = whole(1)
-
-    title = "count sketch"
-    within = 0.3
-
-    def words(self) -> str:
-        return (
-            f"a count sketch of {self.rows:,} x {self.columns:,} sums stands for the gradient; sketches add, "
-            "and the heavy elements are read back from the sum"
-        )
-
-
-class powersgd(CompressTerm):
-    """PowerSGD: each gradient matrix as a product of two thin ones, by one step of power iteration."""
-
-    rank: int = whole(1, LARGEST_SIZE)
-
-    title = "PowerSGD"
-    within = 0.15
-
-    def words(self) -> str:
-        return (
-            f"each gradient matrix is sent as a product of two thin ones of rank {self.rank}; the error "
-            "waits for the next step"
-        )
+def __getattr__(name: str) -> Any:
+    """A method that is a file of its own."""
+    if name in REGISTRY.of("compress"):
+        return REGISTRY[name]
+    raise AttributeError(f"there is no compression called {name}")

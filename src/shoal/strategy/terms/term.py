@@ -8,14 +8,17 @@ than everything else here together.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, dataclass_transform
 
+from shoal.common.suggest import nearest_name
 from shoal.strategy.terms.arguments import (
     Argument,
     TermError,
     choice,
     flag,
-    nearest_name,
     nested,
     real,
     shortened,
@@ -39,13 +42,76 @@ FAMILIES: dict[str, str] = {
 }
 """Each family of terms and where its members stand in an expression."""
 
-REGISTRY: dict[str, type[Term]] = {}
-"""Every term by its name, in the order of declaration."""
+def technique_names(kind: str) -> list[str]:
+    """The files of a folder of `shoal/technique`: one technique each, with a class of the file's name."""
+    folder = os.path.join(os.path.dirname(__file__), "..", "..", "technique", kind)
+    return sorted(file[:-3] for file in os.listdir(folder) if file.endswith(".py") and not file.startswith("_"))
 
 
-def family_names(family: str) -> list[str]:
-    """The names of all terms of a family."""
-    return [name for name, term in REGISTRY.items() if term.family == family]
+class Registry(Mapping[str, "type[Term]"]):
+    """Every term by its name. One that is a file of `shoal/technique` is imported when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._terms: dict[str, type[Term] | None] = {}
+        self._families: dict[str, Family] = {}
+
+    def enter(self, term: type[Term]) -> None:
+        """A class that has just been declared."""
+        name = term.__name__
+        if self._terms.get(name) is not None:
+            raise TypeError(f"the term {name} exists already")
+        self._terms[name], self._families[name] = term, term.family
+
+    def find(self, family: Family) -> None:
+        """The terms of a family that are a file each."""
+        for name in technique_names(family):
+            self._terms.setdefault(name, None)
+            self._families[name] = family
+
+    def of(self, family: str) -> list[str]:
+        """The names of all terms of a family."""
+        return [name for name, of in self._families.items() if of == family]
+
+    def __getitem__(self, name: str) -> type[Term]:
+        term = self._terms[name]
+        if term is None:
+            term = getattr(import_module(f"shoal.technique.{self._families[name]}.{name}"), name)
+        return term
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._terms)
+
+    def __len__(self) -> int:
+        return len(self._terms)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._terms
+
+
+REGISTRY = Registry()
+"""The closed list of terms, in the order of declaration."""
+
+
+class Techniques(Mapping[str, Any]):
+    """Techniques that are no terms, by name: one object of each file's class, made when it is first asked for."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._made: dict[str, Any] = dict.fromkeys(technique_names(kind))
+
+    def __getitem__(self, name: str) -> Any:
+        if self._made[name] is None:
+            self._made[name] = getattr(import_module(f"shoal.technique.{self._kind}.{name}"), name)()
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._made)
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._made
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(whole, size, real, choice, flag, nested))
@@ -67,9 +133,7 @@ class Term:
         cls.arguments = declared
         if "family" in vars(cls):
             return  # A family's base class is no term.
-        if cls.__name__ in REGISTRY:
-            raise TypeError(f"the term {cls.__name__} exists already")
-        REGISTRY[cls.__name__] = cls
+        REGISTRY.enter(cls)
 
     def __init__(self, *positional: Any, **named: Any) -> None:
         if type(self).__name__ not in REGISTRY:
@@ -108,7 +172,7 @@ class Term:
         given = dict(zip(places, positional, strict=False))
         for name, value in named.items():
             if name not in cls.arguments:
-                near = nearest_name(name, list(cls.arguments))
+                near = nearest_name(name, cls.arguments)
                 has = f"it has {', '.join(cls.arguments)}" if cls.arguments else "it has none"
                 raise TermError(
                     f"{cls.__name__} has no argument {shortened(name)}; {has}", argument=name, suggestion=near
@@ -121,14 +185,12 @@ class Term:
     @classmethod
     def example(cls) -> str:
         """The shortest right way to write the term, for tables and for messages about a wrong one."""
-        samples = {"n": "2", "r": "0.01", "t": "0.001", "h": "50", "k": "2", "s": "3", "rho": "0.1"}
-        samples |= {"shards": "1", "bits": "4", "rank": "2", "rows": "5", "columns": "10000"}
-        parts: list[str] = []
-        for name, argument in cls.arguments.items():
-            if argument.required:
-                words = getattr(argument, "choices", None)
-                parts.append(f'"{words[0]}"' if words else samples[name])
-        return f"{cls.__name__}({', '.join(parts)})"
+        return str(cls.sample())
+
+    @classmethod
+    def sample(cls) -> Self:
+        """The term with the sample values of its required arguments."""
+        return cls(**{name: argument.sample for name, argument in cls.arguments.items() if argument.required})
 
     def values(self) -> dict[str, Any]:
         """All arguments by name, defaults included."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from shoal.strategy.terms.arguments import LARGEST_SIZE, choice, flag, whole
 from shoal.strategy.terms.numerals import counted
-from shoal.strategy.terms.term import Term
+from shoal.strategy.terms.term import Techniques, Term
 
 
 class ViaTerm(Term):
@@ -20,28 +20,29 @@ class ViaTerm(Term):
         raise TypeError(f"{type(self).__name__} has no pattern")
 
 
+ALL_REDUCE = Techniques("all_reduce")
+"""The algorithms of an all-reduce by name (`comm/collectives/algorithms.py`)."""
+
+
 class allreduce(ViaTerm):
     """A collective among equals; "auto" lets the size of the message choose the algorithm."""
 
-    algorithm: str = choice("auto", "ring", "tree", "butterfly", "rabenseifner", "hierarchical", default="auto")
+    algorithm: str = choice("auto", *ALL_REDUCE, default="auto")
 
-    title = "all-reduce: ring, tree, butterfly, Rabenseifner, hierarchical"
+    title = f"all-reduce: {', '.join(ALL_REDUCE)}"
 
     def words(self) -> str:
-        how = {
-            "auto": "by all-reduce, its algorithm chosen by the size of the message",
-            "ring": "by all-reduce around a ring",
-            "tree": "by all-reduce up and down a tree",
-            "butterfly": "by all-reduce in a butterfly of exchanges",
-            "rabenseifner": "by all-reduce in halves and doubles (Rabenseifner)",
-            "hierarchical": "by all-reduce inside each host first, then between hosts",
-        }
-        return how[self.algorithm]
+        if self.algorithm == "auto":
+            return "by all-reduce, its algorithm chosen by the size of the message"
+        return f"by all-reduce {ALL_REDUCE[self.algorithm].words}"
 
     def pattern(self) -> str:
-        if self.algorithm in ("tree", "hierarchical"):
-            return self.algorithm
-        return "ring/butterfly"
+        return "ring/butterfly" if self.algorithm == "auto" else str(ALL_REDUCE[self.algorithm].pattern)
+
+    @property
+    def by_hosts(self) -> bool:
+        """Whether it works in groups, the ranks of a host."""
+        return self.algorithm != "auto" and bool(ALL_REDUCE[self.algorithm].by_hosts)
 
 
 class ps(ViaTerm):

@@ -1,0 +1,45 @@
+"""Small arithmetic that several rooms need: parts of a range, divisors, products, and where a function is zero."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+
+def even_part(total: int, parts: int, index: int) -> tuple[int, int]:
+    """(start, stop) of one of the parts of [0, total): sizes differ by at most one, the larger parts come first."""
+    size, larger = divmod(total, parts)
+    start = index * size + min(index, larger)
+    return start, start + size + (index < larger)
+
+
+def divisors(total: int) -> list[int]:
+    """All divisors, ascending."""
+    small = [number for number in range(1, int(total**0.5) + 1) if total % number == 0]
+    large = [total // number for number in reversed(small)]
+    return small + large[1 if small and small[-1] == large[0] else 0 :]
+
+
+def ordered_products(total: int, factors: int) -> Iterator[tuple[int, ...]]:
+    """All ways to write a number as an ordered product."""
+    if factors == 1:
+        yield (total,)
+        return
+    for first in divisors(total):
+        for rest in ordered_products(total // first, factors - 1):
+            yield (first, *rest)
+
+
+def falls_to_zero(
+    value: Callable[[float], float], low: float, high: float, *, above: float, below: float, close: float
+) -> float:
+    """Just before (up to `close`) a function falls from `above` 0 at `low` to `below` 0 at `high`: false position with
+    halved ends (Dowell & Jarratt 1971)."""
+    while high - low > close:
+        middle = low + (high - low) * above / (above - below)
+        middle = min(max(middle, low + close / 2), high - close / 2)
+        here = value(middle)
+        if here > 0:
+            low, above, below = middle, here, below / 2
+        else:
+            high, below, above = middle, here, above / 2
+    return low

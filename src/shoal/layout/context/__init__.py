@@ -1,0 +1,1 @@
+"""Where the sequence of a model may be cut, for context parallelism."""

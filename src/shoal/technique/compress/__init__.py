@@ -1,0 +1,1 @@
+"""Compressors, one file each, found by `strategy/terms/compress.py`."""
