@@ -31,6 +31,7 @@ def test_a_machine_that_was_not_calibrated_is_told_what_to_do(
         assert "run `shoal calibrate` first" in done.err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["language:tiny", "image:tiny"])
 def test_a_job_of_any_kind_is_planned_for_this_machine(shoal: Shoal, calibrated: Path, what: str) -> None:
     done = shoal("plan", what, "--cluster", "this", "--json", "--top", "3")

@@ -136,6 +136,7 @@ def test_all_gather(ranks: int) -> None:
 HOSTS = [(2, 2), (2, 3), (3, 2), (4, 2), (2, 4), (3, 3)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("hosts", "per_host"), HOSTS)
 @pytest.mark.parametrize("capacity", [64, 4096])
 def test_two_levels_of_reduce_scatter(hosts: int, per_host: int, capacity: int) -> None:

@@ -18,11 +18,14 @@ from shoal.proof import entry as proof
 from shoal.training import entry as training
 
 TIMEOUT_S = 60.0
+HUGGING_FACE = ("transformers.modeling_utils", "transformers.models.auto.modeling_auto")
+"""More than a second for each rank that trains a model of theirs; where they are not installed, nothing is loaded."""
 
 
 def load(module: str, environment: Mapping[str, str] | None = None) -> None:
     """Lets the server load what its ranks need: each of them would do so in every test otherwise."""
-    warm_up(*training.MODULES, *proof.MODULES, *([module] if module else []), environment=environment)
+    modules = (*training.MODULES, *proof.MODULES, *HUGGING_FACE, *([module] if module else []))
+    warm_up(*modules, environment=environment)
 
 
 @pytest.fixture

@@ -144,6 +144,7 @@ def test_everything_lies_inside_the_frame(form: str, ranks: int) -> None:
         assert float(element.attrib.get("y", 0)) <= height
 
 
+@pytest.mark.long
 @settings(deadline=None)
 @given(st.text(max_size=60))
 def test_any_words_leave_a_drawing_well_formed(text: str) -> None:

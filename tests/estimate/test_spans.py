@@ -49,6 +49,7 @@ def played_s(of: Pipelines, row: int) -> float:
     )).step_s  # fmt: skip
 
 
+@pytest.mark.long
 @given(seeds=st.lists(st.integers(0, 10**6), min_size=1, max_size=4), schedules=st.permutations(SCHEDULES))
 @settings(max_examples=60, deadline=None, phases=DRAWN)
 def test_waves_of_several_schedules_at_once_are_the_play_of_each(seeds: list[int], schedules: list[str]) -> None:

@@ -20,6 +20,7 @@ def sgd(model: nn.Module) -> Any:
     return probe(partial(torch.optim.SGD, lr=0.1), model)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_optimizers_that_look_at_elements_alone_are_recognised(name: str) -> None:
     found = probe(ELEMENTWISE[name], Net())
@@ -299,6 +300,7 @@ def test_parameters_without_a_shape_are_refused_by_name() -> None:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cls", sorted(KNOWN, key=lambda cls: cls.__name__), ids=lambda cls: cls.__name__)
 def test_what_is_known_of_an_optimiser_is_what_trying_it_shows(cls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch.nn.Sequential(torch.nn.Conv1d(3, 5, 3), torch.nn.Linear(7, 300), torch.nn.BatchNorm1d(5))

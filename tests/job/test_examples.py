@@ -46,6 +46,7 @@ def test_an_example_loads_and_its_loss_falls(name: str) -> None:
 COMMAND = re.compile(r'^shoal (train|verify) examples/(\S+) --strategy "(.+?)"', re.MULTILINE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["pipeline.py", "tensor.py", "context.py", "moe.py"])
 def test_the_strategies_that_an_example_names_are_legal_and_can_be_trained(name: str) -> None:
     if name == "context.py":

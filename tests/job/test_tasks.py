@@ -45,6 +45,7 @@ def train(job: Job, steps: int, dtype: torch.dtype = torch.float32) -> list[floa
     return losses
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", TINY)
 def test_a_tiny_job_learns(name: str) -> None:
     losses = train(load_job(name), 60)

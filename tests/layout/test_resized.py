@@ -23,6 +23,7 @@ def plan_of(code: sized.Code) -> TensorPlan:
     return tensor_plan(trace(plain.job_of(lambda: sized.Model(code))))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", sized.GOOD)
 def test_attention_that_asks_for_the_whole_width_is_cut_by_heads_and_adds_up(case: str) -> None:
     job = plain.job_of(lambda: sized.Model(sized.GOOD[case]))

@@ -113,6 +113,7 @@ def test_every_projection_is_cut_or_stays_whole_for_a_reason() -> None:
 ADDED_UP = "llama gpt2 phi3 qwen3 neox opt bert gptj vit starcoder2 distilbert resnet convnext mixtral".split()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ADDED_UP)
 def test_what_ranks_compute_in_parts_adds_up_to_the_whole_of(family: str) -> None:
     job = getattr(families, family)()

@@ -65,6 +65,7 @@ def raw_rows(draw: st.DrawFn) -> Candidates:
     return Candidates(**values, global_batch=48, sync=local(1))
 
 
+@pytest.mark.long
 @given(rows=raw_rows(), facts=FACTS, world=st.sampled_from([1, 2, 4, 8, 12, 16]))
 @settings(max_examples=120, deadline=None)
 def test_masks_say_what_is_legal_says_both_ways(rows: Candidates, facts: ModelFacts, world: int) -> None:
@@ -75,6 +76,7 @@ def test_masks_say_what_is_legal_says_both_ways(rows: Candidates, facts: ModelFa
             assert bool(mask[row]) == is_legal(strategy, world=given_world, facts=facts), str(strategy)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "world", "node"), [("gpt2:small", 8, 8), ("llama3:8b", 32, 8), ("mixtral:8x7b", 16, 4)]
 )

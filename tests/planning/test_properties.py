@@ -42,6 +42,7 @@ def both_kinds(shape: Transformer, place: Cluster, rows: Candidates):
     return joined(priced, price_candidates(more, shape=shape, cluster=place, everything=True)) if len(more) else priced
 
 
+@pytest.mark.long
 @given(
     name=MODELS,
     where=CLUSTERS,

@@ -295,6 +295,7 @@ exact = Job(name="exact", model=Linear, loss=count, **common)
 """
 
 
+@pytest.mark.processes
 def test_an_optimiser_of_eigenvectors_is_given_full_parameters_and_is_no_false_alarm(tmp_path: Path) -> None:
     job = tmp_path / "soap.py"
     job.write_text(SOAP.format(scale=1), encoding="utf-8")
@@ -308,6 +309,7 @@ def test_an_optimiser_of_eigenvectors_is_given_full_parameters_and_is_no_false_a
     assert "(the gradients of the ranks are right)" in said[-1]
 
 
+@pytest.mark.processes
 def test_an_optimiser_of_eigenvectors_that_updates_differently_on_ranks_is_stopped(tmp_path: Path) -> None:
     job = tmp_path / "soap.py"
     by_rank = "(1 + 0.01 * (torch.distributed.is_initialized() and torch.distributed.get_rank() > 0))"

@@ -101,6 +101,7 @@ def test_the_serial_run_has_a_place_too() -> None:
     assert (found.parallelism, found.communication, found.comparison) == ("none", "none", "serial")
 
 
+@pytest.mark.long
 @given(strategies())
 def test_every_strategy_can_be_placed_and_explained(strategy: Strategy) -> None:
     found = place(strategy)

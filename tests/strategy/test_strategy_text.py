@@ -26,6 +26,7 @@ from shoal.strategy import (
 from strategy.strategies import strategies
 
 
+@pytest.mark.long
 @given(strategies())
 @settings(max_examples=300)
 def test_every_strategy_reads_back_from_its_text(strategy: Strategy) -> None:
@@ -261,6 +262,7 @@ def test_any_mixture_of_the_pieces_raises_nothing_but_a_strategy_error(pieces: l
     _read_or_refuse("".join(pieces))
 
 
+@pytest.mark.long
 @given(strategies(), st.data())
 @settings(max_examples=300)
 def test_a_damaged_strategy_raises_nothing_but_a_strategy_error(strategy: Strategy, data: st.DataObject) -> None:

@@ -39,6 +39,7 @@ def inputs_of(case: dict[str, object], **changed: object) -> Inputs:
     return inputs_for(preset(str(case["shape"])), cluster(str(case["cluster"])), 512, **columns)  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 @settings(max_examples=150, deadline=None)
 @given(case=cases(), ratio=st.sampled_from([1.5, 4.0]), level=st.sampled_from([None, 0, 1]))
 def test_more_bandwidth_is_never_slower(case: dict[str, object], ratio: float, level: int | None) -> None:
