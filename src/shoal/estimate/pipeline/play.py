@@ -238,11 +238,11 @@ def causal_order(per_rank: Sequence[Sequence[Action]], homes: Sequence[int]) -> 
 
 def clock(
     order: Sequence[tuple[int, Action]], homes: Sequence[int], costs: Mapping[str, Sequence[Any]], message_s: Any,
-    *, later: Callable[[Any, Any], Any] = max,
+    *, begin_s: Any = 0, later: Callable[[Any, Any], Any] = max,
 ) -> tuple[list[Any], list[Any], list[Any]]:  # fmt: skip
     """(starts, stops) of the actions, and when each rank is free again. `costs`: kind of action -> stage -> seconds.
     Seconds are numbers, exact fractions too, or arrays of several pipelines, with their maximum as `later`."""
-    free_s: list[Any] = [0] * (1 + max(homes))
+    free_s: list[Any] = [begin_s] * (1 + max(homes))
     there_s: dict[Needed, Any] = {}
     starts_s, stops_s = [], []
     for rank, action in order:
@@ -264,13 +264,14 @@ def clock(
     return starts_s, stops_s, free_s
 
 
-def _needs(action: Action, stages: int) -> list[Needed]:
+def _needs(action: Action, stages: int) -> tuple[Needed, ...]:
     stage, micro = action.stage, action.micro
     if action.kind == "F":
-        return [("F", stage - 1, micro)] if stage else []
+        return (("F", stage - 1, micro),) if stage else ()
     if action.kind == "W":
-        return [("B", stage, micro)]
-    return [("F", stage, micro)] + ([("B", stage + 1, micro)] if stage < stages - 1 else [])
+        return (("B", stage, micro),)
+    own = ("F", stage, micro)
+    return (own, ("B", stage + 1, micro)) if stage < stages - 1 else (own,)
 
 
 def _who_waits(

@@ -100,7 +100,8 @@ def _played(costs: StepCosts, slower: Factors, order: Sequence[tuple[int, Action
         kind: [each * slower.compute[:, homes[stage]] for stage, each in enumerate(row)]
         for kind, row in seconds.items()
     }
-    starts, stops, free = clock(order, homes, spans, costs.message_s * slower.message, later=np.maximum)
+    message, begin = costs.message_s * slower.message, np.zeros(len(slower.counts))
+    starts, stops, free = clock(order, homes, spans, message, begin_s=begin, later=np.maximum)
     passed = np.stack(free)
     # Gradients of one stage are summed over an island; all of its ranks wait for all before the next step.
     ends = np.where(slower.inside[:, None, :], passed, 0.0).max(axis=2)
@@ -108,11 +109,6 @@ def _played(costs: StepCosts, slower: Factors, order: Sequence[tuple[int, Action
     island_s = reduced.max(axis=1) * (1 + costs.waits) + costs.fixed_s
     slowest = int(island_s.argmax())
     return Step(
-        costs=costs, counts=slower.counts, order=order, starts_s=_table(starts, slower), stops_s=_table(stops, slower),
+        costs=costs, counts=slower.counts, order=order, starts_s=np.array(starts), stops_s=np.array(stops),
         passed_s=passed, reduced_s=reduced[slowest], island_s=island_s, step_s=float(island_s[slowest]),
     )  # fmt: skip
-
-
-def _table(times: Sequence[Times], slower: Factors) -> Times:
-    """The first actions start at the number 0, whatever the number of classes."""
-    return np.stack([np.broadcast_to(each, slower.counts.shape) for each in times])
