@@ -57,7 +57,7 @@ operators: st.SearchStrategy[Operator] = st.one_of(
     st.builds(BatchNorm, samples=size, channels=few, image=st.one_of(st.just(()), sides)),
     st.builds(LayerNorm, rows=size, width=size, bias=st.booleans(), affine=st.booleans()),
     st.builds(Softmax, rows=size, width=size),
-    st.builds(Loss, rows=size, classes=size),
+    st.builds(Loss, rows=size, width=size),
     st.builds(Reduction, function=st.just("sum"), elements=size, outputs=few).filter(lambda o: o.outputs <= o.elements),
     st.builds(Embedding, lookups=size, table=size, width=size),
     st.builds(Unknown, name=st.just("odd"), read=size, written=size, weights=few),
@@ -87,7 +87,7 @@ def by_hand() -> Network:
     x = build.add("relu", Activation(function="relu", elements=4 * 4 * 64), x)
     x = build.add("pool", Pooling(samples=4, channels=4, image=(8, 8), output=(4, 4), kernel=(2, 2)), x)
     x = build.add("fc", FullyConnected(rows=4, inputs=64, outputs=10), x)
-    build.add("loss", Loss(rows=4, classes=10), x)
+    build.add("loss", Loss(rows=4, width=10), x)
     return build.network()
 
 
@@ -205,7 +205,7 @@ def test_weight_gradients_lie_beside_the_path_backwards() -> None:
     build.add("second", second, build.add("first", first))
     backward = build.network().backward
     assert backward.depth == max(9, second.input_gradient().depth + first.weight_gradient().depth)
-    assert backward.work == 2 * second.work + first.work
+    assert backward.work == 2 * second.sides.work + first.sides.work
 
 
 def test_what_learns_nothing_has_no_gradient() -> None:

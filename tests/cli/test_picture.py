@@ -46,6 +46,8 @@ def test_json_names_the_file_and_both_pictures_may_be_asked_for(place: Place) ->
         (("tp(2)", "--picture", "nowhere/a.svg"), ["--picture 'nowhere/a.svg'", "No such file"]),
         (("tp(2)", "--picture", "."), ["--picture '.'", "name a file that can be written"]),
         (("tp(2)", "--picture", "a\0b"), ["--picture", "null"]),
+        (("tp(2)", "--picture", "a.bmp"), ["--picture 'a.bmp'", "pictures are drawn as SVG, not as .bmp"]),
+        (("pp(2)", "--timeline-file", "a.PNG"), ["--timeline-file 'a.PNG'", "drawn as SVG, not as .PNG"]),
         (("tp(2)", "--picture", ""), ["--picture ''"]),
         (("language", "--picture", "a.svg"), ["--picture draws a strategy", "'language' is a job"]),
     ],

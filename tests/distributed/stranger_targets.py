@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import socket
+import struct
 import threading
 import time
 from datetime import timedelta
@@ -41,6 +42,8 @@ class Relay:
         self.how, self.back = how, back
         self.entrance = socket.create_server(("127.0.0.1", 0))
         self.altered = 0
+        self.greetings: list[bytes] = []
+        """What each caller, and each listener, said first."""
 
     def in_front_of(self, listener: socket.socket) -> Behind:
         behind = Behind(fileno=listener.detach())
@@ -70,6 +73,8 @@ class Relay:
         seen, held = 0, b""
         while data := source.recv(1 << 16):
             start, seen = seen, seen + len(data)
+            if not start:
+                self.greetings.append(data[:greeting])
             if start < greeting or how == "nothing":
                 to.sendall(data)
                 continue
@@ -87,6 +92,12 @@ class Relay:
                 return
             elif how == "truncate" and len(data) > 1000:
                 to.sendall(data[: len(data) // 2])
+                return
+            elif how == "reset" and len(data) > 1000:
+                to.sendall(data[: len(data) // 2])
+                for end in (source, to):
+                    end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    end.close()
                 return
             elif how == "insert":
                 data = os.urandom(64) + data
@@ -143,3 +154,57 @@ def among_strangers(arguments: dict[str, Any], channel: Channel) -> dict[str, An
     took_s = time.monotonic() - start_s
     leave()
     return {"sum": value.item(), "took_s": took_s, "strangers": len(strangers)}
+
+
+def replayed(arguments: dict[str, Any], channel: Channel) -> dict[str, Any]:
+    """Two groups, one after the other, with strangers at rank 0's port of the second. What they say was said in the
+    first ("replay"), is what the port says ("reflect"), or the first part of a greeting, after which they wait
+    ("half")."""
+    os.environ["SHOAL_CARRIER"] = "tcp"
+    relay, how = Relay("nothing"), arguments["how"]
+    strangers: list[socket.socket] = []
+    listen = connect_module._listen_far
+
+    def visited() -> socket.socket:
+        listener = listen()
+        for number in range(arguments["count"]):
+            stranger = socket.create_connection(listener.getsockname())
+            hello = relay.greetings[number % len(relay.greetings)]
+            strangers.append(stranger)
+            if how == "reflect":
+                threading.Thread(target=_send_back, args=(stranger,), daemon=True).start()
+            else:
+                stranger.sendall(hello if how == "replay" else hello[: 1 + number % (len(hello) - 1)])
+        return listener
+
+    if channel.rank == 0:
+        connect_module._listen_far = lambda: relay.in_front_of(listen())
+    join(backend="shoal")
+    first = torch.tensor([channel.rank + 1.0])
+    dist.all_reduce(first)
+    if channel.rank == 0:
+        connect_module._listen_far = visited
+    start_s = time.monotonic()
+    group = dist.new_group(backend="shoal", timeout=timedelta(seconds=30))
+    second = torch.tensor([channel.rank + 1.0])
+    dist.all_reduce(second, group=group)
+    took_s = time.monotonic() - start_s
+    leave()
+    answers = [] if how == "reflect" else [len(_all_of(stranger)) for stranger in strangers]
+    return {"sums": [first.item(), second.item()], "took_s": took_s, "answers": answers, "strangers": len(strangers)}
+
+
+def _send_back(stranger: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := stranger.recv(64):
+            stranger.sendall(data * 4)
+
+
+def _all_of(stranger: socket.socket) -> bytes:
+    """Everything that the other end has said, which must have hung up by now."""
+    stranger.settimeout(5)
+    said = b""
+    with contextlib.suppress(ConnectionError):
+        while data := stranger.recv(64):
+            said += data
+    return said

@@ -214,10 +214,34 @@ def test_a_store_that_is_poisoned_all_the_time_ends_a_job_in_a_sentence(ranks: R
         )
 
 
+ODD = {
+    "blank": " ", "long": "x" * 100_000, "letters of many scripts": "schön-Ω-☃", "lines": "one\ntwo\n",
+    "no text": os.fsdecode(bytes([0xFF, 0xFE, 0x80])), "words": "a token; $(true) 'quoted' \\",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(ODD))
+def test_ranks_with_an_odd_token_meet(ranks: Ranks, port: int, name: str) -> None:  # noqa: F811
+    token = {"SHOAL_TOKEN": ODD[name]}
+    found = by_variables(ranks, port, {"RANK": 0, **token}, {"RANK": 1, **token}, meet_s=[20, 20])
+    assert [each["sum"] for each in found] == [3.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs"), [("one", "one\n"), ("one", " one"), ("x" * 100_000, "x" * 99_999), ("é", "e\u0301"), (" ", "")]
+)
+def test_tokens_that_look_alike_are_different_tokens(ranks: Ranks, port: int, mine: str, theirs: str) -> None:  # noqa: F811
+    found = by_variables(
+        ranks, port, {"RANK": 0, "SHOAL_TOKEN": mine}, {"RANK": 1, "SHOAL_TOKEN": theirs}, meet_s=[2, 1]
+    )
+    assert found[0]["error"].startswith("rank 1 of 2 did not come within 2 s.")
+    assert found[1]["error"].startswith("rank 0 of 2 did not come within 1 s.")
+
+
 # Links
 
 
-HOW = ["flip", "repeat", "drop", "reorder", "cut", "truncate", "insert"]
+HOW = ["flip", "repeat", "drop", "reorder", "cut", "truncate", "reset", "insert"]
 BACK = [pytest.param(how, True, marks=[] if how == "flip" else pytest.mark.slow) for how in HOW]
 
 
@@ -254,6 +278,16 @@ def test_strangers_who_hold_connections_do_not_hold_up_a_group(ranks: Ranks, car
         assert each["sum"] == 6.0
         assert each["strangers"] == 150
         assert each["took_s"] < 20
+
+
+@pytest.mark.parametrize("how", ["replay", "reflect", "half"])
+def test_greetings_of_another_time_hold_up_nothing_and_are_not_answered(ranks: Ranks, how: str) -> None:
+    first, second = ranks(f"{TARGETS}:replayed", {"how": how, "count": 100}, ranks=2, timeout_s=50)
+    assert first["sums"] == second["sums"] == [3.0, 3.0]
+    assert first["strangers"] == 100
+    assert max(first["took_s"], second["took_s"]) < 20
+    # A challenge is all that they were told, if they were given as much.
+    assert set(first["answers"]) <= {0, 16}
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")

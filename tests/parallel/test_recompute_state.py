@@ -17,6 +17,7 @@ from torch.nn.utils import parametrizations, spectral_norm
 
 from shoal.parallel.forward_state import ChangesParameters
 from shoal.parallel.recompute import recompute_blocks
+from shoal.parallel.written_arguments import WritesElsewhere
 
 WIDTH = 6
 
@@ -141,4 +142,69 @@ def test_a_parameter_changed_in_forward_is_refused_by_name() -> None:
     model = nn.Sequential(Clamped(WIDTH, WIDTH), Clamped(WIDTH, WIDTH))
     recompute_blocks(model, "full")
     with pytest.raises(ChangesParameters, match="recompute: 0 changes its parameter weight in forward"):
+        model(torch.ones(2, WIDTH))
+
+
+class InPlace(nn.Module):
+    """Writes into its argument, into its own products, or into both."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.linear = kind, nn.Linear(WIDTH, WIDTH)
+        self.relu, self.drop = nn.ReLU(inplace=True), nn.Dropout(0.3, inplace=True)
+
+    def forward(self, x: Tensor, *, scale: Tensor) -> Tensor:
+        if self.kind == "argument":
+            return self.linear(self.relu(x)) * scale
+        if self.kind == "product":
+            return self.drop(self.linear(self.relu(self.linear(x)))) * scale
+        if self.kind == "keyword":
+            return self.linear(x) * scale.mul_(0.5).clone()
+        x += self.relu(self.linear(x * 1.0))
+        return x
+
+
+class InPlaceModel(nn.Module):
+    """Reads what its blocks have written into, once more."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(InPlace(kind) for _ in range(3))
+        self.first = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, scale = self.first(x), torch.ones(())
+        for layer in self.layers:
+            h = 0.5 * layer(h, scale=scale) + h
+        return h * scale
+
+
+@pytest.mark.parametrize("kind", ["argument", "product", "keyword", "given back"])
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize(("micros", "pipelined"), [(1, False), (3, True)])
+def test_blocks_that_write_in_place_are_repeated_from_what_they_were_given(
+    kind: str, mode: str, micros: int, pipelined: bool
+) -> None:
+    torch.manual_seed(0)
+    plain = InPlaceModel(kind)
+    again = copy.deepcopy(plain)
+    assert recompute_blocks(again, mode)
+    torch.manual_seed(1)
+    first = end(plain, micros, pipelined)
+    torch.manual_seed(1)
+    assert end(again, micros, pipelined) == first
+
+
+def test_a_block_that_begins_to_write_into_an_argument_is_refused_by_name() -> None:
+    class Later(nn.Linear):
+        writes = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.mul_(2) if self.writes else x)
+
+    model = nn.Sequential(Later(WIDTH, WIDTH), Later(WIDTH, WIDTH))
+    recompute_blocks(model, "full")
+    model(torch.ones(2, WIDTH))
+    model[1].writes = True  # type: ignore[assignment]
+    with pytest.raises(WritesElsewhere, match="recompute: 1 writes into an argument that it did not write into"):
         model(torch.ones(2, WIDTH))

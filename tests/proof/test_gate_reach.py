@@ -320,13 +320,17 @@ class Reaching(nn.Module):
 """,
     "model": "lambda: Reaching()",
 }
-IN_PLACE = {
+UNREPEATABLE = {
     "helpers": """
-class Writes(nn.Linear):
+class Widening(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 8)
+        self.widths = iter(range(10**9))
+
     def forward(self, x):
-        return x.add_(torch.tanh(super().forward(x.clone())))
+        return super().forward(x) + torch.tanh(x.new_ones(len(x), next(self.widths) + 1).requires_grad_()).mean()
 """,
-    "model": "lambda: nn.Sequential(nn.Linear(8, 8), Writes(8, 8), Writes(8, 8))",
+    "model": "lambda: nn.Sequential(nn.Linear(8, 8), Widening(), Widening())",
 }
 
 
@@ -345,7 +349,7 @@ def test_what_replicas_do_not_share_is_named(
 
 
 def test_blocks_that_cannot_be_repeated_are_refused_on_one_rank(write: Callable[..., str], tmp_path: Path) -> None:
-    told = stopped(write(**IN_PLACE), 'recompute("full")', tmp_path, CannotTrain)
+    told = stopped(write(**UNREPEATABLE), 'recompute("full")', tmp_path, CannotTrain)
     assert 'the model runs in one process but fails under recompute("full")' in told
     assert "Leave recompute out, or let blocks make new tensors" in told
 

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from distributed.jobs import coupled
 from shoal.job import Job, JobError
 from shoal.job.losses import cross_entropy
-from shoal.proof.resumable import require_resumable
+from shoal.layout.layout import layout_of
+from shoal.proof.resumable import require_resumable, require_state_in_pieces
 from shoal.runtime.draws import places_of
 from shoal.runtime.step import build_model
+from shoal.strategy import parse
 
 COUNT = [0]
 
@@ -166,3 +168,42 @@ def test_what_a_checkpoint_would_lose_is_refused_by_name(name: str) -> None:
 @pytest.mark.parametrize("model", [coupled.Plain, Buffered, Remembering, Following])
 def test_what_a_checkpoint_holds_or_nothing_reads_is_no_reason(model: Callable[[], nn.Module]) -> None:
     require_resumable(coupled.make(model))
+
+
+class Stacked(nn.Module):
+    """Three pieces; `where` its own forward advances an attribute, `read` where it reads it. `late`: only once it is
+    large. It is a float: 1.0, 2.0, ..."""
+
+    def __init__(self, where: str, read: str, *, late: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(coupled.WIDTH, coupled.WIDTH) for _ in range(3))
+        self.where, self.read, self.late, self.count = where, read, late, 0.0
+
+    def forward(self, x: Tensor) -> Any:
+        for at in ("front", "0", "1", "2"):
+            if self.read == at:
+                x = x * ((2.0 if self.count > 50 else 1.0) if self.late else 1 + self.count)
+            if self.where == at:
+                self.count += 1
+            if at != "2":
+                x = torch.tanh(self.layers[0 if at == "front" else int(at) + 1](x))
+        return x
+
+
+def staged(model: Callable[[], nn.Module], strategy: str = "pp(2, micro=2)") -> None:
+    job, parsed = coupled.make(model), parse(strategy)
+    require_state_in_pieces(job, parsed, layout_of(job, parsed).chain)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("where", ["0", "1", "2"])
+def test_an_attribute_that_goes_stale_on_earlier_stages_is_refused_by_name(where: str, late: bool) -> None:
+    sentence = r"the model's own forward changes count behind layers\.0, and the next forward reads it, but a stage"
+    with pytest.raises(JobError, match=sentence):
+        staged(lambda: Stacked(where, "front", late=late))
+
+
+def test_an_attribute_that_every_stage_advances_or_nothing_reads_is_no_reason() -> None:
+    staged(lambda: Stacked("front", "front"))
+    staged(lambda: Stacked("2", "nowhere"))
+    staged(lambda: Stacked("2", "front"), "dp(2)")

@@ -15,13 +15,10 @@ from shoal.analysis.lookup import Embedding, Unknown
 from shoal.analysis.operator import Operator
 from shoal.analysis.products import FullyConnected, MatrixProduct
 from shoal.analysis.reductions import BatchNorm, LayerNorm, Pooling, Reduction, Softmax
+from shoal.layout.cost import LEFT, UNWRITTEN, VIEWS
 from shoal.layout.recorded import Op, Ref, Value
 
-FREE = frozenset(
-    "view _unsafe_view t transpose permute expand unsqueeze squeeze detach alias slice select split split_with_sizes "
-    "as_strided reshape unbind chunk lift_fresh unfold diagonal view_as_real view_as_complex real movedim narrow "
-    "_reshape_alias empty_like zeros_like ones_like new_zeros new_empty full_like".split()
-)
+FREE = VIEWS | UNWRITTEN | frozenset("zeros_like ones_like new_zeros new_empty full_like".split())
 """Operations that move nothing, or make what does not depend on the model."""
 
 COPIES = frozenset(
@@ -180,10 +177,7 @@ def _embedding(reader: Reader, op: Op) -> Operator | None:
 
 
 FORMULAS: dict[str, Callable[[Reader, Op], Operator | None]] = {
-    "mm": _product(0, bias=False),
-    "bmm": _product(0, bias=False),
-    "addmm": _product(1, bias=True),
-    "baddbmm": _product(1, bias=False),
+    **{name: _product(first, bias=name == "addmm") for name, first in LEFT.items()},
     "convolution": _convolution,
     "max_pool2d_with_indices": _pooling,
     "max_pool3d_with_indices": _pooling,

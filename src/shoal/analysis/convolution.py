@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import ceil, log2, prod
 from typing import ClassVar
 
-from shoal.analysis.operator import Cost, Operator, log2_ceil, moved_bytes
+from shoal.analysis.operator import Cost, Operator, Sides, log2_ceil, moved_bytes
 
 FFT_CONSTANT = 1.0
 """Operations of a transform of n points are this times n log2 n: a butterfly has two complex multiply-adds, and a
@@ -74,6 +74,14 @@ class Convolution(Operator):
         return self.in_channels // self.groups
 
     @property
+    def sides(self) -> Sides:
+        """Every place of the output by every number of a window."""
+        return Sides(
+            count=self.groups, rows=self.samples * prod(self.output), columns=self.out_channels // self.groups,
+            inner=self.group_channels * prod(self.kernel),
+        )  # fmt: skip
+
+    @property
     def _elements(self) -> tuple[int, int]:
         read = self.samples * self.in_channels * prod(self.image)
         return read, self.samples * self.out_channels * prod(self.output)
@@ -111,6 +119,10 @@ class TransposedConvolution(Operator):
     def shape(self) -> str:
         return f"back through {self.back_through.shape}"
 
+    @property
+    def sides(self) -> Sides:
+        return self.back_through.sides
+
     def forward(self) -> Cost:
         return self.back_through.input_gradient()
 
@@ -123,10 +135,9 @@ class TransposedConvolution(Operator):
 
 def direct(layer: Convolution) -> Cost:
     """Seven nested loops."""
-    work = layer.samples * layer.out_channels * prod(layer.output) * layer.group_channels * prod(layer.kernel)
     depth = log2_ceil(layer.group_channels) + sum(log2_ceil(side) for side in layer.kernel)
     read, written = layer._elements
-    return Cost(work, depth, moved_bytes(read, layer._weights, written))
+    return Cost(layer.sides.work, depth, moved_bytes(read, layer._weights, written))
 
 
 def im2col(layer: Convolution) -> Cost:

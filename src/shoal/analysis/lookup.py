@@ -28,16 +28,18 @@ class Embedding(Operator):
     def shape(self) -> str:
         return f"{self.lookups:,} of {self.table:,} x {self.width:,}"
 
+    @property
+    def numbers(self) -> int:
+        return self.lookups * self.width
+
     def forward(self) -> Cost:
-        elements = self.lookups * self.width
-        return Cost(elements, 1, moved_bytes(self.lookups, 2 * elements))
+        return Cost(self.numbers, 1, moved_bytes(self.lookups, 2 * self.numbers))
 
     def input_gradient(self) -> Cost:
         return NOTHING
 
     def weight_gradient(self) -> Cost:
-        elements = self.lookups * self.width
-        return Cost(elements, log2_ceil(self.lookups), moved_bytes(self.lookups, 2 * elements))
+        return Cost(self.numbers, log2_ceil(self.lookups), moved_bytes(self.lookups, 2 * self.numbers))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,6 +26,21 @@ class Cost:
 NOTHING = Cost()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sides:
+    """A matrix product: `count` of (rows x inner) times (inner x columns). The one count of its work, whoever asks."""
+
+    count: int
+    rows: int
+    columns: int
+    inner: int
+
+    @property
+    def work(self) -> int:
+        """Multiply-adds."""
+        return self.count * self.rows * self.columns * self.inner
+
+
 def log2_ceil(count: int) -> int:
     """Depth of a sum of so many numbers: 0 for one, 1 for two, 2 for three or four."""
     if count < 1:
@@ -54,6 +69,16 @@ class Operator(ABC):
     @abstractmethod
     def shape(self) -> str:
         """Its sizes in a few words."""
+
+    @property
+    def sides(self) -> Sides | None:
+        """Those of the matrix product that it is; None where it is none."""
+        return None
+
+    @property
+    def numbers(self) -> float:
+        """Of a pass over memory: the larger of what it reads of one tensor and what it writes."""
+        return self.forward().bytes / ELEMENT_BYTES / 2
 
     @abstractmethod
     def forward(self) -> Cost: ...

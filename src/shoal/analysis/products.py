@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shoal.analysis.operator import Cost, Operator, log2_ceil, moved_bytes
+from shoal.analysis.operator import Cost, Operator, Sides, log2_ceil, moved_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,8 +30,8 @@ class FullyConnected(Operator):
         return f"{self.rows:,} x {self.inputs:,} -> {self.outputs:,}"
 
     @property
-    def work(self) -> int:
-        return self.rows * self.inputs * self.outputs
+    def sides(self) -> Sides:
+        return Sides(count=1, rows=self.rows, columns=self.outputs, inner=self.inputs)
 
     @property
     def _matrix(self) -> int:
@@ -39,15 +39,15 @@ class FullyConnected(Operator):
 
     def forward(self) -> Cost:
         moved = moved_bytes(self.rows * self.inputs, self._matrix, self.rows * self.outputs)
-        return Cost(self.work, log2_ceil(self.inputs), moved)
+        return Cost(self.sides.work, log2_ceil(self.inputs), moved)
 
     def input_gradient(self) -> Cost:
         moved = moved_bytes(self.rows * self.outputs, self._matrix, self.rows * self.inputs)
-        return Cost(self.work, log2_ceil(self.outputs), moved)
+        return Cost(self.sides.work, log2_ceil(self.outputs), moved)
 
     def weight_gradient(self) -> Cost:
         moved = moved_bytes(self.rows * self.inputs, self.rows * self.outputs, self._matrix)
-        return Cost(self.work, log2_ceil(self.rows), moved)
+        return Cost(self.sides.work, log2_ceil(self.rows), moved)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,13 +66,16 @@ class MatrixProduct(Operator):
         return f"{self.batch:,} x ({self.rows:,} x {self.inner:,} x {self.columns:,})"
 
     @property
+    def sides(self) -> Sides:
+        return Sides(count=self.batch, rows=self.rows, columns=self.columns, inner=self.inner)
+
+    @property
     def _sizes(self) -> tuple[int, int, int]:
         left, right = self.rows * self.inner, self.inner * self.columns
         return self.batch * left, self.batch * right, self.batch * self.rows * self.columns
 
     def forward(self) -> Cost:
-        work = self.batch * self.rows * self.inner * self.columns
-        return Cost(work, log2_ceil(self.inner), moved_bytes(*self._sizes))
+        return Cost(self.sides.work, log2_ceil(self.inner), moved_bytes(*self._sizes))
 
     def input_gradient(self) -> Cost:
         left, right, out = self._sizes

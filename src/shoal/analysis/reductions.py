@@ -26,9 +26,12 @@ class Pooling(Operator):
         sides = " x ".join(str(side) for side in self.kernel)
         return f"{sides} on {self.samples:,} x {self.channels:,} x {' x '.join(str(side) for side in self.image)}"
 
+    @property
+    def numbers(self) -> int:
+        return self.samples * self.channels * prod(self.image)
+
     def forward(self) -> Cost:
-        read = self.samples * self.channels * prod(self.image)
-        written = self.samples * self.channels * prod(self.output)
+        read, written = self.numbers, self.samples * self.channels * prod(self.output)
         # A window reaches beyond the image only into padding, which is not read.
         depth = sum(log2_ceil(min(window, side)) for window, side in zip(self.kernel, self.image, strict=True))
         return Cost(read, depth, moved_bytes(read, written))
@@ -76,13 +79,31 @@ class BatchNorm(Operator):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LayerNorm(Operator):
+class _Rows(Operator):
+    """Rows of numbers, each with sums of its own."""
+
+    rows: int
+    width: int
+
+    @property
+    def shape(self) -> str:
+        return f"{self.rows:,} x {self.width:,}"
+
+    @property
+    def elements(self) -> int:
+        return self.rows * self.width
+
+    @property
+    def numbers(self) -> float:
+        return self.elements
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerNorm(_Rows):
     """Each row is normalised by its own mean and variance, or by its root mean square (then without a bias)."""
 
     kind: ClassVar[str] = "layer norm"
 
-    rows: int
-    width: int
     bias: bool = True
     affine: bool = True
     """Whether it has weights at all."""
@@ -91,68 +112,44 @@ class LayerNorm(Operator):
     def parameters(self) -> int:
         return self.width * (1 + self.bias) if self.affine else 0
 
-    @property
-    def shape(self) -> str:
-        return f"{self.rows:,} x {self.width:,}"
-
     def forward(self) -> Cost:
-        elements = self.rows * self.width
-        return Cost(elements, log2_ceil(self.width), moved_bytes(2 * elements, self.parameters))
+        return Cost(self.elements, log2_ceil(self.width), moved_bytes(2 * self.elements, self.parameters))
 
     def input_gradient(self) -> Cost:
-        elements = self.rows * self.width
-        return Cost(elements, log2_ceil(self.width), moved_bytes(3 * elements, self.parameters))
+        return Cost(self.elements, log2_ceil(self.width), moved_bytes(3 * self.elements, self.parameters))
 
     def weight_gradient(self) -> Cost:
         if not self.affine:
             return Cost()
-        elements = self.rows * self.width
-        return Cost(elements, log2_ceil(self.rows), moved_bytes(2 * elements, self.parameters))
+        return Cost(self.elements, log2_ceil(self.rows), moved_bytes(2 * self.elements, self.parameters))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Softmax(Operator):
+class Softmax(_Rows):
     """Two sums over each row: its largest number, and the total of the exponentials."""
 
     kind: ClassVar[str] = "softmax"
 
-    rows: int
-    width: int
-
-    @property
-    def shape(self) -> str:
-        return f"{self.rows:,} x {self.width:,}"
-
     def forward(self) -> Cost:
-        elements = self.rows * self.width
-        return Cost(2 * elements, 2 * log2_ceil(self.width), moved_bytes(2 * elements))
+        return Cost(2 * self.elements, 2 * log2_ceil(self.width), moved_bytes(2 * self.elements))
 
     def input_gradient(self) -> Cost:
-        elements = self.rows * self.width
-        return Cost(2 * elements, log2_ceil(self.width) + 1, moved_bytes(3 * elements))
+        return Cost(2 * self.elements, log2_ceil(self.width) + 1, moved_bytes(3 * self.elements))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Loss(Operator):
-    """Cross-entropy: a softmax of each row, and the sum over rows. Its gradient is probabilities minus targets."""
+class Loss(_Rows):
+    """Cross-entropy over `width` classes: a softmax of each row, and the sum over rows. Its gradient is probabilities
+    minus targets."""
 
     kind: ClassVar[str] = "loss"
 
-    rows: int
-    classes: int
-
-    @property
-    def shape(self) -> str:
-        return f"{self.rows:,} x {self.classes:,}"
-
     def forward(self) -> Cost:
-        elements = self.rows * self.classes
-        depth = 2 * log2_ceil(self.classes) + log2_ceil(self.rows)
-        return Cost(2 * elements + self.rows, depth, moved_bytes(elements, self.rows))
+        depth = 2 * log2_ceil(self.width) + log2_ceil(self.rows)
+        return Cost(2 * self.elements + self.rows, depth, moved_bytes(self.elements, self.rows))
 
     def input_gradient(self) -> Cost:
-        elements = self.rows * self.classes
-        return Cost(elements, 1, moved_bytes(2 * elements, self.rows))
+        return Cost(self.elements, 1, moved_bytes(2 * self.elements, self.rows))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,6 +165,10 @@ class Reduction(Operator):
     @property
     def shape(self) -> str:
         return f"{self.function} of {self.elements:,} into {self.outputs:,}"
+
+    @property
+    def numbers(self) -> float:
+        return self.elements
 
     def forward(self) -> Cost:
         depth = log2_ceil(-(-self.elements // self.outputs))

@@ -165,7 +165,7 @@ class _Walk:
         if not isinstance(softmax, Softmax) or self._makers(op.inputs) != (last,):
             return False
         before = self.builder.layers.pop()
-        loss = Loss(rows=softmax.rows, classes=softmax.width)
+        loss = Loss(rows=softmax.rows, width=softmax.width)
         self._add(op.module, loss, before.inputs, op.outputs, block="loss")
         return True
 

@@ -109,6 +109,9 @@ def write_picture(svg: str, path: str, *, option: str) -> None:
     """Writes a picture to the file that an option names."""
     from pathlib import Path
 
+    suffix = Path(path).suffix
+    if suffix.lower() not in ("", ".svg"):
+        raise CannotDraw(f"{option} {path!r}: pictures are drawn as SVG, not as {suffix}; name a .svg file")
     try:
         Path(path).write_text(svg, encoding="utf-8")
     except (OSError, ValueError) as error:

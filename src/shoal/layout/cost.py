@@ -14,10 +14,17 @@ from shoal.layout.recorded import Op, Ref, Trace
 FLOPS_PER_BYTE = 4.0
 """One core of a server CPU: some 40 GFLOP/s of float32 beside 10 GB/s."""
 
-FREE = frozenset(
+VIEWS = frozenset(
     "view _unsafe_view t transpose permute expand unsqueeze squeeze detach alias slice select split split_with_sizes "
-    "as_strided empty empty_like reshape unbind chunk lift_fresh".split()
+    "as_strided reshape unbind chunk lift_fresh unfold diagonal view_as_real view_as_complex real movedim narrow "
+    "_reshape_alias".split()
 )
+"""Operations that look at the same memory in another way."""
+UNWRITTEN = frozenset(["empty", "empty_like"])
+FREE = VIEWS | UNWRITTEN
+
+LEFT = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
+"""Matrix products -> the place of the left matrix among their tensors; the right one follows it."""
 
 
 def flops(trace: Trace, op: Op) -> float:
@@ -25,12 +32,8 @@ def flops(trace: Trace, op: Op) -> float:
     values = trace.values
     tensors = [values[arg.value].shape for arg in op.args if isinstance(arg, Ref)]
     out = values[op.outputs[0]].shape if op.outputs else ()
-    if op.name == "mm":
-        return 2.0 * prod(out) * tensors[0][-1]
-    if op.name in ("addmm", "baddbmm"):
-        return 2.0 * prod(out) * tensors[1][-1]
-    if op.name == "bmm":
-        return 2.0 * prod(out) * tensors[0][-1]
+    if op.name in LEFT:
+        return 2.0 * prod(out) * tensors[LEFT[op.name]][-1]
     if op.name == "convolution":
         return 2.0 * prod(out) * prod(tensors[1][1:])
     if op.name.startswith("_scaled_dot_product"):

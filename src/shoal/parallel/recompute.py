@@ -10,16 +10,20 @@ from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shoal.comm.ledger import BOOK
 from shoal.layout.blocks import blocks
 from shoal.layout.held_state import GENERATORS, Held
 from shoal.parallel.forward_state import ForwardState
+from shoal.parallel.written_arguments import WrittenArguments
 
 _again = 0
 
@@ -91,7 +95,8 @@ def recompute_blocks(model: nn.Module, mode: str) -> list[str]:
         # Recurrent layers overwrite their own matrix products, so none can be kept for them.
         recurrent = any(isinstance(module, nn.RNNBase) for module in block.modules())
         how = "full" if recurrent else mode
-        block.forward = partial(_call, name, block, block.forward, how, kept, list(GENERATORS))  # type: ignore[method-assign]
+        written = WrittenArguments(name)
+        block.forward = partial(_call, name, block, block.forward, how, kept, list(GENERATORS), written)  # type: ignore[method-assign]
         names.append(name)
     return names
 
@@ -104,16 +109,54 @@ def _without_cache(model: nn.Module) -> None:
                 held.use_cache = False  # type: ignore[union-attr]
 
 
+class _ProductsWritten(TorchDispatchMode):
+    """Notes whether a block writes into the products that selective recomputation would keep for it."""
+
+    def __init__(self, kept: set[Any]) -> None:
+        super().__init__()
+        self._kept = kept
+        self._results: list[tuple[torch.Tensor, int]] = []
+        self.written = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in self._kept:
+            self._results += [(x, x._version) for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        return result
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.written = any(x._version != version for x, version in self._results)
+        self._results = []
+
+
+_WATCHED = WeakKeyDictionary[nn.Module, _ProductsWritten]()
+"""Blocks under selective recomputation -> what their first call showed."""
+
+
+def _mode_of(block: nn.Module, mode: str, kept: set[Any]) -> tuple[str, Any]:
+    """How a block is recomputed now, and what watches it. In its first call everything is computed again; later its
+    products are kept, unless it writes into them."""
+    if mode == "full":
+        return mode, nullcontext()
+    if block not in _WATCHED:
+        watch = _WATCHED[block] = _ProductsWritten(kept)
+        return "full", watch
+    return ("full" if _WATCHED[block].written else mode), nullcontext()
+
+
 def _call(
-    name: str, block: nn.Module, forward: Any, mode: str, kept: set[Any], generators: list[Held], *args: Any,
-    **kwargs: Any,
+    name: str, block: nn.Module, forward: Any, mode: str, kept: set[Any], generators: list[Held],
+    written: WrittenArguments, *args: Any, **kwargs: Any,
 ) -> Any:  # fmt: skip
     if not (block.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
     state = ForwardState(name, block, generators)
+    mode, watch = _mode_of(block, mode, kept)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with state.again() if recomputing() else state.first():
+        with state.again() if recomputing() else state.first(), nullcontext() if recomputing() else watch:
             return forward(*args, **kwargs)
 
-    return checkpoint(run, *args, use_reentrant=False, context_fn=partial(_contexts, mode, kept), **kwargs)
+    repeat = partial(checkpoint, use_reentrant=False, context_fn=partial(_contexts, mode, kept))
+    return written.call(repeat, run, args, kwargs)

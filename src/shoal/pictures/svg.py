@@ -45,10 +45,12 @@ class Drawing:
 
     def words(
         self, x: float, y: float, text: str, *, size: float = 12.0, anchor: str = "start", colour: str = INK,
-        bold: bool = False,
+        bold: bool = False, over_a_box: bool = False,
     ) -> None:  # fmt: skip
-        """`y` is the line the letters stand on; `anchor` is start, middle or end."""
+        """`y` is the line the letters stand on; `anchor` is start, middle or end. `over_a_box`: whose tip is to be
+        seen through them."""
         weight = " font-weight='600'" if bold else ""
+        weight += " pointer-events='none'" if over_a_box else ""
         at = "" if anchor == "start" else f" text-anchor='{anchor}'"
         self.elements.append(
             f"<text x='{x:.1f}' y='{y:.1f}' font-size='{size:g}'{at}{weight} fill='{colour}'>{printable(text)}</text>"

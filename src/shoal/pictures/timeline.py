@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import groupby
-from xml.sax.saxutils import escape
 
 from shoal.estimate.pipeline.play import Box, Played, bubble_formula, bubble_formula_text
+from shoal.pictures.svg import SOFT, Drawing
 from shoal.strategy.terms import pp
 
 Piece = tuple[str, str]
@@ -23,7 +22,6 @@ MOST_COLUMNS = 100_000
 COLOURS = {"F": (127, 178, 229), "B": (242, 166, 90), "W": (183, 165, 221)}
 NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}
 LANE_PX, LANE_GAP_PX, LEFT_PX, TOP_PX = 30, 6, 70, 64
-FONT = "font-family='system-ui, Helvetica, Arial, sans-serif'"
 
 
 def captions(played: Played) -> list[str]:
@@ -84,92 +82,49 @@ def timeline_svg(played: Played, title: str) -> str:
     units = played.makespan_s / unit_s
     # A page wide if the numbers fit into boxes of one unit then, else as wide as they need.
     least_px = 3 + 7 * len(str(played.micro - 1))
-    scale = _Scale(unit_s=unit_s, unit_px=max(least_px, min(36.0, 1080 / units)) if units else 36.0)
-    lanes_px = played.ranks * (LANE_PX + LANE_GAP_PX)
-    notes = captions(played)
-    right_px = LEFT_PX + units * scale.unit_px
-    # Wide enough for the words as well; a letter of the captions' size takes six and a half pixels at most.
-    width_px = max(right_px + 20, LEFT_PX + 6.5 * max(map(len, notes)), LEFT_PX + 9 * len(title), 520)
-    height_px = TOP_PX + lanes_px + 46 + 18 * len(notes)
-    body = [
-        f"<svg xmlns='http://www.w3.org/2000/svg' width='{width_px:.0f}' height='{height_px:.0f}' "
-        f"viewBox='0 0 {width_px:.0f} {height_px:.0f}' {FONT} role='img'>",
-        f"<title>{_xml(title)}</title>",
-        "<rect width='100%' height='100%' fill='#ffffff'/>",
-        f"<text x='{LEFT_PX}' y='26' font-size='16' font-weight='600' fill='#1c1e21'>{_xml(title)}</text>",
-        *_legend(played),
-        *_axis(scale, units, lanes_px),
-    ]
+    unit_px = max(least_px, min(36.0, 1080 / units)) if units else 36.0
+    page = Drawing(width_px=500)
+    page.words(LEFT_PX, 26, title, size=16, bold=True)
+    _legend(page, played)
+    bottom_px = TOP_PX + played.ranks * (LANE_PX + LANE_GAP_PX)
+    _axis(page, units, unit_px, bottom_px)
     for rank, lane in enumerate(played.lanes):
         top_px = TOP_PX + rank * (LANE_PX + LANE_GAP_PX)
-        body.append(
-            f"<text x='{LEFT_PX - 10}' y='{top_px + 20}' font-size='13' text-anchor='end' fill='#1c1e21'>"
-            f"rank {rank}</text>"
-            f"<rect x='{LEFT_PX}' y='{top_px}' width='{units * scale.unit_px:.2f}' height='{LANE_PX}' fill='#eceef1'/>"
-        )
-        body += (_box(box, played, scale, top_px) for box in lane)
-    for line, note in enumerate(notes):
-        bottom_px = TOP_PX + lanes_px + 50 + 18 * line
-        body.append(f"<text x='{LEFT_PX}' y='{bottom_px}' font-size='12.5' fill='#444950'>{_xml(note)}</text>")
-    return "\n".join([*body, "</svg>", ""])
+        page.words(LEFT_PX - 10, top_px + 20, f"rank {rank}", size=13, anchor="end")
+        page.box(LEFT_PX, top_px, units * unit_px, LANE_PX, fill="#eceef1", line="none")
+        for box in lane:
+            start_px, stop_px = (LEFT_PX + time_s / unit_s * unit_px for time_s in (box.start_s, box.stop_s))
+            colour = _colour(box.action.kind[0], box.action.stage // played.ranks, played.chunks)
+            page.box(start_px, top_px, stop_px - start_px, LANE_PX, fill=colour, tip=str(box.action))
+            # A digit at this size is seven pixels wide; a number that does not fit is left to the tooltip.
+            if stop_px - start_px >= 7 * len(str(box.action.micro)):
+                middle_px = (start_px + stop_px) / 2
+                page.words(middle_px, top_px + 19, str(box.action.micro), anchor="middle", over_a_box=True)
+    page.notes(LEFT_PX, bottom_px + 50, captions(played))
+    return page.document(title)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Scale:
-    unit_s: float
-    unit_px: float
-
-    def px(self, time_s: float) -> float:
-        return LEFT_PX + time_s / self.unit_s * self.unit_px
-
-
-def _box(box: Box, played: Played, scale: _Scale, top_px: int) -> str:
-    start_px, stop_px = scale.px(box.start_s), scale.px(box.stop_s)
-    number, wide_px = str(box.action.micro), stop_px - start_px
-    rect = (
-        f"<rect x='{start_px:.2f}' y='{top_px}' width='{wide_px:.2f}' height='{LANE_PX}' "
-        f"fill='{_colour(box.action.kind[0], box.action.stage // played.ranks, played.chunks)}' "
-        f"stroke='#ffffff' stroke-width='1'><title>{box.action}</title></rect>"
-    )
-    # A digit at this size is seven pixels wide; a number that does not fit is left to the tooltip.
-    if wide_px < 7 * len(number):
-        return rect
-    return rect + (
-        f"<text x='{(start_px + stop_px) / 2:.2f}' y='{top_px + 19}' font-size='12' text-anchor='middle' "
-        f"fill='#1c1e21' pointer-events='none'>{number}</text>"
-    )
-
-
-def _legend(played: Played) -> Iterator[str]:
+def _legend(page: Drawing, played: Played) -> None:
     present = {box.action.kind[0] for lane in played.lanes for box in lane}
     left_px = float(LEFT_PX)
     for kind in (kind for kind in COLOURS if kind in present):
         # At most six shades: with more chunks they show the direction, first to last.
-        shown = sorted({round(step * (played.chunks - 1) / 5) for step in range(6)})
-        for chunk in shown:
-            yield (
-                f"<rect x='{left_px:.0f}' y='38' width='13' height='13' fill='{_colour(kind, chunk, played.chunks)}'/>"
-            )
+        for chunk in sorted({round(step * (played.chunks - 1) / 5) for step in range(6)}):
+            page.box(left_px, 38, 13, 13, fill=_colour(kind, chunk, played.chunks), line="none")
             left_px += 15
         chunks = "" if played.chunks == 1 else f", chunks 0 to {played.chunks - 1}"
         words = ("input gradients" if kind == "B" and "W" in present else NAMES[kind]) + chunks
-        yield f"<text x='{left_px + 3:.0f}' y='49' font-size='12' fill='#444950'>{words}</text>"
+        page.words(left_px + 3, 49, words, colour=SOFT)
         left_px += 3 + 7 * len(words) + 16
 
 
-def _axis(scale: _Scale, units: float, lanes_px: int) -> Iterator[str]:
-    bottom_px = TOP_PX + lanes_px
-    step = _tick(32 / scale.unit_px)
+def _axis(page: Drawing, units: float, unit_px: float, bottom_px: float) -> None:
+    step = _tick(32 / unit_px)
     for number in range(int(units / step + 1e-9) + 1):
-        x = LEFT_PX + number * step * scale.unit_px
-        yield f"<path d='M{x:.2f} {TOP_PX - 4}V{bottom_px + 2}' stroke='#d5d8dc' stroke-width='1'/>"
-        yield (
-            f"<text x='{x:.2f}' y='{bottom_px + 15}' font-size='11' text-anchor='middle' "
-            f"fill='#606770'>{number * step:g}</text>"
-        )
-    yield (
-        f"<text x='{LEFT_PX - 10}' y='{bottom_px + 15}' font-size='11' text-anchor='end' fill='#606770'>forwards</text>"
-    )
+        x = LEFT_PX + number * step * unit_px
+        page.curve([(x, TOP_PX - 4), (x, bottom_px + 2)], colour="#d5d8dc", wide=1)
+        page.words(x, bottom_px + 15, f"{number * step:g}", size=11, anchor="middle", colour=SOFT)
+    page.words(LEFT_PX - 10, bottom_px + 15, "forwards", size=11, anchor="end", colour=SOFT)
 
 
 def _colour(kind: str, chunk: int, chunks: int) -> str:
@@ -227,8 +182,3 @@ def _kept(played: Played) -> str:
 
 def _percent(fraction: float) -> str:
     return f"{100 * fraction:.1f}%"
-
-
-def _xml(text: str) -> str:
-    """Text for an XML document, without the characters that XML cannot hold."""
-    return escape("".join(character for character in text if character.isprintable()))

@@ -25,7 +25,7 @@ def numbers(model: nn.Module) -> dict[str, int]:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.numel() == 1 and not buffer.is_meta and _counts(buffer):
                 found[f"{prefix}{name}"] = int(buffer)
-        found |= {f"{prefix}{name}": value for name, value in _attributes(module).items() if type(value) is int}
+        found |= {f"{prefix}{name}": int(value) for name, value in _attributes(module).items() if _is_whole(value)}
     return found
 
 
@@ -40,7 +40,11 @@ def set_counter(model: nn.Module, name: str, value: int) -> None:
     if own in module._buffers:
         module._buffers[own] = torch.full_like(module._buffers[own], value)  # type: ignore[arg-type]
     else:
-        setattr(module, own, value)
+        setattr(module, own, type(getattr(module, own))(value))
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int or (type(value) is float and value.is_integer())
 
 
 def _counts(buffer: torch.Tensor) -> bool:

@@ -1,4 +1,5 @@
-"""Whether a resumed run goes on as the unbroken one: a forward must not read what no checkpoint holds.
+"""What a forward leaves for the next one outside of parameters and buffers: whether a resumed run, and the stages of a
+pipeline, go on as one unbroken process does.
 
 Checkpoints hold parameters and persistent buffers. What else a forward changes and the next one reads is lost: Python
 attributes of modules, buffers with persistent=False, what a loss or a global keeps. It is found by calling: a model
@@ -13,10 +14,12 @@ import torch
 from torch import nn
 
 from shoal.job import Batch, Job, JobError
+from shoal.layout.chain import Chain
 from shoal.layout.held_outside import Outside
 from shoal.layout.held_state import HeldNow
 from shoal.proof.counters import LATER, counters, numbers, set_counter
 from shoal.proof.drawing import drawing_alike
+from shoal.strategy import Strategy, pp
 
 SAMPLES = 8
 TOLERANCE = 1e-7
@@ -42,6 +45,40 @@ def require_resumable(job: Job) -> None:
             "holds it, so a resumed run would go on otherwise. Keep it in a buffer of the model (register_buffer), or "
             "train without checkpoints (--checkpoint-every 0)"
         )
+
+
+def require_state_in_pieces(job: Job, strategy: Strategy, chain: Chain | None) -> None:
+    """Refuses a pipeline of a model whose own code, between its pieces, changes what the next forward reads: a stage
+    does not run the code behind its last piece, so that earlier stages would go on with old values.
+
+    Raises:
+        JobError: With the names of what would be old.
+    """
+    term = strategy.term(pp)
+    if term is None or term.n == 1 or chain is None:
+        return
+    with torch.random.fork_rng(devices=[]):
+        try:
+            lost = set(_lost(job)).intersection(_changed_behind(job, chain.links[0].path))
+        except Exception:  # Whatever the user's code raises here says nothing about stages.
+            return
+    inside = tuple(f"{link.path}." for link in chain.links)
+    names = sorted(name for name in lost if not name.startswith(inside))
+    if names:
+        raise JobError(
+            f"{term}: the model's own forward changes {', '.join(names)} behind {chain.links[0].path}, and the next "
+            "forward reads it, but a stage runs no code behind its last block, so earlier stages would read old "
+            "values. Keep it in a buffer of the model (register_buffer), or change it in the block that reads it"
+        )
+
+
+def _changed_behind(job: Job, first: str) -> list[str]:
+    """What a forward changes once the first piece has been called."""
+    with Outside(job).kept():
+        model, held = _built(job), []
+        model.get_submodule(first).register_forward_pre_hook(lambda *_: held.append(HeldNow(model.modules())))
+        _loss(job, model, job.train.batch(job.order().indices(0)[:SAMPLES]))
+        return held[0].changed_names(model)
 
 
 def _lost(job: Job) -> list[str]:

@@ -36,6 +36,15 @@ def parse(text: str) -> Strategy:
     return _Reader(text).strategy()
 
 
+_UNQUOTED = "{} is a word here, and words (schedules, methods, precisions) stand in quotes"
+
+
+def _words() -> set[str]:
+    """All words that some argument may be."""
+    arguments = (argument for term in REGISTRY.values() for argument in term.arguments.values())
+    return {word for argument in arguments for word in getattr(argument, "choices", ())}
+
+
 class _Reader:
     """One text on its way to a strategy; knows the text, so that any step can point into it."""
 
@@ -117,6 +126,12 @@ class _Reader:
 
     def _unreadable(self, error: SyntaxError) -> StrategyError:
         at = min(max((error.offset or 1) - 1, 0), len(self.code) - 1)
+        word = next((word for word in _words() if self.code.startswith(word, at)), None)
+        if word is not None:  # 1f1b, which Python takes for a number.
+            return StrategyError(
+                _UNQUOTED.format(word), text=self.text, column=self.start + at, length=len(word),
+                suggestion=f'"{word}"',
+            )  # fmt: skip
         message = (error.msg or "invalid syntax").removeprefix("invalid syntax. ")
         opened, closed = self.code.count("("), self.code.count(")")
         if opened > closed:
@@ -229,15 +244,12 @@ class _Reader:
         if isinstance(node, ast.Name):
             if node.id in REGISTRY:
                 return self._nested(self._build(ast, REGISTRY[node.id], node, [], []), node)
-            if any(
-                node.id in getattr(argument, "choices", ())
-                for term in REGISTRY.values()
-                for argument in term.arguments.values()
-            ):
-                raise self.error(
-                    f"{node.id} is a word here, and words stand in quotes", node, suggestion=f'"{node.id}"'
-                )
+            if node.id in _words():
+                raise self.error(_UNQUOTED.format(node.id), node, suggestion=f'"{node.id}"')
             self._class_of(node, wanted)  # raises
+        written = self.code[self._characters(node.col_offset) : self._characters(node.end_col_offset or 0)]
+        if written in _words():  # zero-bubble, which Python takes for a difference.
+            raise self.error(_UNQUOTED.format(written), node, suggestion=f'"{written}"')
         raise self.error("this is no value for an argument; expected a number, a word in quotes or a term", node)
 
     def _nested(self, term: Term, node: ast.expr) -> Term:

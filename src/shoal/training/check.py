@@ -15,7 +15,7 @@ from shoal.layout.layout import facts_of, layout_of
 from shoal.parallel.runnable import require_runnable
 from shoal.proof.one_step import question, require_independent
 from shoal.proof.proven import is_proven
-from shoal.proof.resumable import require_resumable
+from shoal.proof.resumable import require_resumable, require_state_in_pieces
 from shoal.runtime.setup import job_from, try_job
 from shoal.strategy import parse, require_legal
 from shoal.training.options import TrainOptions
@@ -30,7 +30,8 @@ def check(options: TrainOptions, channel: Any) -> dict[str, Any]:
     and what the gate has to check."""
     job, strategy = job_from(options), parse("serial" if options.strategy is None else options.strategy)
     try_job(job, strategy)
-    facts = facts_of(job, layout_of(job, strategy))
+    layout = layout_of(job, strategy)
+    facts = facts_of(job, layout)
     require_legal(strategy, facts=facts)
     require_runnable(
         strategy, elementwise=facts.elementwise_optimizer is not False, coupled=bool(facts.coupled_optimizer)
@@ -48,6 +49,7 @@ def check(options: TrainOptions, channel: Any) -> dict[str, Any]:
         resume = str(checkpoint.path)
     if options.checkpoint_every != 0:
         require_resumable(job)
+    require_state_in_pieces(job, strategy, layout.chain)
     asked = question(job, strategy, facts, backend=options.backend) if options.gate else None
     if asked is not None and not asked["skip"] and not is_proven(asked["key"]):
         for message in require_independent(job, strategy, facts):

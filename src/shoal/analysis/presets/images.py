@@ -86,5 +86,5 @@ class ImageNetwork:
 
     def finish(self, logits: Features) -> Network:
         self.begin("loss")
-        self.builder.add("loss", Loss(rows=self.samples, classes=logits.channels), logits.layer)
+        self.builder.add("loss", Loss(rows=self.samples, width=logits.channels), logits.layer)
         return self.builder.network()

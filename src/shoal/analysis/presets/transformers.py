@@ -181,4 +181,4 @@ class _Writer:
         head = FullyConnected(rows=rows, inputs=shape.hidden, outputs=shape.vocab, bias=bias, tied=shape.tied)
         x = self._add("head", head, x)
         self.builder.block = "loss"
-        self._add("loss", Loss(rows=rows, classes=shape.vocab), x)
+        self._add("loss", Loss(rows=rows, width=shape.vocab), x)

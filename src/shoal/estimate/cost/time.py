@@ -52,19 +52,12 @@ def layer_time(inputs: Inputs, profile: Profile, physics: Physics) -> LayerTime:
     tokens = inputs.micro_batch * inputs.sequence_length / inputs.cp
     hidden, tp = inputs.hidden, inputs.tp
     kv_width = inputs.kv_heads * hidden / inputs.heads
-    kv_local = np.maximum(kv_width / tp, hidden / inputs.heads)
     attention = attention_s(inputs, profile, physics)
-    products = [
-        linear_s(inputs, physics, tokens, hidden, hidden / tp + 2 * kv_local),
-        linear_s(inputs, physics, tokens, hidden / tp, hidden),
-    ]
     sparse = inputs.experts > 0
     active = np.where(sparse, inputs.active_experts, 1.0)
-    local_experts = np.where(sparse, np.maximum(1.0, inputs.experts / inputs.ep), 1.0)
-    rows = tokens * active / local_experts * np.where(sparse, physics.imbalance, 1.0)
-    products += [
-        linear_s(inputs, physics, rows, hidden, inputs.ffn * (1 + inputs.gated) / tp, count=local_experts),
-        linear_s(inputs, physics, rows, inputs.ffn / tp, hidden, count=local_experts),
+    products = [
+        linear_s(inputs, physics, each.rows, each.inner, each.columns, count=each.count)
+        for each in layer_products(inputs, imbalance=physics.imbalance)
     ]
     gemm_forward, gemm_input, gemm_weight = (
         np.sum(np.broadcast_arrays(*each), axis=0) for each in zip(*products, strict=True)
@@ -107,6 +100,34 @@ def layer_time(inputs: Inputs, profile: Profile, physics: Physics) -> LayerTime:
         expert_s=expert[1] + np.where(again, expert[0], 0.0),
     )  # fmt: skip
     return LayerTime(forward=forward, backward=backward, weight_s=gemm_weight)
+
+
+@dataclass(frozen=True, slots=True)
+class Products:
+    """`count` products of (rows x inner) by (inner x columns)."""
+
+    rows: Column
+    inner: Column
+    columns: Column
+    count: Column | float = 1.0
+
+
+def layer_products(inputs: Inputs, *, imbalance: float = 1.0) -> list[Products]:
+    """The matrices of one layer on one rank, for one micro-batch: query, key and value in one, the output's, and the
+    two of the feed-forward part. `imbalance`: how many more tokens than its share the fullest expert gets."""
+    tokens = inputs.micro_batch * inputs.sequence_length / inputs.cp
+    hidden, tp = inputs.hidden, inputs.tp
+    head_width = hidden / inputs.heads
+    kv_local = np.maximum(inputs.kv_heads * head_width / tp, head_width)
+    sparse = inputs.experts > 0
+    active = np.where(sparse, inputs.active_experts, 1.0)
+    experts = np.where(sparse, np.maximum(1.0, inputs.experts / inputs.ep), 1.0)
+    rows = tokens * active / experts * np.where(sparse, imbalance, 1.0)
+    return [
+        Products(tokens, hidden, hidden / tp + 2 * kv_local), Products(tokens, hidden / tp, hidden),
+        Products(rows, hidden, inputs.ffn * (1 + inputs.gated) / tp, experts),
+        Products(rows, inputs.ffn / tp, hidden, experts),
+    ]  # fmt: skip
 
 
 def head_time(inputs: Inputs, profile: Profile, physics: Physics) -> tuple[Pass, Pass]:

@@ -7,14 +7,13 @@ the rows of products and the elements of everything else.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import prod
 
 from shoal.analysis.convolution import Convolution, TransposedConvolution
 from shoal.analysis.elementwise import Activation, Concatenation
 from shoal.analysis.lookup import Embedding
 from shoal.analysis.network import Network
 from shoal.analysis.operator import ELEMENT_BYTES, Operator
-from shoal.analysis.products import Attention, FullyConnected, MatrixProduct
+from shoal.analysis.products import Attention
 from shoal.analysis.reductions import BatchNorm, LayerNorm, Loss, Pooling, Softmax
 from shoal.estimate.steps.machine import Machine
 
@@ -95,38 +94,21 @@ def operations(network: Network) -> tuple[Operation, ...]:
 
 
 def _operation(operator: Operator, name: str, piece: str) -> Operation:
-    match operator:
-        case FullyConnected():
-            return Operation(
-                kind="linear", name=name, piece=piece, rows=operator.rows, columns=operator.outputs,
-                inner=operator.inputs,
-            )  # fmt: skip
-        case MatrixProduct():
-            return Operation(
-                kind="linear", name=name, piece=piece, count=operator.batch, rows=operator.rows,
-                columns=operator.columns, inner=operator.inner,
-            )  # fmt: skip
-        case Attention():
-            # Timed under a causal mask, which leaves half of the scores.
-            whole = 1.0 if operator.causal else 2.0
-            return Operation(
-                kind="attention", name=name, piece=piece, count=whole * operator.samples * operator.heads,
-                rows=operator.queries, columns=operator.keys, inner=operator.head_dim,
-            )  # fmt: skip
-        case Convolution():
-            return _convolution(operator, name, piece)
-        case TransposedConvolution():
-            return _convolution(operator.back_through, name, piece)
-    return Operation(kind=_pass(operator), name=name, piece=piece, elements=_elements(operator))
-
-
-def _convolution(operator: Convolution, name: str, piece: str) -> Operation:
-    """As the matrix product that it is: every place of the output by every number of a window."""
-    return Operation(
-        kind="convolution", name=name, piece=piece, count=operator.groups,
-        rows=operator.samples * prod(operator.output), columns=operator.out_channels // operator.groups,
-        inner=operator.group_channels * prod(operator.kernel),
-    )  # fmt: skip
+    sides = operator.sides
+    if isinstance(operator, Attention):
+        # Timed under a causal mask, which leaves half of the scores.
+        whole = 1.0 if operator.causal else 2.0
+        return Operation(
+            kind="attention", name=name, piece=piece, count=whole * operator.samples * operator.heads,
+            rows=operator.queries, columns=operator.keys, inner=operator.head_dim,
+        )  # fmt: skip
+    if sides is not None:
+        kind = "convolution" if isinstance(operator, Convolution | TransposedConvolution) else "linear"
+        return Operation(
+            kind=kind, name=name, piece=piece, count=sides.count, rows=sides.rows, columns=sides.columns,
+            inner=sides.inner,
+        )  # fmt: skip
+    return Operation(kind=_pass(operator), name=name, piece=piece, elements=operator.numbers)
 
 
 def _pass(operator: Operator) -> str:
@@ -147,18 +129,3 @@ def _pass(operator: Operator) -> str:
         case Embedding():
             return "embedding"
     return "add"
-
-
-def _elements(operator: Operator) -> float:
-    """The larger of what it reads of one tensor and what it writes."""
-    match operator:
-        case Embedding():
-            return float(operator.lookups * operator.width)
-        case Pooling():
-            return float(operator.samples * operator.channels * prod(operator.image))
-        case Softmax():
-            return float(operator.rows * operator.width)
-        case Loss():
-            return float(operator.rows * operator.classes)
-    elements = getattr(operator, "elements", None)
-    return float(elements if elements is not None else operator.forward().bytes / ELEMENT_BYTES / 2)
