@@ -33,8 +33,8 @@ FOUR = [
     "dp(2, C) * dp(2)", "dp(2, C) * dp(2, zero=1)", "dp(2, C) * dp(2, zero=2)", "dp(2, C) * dp(2, zero=3)",
     "dp(2) * dp(2, C)", "dp(2) * dp(2, zero=1, C)", "dp(2, C) * tp(2)", "dp(2, C) * tp(2, sequence=True)",
     "dp(2, C) * pp(2, micro=2)", "pp(2, micro=3) * dp(2, C)", "dp(2, C) * cp(2)", "dp(2, C) * dp(2, via=shared())",
-    'dp(4, via=allreduce("hierarchical"), C)', 'dp(4, C) * recompute("full")',
     "dp(2, zero=2, C) * dp(2) * accumulate(2)",
+    'dp(4, via=allreduce("hierarchical"), C)', 'dp(4, C) * recompute("full")',
 ]  # fmt: skip
 
 
