@@ -79,7 +79,8 @@ def require_runs(job: Job, *, samples: int, autocast: bool = False) -> None:
             model = built(job)
             if not any(param.requires_grad for param in model.parameters()):
                 raise JobError(f"job {job.name!r}: there is nothing to train: no parameter requires a gradient")
-            indices, asked = job.order().indices(0)[: max(1, samples)], []
+            indices = job.order().indices(0)[: max(1, samples)]
+            asked: list[Any] = []
             try:
                 # Only whether there is a gradient is asked: what backward would need is let go at once.
                 with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, asked.append):
