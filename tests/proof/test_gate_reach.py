@@ -329,6 +329,23 @@ class Reaching(nn.Module):
 """,
     "model": "lambda: Reaching()",
 }
+FOLLOWING = {
+    "helpers": """
+class Following(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.register_buffer("mean", torch.zeros_like(self.blocks[0].down.bias))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        with torch.no_grad():
+            self.mean.lerp_(self.blocks[0].down.bias, 0.1)
+        return x
+""",
+    "model": "lambda: Following()",
+}
 UNREPEATABLE = {
     "helpers": """
 class Widening(nn.Linear):
@@ -350,6 +367,7 @@ class Widening(nn.Linear):
         (HIDDEN_STATE, "dp(2)", "A forward changes 0.seen, which is no buffer, so each replica keeps its own"),
         (OUTSIDE, "dp(2, zero=3)", "dp(2, zero=3): the model reads the parameter blocks.0.down.bias outside of the "
          "forward of the block that it belongs to, where zero=3 has not gathered it"),
+        (FOLLOWING, "dp(2, zero=3)", "the model reads the parameter blocks.0.down.bias outside of the forward"),
     ],
 )  # fmt: skip
 def test_what_replicas_do_not_share_is_named(
