@@ -153,6 +153,7 @@ def test_the_table_of_a_family_says_what_compressors_send_and_names_all_reduce_a
         print_taxonomy(family="compression")
 
 
+@pytest.mark.processes
 def test_reading_every_technique_loads_neither_torch_nor_numpy() -> None:
     code = (
         "import sys, shoal; from shoal.strategy.terms.via import ALL_REDUCE;"
