@@ -94,13 +94,13 @@ def measured_crossing(
 def row_of(text: str, found: dict[str, Any]) -> dict[str, Any]:
     """One line of the table."""
     from shoal.comm.network import LinkTimes
-    from shoal.estimate.crossover import Bucket, Codec, Computing, Ends, Setting
+    from shoal.estimate.crossover import Codec, Computing, Ends, ReducedBucket, Setting
     from shoal.estimate.target import SLOWDOWNS
     from shoal.strategy import parse
 
     told, computing, ends = found["setting"], found["setting"]["computing"], found["setting"]["ends"]
     buckets = tuple(
-        Bucket(shapes=tuple(tuple(shape) for shape in each["shapes"]), ready_s=each["ready_s"])
+        ReducedBucket(shapes=tuple(tuple(shape) for shape in each["shapes"]), ready_s=each["ready_s"])
         for each in computing["buckets"]
     )
     setting = Setting(

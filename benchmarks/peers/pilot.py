@@ -21,7 +21,7 @@ from shoal.calibration.codecs import nearest_pair
 from shoal.calibration.fit import Timed, fit_link
 from shoal.calibration.machine import lower_quartile
 from shoal.calibration.measure import ALGORITHMS
-from shoal.estimate.crossover import Bucket, Computing, Ends, Setting
+from shoal.estimate.crossover import Computing, Ends, ReducedBucket, Setting
 from shoal.parallel.engine import Engine
 
 LINK_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
@@ -100,7 +100,7 @@ def measure_computing(
     found = Computing(
         step_s=step_s,
         buckets=tuple(
-            Bucket(shapes=tuple(tuple(slot.shape) for slot in bucket.buffer.slots), ready_s=at_s)
+            ReducedBucket(shapes=tuple(tuple(slot.shape) for slot in bucket.buffer.slots), ready_s=at_s)
             for bucket, at_s in zip(buckets, ready_s, strict=True)
         ),
     )

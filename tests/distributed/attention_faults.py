@@ -6,14 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.parallel.context import ring_parts
-from shoal.parallel.context.ring_parts import Part
+from shoal.parallel.context.ring_parts import RingPart
 
 
 def forget_one_causal_mask(*, index: int) -> None:
     """Rank `index` of a ring computes its own diagonal chunk as if nothing in it lay in the future."""
     honest = ring_parts.part_of
 
-    def faulty(**where: Any) -> Part | None:
+    def faulty(**where: Any) -> RingPart | None:
         part = honest(**where)
         return replace(part, causal=False) if part and part.causal and where["index"] == index else part
 
@@ -24,7 +24,7 @@ def attend_to_one_future_chunk(*, index: int) -> None:
     """Rank `index` also attends to the later chunk of the ranks before it, which it should leave out."""
     honest = ring_parts.part_of
 
-    def faulty(**where: Any) -> Part | None:
+    def faulty(**where: Any) -> RingPart | None:
         part = honest(**where)
         if part and where["index"] == index and where["source"] < index:
             return replace(part, columns=slice(0, where["length"]))

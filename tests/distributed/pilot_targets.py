@@ -13,7 +13,7 @@ from shoal.calibration.codecs import measure_codecs
 from shoal.comm.emulate import parse_emulation
 from shoal.comm.group import BACKENDS
 from shoal.comm.network import DEFAULT
-from shoal.estimate.crossover import FRAMED, Bucket, Codec, Computing, Ends, Setting
+from shoal.estimate.crossover import FRAMED, Codec, Computing, Ends, ReducedBucket, Setting
 from shoal.job import load_job
 from shoal.launch.join import join, leave
 from shoal.runtime.setup import prepare
@@ -60,7 +60,7 @@ def steps_on_a_slow_link(arguments: dict[str, Any], channel: Any) -> dict[str, A
             shapes = [[tuple(slot.shape) for slot in bucket.buffer.slots] for bucket in prepared.engine.buckets]
         prepared.engine.close()
     tensor_s, element_s = measure_codecs(terms=(int8(),), rounds=1)["int8()"]
-    computing = Computing(step_s=0.0, buckets=tuple(Bucket(shapes=tuple(each), ready_s=0.0) for each in shapes))
+    computing = Computing(step_s=0.0, buckets=tuple(ReducedBucket(shapes=tuple(each), ready_s=0.0) for each in shapes))
     setting = Setting(computing=computing, ends=Ends(times=DEFAULT.inside), latency_s=50e-6)
     bytes_per_s = parse_emulation(SLOW).between.bytes_per_s
     found["dense_wire"] = setting.dense_s(bytes_per_s)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.comm.network import LinkTimes
-from shoal.estimate.crossover import Bucket, Codec, Computing, Ends, Setting, collective_s, crossing, crossings
+from shoal.estimate.crossover import Codec, Computing, Ends, ReducedBucket, Setting, collective_s, crossing, crossings
 from shoal.strategy.terms.compress import fp16, gtopk, int8, powersgd, sign, ternary, threshold, topk
 
 NO_ENDS = Ends(times=LinkTimes(0.0, 1e-15, 0.0), framed=1.0)
@@ -18,7 +18,7 @@ DENSE_BYTES, INT8_BYTES = 4 * 2**20, 2**20 + 4 * 2**12
 
 
 def setting(*ready_s: float, ends: Ends = NO_ENDS, step_s: float = 1.0) -> Setting:
-    buckets = tuple(Bucket(shapes=(SHAPE,), ready_s=each) for each in ready_s)
+    buckets = tuple(ReducedBucket(shapes=(SHAPE,), ready_s=each) for each in ready_s)
     return Setting(computing=Computing(step_s=step_s, buckets=buckets), ends=ends)
 
 
@@ -102,7 +102,7 @@ def test_no_crossing_is_0_or_inf() -> None:
 
 
 def test_small_tensors_travel_as_they_are() -> None:
-    vectors = Computing(step_s=1.0, buckets=(Bucket(shapes=((256,), (16, 16)), ready_s=0.5),))
+    vectors = Computing(step_s=1.0, buckets=(ReducedBucket(shapes=((256,), (16, 16)), ready_s=0.5),))
     here = Setting(computing=vectors, ends=NO_ENDS)
     assert here.compressed_s(int8(), Codec(tensor_s=1.0, element_s=1.0), 1e6) == pytest.approx(here.dense_s(1e6))
 

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.parallel.context.ring_parts import Part, Plan
+from shoal.parallel.context.ring_parts import RingPart, RingPlan
 from shoal.parallel.context.sequence import positions
 
 
-def visible(plan: Plan, mask: torch.Tensor | None = None) -> tuple[torch.Tensor, list[int]]:
+def visible(plan: RingPlan, mask: torch.Tensor | None = None) -> tuple[torch.Tensor, list[int]]:
     """Which columns (in the order of the sequence) each row of the plan's rank sees; scores computed per visitor."""
     whole = plan.ranks * plan.length
     found = torch.zeros(plan.length, whole, dtype=torch.bool)
@@ -35,11 +35,11 @@ def visible(plan: Plan, mask: torch.Tensor | None = None) -> tuple[torch.Tensor,
     return found, sizes
 
 
-def plans(ranks: int, length: int, *, causal: bool, balanced: bool) -> list[Plan]:
-    return [Plan(ranks=ranks, index=index, length=length, causal=causal, balanced=balanced) for index in range(ranks)]
+def plans(ranks: int, length: int, *, causal: bool, balanced: bool) -> list[RingPlan]:
+    return [RingPlan(ranks=ranks, index=each, length=length, causal=causal, balanced=balanced) for each in range(ranks)]
 
 
-def held(plan: Plan) -> torch.Tensor:
+def held(plan: RingPlan) -> torch.Tensor:
     return positions(plan.ranks * plan.length, plan.ranks, plan.index, balanced=plan.balanced)
 
 
@@ -75,7 +75,7 @@ def test_a_causal_mask_given_as_a_tensor_saves_what_is_causal_does(hidden: float
         mask = lower if hidden is False else torch.zeros(4, 12).masked_fill(~lower, hidden)
         found, sizes = visible(plan, mask[None, None])
         assert torch.equal(found, lower)
-        assert sizes == visible(Plan(ranks=3, index=plan.index, length=4, causal=True, balanced=True))[1]
+        assert sizes == visible(RingPlan(ranks=3, index=plan.index, length=4, causal=True, balanced=True))[1]
 
 
 @given(data=st.data(), causal=st.booleans(), balanced=st.booleans(), rows=st.sampled_from([1, 4]))
@@ -92,7 +92,7 @@ def test_any_mask_is_kept_where_it_lets_something_through(
 
 
 def test_a_mask_that_hides_everything_leaves_nothing_to_compute() -> None:
-    plan = Plan(ranks=2, index=0, length=4, causal=False, balanced=False)
+    plan = RingPlan(ranks=2, index=0, length=4, causal=False, balanced=False)
     assert plan.work(1, torch.zeros(1, 1, 1, 8, dtype=torch.bool)) is None
     assert plan.work(1, torch.full((1, 1, 4, 8), float("-inf"))) is None
 
@@ -100,7 +100,7 @@ def test_a_mask_that_hides_everything_leaves_nothing_to_compute() -> None:
 def test_a_row_that_sees_only_the_lowest_number_keeps_it() -> None:
     lowest = torch.finfo(torch.float64).min
     mask = torch.tensor([[lowest, lowest], [0.0, lowest]], dtype=torch.float64)[None, None]
-    plan = Plan(ranks=2, index=0, length=2, causal=False, balanced=False)
+    plan = RingPlan(ranks=2, index=0, length=2, causal=False, balanced=False)
     kept = plan.effective(mask.repeat(1, 1, 1, 2))
     assert kept is not None
     assert kept[0, 0, 0].tolist() == [lowest] * 4
@@ -108,4 +108,5 @@ def test_a_row_that_sees_only_the_lowest_number_keeps_it() -> None:
 
 
 def test_parts_are_values() -> None:
-    assert Part(rows=slice(0, 2), columns=slice(0, 2)) == Part(rows=slice(0, 2), columns=slice(0, 2), causal=False)
+    part = RingPart(rows=slice(0, 2), columns=slice(0, 2))
+    assert part == RingPart(rows=slice(0, 2), columns=slice(0, 2), causal=False)

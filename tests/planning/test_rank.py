@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shoal.cluster import cluster
-from shoal.estimate.target import BadPilot, Target, default_target, learn_target
+from shoal.estimate.target import BadPilot, TargetCost, default_target, learn_target
 from shoal.planning.counterfactual import changes, compression_overtakes, faster_links, other_degrees, what_would_fit
 from shoal.planning.rank import cheapest, default_batch, families, make_plan, pareto, question_for
 from shoal.planning.told import told_plan
@@ -115,13 +115,13 @@ def test_an_estimate_has_the_prices_of_its_row(plan) -> None:
 
 
 def test_the_default_batch_lies_below_the_noise_scale_unless_devices_would_idle() -> None:
-    target = Target(samples=1e6, noise_batch=300)
+    target = TargetCost(samples=1e6, noise_batch=300)
     assert default_batch(target, devices=8) == 256
     assert default_batch(target, devices=16_384) == 2048
 
 
 def test_steps_fall_with_the_batch_to_a_floor() -> None:
-    target = Target(samples=1e6, noise_batch=1000)
+    target = TargetCost(samples=1e6, noise_batch=1000)
     assert target.steps(1) == pytest.approx(1e6, rel=2e-3)
     assert target.steps(1000) == pytest.approx(2000)
     assert target.steps(1e9) == pytest.approx(1000, rel=1e-3)
@@ -131,7 +131,7 @@ def test_steps_fall_with_the_batch_to_a_floor() -> None:
 
 
 def test_pilot_runs_replace_the_defaults() -> None:
-    truth = Target(samples=5e5, noise_batch=300)
+    truth = TargetCost(samples=5e5, noise_batch=300)
     rows = [{"batch": str(size), "steps": str(truth.steps(size))} for size in (32, 64, 256, 1024)]
     rows.append({"batch": "64", "steps": str(1.3 * truth.steps(64)), "compress": "topk(0.01)"})
     found = learn_target(rows, start=default_target(preset("gpt:1.3b")))
@@ -151,7 +151,7 @@ def test_pilot_rows_that_tell_nothing_are_refused(rows) -> None:
 def test_compressions_that_did_not_reach_the_target_need_at_least_as_many_more_steps_as_they_were_given() -> None:
     from shoal.strategy import REGISTRY, CompressTerm
 
-    slower = Target(samples=1e6, noise_batch=1000).slowdowns
+    slower = TargetCost(samples=1e6, noise_batch=1000).slowdowns
     terms = [term for term in REGISTRY.values() if issubclass(term, CompressTerm)]
     assert set(slower) == {term.__name__ for term in terms}
     assert slower.pop("none") == 1

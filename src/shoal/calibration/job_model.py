@@ -7,7 +7,7 @@ import contextlib
 from torch import nn
 
 from shoal.analysis.traced import network_of_trace
-from shoal.estimate.steps.model import JobModel, Piece
+from shoal.estimate.steps.model import JobModel, StagePiece
 from shoal.estimate.steps.operations import operations
 from shoal.job import Job
 from shoal.job.facts import build_without_memory
@@ -38,7 +38,7 @@ def job_model(job: Job) -> tuple[JobModel, ModelFacts]:
         own = sorted(link.parameters - taken)
         taken |= link.parameters
         pieces.append(
-            Piece(name=link.path, is_block=link.is_block, parameter_bytes=sum(sizes.get(name, 0) for name in own))
+            StagePiece(name=link.path, is_block=link.is_block, parameter_bytes=sum(sizes.get(name, 0) for name in own))
         )
     words = layout.tensor.vocabulary
     return (

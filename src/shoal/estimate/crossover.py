@@ -32,7 +32,7 @@ FULL_SHARE = 0.95
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Bucket:
+class ReducedBucket:
     """Gradients that are reduced together."""
 
     shapes: tuple[tuple[int, ...], ...]
@@ -49,7 +49,7 @@ class Computing:
     """A step of a job on one rank as if messages took no time."""
 
     step_s: float
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[ReducedBucket, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +122,7 @@ class Setting:
             wire_s += collective_s("all_reduce", bucket.nbytes, self.ranks, link) - both_s
         return now_s + wire_s - computed_s
 
-    def _compressed_bucket_s(self, term: CompressTerm, codec: Codec, bucket: Bucket, link: LinkTimes) -> float:
+    def _compressed_bucket_s(self, term: CompressTerm, codec: Codec, bucket: ReducedBucket, link: LinkTimes) -> float:
         large = [shape for shape in bucket.shapes if traffic.pays(term, shape, ITEM_BYTES, ranks=self.ranks)]
         small = [shape for shape in bucket.shapes if shape not in large]
         found_s = sum(codec.tensor_s + codec.element_s * prod(shape) for shape in large)

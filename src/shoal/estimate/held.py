@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from math import prod
 
-from shoal.estimate.placing import Family, Placing
+from shoal.estimate.placing import Placing, PredictedFamily
 from shoal.estimate.traffic import Group
 from shoal.layout.cuts import Cut
 from shoal.layout.forward import JobShapes, ParameterShape
@@ -111,7 +111,7 @@ class Held:
         )
         return self.between == "batch" or on_stream or bool(inside.intersection(parameter.names))
 
-    def family(self, parameter: ParameterShape) -> Family:
+    def family(self, parameter: ParameterShape) -> PredictedFamily:
         name, term = parameter.name, self.term
         stages: tuple[int, ...] = ()
         if term is not None:
@@ -119,7 +119,7 @@ class Held:
                 sorted({stage_rank(stage, term.n, term.chunks, term.schedule) for stage in self.holders(name)})
             )
         stacked = self._expert_names.get(name, False)
-        return Family(
+        return PredictedFamily(
             cut=name in self.tensor_cuts and not stacked, partial=self._partial(parameter),
             expert=name in self._expert_names, stages=stages if len(stages) > 1 else (),
         )  # fmt: skip

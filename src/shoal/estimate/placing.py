@@ -29,7 +29,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class PredictedFamily:
     """What parameters have in common that are reduced together."""
 
     cut: bool = False
@@ -39,7 +39,7 @@ class Family:
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class PredictedRoute:
     """Where a level of dp compresses: those inside the level, between its ranks, and outside."""
 
     inside: Member
@@ -49,13 +49,13 @@ class Route:
 
 
 @dataclass(frozen=True, slots=True)
-class Replicas:
+class PredictedReplicas:
     """Those whose gradients of a family are summed."""
 
     everyone: Member
     sharding: Member
     copies: Member
-    route: Route | None
+    route: PredictedRoute | None
 
 
 class Placing:
@@ -140,7 +140,7 @@ class Placing:
             index = index * size + at
         return Member(Group(axis="+".join([*key, f"{pipeline}{list(stages)}"]), ranks=ranks), index)
 
-    def replicas(self, family: Family) -> Replicas:
+    def replicas(self, family: PredictedFamily) -> PredictedReplicas:
         over = [*self.levels, *self._named(cp)]
         over += () if family.expert else self._named(ep)
         over += self._named(tp) if family.partial else ()
@@ -148,19 +148,19 @@ class Placing:
         route = self._route(over, family)
         if not self.zero:
             everyone = self._among(over, family.stages, label)
-            return Replicas(everyone, Member(Group(axis="dp", ranks=1)), everyone, route)
+            return PredictedReplicas(everyone, Member(Group(axis="dp", ranks=1)), everyone, route)
         assert self.sharded is not None
         rest = [name for name in over if name != self.sharded]
-        return Replicas(
+        return PredictedReplicas(
             self.along(*over, label=label), self.along(self.sharded), self._among(rest, family.stages, None), route
         )
 
-    def _route(self, over: Sequence[str], family: Family) -> Route | None:
+    def _route(self, over: Sequence[str], family: PredictedFamily) -> PredictedRoute | None:
         if self.compressing is None:
             return None
         outside = self.levels[: self.levels.index(self.compressing)]
         inside = [name for name in over if name not in (*outside, self.compressing, self.sharded)]
-        return Route(
+        return PredictedRoute(
             self._among(inside, family.stages, None), self.along(self.compressing), self.along(*outside),
             self.compressing == self.sharded,
         )  # fmt: skip

@@ -14,7 +14,7 @@ from typing import Protocol
 from shoal.comm.compress import traffic as compressed
 from shoal.comm.compress.sizes import matrix_of
 from shoal.estimate.held import Held
-from shoal.estimate.placing import Family, Replicas
+from shoal.estimate.placing import PredictedFamily, PredictedReplicas
 from shoal.estimate.traffic import Buffer, Call, Compressed, Norm, ShardTable
 from shoal.layout.forward import Forward, ParameterShape
 from shoal.strategy import Strategy, pp
@@ -56,7 +56,7 @@ class _OfTerm:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _TableStep:
     """What compression depends on beside the strategy."""
 
     number: int
@@ -103,7 +103,7 @@ def shard_table(
     placing, term = held.placing, strategy.term(pp)
     if method is None and placing.compression is not None:
         method = _OfTerm(placing.compression)
-    now = _Step(step, unused, method)
+    now = _TableStep(step, unused, method)
     unflushed = term is not None and term.schedule == "pipedream"
     names = [each.name for each in held.shapes.parameters if each.trains]
     if unflushed:
@@ -133,7 +133,7 @@ def _norms(held: Held, forward: Forward) -> Iterator[Norm]:
                        recomputed=again, learns=norm.learns)  # fmt: skip
 
 
-def _buffers(held: Held, strategy: Strategy, forward: Forward, now: _Step, bucket_bytes: int) -> Iterator[Buffer]:
+def _buffers(held: Held, strategy: Strategy, forward: Forward, now: _TableStep, bucket_bytes: int) -> Iterator[Buffer]:
     placing, micro = held.placing, strategy.micro_batches
     term = strategy.term(pp)
     pipelined, unflushed = term is not None, term is not None and term.schedule == "pipedream"
@@ -164,7 +164,7 @@ def _kept_whole(block: str, forward: Forward) -> bool:
 
 def _groups(held: Held, entries: Sequence[_Entry], most_bytes: int | None) -> list[list[_Entry]]:
     """Consecutive parameters of one kind, up to `most_bytes` together (a larger one stands alone)."""
-    open_groups: dict[tuple[str, Family, int], list[_Entry]] = {}
+    open_groups: dict[tuple[str, PredictedFamily, int], list[_Entry]] = {}
     done: list[list[_Entry]] = []
     for entry in entries:
         name = entry.parameter.name
@@ -182,7 +182,7 @@ def _up(value: int, step: int) -> int:
 
 
 def _buffer(
-    held: Held, group: Sequence[_Entry], now: _Step, *, reductions: int,
+    held: Held, group: Sequence[_Entry], now: _TableStep, *, reductions: int,
     forward_gathers: int = 0, backward_gathers: int = 0,
 ) -> Buffer:  # fmt: skip
     replicas = held.placing.replicas(held.family(group[0].parameter))
@@ -201,7 +201,7 @@ def _buffer(
 
 
 def _compressed(
-    held: Held, replicas: Replicas, slots: Sequence[_Slot], padded: int, itemsize: int, now: _Step
+    held: Held, replicas: PredictedReplicas, slots: Sequence[_Slot], padded: int, itemsize: int, now: _TableStep
 ) -> Compressed | None:
     route, method = replicas.route, now.method
     if route is None or method is None:

@@ -42,7 +42,7 @@ class BadPilot(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Target:
+class TargetCost:
     """What a run needs, in samples (sequences)."""
 
     samples: float
@@ -65,14 +65,14 @@ def local_slowdown(local_steps: int) -> float:
     return 1 + A_DOUBLING_OF_LOCAL_STEPS * max(0, local_steps.bit_length() - 1)
 
 
-def default_target(shape: Transformer) -> Target:
+def default_target(shape: Transformer) -> TargetCost:
     """Scaling laws of language models, for a shape."""
     tokens = TOKENS_A_PARAMETER * shape.active_parameters
     loss = IRREDUCIBLE
     for amount, (factor, power) in ((shape.active_parameters, BY_PARAMETERS), (tokens, BY_TOKENS)):
         loss += factor / amount**power
     noise = CRITICAL_TOKENS / loss**CRITICAL_POWER
-    return Target(
+    return TargetCost(
         samples=tokens / shape.sequence,
         noise_batch=noise / shape.sequence,
         origins={
@@ -85,7 +85,7 @@ def default_target(shape: Transformer) -> Target:
     )  # fmt: skip
 
 
-def read_pilot(path: str | Path, *, start: Target) -> Target:
+def read_pilot(path: str | Path, *, start: TargetCost) -> TargetCost:
     """A target learned from a CSV of pilot runs with the columns batch, steps and, if any, compress."""
     try:
         with Path(path).open(encoding="utf-8", newline="") as file:
@@ -98,7 +98,7 @@ def read_pilot(path: str | Path, *, start: Target) -> Target:
         raise BadPilot(f"{path}: {error}") from None
 
 
-def learn_target(rows: Sequence[Mapping[str, str]], *, start: Target) -> Target:
+def learn_target(rows: Sequence[Mapping[str, str]], *, start: TargetCost) -> TargetCost:
     """Dense rows of two and more batch sizes give samples and noise scale (a least-squares line over 1 / batch);
     compressed ones their slowdown. What the rows do not say stays as it was.
     """

@@ -14,7 +14,7 @@ from math import prod
 from shoal.comm.network import LinkTimes
 from shoal.common.numbers import ordered_products
 from shoal.estimate.codecs import named
-from shoal.estimate.crossover import Bucket, Codec, Computing, Ends, Setting
+from shoal.estimate.crossover import Codec, Computing, Ends, ReducedBucket, Setting
 from shoal.estimate.estimate import Estimate
 from shoal.estimate.outer_calls import period
 from shoal.estimate.shard_table import BUCKET_BYTES
@@ -136,7 +136,7 @@ def crossings_here(model: JobModel, machine: Machine, link: LinkTimes) -> dict[s
     return found
 
 
-def _buckets(model: JobModel, compute_s: float) -> tuple[Bucket, ...]:
+def _buckets(model: JobModel, compute_s: float) -> tuple[ReducedBucket, ...]:
     """Filled from the last parameter on, as backward meets them; ready when it has come so far."""
     groups: list[list[tuple[int, ...]]] = [[]]
     for shape in reversed([each.shape for each in model.shapes.parameters]):
@@ -148,6 +148,6 @@ def _buckets(model: JobModel, compute_s: float) -> tuple[Bucket, ...]:
         done += 4 * sum(map(prod, group))
         # A third of computing is forward.
         found.append(
-            Bucket(shapes=tuple(group), ready_s=compute_s * (1 + 2 * done / model.parameter_bytes) / 3)
+            ReducedBucket(shapes=tuple(group), ready_s=compute_s * (1 + 2 * done / model.parameter_bytes) / 3)
         )  # fmt: skip
     return tuple(found)

@@ -11,7 +11,7 @@ import numpy as np
 from shoal.cluster import BadCluster, Cluster
 from shoal.estimate.cost import GOOD, Profile
 from shoal.estimate.estimate import Estimate
-from shoal.estimate.target import Target, default_target, local_slowdown
+from shoal.estimate.target import TargetCost, default_target, local_slowdown
 from shoal.planning.candidates import COMPRESSORS, FAMILIES, Candidates, Column
 from shoal.planning.enumerate import (
     WHOLE,
@@ -48,7 +48,7 @@ class Question:
     shape: Transformer
     cluster: Cluster
     global_batch: int
-    target: Target
+    target: TargetCost
     by: str = "time"
     precision: str = "bf16"
     price_an_hour: float | None = None
@@ -152,7 +152,7 @@ def precision_of(cluster: Cluster) -> str:
     return next((each for each in ("bf16", "fp16") if each in cluster.device.peak_flops), "fp32")
 
 
-def default_batch(target: Target, *, devices: int) -> int:
+def default_batch(target: TargetCost, *, devices: int) -> int:
     """The power of two next below the noise scale, but at least one sample for eight devices, or many would idle."""
     noise, least = int(np.log2(max(1.0, target.noise_batch))), int(np.ceil(np.log2(max(1.0, devices / 8))))
     return int(2 ** max(noise, least))
@@ -161,7 +161,7 @@ def default_batch(target: Target, *, devices: int) -> int:
 def question_for(shape: Transformer, cluster: Cluster, *, global_batch: int | None = None, **more: object) -> Question:
     """A question with defaults: target by scaling laws, batch by the noise scale, precision by the device."""
     target = more.pop("target", None) or default_target(shape)
-    assert isinstance(target, Target)
+    assert isinstance(target, TargetCost)
     batch = global_batch or default_batch(target, devices=cluster.devices)
     precision = more.pop("precision", None) or precision_of(cluster)
     return Question(shape=shape, cluster=cluster, global_batch=batch, target=target, precision=precision, **more)  # type: ignore[arg-type]

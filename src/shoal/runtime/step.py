@@ -50,7 +50,7 @@ def _as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Part:
+class BatchPart:
     """One rank's part of a micro-batch."""
 
     batch: Batch
@@ -144,7 +144,7 @@ class StepRunner:
         rows = exchange({"names": reads.names}, None if engine.outer is None else engine.placement.island)
         return sorted({name for row in rows for name in row["names"]})
 
-    def part(self, micro: int, indices: np.ndarray, counter: int) -> Part:
+    def part(self, micro: int, indices: np.ndarray, counter: int) -> BatchPart:
         """This rank's part of a micro-batch."""
         samples = self.engine.placement.split
         positions = np.arange(len(indices))
@@ -157,7 +157,7 @@ class StepRunner:
         everyone = self._fetch(self.job.train, indices) if self.global_loss is not None else None
         start, num = counter + first, 1 if stand_in else len(mine)
         seed, over_tensor = seed_at(self.job.seed, start), self._over_tensor(micro, positions, counter)
-        return Part(batch, seed, range(start, start + num), over_tensor, counter, stand_in, everyone)
+        return BatchPart(batch, seed, range(start, start + num), over_tensor, counter, stand_in, everyone)
 
     def _over_tensor(self, micro: int, positions: np.ndarray, counter: int) -> tuple[int, ...]:
         place = self.engine.placement
@@ -170,14 +170,14 @@ class StepRunner:
         ]  # fmt: skip
         return tuple(counter + int(position) for mine in shares for position in mine)
 
-    def forward(self, part: Part) -> Any:
+    def forward(self, part: BatchPart) -> Any:
         reach("step: forward")
         draw_from(key_of(part.seed, *self.randomness.numbers.cuts.salt) >> 1, self.device)
         placed = self.randomness.forward(part.samples, part.step, part.over_tensor)
         with BOOK.during("forward"), self._precision(), placed:
             return self.job.run_model(self.engine.model, part.batch)
 
-    def loss(self, part: Part, output: Any) -> tuple[torch.Tensor, Any]:
+    def loss(self, part: BatchPart, output: Any) -> tuple[torch.Tensor, Any]:
         with BOOK.during("forward"), self._precision(), self.randomness.resumed():
             if self.global_loss is not None:
                 return self.job.loss_of(*self._gathered(output, part.batch, part.everyone, none=part.stand_in))
@@ -271,7 +271,7 @@ class _MicroBatches:
     """This rank's micro-batches of a step, for an executor to run."""
 
     runner: StepRunner
-    parts: list[Part]
+    parts: list[BatchPart]
 
     def __len__(self) -> int:
         return len(self.parts)

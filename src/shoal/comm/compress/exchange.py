@@ -41,7 +41,7 @@ class Deal:
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class SendTo:
     """To one rank; there is no answer."""
 
     payload: torch.Tensor
@@ -49,7 +49,7 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class Receive:
+class ReceiveFrom:
     """What one rank sends, of the size and type of another tensor."""
 
     like: torch.Tensor
@@ -70,7 +70,7 @@ class Agree:
     true: torch.Tensor
 
 
-Ask = Sum | Gather | Deal | Send | Receive | Spread
+Ask = Sum | Gather | Deal | SendTo | ReceiveFrom | Spread
 Reduction = Generator[Ask | Agree, Any, torch.Tensor]
 """Yields what it asks for, is sent the answers, and returns the reduced tensor."""
 
@@ -120,10 +120,10 @@ def _kind(ask: Ask) -> Hashable:
             return Gather, payload.dtype, equal
         case Deal(rows):
             return Deal, rows.dtype
-        case Send(payload, to):
-            return Send, payload.dtype, to
-        case Receive(like, source):
-            return Receive, like.dtype, source
+        case SendTo(payload, to):
+            return SendTo, payload.dtype, to
+        case ReceiveFrom(like, source):
+            return ReceiveFrom, like.dtype, source
 
 
 def _answered(asks: Sequence[Any], over: Over) -> list[Any]:
@@ -144,10 +144,10 @@ def _answered(asks: Sequence[Any], over: Over) -> list[Any]:
                 rows, going = torch.empty_like(rows), rows
                 dist.all_to_all_single(rows, going, group=over.group)
             return list(rows.split([ask.rows.size(1) for ask in asks], dim=1))
-        case Send(to=to):
+        case SendTo(to=to):
             dist.send(_joined([ask.payload for ask in asks]), group=over.group, group_dst=to)
             return [None] * len(asks)
-        case Receive(source=source):
+        case ReceiveFrom(source=source):
             arrived = _joined([ask.like for ask in asks])
             dist.recv(arrived, group=over.group, group_src=source)
             return list(arrived.split([len(ask.like) for ask in asks]))

@@ -13,7 +13,7 @@ from shoal.estimate.cost.data import Sharded
 from shoal.estimate.cost.inputs import SCHEDULES, Column, Inputs
 from shoal.estimate.cost.profile import Profile
 from shoal.estimate.cost.schedule import GPIPE, INTERLEAVED, NO_PIPELINE, PIPEDREAM, dealt_by_cost, layers_of_stages
-from shoal.estimate.cost.time import LayerTime, Pass
+from shoal.estimate.cost.time import LayerPass, LayerTime
 from shoal.estimate.pipeline.spans import Pipelines, num_passes, spans_s
 from shoal.strategy.schedule import stage_rank
 
@@ -61,7 +61,8 @@ class Passes:
 
 
 def pass_parts(
-    inputs: Inputs, profile: Profile, *, layer: LayerTime, heads: tuple[Pass, Pass], sharded: Sharded, message_s: Column
+    inputs: Inputs, profile: Profile, *, layer: LayerTime, heads: tuple[LayerPass, LayerPass], sharded: Sharded,
+    message_s: Column,
 ) -> Passes:
     """The parts of every row."""
     # What stage 3 of ZeRO gathers comes twice on the way back.

@@ -22,7 +22,7 @@ PASSES = ("compute", "host", "tensor", "context", "expert")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pass:
+class LayerPass:
     """One direction through one layer (or the head)."""
 
     compute_s: Column
@@ -42,8 +42,8 @@ class Pass:
 class LayerTime:
     """A layer's forward and backward (recomputation included), and the part that weight gradients take."""
 
-    forward: Pass
-    backward: Pass
+    forward: LayerPass
+    backward: LayerPass
     weight_s: Column
 
 
@@ -130,7 +130,7 @@ def layer_products(inputs: Inputs, *, imbalance: float = 1.0) -> list[Products]:
     ]  # fmt: skip
 
 
-def head_time(inputs: Inputs, profile: Profile, physics: Physics) -> tuple[Pass, Pass]:
+def head_time(inputs: Inputs, profile: Profile, physics: Physics) -> tuple[LayerPass, LayerPass]:
     """(forward, backward) of the head and the loss."""
     tokens = inputs.micro_batch * inputs.sequence_length / inputs.cp
     # The head stays in 16 bits whatever the layers' precision.
@@ -176,13 +176,13 @@ def _host_waits(inputs: Inputs, profile: Profile, physics: Physics) -> tuple[Col
 
 def _pass(
     physics: Physics, *, compute_s: Column, host_s: Column, tensor_s: Column, context_s: Column, expert_s: Column
-) -> Pass:
+) -> LayerPass:
     """The host's part is what it adds to the device's time."""
     device_s = compute_s + tensor_s + context_s + expert_s
     longest_s = np.maximum(device_s, host_s)
     both_s = longest_s * (1 + (np.minimum(device_s, host_s) / longest_s) ** physics.blend) ** (1 / physics.blend)
     none = 0 * device_s
-    return Pass(
+    return LayerPass(
         compute_s=compute_s + none, host_s=both_s - device_s, tensor_s=tensor_s + none, context_s=context_s + none,
         expert_s=expert_s + none,
     )  # fmt: skip

@@ -10,7 +10,7 @@ from shoal.layout.forward import Forward, JobShapes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class StagePiece:
     """A part of the model between two places where a pipeline may cut."""
 
     name: str
@@ -27,7 +27,7 @@ class JobModel:
     samples: int
     """Of the traced forward, which `operations` are of."""
     operations: tuple[Operation, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StagePiece, ...]
     tensor_cut: Mapping[str, str]
     """Module -> the side of its product that tensor parallelism cuts; "between" for what lies between."""
     loss_cut: bool

@@ -28,7 +28,7 @@ from shoal.strategy.schedule import actions
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class StagePass:
     """One micro-batch through one part of the model on one rank."""
 
     forward_s: float = 0.0
@@ -39,8 +39,8 @@ class Pass:
     """What the axes that cut the model send, and batch norms over all replicas."""
     kept_bytes: float = 0.0
 
-    def __add__(self, other: Pass) -> Pass:
-        return Pass(
+    def __add__(self, other: StagePass) -> StagePass:
+        return StagePass(
             self.forward_s + other.forward_s, self.input_s + other.input_s, self.weight_s + other.weight_s,
             self.forward_sent_s + other.forward_sent_s, self.backward_sent_s + other.backward_sent_s,
             self.kept_bytes + other.kept_bytes,
@@ -66,7 +66,7 @@ def price_step(model: JobModel, strategy: Strategy, machine: Machine) -> Estimat
     by_piece = _passes(model, strategy, machine, samples, ranks)
     pipeline = strategy.term(pp)
     split = dict.fromkeys(("compute", "messages", "data", "averaging", "codec", "bubble", "optimizer", "engine"), 0.0)
-    whole = sum(by_piece.values(), Pass())
+    whole = sum(by_piece.values(), StagePass())
     kept_bytes = whole.kept_bytes
     if pipeline is None:
         split["compute"] = micro * (whole.forward_s + whole.backward_s)
@@ -118,32 +118,33 @@ def _states(model: JobModel, strategy: Strategy, held: float, shards: int) -> di
 
 def _passes(
     model: JobModel, strategy: Strategy, machine: Machine, samples: float, ranks: Sequence[StepCalls]
-) -> dict[str, Pass]:
+) -> dict[str, StagePass]:
     """A micro-batch of this number of samples, by piece of the model."""
     ratio = samples / model.samples
     local = list(_local(model, strategy))
     repeated = _repeated(model, strategy.term(recompute), local)
-    found = {piece.name: Pass() for piece in model.pieces} | {"loss": Pass()}
+    found = {piece.name: StagePass() for piece in model.pieces} | {"loss": StagePass()}
     for number, operation in enumerate(local):
         each = operation.of_samples(ratio)
         forward_s = each.forward_s(machine)
         input_s, weight_s = each.backward_s(machine)
         if number in repeated:
             input_s += forward_s
-        found[each.piece] += Pass(
+        found[each.piece] += StagePass(
             forward_s, input_s, weight_s, kept_bytes=0.0 if number in repeated else each.kept_bytes
         )
     for rank in ranks:
         for times, piece, call in activation_calls(model, rank):
             took_s = times * call.seconds(machine) / strategy.micro_batches
             forward = call.phase == "forward"
-            found[piece] += Pass(forward_sent_s=took_s if forward else 0.0, backward_sent_s=0.0 if forward else took_s)
+            sent = (took_s, 0.0) if forward else (0.0, took_s)
+            found[piece] += StagePass(forward_sent_s=sent[0], backward_sent_s=sent[1])
     if model.synchronised_norms and ranks[0].held.placing.samples.ranks > 1:
         for operation in model.operations:
             if operation.kind == "batch norm":
                 # A gradient of a batch norm over all replicas is put together from sums in two passes more.
                 more_s = 2 * machine.passes["add"][0].at(operation.of_samples(ratio).elements)
-                found[operation.piece] += Pass(input_s=more_s)
+                found[operation.piece] += StagePass(input_s=more_s)
     return found
 
 
@@ -210,12 +211,12 @@ def _in_context(operation: Operation, context: cp) -> Iterator[Operation]:
 
 
 def _pipelined(
-    split: dict[str, float], model: JobModel, pipeline: pp, machine: Machine, by_piece: dict[str, Pass],
+    split: dict[str, float], model: JobModel, pipeline: pp, machine: Machine, by_piece: dict[str, StagePass],
     calls: StepCalls,
 ) -> float:  # fmt: skip
     """Times the schedule of the stages that the engine would cut; gives the bytes that the fullest rank keeps."""
     ranges = model.stages[pipeline.n * pipeline.chunks]
-    stages = [sum((by_piece[piece.name] for piece in model.pieces[a:b]), Pass()) for a, b in ranges]
+    stages = [sum((by_piece[piece.name] for piece in model.pieces[a:b]), StagePass()) for a, b in ranges]
     stages[-1] += by_piece["loss"]
     action_s = machine.overheads.get("action_s", 0.0)
     forward = [each.forward_s + each.forward_sent_s + action_s for each in stages]

@@ -19,7 +19,7 @@ from shoal.comm.mesh import Members
 from shoal.parallel.context.attention_call import as_autocast, check, mask_in_four
 from shoal.parallel.context.chunk_attention import attend, attend_backward, wide_type
 from shoal.parallel.context.ring_hops import GRADIENTS_TAG, KEYS_TAG, Hop, around, packed, unpacked
-from shoal.parallel.context.ring_parts import Plan
+from shoal.parallel.context.ring_parts import RingPlan
 from shoal.parallel.context.sequence import chunks_of
 from shoal.parallel.recompute import forward_phase
 
@@ -51,7 +51,7 @@ def ring_attention(
     q, k, v = as_autocast(q, k, v)
     length = q.shape[2]
     chunks_of(length * members.size, members.size, members.index, balanced=balanced)
-    plan = Plan(ranks=members.size, index=members.index, length=length, causal=is_causal, balanced=balanced)
+    plan = RingPlan(ranks=members.size, index=members.index, length=length, causal=is_causal, balanced=balanced)
     if attn_mask is not None:
         attn_mask = mask_in_four(
             attn_mask, q, rows=length, columns=length * members.size, whose="the rows that this rank holds"
@@ -75,7 +75,7 @@ class _Ring(torch.autograd.Function):
         v: torch.Tensor,
         mask: torch.Tensor | None,
         members: Members,
-        plan: Plan,
+        plan: RingPlan,
         scale: float,
         kept: torch.Tensor | None,
     ) -> torch.Tensor:
@@ -151,7 +151,7 @@ class _Saved:
     mask: torch.Tensor | None
     out: torch.Tensor
     lse: torch.Tensor
-    plan: Plan
+    plan: RingPlan
     scale: float
     kept: torch.Tensor | None
     grad_q: torch.Tensor

@@ -16,7 +16,7 @@ from shoal.parallel.context.sequence import chunks_of, positions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class RingPart:
     """Rows of this rank that attend to columns of a visitor, both counted within what a rank holds."""
 
     rows: slice
@@ -25,33 +25,33 @@ class Part:
     """On the diagonal: the i-th row sees the columns 0 to i."""
 
 
-def part_of(*, source: int, index: int, length: int, causal: bool, balanced: bool) -> Part | None:
+def part_of(*, source: int, index: int, length: int, causal: bool, balanced: bool) -> RingPart | None:
     """What rank `index` computes with the keys of rank `source`, both holding `length` positions; None for nothing."""
     whole = slice(0, length)
     if not causal:
-        return Part(rows=whole, columns=whole)
+        return RingPart(rows=whole, columns=whole)
     if source == index:
         # What a rank holds ascends, so its own keys are one diagonal, whether they are one chunk or two.
-        return Part(rows=whole, columns=whole, causal=True)
+        return RingPart(rows=whole, columns=whole, causal=True)
     if not balanced:
-        return Part(rows=whole, columns=whole) if source < index else None
+        return RingPart(rows=whole, columns=whole) if source < index else None
     # Of two ranks the lower one holds the earlier first chunk and the later second chunk.
     half = length // 2
     if source < index:
-        return Part(rows=whole, columns=slice(0, half))
-    return Part(rows=slice(half, length), columns=whole)
+        return RingPart(rows=whole, columns=slice(0, half))
+    return RingPart(rows=slice(half, length), columns=whole)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
     """The part with one visitor, and the mask over it."""
 
-    part: Part
+    part: RingPart
     mask: torch.Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class RingPlan:
     """What one rank of a ring computes. `length` counts the positions that each rank holds."""
 
     ranks: int
@@ -71,7 +71,7 @@ class Plan:
         over = over[:, :, part.rows] if over.shape[2] > 1 else over
         return _narrowed(part, over)
 
-    def kept(self, kept: torch.Tensor | None, source: int, part: Part) -> torch.Tensor | None:
+    def kept(self, kept: torch.Tensor | None, source: int, part: RingPart) -> torch.Tensor | None:
         """Of the factors that dropout gives attention weights, [B, H, length, ranks * length], those of one part."""
         if kept is None:
             return None
@@ -113,7 +113,7 @@ class Plan:
         return chunks[0] if len(chunks) == 1 else torch.cat(chunks, -1)
 
 
-def _narrowed(part: Part, over: torch.Tensor) -> Work | None:
+def _narrowed(part: RingPart, over: torch.Tensor) -> Work | None:
     """Without the rows and columns at the edges that the mask hides altogether."""
     live = seen(over).flatten(0, 1).any(0)
     rows, columns = _span(live.any(1)), _span(live.any(0))
@@ -121,8 +121,8 @@ def _narrowed(part: Part, over: torch.Tensor) -> Work | None:
         return None
     inner = _within(part.columns, columns)
     if live.shape[0] == 1:
-        return Work(part=Part(rows=part.rows, columns=inner), mask=over[..., columns])
-    return Work(part=Part(rows=_within(part.rows, rows), columns=inner), mask=over[:, :, rows, columns])
+        return Work(part=RingPart(rows=part.rows, columns=inner), mask=over[..., columns])
+    return Work(part=RingPart(rows=_within(part.rows, rows), columns=inner), mask=over[:, :, rows, columns])
 
 
 def _span(live: torch.Tensor) -> slice | None:

@@ -20,7 +20,7 @@ from torch import nn
 from shoal.comm.mesh import Members
 from shoal.layout.experts.find import ExpertError, ExpertLayer
 from shoal.layout.routed import Routed
-from shoal.parallel.expert.listed import ListedExperts, Owner
+from shoal.parallel.expert.listed import ListedExperts, ListedForward
 from shoal.parallel.expert.stacked import StackedExperts
 
 REMEMBERED_RUNS = 1024
@@ -53,7 +53,7 @@ def deal_out(model: nn.Module, layers: Sequence[ExpertLayer], members: Members) 
         else:
             by_owner.setdefault(layer.owner, []).append(ListedExperts(model, layer, members, history))
     for owner, lists in by_owner.items():
-        Owner(model.get_submodule(owner), lists)
+        ListedForward(model.get_submodule(owner), lists)
     setattr(model, _HISTORY, history)
     setattr(model, _CALLERS, {
         each.layer.path: list(each.stand_ins.values()) for lists in by_owner.values() for each in lists

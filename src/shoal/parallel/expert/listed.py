@@ -165,7 +165,7 @@ class ListedExperts:
         return torch.cat([part.to(dtype) for part in answers])
 
 
-class Owner:
+class ListedForward:
     """The forward of a module that calls listed experts: one rehearsal for each list, and the run that counts."""
 
     def __init__(self, module: nn.Module, lists: list[ListedExperts]) -> None:

@@ -83,17 +83,17 @@ def merged_by_tree(
     payload: torch.Tensor, over: Over, dtype: torch.dtype
 ) -> Generator[Ask, Any, tuple[Sparse, list[Sparse]]]:
     """The k largest of the sum, on every rank; and what the merges on this rank dropped."""
-    from shoal.comm.compress.exchange import Receive, Send, Spread
+    from shoal.comm.compress.exchange import ReceiveFrom, SendTo, Spread
     from shoal.comm.compress.payload import sparse_parts, sparse_payload
 
     dropped: list[Sparse] = []
     distance = 1
     while distance < over.size:
         if over.rank % (2 * distance) == distance:
-            yield Send(payload, over.rank - distance)
+            yield SendTo(payload, over.rank - distance)
             break
         if over.rank + distance < over.size:
-            arrived = yield Receive(payload, over.rank + distance)
+            arrived = yield ReceiveFrom(payload, over.rank + distance)
             best, rest = merged(sparse_parts(payload, dtype), sparse_parts(arrived, dtype))
             payload = sparse_payload(*best)
             dropped.append(rest)
