@@ -21,6 +21,9 @@ JOBS = Path(__file__).parent / "jobs" / "users.py"
         ("frozen", ("dp(2)", "dp(2) * recompute('full')", "dp(2, zero=3)")),
         ("penalised", ("dp(2)", "dp(2, zero=2) * accumulate(2)")),
         ("half", ("dp(2)",)),
+        ("layer_drop", ("dp(2)", "dp(2, zero=3)", "dp(2, zero=3) * accumulate(2)")),
+        ("recomputing", ("dp(2)", "dp(2, zero=3)", "dp(2, zero=3) * accumulate(2)")),
+        ("reentrant", ("dp(2, zero=3)", "dp(2, zero=3) * accumulate(2)")),
     ],
 )
 def test_a_users_job_is_proven(ranks: Callable[..., Any], job: str, strategies: tuple[str, ...]) -> None:

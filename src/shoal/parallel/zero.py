@@ -57,6 +57,8 @@ class ShardedUnit:
         """Buckets of this unit whose gradients are still to come."""
         self.uses = 0
         """Forwards of this micro-batch that backward will come back to."""
+        self.called = False
+        """Whether this micro-batch has called it."""
         self.held = False
         """Kept whole from forward to backward, for good, as soon as it shows that it must be."""
 
@@ -76,6 +78,8 @@ class ParameterGathering:
         """The pipeline stage on this rank that computes; units of its other stages stay as they are."""
         self.close_partial: Callable[[ShardedUnit], None] = lambda unit: None
         """Reduces a unit's buckets that have some of their gradients."""
+        self.skipped = False
+        """Whether a forward since this was last reset left out a block that others had called."""
         self._order: list[ShardedUnit] = []
         self._hooks: list[Any] = []
         self._tagged = sharding.group if isinstance(sharding.group, ShoalGroup) else None
@@ -132,7 +136,8 @@ class ParameterGathering:
             if 0 <= at < len(self._order):
                 near = self._order[at]
                 # A block that is called again is followed, in forward, by one that has had its turn already.
-                past = step > 0 and near.uses
+                # Backward does not come to a block that this micro-batch has left out.
+                past = bool(near.uses) if step > 0 else not near.called and self.part is None
                 if near.part == unit.part and not near.whole and near.works is None and near.undone and not past:
                     self._start(near, phase)
 
@@ -140,8 +145,10 @@ class ParameterGathering:
         def hook(module: nn.Module, args: Any) -> None:
             if self._elsewhere(unit):
                 return
-            self.gather(unit, "forward")
-            if not unit.is_root:
+            again = _in_backward()  # A model that recomputes blocks by itself calls them once more.
+            self.gather(unit, "backward" if again else "forward")
+            if not unit.is_root and not again:
+                unit.called |= module.training or torch.is_grad_enabled()
                 if unit not in self._order:
                     self._order.append(unit)
                 self._neighbour(unit, +1, "forward")
@@ -150,10 +157,11 @@ class ParameterGathering:
 
     def _after_forward(self, unit: ShardedUnit) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if self._elsewhere(unit):
-                return
+            if self._elsewhere(unit) or _in_backward():
+                return  # Recomputed: it stays until its own gradients are there.
             if not torch.is_grad_enabled():
-                if not unit.uses:
+                # The last block stays also for a reentrant checkpoint, whose forward runs without gradients.
+                if not unit.uses and not (unit.is_last and module.training):
                     self.free(unit)
                 return
             unit.uses += 1
@@ -245,10 +253,12 @@ class ParameterGathering:
 
     def finish(self, *, root: bool = True) -> None:
         """After backward: nothing stays whole, whatever took part; the root may, for the next micro-batch."""
+        called = [unit.called for unit in self._order]
+        self.skipped |= self.part is None and any(called) and not all(called)
         for unit in self.units:
             if root or not (unit.is_root or unit.held):
                 self.free(unit)
-            unit.undone, unit.uses = len(unit.shards), 0
+            unit.undone, unit.uses, unit.called = len(unit.shards), 0, False
 
     def remove(self) -> None:
         """Takes the hooks off and leaves every parameter whole. Collective."""
@@ -256,6 +266,10 @@ class ParameterGathering:
             hook.remove()
         for unit in self.units:
             self.gather(unit, "setup")
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 class Neighbours:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,13 +78,15 @@ class Prepared:
     def differences(self, counted: Ledger) -> list[str]:
         """How the ledger of the step just made departs from its prediction, but for what data alone decide."""
         compression = self.engine.compression
-        undecided = compression.undecided if compression is not None else frozenset()
-        known = {
-            key: entry
-            for key, entry in counted.without("agreement").entries.items()
-            if key.phase != "gradient" or (key.axis, key.kind) not in undecided
-        }
-        return Ledger(known).differences(self.predicted)
+        undecided = {"gradient": compression.undecided if compression is not None else frozenset()}
+        undecided["forward"] = undecided["backward"] = self.engine.owner.take_undecided()
+        return _decided(counted.without("agreement"), undecided).differences(_decided(self.predicted, undecided))
+
+
+def _decided(ledger: Ledger, undecided: Mapping[str, frozenset[tuple[str, str]]]) -> Ledger:
+    """Without what data alone decide, by phase."""
+    entries = ledger.entries.items()
+    return Ledger({k: entry for k, entry in entries if (k.axis, k.kind) not in undecided.get(k.phase, ())})
 
 
 def job_from(options: JobOptions) -> Job:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from shoal.job import Job, TensorData, cross_entropy
 
@@ -62,6 +63,44 @@ class Half(nn.Sequential):
         return super().forward(x.to(torch.bfloat16)).float()
 
 
+class Residual(nn.Module):
+    """Blocks on a residual stream, in the root's own words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH)) for _ in range(4)]
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def through(self, block: nn.Module, x: Tensor) -> Tensor:
+        return x + block(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.through(block, x)
+        return self.head(x)
+
+
+class LayerDrop(Residual):
+    """Leaves out blocks at random."""
+
+    def through(self, block: nn.Module, x: Tensor) -> Tensor:
+        return x if self.training and float(torch.rand(())) < 0.4 else super().through(block, x)
+
+
+class Recomputing(Residual):
+    """Recomputes its blocks by itself."""
+
+    reentrant = False
+
+    def through(self, block: nn.Module, x: Tensor) -> Tensor:
+        return x + checkpoint(block, x.requires_grad_() if x.is_leaf else x, use_reentrant=self.reentrant)
+
+
+class Reentrant(Recomputing):
+    reentrant = True
+
+
 def job_of(model: Callable[[], nn.Module], loss: Any = cross_entropy) -> Job:
     draw = torch.Generator().manual_seed(5)
     train = TensorData(x=torch.randn(24, WIDTH, generator=draw), y=torch.randint(CLASSES, (24,), generator=draw))
@@ -74,3 +113,6 @@ def job_of(model: Callable[[], nn.Module], loss: Any = cross_entropy) -> Job:
 frozen = partial(job_of, Frozen)
 penalised = partial(job_of, Penalised, penalised_loss)
 half = partial(job_of, Half)
+layer_drop = partial(job_of, LayerDrop)
+recomputing = partial(job_of, Recomputing)
+reentrant = partial(job_of, Reentrant)
