@@ -45,7 +45,7 @@ def calibrate_command(
     if launched and ranks is not None:
         raise CannotCalibrate(f"--ranks {ranks}: the launcher has started the ranks already; leave --ranks out")
     status = 0
-    with only_json() if as_json else contextlib.nullcontext(show) as tell:
+    with only_json() if as_json else contextlib.nullcontext(show) as emit:
         if launched:
             measured = _as_one_rank(arguments)
         else:
@@ -55,8 +55,8 @@ def calibrate_command(
             written = findings.usable or force
             if written:
                 write_findings(findings, path)
-            told: Any = {**findings.to_json(), "file": str(path) if written else None} if as_json else findings
-            tell(told)
+            report: Any = {**findings.to_json(), "file": str(path) if written else None} if as_json else findings
+            emit(report)
             print(f"written to {path}" if written else NOT_WRITTEN, file=sys.stderr)
             status = 0 if written else 1
     if launched:

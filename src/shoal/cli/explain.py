@@ -59,7 +59,7 @@ def explain_strategy(
     text that is none raises a StrategyError, ready to be shown.
     """
     strategy = parse(text)
-    told = explanation(strategy, world=world)
+    report = explanation(strategy, world=world)
     played = None if timeline_file is None else _draw(strategy, timeline_file)
     if picture_file is not None:
         from shoal.pictures import picture_svg
@@ -69,12 +69,12 @@ def explain_strategy(
         import json
 
         if played is not None:
-            told["timeline"] = {"file": timeline_file, **_timeline_values(strategy, played)}
+            report["timeline"] = {"file": timeline_file, **_timeline_values(strategy, played)}
         if picture_file is not None:
-            told["picture"] = {"file": picture_file}
-        print(json.dumps(told, indent=2, ensure_ascii=False))
+            report["picture"] = {"file": picture_file}
+        print(json.dumps(report, indent=2, ensure_ascii=False))
         return
-    _print({**told, "strategy": echoed(told["strategy"], text)} if "strategy" in told else told)
+    _print({**report, "strategy": echoed(report["strategy"], text)} if "strategy" in report else report)
     if picture_file is not None:
         print(f"\nPicture  drawn in {picture_file}")
     if played is not None and timeline_file is not None:
@@ -82,7 +82,7 @@ def explain_strategy(
 
 
 def _draw(strategy: Strategy, path: str) -> Played:
-    """Plays the strategy's pipeline with a forward of one unit and a backward of two, and writes the picture."""
+    """Simulates the strategy's pipeline with a forward of one unit and a backward of two, and writes the picture."""
     from shoal.estimate.pipeline.play import play_term
     from shoal.pictures.timeline import timeline_svg
     from shoal.strategy.terms import pp
@@ -127,7 +127,7 @@ def _timeline_values(strategy: Strategy, played: Played) -> dict[str, Any]:
     term = strategy.term(pp)
     assert term is not None
     return {
-        "unit": "a forward through one stage; a whole backward takes two",
+        "unit": "a forward through one stage; a full backward takes two",
         "schedule": term.schedule, "ranks": term.n, "chunks": term.chunks, "micro": term.micro,
         "makespan": played.makespan_s,
         "bubble": played.bubble,
@@ -170,7 +170,7 @@ def _print_timeline(played: Played, path: str) -> None:
     console.print(Text(f"  drawn in {path}"), soft_wrap=True)
 
 
-def _print(told: dict[str, Any]) -> None:
+def _print(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.text import Text
 
@@ -188,12 +188,12 @@ def _print(told: dict[str, Any]) -> None:
 
         console.print(Padding(Text(text, style=style), (0, 0, 0, indent)))
 
-    console.print(Text(told["strategy"], style="bold cyan"), soft_wrap=True)
+    console.print(Text(report["strategy"], style="bold cyan"), soft_wrap=True)
     heading("In words")
-    for term in told["terms"]:
+    for term in report["terms"]:
         line(term["term"], style="cyan")
         line(term["words"], indent=4)
-    mesh = told["mesh"]
+    mesh = report["mesh"]
     axes = " x ".join(f"{axis['name']} {axis['size']}" for axis in mesh["axes"]) or "one process"
     servers = f" + {mesh['servers']} servers" if mesh["servers"] else ""
     heading(
@@ -202,25 +202,25 @@ def _print(told: dict[str, Any]) -> None:
     )
     for row in mesh["picture"]:
         line(row)
-    contract = told["contract"]
+    contract = report["contract"]
     heading("Contract", contract["name"])
     line(contract["band"])
     for reason in contract["reasons"]:
         line(f"- {reason}")
     heading("Taxonomy")
-    for axis, value in told["taxonomy"].items():
+    for axis, value in report["taxonomy"].items():
         line(f"{axis:14} {value}")
     line(
-        f"{'spectrum':14} {told['spectrum']['position']} ({told['spectrum']['index'] + 1} of "
-        f"{len(told['spectrum']['of'])}, consistent first)"
+        f"{'spectrum':14} {report['spectrum']['position']} ({report['spectrum']['index'] + 1} of "
+        f"{len(report['spectrum']['of'])}, consistent first)"
     )
-    line(f"{'compared as':14} {told['comparison']}")
-    heading("Legal", "yes, as far as its terms go" if told["legal"] else "no")
-    for refusal in told["refusals"]:
+    line(f"{'compared as':14} {report['comparison']}")
+    heading("Legal", "yes, as far as its terms go" if report["legal"] else "no")
+    for refusal in report["refusals"]:
         line(f"{refusal['term']}: {refusal['reason']}", style="red")
         if refusal["nearest"]:
             line(f"nearest legal: {', '.join(refusal['nearest'])}", indent=4)
-    same = any(system["same"] for system in told["systems"])
+    same = any(system["same"] for system in report["systems"])
     heading("Known systems that train this way" if same else "No known system trains quite this way; the nearest")
-    for system in told["systems"]:
+    for system in report["systems"]:
         line(f"{system['name']} ({system['year']}): {system['strategy']}")

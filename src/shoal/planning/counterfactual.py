@@ -1,7 +1,7 @@
 """What a change would do to a plan: faster links, more devices, another degree, slower links and compression.
 
-Each change re-prices rows, or plans again in the part of the space where the best plans lie; the sentence says what
-became of the time, or by how much memory is missed.
+Each change estimates rows again, or plans again in the part of the space where the best plans lie; the sentence says
+what became of the time, or how much memory is missing.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ CROSSING = 150
 AHEAD = 300
 """Rows, best first, whose choices a plan for another number of devices tries."""
 AMONG = 2
-"""Rows, best first, that are played to find the best with one choice changed."""
+"""Rows, best first, that are simulated to find the best with one choice changed."""
 CLOSE = 0.01
-"""A crossing is found to a hundredth."""
+"""The break-even bandwidth is found to a hundredth."""
 MESSAGES = ("tensor", "context", "expert", "data", "pipeline")
 GB = 1e9
 
@@ -78,7 +78,7 @@ def faster_links(plan: Plan) -> list[Change]:
             continue
         faster = replace(question, cluster=with_links(cluster, 2.0, level=level))
         where = "intra-node" if level == 0 else "inter-node" if level == 1 else f"level {level + 1}"
-        found.append(_told(f"twice the {where} bandwidth", plan, _replanned(faster, near)))
+        found.append(_change(f"twice the {where} bandwidth", plan, _replanned(faster, near)))
     return found
 
 
@@ -118,14 +118,14 @@ def _gains(changed: Plan, plan: Plan) -> bool:
 
 
 def _sized(what: str, plan: Plan, changed: Plan) -> Change:
-    """As told of other changes; with the batch if that changed, and with advice if nothing is gained."""
-    told = _told(what, plan, changed)
+    """As of other changes; with the batch if that changed, and with advice if nothing is gained."""
+    change = _change(what, plan, changed)
     batch = changed.question.global_batch
     if batch != plan.question.global_batch:
-        return replace(told, outcome=f"{told.outcome} and a batch of {batch:,}")
-    if told.ratio is None or told.ratio < 1:
-        return told
-    return replace(told, outcome=f"no gain, it divides badly ({told.outcome}); better kept as a spare")
+        return replace(change, outcome=f"{change.outcome} and a batch of {batch:,}")
+    if change.ratio is None or change.ratio < 1:
+        return change
+    return replace(change, outcome=f"no gain, it divides badly ({change.outcome}); better kept as a spare")
 
 
 def other_degrees(plan: Plan) -> list[Change]:
@@ -212,8 +212,8 @@ def _near(plan: Plan) -> Candidates:
 
 
 def _near_on_slow_links(plan: Plan, *, gradients: bool) -> Candidates:
-    """Dense rows that are best on links without end, of today, a tenth to a thousandth as fast; `gradients` False: if
-    gradients took no time, so that these are the ones worth compressing.
+    """Best uncompressed rows on infinitely fast, current, 10x to 1000x slower links; `gradients` False: as if gradients
+    took no time, so that these are the ones worth compressing.
     """
     priced = plan.priced
     rows = plan.ranked[priced.rows.compress[plan.ranked] == 0]
@@ -252,7 +252,7 @@ def _space_ahead(plan: Plan) -> Space:
     )  # fmt: skip
 
 
-def _told(what: str, plan: Plan, changed: Plan) -> Change:
+def _change(what: str, plan: Plan, changed: Plan) -> Change:
     assert plan.best is not None
     if changed.best is None:
         if not len(changed.priced):
@@ -308,7 +308,7 @@ def what_would_fit(plan: Plan) -> list[str]:
     least = int(np.argmin(priced.memory_bytes))
     need, limit = float(priced.memory_bytes[least]), priced.limit_bytes
     split = {name: float(column[least]) for name, column in priced.memory_split_bytes.items()}
-    told = [
+    lines = [
         f"nothing fits: the smallest of {len(priced):,} legal strategies, {plan.strategy(least)}, needs "
         f"{need / GB:.1f} GB on a device and {limit / GB:.1f} of {cluster.device.memory_bytes / GB:.1f} GB may be "
         f"planned for: it misses by {(need - limit) / GB:.1f} GB",
@@ -323,13 +323,13 @@ def what_would_fit(plan: Plan) -> list[str]:
         except BadCluster:
             break
         if larger.best is not None:
-            told.append(f"{devices:,} devices would do, with {larger.strategy(larger.best)}")
+            lines.append(f"{devices:,} devices would do, with {larger.strategy(larger.best)}")
             break
     left = need - split.get("optimizer", 0.0)
     if left <= limit:
-        told.append(f'offload("optimizer") would do: {left / GB:.1f} GB stay on the device')
+        lines.append(f'offload("optimizer") would do: {left / GB:.1f} GB stay on the device')
     elif left - split.get("gradients", 0.0) <= limit:
         left -= split.get("gradients", 0.0)
-        told.append(f'offload("optimizer") * offload("gradients") would do: {left / GB:.1f} GB stay on the device')
-    told.append(f"devices with {need / limit * cluster.device.memory_bytes / GB:.0f} GB of memory would do")
-    return told
+        lines.append(f'offload("optimizer") * offload("gradients") would do: {left / GB:.1f} GB stay on the device')
+    lines.append(f"devices with {need / limit * cluster.device.memory_bytes / GB:.0f} GB of memory would do")
+    return lines

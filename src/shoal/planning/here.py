@@ -1,4 +1,4 @@
-"""Plans for a job on the machine at hand: every legal strategy of a few ranks, priced operator by operator.
+"""Plans for a job on the machine at hand: every legal strategy of a few ranks, estimated operator by operator.
 
 The job may be any model, not only a transformer. Ranks are few, so strategies are listed as expressions, and the rules
 of the algebra judge each.

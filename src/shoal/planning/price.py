@@ -1,8 +1,8 @@
-"""Prices of candidates: memory of all, time of those that fit, and what an outer level of dp adds to the rest.
+"""Estimates of candidates: memory of all, time of those that fit, and what an outer level of dp adds to the rest.
 
-An outer level is priced on top of the group inside it: the group is a job of its own on its part of the batch, and once
-a step its gradients are summed with those of the other groups, dense or compressed, or its parameters are averaged with
-theirs once in several steps.
+An outer level is estimated on top of the group inside it: the group is a job of its own on its part of the batch, and
+once a step its gradients are summed with those of the other groups, dense or compressed, or its parameters are averaged
+with theirs once in several steps.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from shoal.shapes.shape import Transformer
 from shoal.strategy import none
 
 BLOCK = 16_384
-"""Rows priced at a time: their columns stay in the processor's cache."""
+"""Rows estimated at a time: their columns stay in the processor's cache."""
 FEW = 8
-"""Rows, of no more than so many each pipeline is played."""
+"""With at most this many rows, simulate every pipeline exactly."""
 SCALE_BYTES = 4
 """Elements are compressed, and scales and averaged parameters sent, in 32 bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Priced:
-    """Candidates with their prices. A row that does not fit has an infinite time, unless all were asked for."""
+    """Candidates with their estimates. A row that does not fit has an infinite time, unless all were asked for."""
 
     rows: Candidates
     step_s: Column
@@ -86,7 +86,7 @@ def price_candidates(
 ) -> Priced:
     """Memory of every row, and time of every row that fits (`everything`: of those that do not, too).
 
-    Up to `FEW` rows are played if they must be, more are not (`unplayed`).
+    With at most `FEW` rows every pipeline is simulated; with more, its closed form is used (see `simulated`).
     """
     blocks = [rows.rows(slice(start, start + BLOCK)) for start in range(0, len(rows), BLOCK)] or [rows]
     parts = [
@@ -107,7 +107,7 @@ def price_candidates(
 
 
 def played(rows: Candidates, *, shape: Transformer, cluster: Cluster, profile: Profile = GOOD) -> dict[str, Column]:
-    """The time of each row split by cause, with its pipeline played: for the rows that somebody looks at."""
+    """The time of each row split by cause, with its pipeline simulated: for the rows that are shown."""
     return _split(rows, inputs_of(rows, shape=shape, cluster=cluster), profile=profile, play=True)
 
 

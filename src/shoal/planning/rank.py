@@ -1,4 +1,4 @@
-"""`make_plan`: every legal strategy priced, those that fit ranked, with a Pareto front and the best of each family."""
+"""`make_plan`: every legal strategy estimated, those that fit ranked, with a Pareto front and the best per family."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal.estimate.estimate import Estimate
 from shoal.estimate.target import TargetCost, default_target, local_slowdown
 from shoal.planning.candidates import COMPRESSORS, FAMILIES, Candidates, Column
 from shoal.planning.enumerate import (
-    WHOLE,
+    FULL_SPACE,
     Space,
     averaged,
     compressed,
@@ -28,7 +28,7 @@ from shoal.strategy import ModelFacts, Strategy, SyncTerm
 
 BY = ("time", "step", "cost")
 Play = Literal["shown", "best", "nothing"]
-"""Which rows of a ranking are played."""
+"""Which rows of a ranking have their pipeline simulated."""
 WORTH_COMPRESSING = 0.01
 """Compressors are tried where gradients take at least this part of the step."""
 MOST_COMPRESSED = 5_000
@@ -36,9 +36,9 @@ MOST_COMPRESSED = 5_000
 KIND = ("tp", "pp", "schedule", "recompute", "compress", "local")
 """Columns by which plans that are shown differ."""
 SHOWN = 10
-"""Rows, the best first, that are played before a plan is shown, beside the Pareto front and the best of each family;"""
+"""Top rows simulated before a plan is shown, in addition to the Pareto front and the best of each family."""
 ALIKE = 4
-"""and so many more of each kind among them."""
+"""Further rows simulated of each kind (family, schedule, pp) among them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,14 +52,14 @@ class Question:
     by: str = "time"
     precision: str = "bf16"
     price_an_hour: float | None = None
-    """Money for one device."""
+    """Price of one device."""
     watts: float | None = None
     """Of one device, if not what the cluster's device states."""
     price_a_kwh: float | None = None
     profile: Profile = GOOD
     facts: ModelFacts | None = None
     """Of a model that was looked into; else those of the shape."""
-    space: Space = WHOLE
+    space: Space = FULL_SPACE
     sync: SyncTerm | None = None
     """Islands that stay together by this rule are tried, too."""
 
@@ -133,7 +133,7 @@ class Plan:
         return self.time_s(row) / 3600 * self.question.cluster.devices
 
     def energy_kwh(self, row: int) -> float | None:
-        """To the target, all devices at full power; None where nobody says what that is."""
+        """To the target, all devices at full power; None where the power is unknown."""
         watts = self.question.device_watts
         return None if watts is None else self.device_hours(row) * watts / 1000
 
@@ -175,7 +175,7 @@ def make_plan(question: Question, *, play: Play = "shown") -> Plan:
 
 
 def price_all(question: Question) -> Priced:
-    """All legal rows with their prices."""
+    """All legal rows with their estimates."""
     shape, cluster = question.shape, question.cluster
     rows = enumerate_legal(
         world=cluster.devices,
@@ -231,7 +231,7 @@ def _kinds(rows: Candidates) -> Column:
 
 
 def _with_the_like(shown: Column, kinds: Column, order: Column) -> Column:
-    """These rows and the best of their kind: if playing moves one of them back, it moves those as well."""
+    """These rows and the best of their kind: if simulation moves one of them back, it moves those as well."""
     of_order = kinds[order]
     best = [order[np.flatnonzero(of_order == kind)[:ALIKE]] for kind in np.unique(kinds[shown])]
     return np.unique(np.concatenate([shown, *best]))
