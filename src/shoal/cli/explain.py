@@ -10,7 +10,7 @@ from shoal.cli.echo import echoed
 from shoal.strategy import Strategy, explanation, parse
 
 if TYPE_CHECKING:
-    from shoal.estimate.pipeline.play import Played
+    from shoal.estimate.pipeline.simulate import PipelineTimeline
 
 TIMELINE_FILE = "timeline.svg"
 
@@ -60,7 +60,7 @@ def explain_strategy(
     """
     strategy = parse(text)
     report = explanation(strategy, world=world)
-    played = None if timeline_file is None else _draw(strategy, timeline_file)
+    timeline = None if timeline_file is None else _draw(strategy, timeline_file)
     if picture_file is not None:
         from shoal.pictures import picture_svg
 
@@ -68,8 +68,8 @@ def explain_strategy(
     if as_json:
         import json
 
-        if played is not None:
-            report["timeline"] = {"file": timeline_file, **_timeline_values(strategy, played)}
+        if timeline is not None:
+            report["timeline"] = {"file": timeline_file, **_timeline_values(strategy, timeline)}
         if picture_file is not None:
             report["picture"] = {"file": picture_file}
         print(json.dumps(report, indent=2, ensure_ascii=False))
@@ -77,13 +77,13 @@ def explain_strategy(
     _print({**report, "strategy": echoed(report["strategy"], text)} if "strategy" in report else report)
     if picture_file is not None:
         print(f"\nPicture  drawn in {picture_file}")
-    if played is not None and timeline_file is not None:
-        _print_timeline(played, timeline_file)
+    if timeline is not None and timeline_file is not None:
+        _print_timeline(timeline, timeline_file)
 
 
-def _draw(strategy: Strategy, path: str) -> Played:
+def _draw(strategy: Strategy, path: str) -> PipelineTimeline:
     """Simulates the strategy's pipeline with a forward of one unit and a backward of two, and writes the picture."""
-    from shoal.estimate.pipeline.play import play_term
+    from shoal.estimate.pipeline.simulate import simulate_term
     from shoal.pictures.timeline import timeline_svg
     from shoal.strategy.terms import pp
 
@@ -100,9 +100,9 @@ def _draw(strategy: Strategy, path: str) -> Played:
             f"{term}: a timeline of {boxes:,} passes is too large to be seen, at most {MOST_BOXES:,} are drawn; "
             "the pattern is the same with fewer micro-batches or ranks"
         )
-    played = play_term(term)
-    write_picture(timeline_svg(played, str(term)), path, option="--timeline-file")
-    return played
+    timeline = simulate_term(term)
+    write_picture(timeline_svg(timeline, str(term)), path, option="--timeline-file")
+    return timeline
 
 
 def write_picture(svg: str, path: str, *, option: str) -> None:
@@ -119,8 +119,8 @@ def write_picture(svg: str, path: str, *, option: str) -> None:
         raise CannotDraw(f"{option} {path!r}: {reason}; name a file that can be written") from None
 
 
-def _timeline_values(strategy: Strategy, played: Played) -> dict[str, Any]:
-    from shoal.estimate.pipeline.play import bubble_formula, bubble_formula_text
+def _timeline_values(strategy: Strategy, timeline: PipelineTimeline) -> dict[str, Any]:
+    from shoal.estimate.pipeline.simulate import bubble_formula, bubble_formula_text
     from shoal.pictures.timeline import timeline_text
     from shoal.strategy.terms import pp
 
@@ -129,14 +129,14 @@ def _timeline_values(strategy: Strategy, played: Played) -> dict[str, Any]:
     return {
         "unit": "a forward through one stage; a full backward takes two",
         "schedule": term.schedule, "ranks": term.n, "chunks": term.chunks, "micro": term.micro,
-        "makespan": played.makespan_s,
-        "bubble": played.bubble,
+        "makespan": timeline.makespan_s,
+        "bubble": timeline.bubble,
         "bubble_formula": bubble_formula(term),
         "formula": bubble_formula_text(term),
-        "steady_bubble": played.steady_bubble,
-        "idle": list(played.idle_s),
-        "in_flight": list(played.in_flight),
-        "text": timeline_text(played).splitlines(),
+        "steady_bubble": timeline.steady_bubble,
+        "idle": list(timeline.idle_s),
+        "in_flight": list(timeline.in_flight),
+        "text": timeline_text(timeline).splitlines(),
         "lanes": [
             [
                 {
@@ -145,12 +145,12 @@ def _timeline_values(strategy: Strategy, played: Played) -> dict[str, Any]:
                 }
                 for box in lane
             ]
-            for lane in played.lanes
+            for lane in timeline.lanes
         ],
     }  # fmt: skip
 
 
-def _print_timeline(played: Played, path: str) -> None:
+def _print_timeline(timeline: PipelineTimeline, path: str) -> None:
     from rich.console import Console
     from rich.text import Text
 
@@ -159,13 +159,13 @@ def _print_timeline(played: Played, path: str) -> None:
     console = Console(highlight=False)
     console.print()
     console.print(Text("Timeline", style="bold"), Text(" forward 1, backward 2; ranks along pp"))
-    for row in timeline_rows(played, width=console.width - 2):
+    for row in timeline_rows(timeline, width=console.width - 2):
         line = Text("  ")
         for what, piece in row:
             line.append(piece, style=STYLES.get(what, ""))
         line.rstrip()
         console.print(line, soft_wrap=True)
-    for caption in captions(played):
+    for caption in captions(timeline):
         console.print(Text(f"  {caption}"), soft_wrap=True)
     console.print(Text(f"  drawn in {path}"), soft_wrap=True)
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from shoal.cli.plan import CannotPlan, samples_of, the_cluster
-from shoal.estimate.simulate import Disturbance, Links, Step, Straggler, goodput, perfetto, play_steps
+from shoal.estimate.simulate import Disturbance, Links, Step, Straggler, goodput, perfetto, simulate_steps
 from shoal.estimate.simulate.disturb import BadDisturbance
 from shoal.estimate.simulate.goodput import DEVICE_MTBF_H, RESTART_S, checkpoint_time_s
 from shoal.planning.candidates import of_strategies
@@ -52,8 +52,8 @@ def simulate_command(
         links=_each(links, "--link", lambda rank, left: Links(rank=rank, left=left)),
         noise=noise, seed=seed,
     )  # fmt: skip
-    calm_s = float(np.mean([step.step_s for step in play_steps(costs, steps=costs.period)]))
-    played = list(play_steps(costs, disturbance, steps=steps))
+    calm_s = float(np.mean([step.step_s for step in simulate_steps(costs, steps=costs.period)]))
+    simulated = list(simulate_steps(costs, disturbance, steps=steps))
     nodes = max(1, place.devices // place.node)
     written_s = checkpoint_time_s(parameters=shape.parameters, nodes=nodes) if checkpoint_s is None else checkpoint_s
     good = goodput(
@@ -63,9 +63,9 @@ def simulate_command(
     )  # fmt: skip
     report: dict[str, Any] = {
         "model": shape.name, "strategy": str(strategy), "cluster": place.name, "ranks": costs.ranks,
-        "global_batch": global_batch, "classes": len(played[-1].counts), "events": len(played[-1].order),
-        "price_s": float(priced.step_s[0]), "undisturbed_s": calm_s, "step_s": [step.step_s for step in played],
-        "idle": played[-1].idle, "idle_of_slowest": played[-1].played(_slowest(played[-1])).bubble,
+        "global_batch": global_batch, "classes": len(simulated[-1].counts), "events": len(simulated[-1].order),
+        "price_s": float(priced.step_s[0]), "undisturbed_s": calm_s, "step_s": [step.step_s for step in simulated],
+        "idle": simulated[-1].idle, "idle_of_slowest": simulated[-1].timeline(_slowest(simulated[-1])).bubble,
         "memory_bytes": float(priced.memory_bytes[0]), "fits": bool(priced.fits[0]),
         "goodput": {
             "part": good.part, "mtbf_s": good.mtbf_s, "checkpoint_s": good.checkpoint_s, "restart_s": good.restart_s,
@@ -73,9 +73,9 @@ def simulate_command(
         },
     }  # fmt: skip
     if trace_file is not None:
-        _write(trace_file, "--perfetto", _trace(played))
+        _write(trace_file, "--perfetto", _trace(simulated))
     if svg_file is not None:
-        _write(svg_file, "--svg", _picture(played[-1], strategy))
+        _write(svg_file, "--svg", _picture(simulated[-1], strategy))
     if as_json:
         print(json.dumps(report, indent=2, allow_nan=False))
     else:
@@ -96,14 +96,14 @@ def _each(texts: Sequence[str], option: str, build: Callable[[int, float], Found
     return tuple(found)
 
 
-def _trace(played: Sequence[Step]) -> str:
-    events = sum(step.starts_s.size for step in played)
+def _trace(simulated: Sequence[Step]) -> str:
+    events = sum(step.starts_s.size for step in simulated)
     if events > MOST_EVENTS:
         raise CannotPlan(
             f"--perfetto: a trace of {events:,} passes is too large to be opened, at most {MOST_EVENTS:,} are written; "
             "simulate fewer steps, or without --noise"
         )
-    return perfetto(played)
+    return perfetto(simulated)
 
 
 def _slowest(step: Step) -> int:
@@ -119,18 +119,18 @@ def _picture(step: Step, strategy: Strategy) -> str:
             f"--svg: a timeline of {len(step.order):,} passes is too large to be seen, at most {MOST_BOXES:,} are "
             "drawn; the pattern is the same with fewer micro-batches or ranks"
         )
-    played = step.played(_slowest(step))
+    timeline = step.timeline(_slowest(step))
     # Pictures count in forwards of one stage: seconds would make letters of no width.
-    unit_s = played.forward_s or 1.0
+    unit_s = timeline.forward_s or 1.0
     lanes = tuple(
         tuple(replace(box, start_s=box.start_s / unit_s, stop_s=box.stop_s / unit_s) for box in lane)
-        for lane in played.lanes
+        for lane in timeline.lanes
     )
     scaled = replace(
-        played,
+        timeline,
         lanes=lanes,
-        makespan_s=played.makespan_s / unit_s,
-        idle_s=tuple(each / unit_s for each in played.idle_s),
+        makespan_s=timeline.makespan_s / unit_s,
+        idle_s=tuple(each / unit_s for each in timeline.idle_s),
     )
     return timeline_svg(scaled, str(strategy))
 
@@ -149,8 +149,8 @@ def _print(report: dict[str, Any], *, shape: Transformer, drawn: Sequence[str]) 
     print(f"{report['strategy']}")
     print(
         f"  {report['model']} on {report['ranks']:,} ranks of {report['cluster']}, {report['global_batch']:,} "
-        f"sequences a step; simulated as {report['classes']:,} class{'es' if report['classes'] > 1 else ''} of replicas, "
-        f"{report['events']:,} passes"
+        f"sequences a step; simulated as {report['classes']:,} class{'es' if report['classes'] > 1 else ''} of "
+        f"replicas, {report['events']:,} passes"
     )
     print(f"  step       {seconds(report['undisturbed_s'])} undisturbed; by the formulas {seconds(report['price_s'])}")
     slower = times.mean() / report["undisturbed_s"] - 1

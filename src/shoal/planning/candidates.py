@@ -175,7 +175,7 @@ def of_strategies(strategies: Sequence[Strategy], *, global_batch: int) -> Candi
         raise ValueError(f"islands with different sync ({', '.join(sorted(map(str, rules)))}); estimate one at a time")
     precisions = {row.pop("precision") for row in rows} or {"fp32"}
     if len(precisions) > 1:
-        raise ValueError(f"strategies in different precisions ({', '.join(sorted(precisions))}); estimate one at a time")
+        raise ValueError(f"strategies of several precisions ({', '.join(sorted(precisions))}); estimate one at a time")
     return Candidates(
         **{name: np.array([row[name] for row in rows], dtype=np.int64) for name in COLUMNS},
         global_batch=global_batch, precision=precisions.pop(), sync=next(iter(rules), None),

@@ -15,8 +15,8 @@ from shoal.common.numbers import falls_to_zero
 from shoal.estimate.cost.inputs import RECOMPUTE, SCHEDULES
 from shoal.planning.candidates import Candidates, Column
 from shoal.planning.enumerate import Space, compressed, compressible
-from shoal.planning.price import played, price_candidates
-from shoal.planning.rank import Plan, Play, Question, make_plan, ranked
+from shoal.planning.price import price_candidates, simulated
+from shoal.planning.rank import Plan, Question, Simulate, make_plan, ranked
 
 NEAR = 2000
 """Rows, best first, that a change of links is tried on; as many again that would be best if messages took no time."""
@@ -109,8 +109,8 @@ def other_sizes(plan: Plan) -> list[Change]:
 
 def _ahead(question: Question, space: Space) -> Plan:
     """Planned in a part of the space, and in all of it where nothing of that part fits."""
-    found = make_plan(replace(question, space=space), play="best")
-    return found if found.best is not None else make_plan(question, play="best")
+    found = make_plan(replace(question, space=space), simulate="best")
+    return found if found.best is not None else make_plan(question, simulate="best")
 
 
 def _gains(changed: Plan, plan: Plan) -> bool:
@@ -179,7 +179,7 @@ def compression_overtakes(plan: Plan) -> Change | None:
         """Logarithm of best dense over best compressed on links that many times as fast: above 0 compression wins."""
         ratio = float(np.exp(log_ratio))
         links = replace(question, cluster=with_links(cluster, ratio, level=outermost))
-        best = [_replanned(links, rows, play="nothing") for rows in (dense, squeezed)]
+        best = [_replanned(links, rows, simulate="nothing") for rows in (dense, squeezed)]
         scores = [float(each.score.min()) for each in best]
         return float(np.log(scores[0] / scores[1])) if np.isfinite(scores).all() else -1.0
 
@@ -194,7 +194,7 @@ def compression_overtakes(plan: Plan) -> Change | None:
         )
     low = float(np.exp(falls_to_zero(lead, slow, fast, above=ahead, below=behind, close=CLOSE)))
     links = replace(question, cluster=with_links(cluster, low, level=outermost))
-    winner = _replanned(links, squeezed, play="nothing")
+    winner = _replanned(links, squeezed, simulate="nothing")
     assert winner.best is not None
     text = f"{winner.strategy(winner.best)} overtakes dense gradients (now {now_gb_s * 8:.3g} Gb/s a device)"
     return Change(
@@ -231,9 +231,9 @@ def _near_on_slow_links(plan: Plan, *, gradients: bool) -> Candidates:
     return priced.rows.rows(np.unique(np.concatenate(best)))
 
 
-def _replanned(question: Question, rows: Candidates, *, play: Play = "best") -> Plan:
+def _replanned(question: Question, rows: Candidates, *, simulate: Simulate = "best") -> Plan:
     priced = price_candidates(rows, shape=question.shape, cluster=question.cluster, profile=question.profile)
-    return ranked(question, priced, play=play)
+    return ranked(question, priced, simulate=simulate)
 
 
 def _space_ahead(plan: Plan) -> Space:
@@ -277,7 +277,8 @@ def _among(what: str, plan: Plan, mask: Column) -> Change:
         return Change(what=what, outcome=f"out of memory by {missing:.1f} GB")
     near = fitting[np.argsort(plan.score[fitting], kind="stable")[:AMONG]]
     question = plan.question
-    split_s = played(priced.rows.rows(near), shape=question.shape, cluster=question.cluster, profile=question.profile)
+    rows = priced.rows.rows(near)
+    split_s = simulated(rows, shape=question.shape, cluster=question.cluster, profile=question.profile)
     score = plan.score[near] * sum(split_s.values()) / priced.step_s[near]
     first, ratio = near[np.argmin(score)], float(score.min() / plan.score[plan.best])
     return Change(what=what, outcome=_percent(ratio), ratio=ratio, strategy=str(plan.strategy(int(first))))
@@ -319,7 +320,7 @@ def what_would_fit(plan: Plan) -> list[str]:
     while devices < 64 * cluster.devices:
         devices *= 2
         try:
-            larger = make_plan(replace(question, cluster=cluster.resized(devices)), play="best")
+            larger = make_plan(replace(question, cluster=cluster.resized(devices)), simulate="best")
         except BadCluster:
             break
         if larger.best is not None:

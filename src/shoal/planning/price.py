@@ -90,7 +90,7 @@ def price_candidates(
     """
     blocks = [rows.rows(slice(start, start + BLOCK)) for start in range(0, len(rows), BLOCK)] or [rows]
     parts = [
-        _priced(block, shape=shape, cluster=cluster, profile=profile, everything=everything, play=len(rows) <= FEW)
+        _priced(block, shape=shape, cluster=cluster, profile=profile, everything=everything, simulate=len(rows) <= FEW)
         for block in blocks
     ]
     causes = parts[0].memory_split_bytes
@@ -106,9 +106,9 @@ def price_candidates(
     )  # fmt: skip
 
 
-def played(rows: Candidates, *, shape: Transformer, cluster: Cluster, profile: Profile = GOOD) -> dict[str, Column]:
+def simulated(rows: Candidates, *, shape: Transformer, cluster: Cluster, profile: Profile = GOOD) -> dict[str, Column]:
     """The time of each row split by cause, with its pipeline simulated: for the rows that are shown."""
-    return _split(rows, inputs_of(rows, shape=shape, cluster=cluster), profile=profile, play=True)
+    return _split(rows, inputs_of(rows, shape=shape, cluster=cluster), profile=profile, simulate=True)
 
 
 def with_times(priced: Priced, which: Column, split_s: Mapping[str, Column]) -> Priced:
@@ -133,7 +133,7 @@ def inputs_of(rows: Candidates, *, shape: Transformer, cluster: Cluster) -> Inpu
 def step_costs_of(rows: Candidates, *, shape: Transformer, cluster: Cluster, profile: Profile = GOOD) -> StepCosts:
     """What the events of a step of one row take, for the simulator."""
     inputs = inputs_of(rows, shape=shape, cluster=cluster)
-    split = {name: column + np.zeros(1) for name, column in step_split_s(inputs, profile, play=False).items()}
+    split = {name: column + np.zeros(1) for name, column in step_split_s(inputs, profile, simulate=False).items()}
     outer = int(rows.outer[0])
     outer_s = float(_between_groups_s(rows, inputs, split, profile=profile)[0]) if outer > 1 else 0.0
     return step_costs(inputs, profile, outer=outer, outer_s=outer_s, local_steps=int(rows.local[0]),
@@ -152,7 +152,7 @@ def _strides(rows: Candidates) -> dict[str, Column]:
 
 
 def _priced(
-    rows: Candidates, *, shape: Transformer, cluster: Cluster, profile: Profile, everything: bool, play: bool
+    rows: Candidates, *, shape: Transformer, cluster: Cluster, profile: Profile, everything: bool, simulate: bool
 ) -> Priced:
     inputs = inputs_of(rows, shape=shape, cluster=cluster)
     held = memory(inputs, profile, held=stages(inputs, profile))
@@ -169,7 +169,7 @@ def _priced(
     split_s = {name: np.full(size, np.inf) for name in SPLIT}
     if timed.any():
         chosen = rows.rows(timed)
-        found = _split(chosen, inputs.rows(timed) if size > 1 else inputs, profile=profile, play=play)
+        found = _split(chosen, inputs.rows(timed) if size > 1 else inputs, profile=profile, simulate=simulate)
         for name in SPLIT:
             split_s[name][timed] = found[name]
         step_s[timed] = sum(found.values())
@@ -178,9 +178,9 @@ def _priced(
     )
 
 
-def _split(rows: Candidates, inputs: Inputs, *, profile: Profile, play: bool) -> dict[str, Column]:
+def _split(rows: Candidates, inputs: Inputs, *, profile: Profile, simulate: bool) -> dict[str, Column]:
     size = len(rows)
-    found = step_split_s(inputs, profile, play=play)
+    found = step_split_s(inputs, profile, simulate=simulate)
     split = {name: np.broadcast_to(found[name], (size,)).astype(float) for name in SPLIT}
     outside = rows.outer > 1
     if outside.any():

@@ -22,12 +22,12 @@ from shoal.planning.enumerate import (
     enumerate_legal,
 )
 from shoal.planning.legal import facts_of
-from shoal.planning.price import Priced, joined, played, price_candidates, with_times
+from shoal.planning.price import Priced, joined, price_candidates, simulated, with_times
 from shoal.shapes.shape import Transformer
 from shoal.strategy import ModelFacts, Strategy, SyncTerm
 
 BY = ("time", "step", "cost")
-Play = Literal["shown", "best", "nothing"]
+Simulate = Literal["shown", "best", "nothing"]
 """Which rows of a ranking have their pipeline simulated."""
 WORTH_COMPRESSING = 0.01
 """Compressors are tried where gradients take at least this part of the step."""
@@ -167,11 +167,11 @@ def question_for(shape: Transformer, cluster: Cluster, *, global_batch: int | No
     return Question(shape=shape, cluster=cluster, global_batch=batch, target=target, precision=precision, **more)  # type: ignore[arg-type]
 
 
-def make_plan(question: Question, *, play: Play = "shown") -> Plan:
-    """The plan for the question's own number of devices; `play` as in `ranked`."""
+def make_plan(question: Question, *, simulate: Simulate = "shown") -> Plan:
+    """The plan for the question's own number of devices; `simulate` as in `ranked`."""
     if question.by not in BY:
         raise ValueError(f"by is {question.by!r}; expected one of {', '.join(BY)}")
-    return ranked(question, price_all(question), play=play)
+    return ranked(question, price_all(question), simulate=simulate)
 
 
 def price_all(question: Question) -> Priced:
@@ -202,25 +202,25 @@ def _fastest(priced: Priced, which: Column) -> Column:
     return np.asarray(found[np.argsort(priced.step_s[found], kind="stable")[:MOST_COMPRESSED]])
 
 
-def ranked(question: Question, priced: Priced, *, play: Play = "shown") -> Plan:
+def ranked(question: Question, priced: Priced, *, simulate: Simulate = "shown") -> Plan:
     """Rows that fit, by the question's measure; of equals the one that needs less memory.
 
     Pipelines are ranked as if their stages were even; those that would be shown (or only the best) are simulated,
     again and again until all of them have been.
     """
     plan = _ranked(question, priced)
-    left = (priced.rows.pp > 1) & priced.fits & (play != "nothing")
+    left = (priced.rows.pp > 1) & priced.fits & (simulate != "nothing")
     kinds = _kinds(priced.rows) if left.any() else priced.rows.pp
     while True:
         shown = plan.ranked[:1]
-        if play == "shown" and len(shown):
+        if simulate == "shown" and len(shown):
             shown = np.unique([*one_of_each(plan, SHOWN), *pareto(plan), *families(plan).values()])
         if not left[shown].any():
             return plan
         chosen = _with_the_like(shown[left[shown]], kinds, plan.ranked[left[plan.ranked]])
         left[chosen] = False
         rows = priced.rows.rows(chosen)
-        found = played(rows, shape=question.shape, cluster=question.cluster, profile=question.profile)
+        found = simulated(rows, shape=question.shape, cluster=question.cluster, profile=question.profile)
         plan = _ranked(question, with_times(plan.priced, chosen, found), before=plan.ranked)
 
 

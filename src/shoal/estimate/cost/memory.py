@@ -46,13 +46,13 @@ def memory(inputs: Inputs, profile: Profile, *, held: Stages) -> Memory:
     """The worst stage, split by cause."""
     here, layer = weights(inputs), activations(inputs, profile)
     single = inputs.pp == 1
-    apart = np.where(single & (inputs.tied == 0), 1.0, 0.0)
+    untied = np.where(single & (inputs.tied == 0), 1.0, 0.0)
     # In the shape of a V one rank has both ends.
     both = np.where((single | turns(inputs)) & (inputs.tied == 0), 1.0, 0.0)
     worst: dict[str, Column] = {}
     total: Column | None = None
     for position, layers, embeds, heads in (
-        (0.0, held.first, 1.0, apart),
+        (0.0, held.first, 1.0, untied),
         (np.minimum(1.0, inputs.pp - 1), held.most, 0.0, 0.0),
         (inputs.pp - 1, held.last, both, 1.0),
     ):
@@ -61,7 +61,7 @@ def memory(inputs: Inputs, profile: Profile, *, held: Stages) -> Memory:
         later = weights_waiting(inputs, profile, np.asarray(position))
         split["activations"] = layers * (layer.kept * whole + layer.waiting * later) + layer.working
         split["logits"] = heads * _logits(inputs, profile, later)
-        # Gradients are widened when the activations are gone.
+        # Gradients are widened when the activations are freed.
         wider = profile.step_bytes * split["optimizer"] / profile.state_bytes
         split["optimizer"] = split["optimizer"] + np.maximum(0.0, wider - split["activations"] - split["logits"])
         split["buffers"] = np.asarray(profile.buffer_bytes) + _gathered(inputs, profile, here)
@@ -119,7 +119,7 @@ def _states(
     whole = dense + experts
     shared = dense / replicas + experts / np.maximum(1.0, replicas / inputs.ep)
     zero = inputs.zero
-    # Under a pipeline gradients are reduced once a step, so they are whole until then; stage 3 keeps whole parameters
+    # Under a pipeline gradients are reduced once a step, so they are full until then; stage 3 keeps full parameters
     # as well, and its shards.
     once = (inputs.pp > 1) & (replicas > 1)
     resident = (zero >= 3) & once
@@ -132,7 +132,7 @@ def _states(
 
 
 def _gathered(inputs: Inputs, profile: Profile, here: Weights) -> Column:
-    """Layers that stage 3 has made whole, and the largest table while it is in use."""
+    """Layers that stage 3 has gathered, and the largest table while it is in use."""
     layer = here.layer_dense + here.layer_experts
     always = (inputs.zero >= 3) & (inputs.pp == 1) & (inputs.dp * inputs.cp > 1)
     staying = 2 * np.minimum(profile.live_parameters, inputs.layers * layer + here.embedding)

@@ -48,7 +48,7 @@ class Operation:
         return replace(self, rows=self.rows * ratio, elements=self.elements * ratio)
 
     def cut(self, ranks: int, *, along: str) -> Operation:
-        """One rank's part, where one of its sides (or all its elements) is dealt out."""
+        """One rank's part, where one of its sides (or all its elements) is split."""
         if self.kind not in PRODUCTS:
             return replace(self, elements=self.elements / ranks)
         if self.kind == "attention" or (self.count > 1 and along != "rows"):
@@ -122,7 +122,7 @@ def _pass(operator: Operator) -> str:
         case BatchNorm():
             return "batch norm"
         case Pooling():
-            # A window that is the whole image is a mean, which streams.
+            # A window that is the full image is a mean, which streams.
             return "relu" if operator.kernel == operator.image else "pooling"
         case Softmax() | Loss():
             return "loss"
