@@ -1,6 +1,6 @@
 """What the ranks of a calibration do: the same collectives by every backend and every algorithm, turn by turn.
 
-A round goes through all contestants at all sizes, so that whatever else the machine does meets all of them alike. The
+A round goes through all contestants at all sizes, so that whatever else the machine does affects all of them alike. The
 slowest rank's time counts. Several hosts are measured as they are: links inside the first of them and links between
 their first ranks. On one host the links between hosts are TCP on loopback.
 """
@@ -34,7 +34,7 @@ PROBE_S = 0.02
 SLOW_LINKS = "{}x1, 10us, 20GB/s | 50us, 2Gb/s"
 BACKGROUND_BYTES = 8 << 20
 POLL_S = 2e-3
-"""Long enough for the looking to cost nothing beside the moving."""
+"""Long enough for polling to cost nothing compared with sending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ def _machine(arguments: dict[str, Any], me: Any, world: Any, channel: Channel) -
 
 
 def _background_byte_s(group: Any, *, rounds: int) -> list[float]:
-    """The core's time for each byte of an all-reduce between hosts that nobody waits for."""
+    """The core's time for each byte of an all-reduce between hosts that runs in the background."""
     values, found = torch.zeros(BACKGROUND_BYTES // 4), []
     for _ in range(rounds + 1):
         dist.barrier(group=group)

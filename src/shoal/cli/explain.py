@@ -55,7 +55,7 @@ def explain_strategy(
     text: str, as_json: bool = False, world: int | None = None, timeline_file: str | None = None,
     picture_file: str | None = None,
 ) -> None:  # fmt: skip
-    """Print all that can be said of a strategy, and draw its pipeline or its axes into the files that are named. A
+    """Print the description of a strategy, and draw its pipeline or its axes into the files that are named. A
     text that is none raises a StrategyError, ready to be shown.
     """
     strategy = parse(text)

@@ -20,7 +20,7 @@ DEFAULT_OUTPUT = "profile.toml"
 
 
 def learn_command(rows_file: str, *, start: str | None, output: str | None, as_json: bool) -> int:
-    """Learns, says how much better it explains the rows, and writes the profile."""
+    """Fits a profile, prints how much better it explains the rows, and writes it."""
     timed = [row for row in read_measurements(rows_file) if row.get("step_s") and row.get("status", "ok") in ("ok", "")]
     if len(timed) < 3:
         raise BadRows(f"{rows_file}: {len(timed)} rows have a step_s; a profile needs at least 3, better 30")

@@ -39,7 +39,7 @@ def explain(
         typer.Argument(metavar="STRATEGY|JOB", help="A strategy, for example 'dp(8, zero=1) * tp(2)'; or a job."),
     ],
     strategy: Annotated[
-        str | None, typer.Option("--strategy", "-s", help="With a job: say whether it can be trained by this.")
+        str | None, typer.Option("--strategy", "-s", help="With a job: check whether it can be trained with this.")
     ] = None,
     size: Annotated[str | None, SIZE] = None,
     as_json: Annotated[bool, JSON] = False,
@@ -54,8 +54,8 @@ def explain(
         str | None, typer.Option(help="Draw what each rank holds of batch, matrices, sequence and experts, as SVG.")
     ] = None,
 ) -> None:
-    """Say what a strategy is: its terms in words, mesh, contract, taxonomy, and who trains this way. Of a job: how its
-    model may be cut."""
+    """Describe a strategy: its terms in words, mesh, contract, taxonomy, and systems that train this way. Of a job:
+    how its model may be cut."""
     from shoal.cli.explain import explain_anything
 
     explain_anything(
@@ -98,7 +98,7 @@ def validate(
     ] = None,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
-    """Predict published measurements with the cost model, and say how far off it is, by source."""
+    """Predict published measurements with the cost model, and report its errors, by source."""
     from shoal.cli.validate import validate_file
 
     validate_file(file, predictions_file=predictions, as_json=as_json)
@@ -179,7 +179,7 @@ def verify(
     seed: Annotated[int | None, SEED] = None,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
-    """Prove that a strategy trains the same model as one process does, or say how far it is from it."""
+    """Prove that a strategy trains the same model as one process does, or report how far it differs."""
     from shoal.cli.verify import verify_command
 
     sys.exit(verify_command(job, strategy, steps=steps, size=size, batch=batch, seed=seed, as_json=as_json))

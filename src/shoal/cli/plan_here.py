@@ -27,7 +27,7 @@ def plan_here_command(
     from shoal.cli.only_json import only_json
     from shoal.job import load_job
     from shoal.parallel.runnable import cannot_run
-    from shoal.planning.here import crossings_here, plan_here
+    from shoal.planning.here import break_even_bandwidths, plan_here
 
     world = devices or machine.ranks
     with only_json() if as_json and not run else contextlib.nullcontext(_print) as emit:
@@ -47,7 +47,7 @@ def plan_here_command(
             + (f", times the steps that {sync} adds" if sync is not None else ""),
             "global_batch": job.global_batch, "world": world, "legal": len(rows), "plans": rows[:top],
             "families": list(best_of.values()),
-            "crossings_bytes_per_s": crossings_here(model, machine, links.network.between),
+            "crossings_bytes_per_s": break_even_bandwidths(model, machine, links.network.between),
         }  # fmt: skip
         if not (as_json and run):
             emit(report)

@@ -1,7 +1,7 @@
 """`shoal simulate`: one strategy on a cluster one does not have, simulated event by event.
 
-Says what a step takes and who waits, what stragglers, slow links and random slow-downs make of it, and what is left of
-the time once checkpoints, failures and restarts are paid for; draws it for Perfetto and as SVG.
+Prints what a step takes, what is idle, what stragglers, slow links and random slow-downs make of it, and what is left
+of the time once checkpoints, failures and restarts are paid for; draws it for Perfetto and as SVG.
 """
 
 from __future__ import annotations

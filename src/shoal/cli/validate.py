@@ -89,6 +89,6 @@ def print_scores(report: dict[str, dict[str, Any]]) -> None:
             )  # fmt: skip
         if plan:
             console.print(
-                f"{source}: fastest plan said to fit: not so in {plan['oom_or_none']} of {plan['groups']} groups, "
+                f"{source}: best plan predicted to fit does not in {plan['oom_or_none']} of {plan['groups']} groups, "
                 f"regret {plan['regret_mean']} in the others", soft_wrap=True,
             )  # fmt: skip

@@ -69,7 +69,7 @@ def _bars(report: dict[str, Any]) -> Drawing:
     drawing, bars = Drawing(), _merged(report["groups"])
     names = max(6.3 * len(name) for name, _, _ in bars) + 8
     widest = max(forward + backward for _, forward, backward in bars) or 1
-    whole = sum(forward + backward for _, forward, backward in bars) or 1
+    total = sum(forward + backward for _, forward, backward in bars) or 1
     drawing.words(0, 12, "Work of a step by layer", size=13, bold=True)
     for x, name, fill in ((190.0, "forward", FORWARD), (268.0, "backward", BACKWARD)):
         drawing.box(x, 3, 11, 11, fill=fill)
@@ -81,7 +81,7 @@ def _bars(report: dict[str, Any]) -> Drawing:
         tip = f"{name}: forward {forward:.3g}, backward {backward:.3g} operations"
         drawing.box(names, y, first, BAR_STEP_PX - 5, fill=FORWARD, tip=tip)
         drawing.box(names + first, y, second, BAR_STEP_PX - 5, fill=BACKWARD, tip=tip)
-        share = 100 * (forward + backward) / whole
+        share = 100 * (forward + backward) / total
         drawing.words(names + first + second + 5, y + 11.5, f"{share:.1f}%", size=10.5, colour=SOFT)
     return drawing
 

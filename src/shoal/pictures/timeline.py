@@ -1,6 +1,6 @@
 """Pictures of a simulated pipeline: one lane per rank, time from left to right, as text and as SVG.
 
-Both say the same: which micro-batch runs where and when, which pass it is, which chunk of the model, and who idles.
+Both show the same: which micro-batch runs where and when, which pass it is, which chunk of the model, what is idle.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def timeline_text(timeline: PipelineTimeline, *, width: int | None = None) -> st
 
 
 def timeline_rows(timeline: PipelineTimeline, *, width: int | None = None) -> Iterator[list[Piece]]:
-    """The same line by line, in pieces that say what they show, for whoever wants to colour them."""
+    """The same line by line, in pieces that name what they show, so that a caller can colour them."""
     boxes = [box for lane in timeline.lanes for box in lane]
     spans = [box.stop_s - box.start_s for box in boxes if box.stop_s > box.start_s]
     if not spans:

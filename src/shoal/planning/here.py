@@ -117,7 +117,7 @@ def _pipelines(stages: int) -> Iterator[pp]:
                 yield pp(stages, "interleaved", micro=micro, chunks=chunks)
 
 
-def crossings_here(model: JobModel, machine: Machine, link: LinkTimes) -> dict[str, float]:
+def break_even_bandwidths(model: JobModel, machine: Machine, link: LinkTimes) -> dict[str, float]:
     """Bytes a second between two hosts, one rank on each, below which compressed gradients beat dense ones: by
     compression, those that never do left out. `link` is what messages cost at its ends."""
     dense = price_step(model, Strategy(dp(2)), machine)
