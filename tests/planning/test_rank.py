@@ -94,7 +94,7 @@ def test_by_cost_fewer_devices_may_win() -> None:
     assert found.cost(found.best) <= make_plan(question).cost(make_plan(question).best)
 
 
-def test_the_told_plan_is_plain_json(plan) -> None:
+def test_the_plan_report_is_plain_json(plan) -> None:
     import json
 
     told = json.loads(json.dumps(plan_report(plan, top=3, changes=changes(plan)), allow_nan=False))

@@ -129,14 +129,14 @@ def _as_one_rank(options: TrainOptions, world: int, *, hang_after_s: float, as_j
                 show(outcome)
         except Exception as error:
             status = 1
-            _tell(channel.rank, error)
+            _print_failure(channel.rank, error)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         # Gloo's threads and the watch may hang or abort the interpreter's own way out; all is done by now.
         os._exit(status)
 
 
-def _tell(rank: int, error: Exception) -> None:
+def _print_failure(rank: int, error: Exception) -> None:
     """Prints why this rank failed: nothing if another rank is the cause or has printed the same error."""
     from shoal.launch.failure import from_exception
     from shoal.launch.join import current
