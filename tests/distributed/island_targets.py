@@ -28,6 +28,7 @@ from shoal.proof.entry import serial_run
 from shoal.proof.runs import train_steps
 from shoal.runtime.setup import Prepared, prepare
 from shoal.strategy import parse
+from shoal.technique.sync.diloco import diloco
 from shoal.technique.sync.local import local
 from shoal.training.entry import train_run
 
@@ -105,6 +106,20 @@ def never_averaged(arguments: dict[str, Any], channel: Any) -> Any:
 def equal_weights(arguments: dict[str, Any], channel: Any) -> Any:
     """Islands count alike, however much they learned from."""
     local.exchange = lambda self, level, weight: level.average(1 / level.islands.size)  # type: ignore[method-assign]
+    return prove_islands(arguments, channel)
+
+
+def wrong_sign(arguments: dict[str, Any], channel: Any) -> Any:
+    """The outer optimiser takes how far islands moved with the wrong sign."""
+    right = diloco.exchange
+
+    def exchange(self: diloco, level: OuterLevel, weight: float) -> None:
+        level.average(weight)
+        for mean, anchor in zip(level.masters, level.kept["anchor"], strict=True):
+            mean.copy_(2 * anchor - mean)
+        right(self, level, 1 / level.islands.size)
+
+    diloco.exchange = exchange  # type: ignore[method-assign]
     return prove_islands(arguments, channel)
 
 

@@ -78,6 +78,37 @@ def test_averaging_after_every_step_of_plain_sgd_is_the_synchronous_run(ranks: R
     assert max(row["difference"] for row in twice) > 1e-6
 
 
+IDENTITIES = [
+    ("plain", "dp(2, sync=diloco(3, lr=1.0, momentum=0.0))", "dp(2, sync=local(3))"),
+    ("plain", "dp(2, sync=bmuf(3, momentum=0.0))", "dp(2, sync=local(3))"),
+    ("sgd", "dp(2, sync=diloco(1, lr=1.0, momentum=0.0))", "dp(2)"),
+    ("plain", "dp(2, sync=bmuf(2, momentum=0.6))",
+     'dp(2, sync=diloco(2, lr=1.0, momentum=0.6, form="heavy-ball"))'),
+    ("plain", "dp(2, sync=bmuf(2, momentum=0.6, nesterov=True))", "dp(2, sync=bmuf(2, momentum=0.6))"),
+    ("plain", "dp(2, sync=diloco(2))", 'dp(2, sync=diloco(2, form="heavy-ball"))'),
+]  # fmt: skip
+"""A strategy, and one that is the same; the last two are not."""
+
+
+def test_schemes_are_each_other_where_their_formulas_are(ranks: Ranks) -> None:
+    *same, nesterov, form = zip(*ranks(PROVE, {"cases": IDENTITIES, "steps": 7}, ranks=2), strict=True)
+    for case, rows in zip(IDENTITIES, same, strict=False):
+        assert max(row["difference"] for row in rows if "gradient" not in row["where"]) < 1e-10, case
+    for rows in (nesterov, form):
+        assert max(row["difference"] for row in rows) > 1e-6
+
+
+def test_one_island_is_one_worker_with_the_outer_optimiser(ranks: Ranks) -> None:
+    cases = [("plain", "dp(1, sync=diloco(3))"), ("plain", "dp(1, sync=bmuf(2))")]
+    for case, difference in zip(cases, proven(ranks, cases, world=1), strict=True):
+        assert difference < 1e-10, case
+
+
+def test_a_pseudo_gradient_of_the_wrong_sign_is_found(ranks: Ranks) -> None:
+    case = [("plain", "dp(2, sync=diloco(2))")]
+    assert proven(ranks, case, world=2, target="distributed.island_targets:wrong_sign")[0] > 1e-6
+
+
 @pytest.mark.parametrize(("fault", "job"), [("never_averaged", "plain"), ("equal_weights", "uneven")])
 def test_a_wrong_average_is_found(ranks: Ranks, fault: str, job: str) -> None:
     case = [(job, "dp(2, sync=local(2))")]
@@ -87,7 +118,8 @@ def test_a_wrong_average_is_found(ranks: Ranks, fault: str, job: str) -> None:
 @pytest.mark.parametrize(
     ("strategy", "world", "at"),
     [("dp(2, sync=local(4))", 2, 4), ("dp(2, sync=local(4))", 2, 6), ("dp(2, sync=local(4)) * dp(2, zero=3)", 4, 6),
-     ("dp(2, sync=slowmo(4))", 2, 6), ("dp(2, sync=slowmo(4)) * dp(2, zero=1)", 4, 5)],
+     ("dp(2, sync=slowmo(4))", 2, 6), ("dp(2, sync=slowmo(4)) * dp(2, zero=1)", 4, 5),
+     ("dp(2, sync=diloco(4)) * dp(2, zero=3)", 4, 6), ("dp(2, sync=bmuf(4))", 2, 6)],
 )  # fmt: skip
 def test_a_resumed_run_is_the_same_to_the_bit(ranks: Ranks, tmp_path: Path, strategy: str, world: int, at: int) -> None:
     asked = {"job": "norm", "strategy": strategy, "at": at, "steps": 11, "folder": str(tmp_path)}

@@ -14,9 +14,7 @@ from shoal.strategy.terms.modifiers import ModifierTerm, accumulate, amp, offloa
 from shoal.strategy.terms.sync import (
     SyncTerm,
     asp,
-    bmuf,
     bsp,
-    diloco,
     elastic,
     gossip,
     hogwild,
@@ -28,7 +26,7 @@ from shoal.strategy.terms.via import ViaTerm, allreduce, ps, shared
 
 __all__ = [
     "REGISTRY", "AxisTerm", "CompressTerm", "ModifierTerm", "SyncTerm", "Term", "ViaTerm", "accumulate",
-    "allreduce", "amp", "asp", "bmuf", "bsp", "cp", "diloco", "dp", "elastic", "ensemble", "ep", "gossip", "hogwild",
+    "allreduce", "amp", "asp", "bsp", "cp", "dp", "elastic", "ensemble", "ep", "gossip", "hogwild",
     "none", "offload", "pp", "ps", "recompute", "shared", "softsync", "spatial", "ssp", "tp",
 ]  # fmt: skip
 

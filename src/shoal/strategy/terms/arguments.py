@@ -127,18 +127,20 @@ class Whole(Argument):
 
 
 class Real(Argument):
-    """A finite number above one bound and at most another."""
+    """A finite number above one bound (or at least that) and at most another."""
 
     def __init__(
-        self, above: float, high: float, *, default: Any, kw_only: bool, sample: float | None = None
-    ) -> None:
+        self, above: float, high: float, *, default: Any, kw_only: bool, sample: float | None = None,
+        inclusive: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(default=default, kw_only=kw_only, sample=high if sample is None else sample)
         self.above = above
         self.high = high
+        self.inclusive = inclusive
 
     @property
     def expects(self) -> str:
-        return f"a number above {self.above:g} and at most {self.high:g}"
+        return f"a number {'from' if self.inclusive else 'above'} {self.above:g} and at most {self.high:g}"
 
     def accept(self, value: Any) -> float:
         if isinstance(value, (bool, str, bytes)):
@@ -147,7 +149,9 @@ class Real(Argument):
             number = float(value)
         except (TypeError, ValueError, OverflowError):
             raise self.refuse(value) from None
-        if not math.isfinite(number) or not self.above < number <= self.high:
+        if not math.isfinite(number) or not self.above <= number <= self.high:
+            raise self.refuse(value)
+        if number == self.above and not self.inclusive:
             raise self.refuse(value)
         return number
 
@@ -222,10 +226,11 @@ def size() -> Any:
 
 
 def real(
-    above: float, high: float, *, default: Any = REQUIRED, kw_only: bool = False, sample: float | None = None
-) -> Any:
-    """A number above one bound and at most another."""
-    return Real(above, high, default=default, kw_only=kw_only, sample=sample)
+    above: float, high: float, *, default: Any = REQUIRED, kw_only: bool = False, sample: float | None = None,
+    inclusive: bool = False,
+) -> Any:  # fmt: skip
+    """A number above one bound (with `inclusive`, at least that) and at most another."""
+    return Real(above, high, default=default, kw_only=kw_only, sample=sample, inclusive=inclusive)
 
 
 def choice(*choices: str, default: Any = REQUIRED, kw_only: bool = False) -> Any:
