@@ -187,16 +187,16 @@ def _of_backends(backends: dict[str, Any], nbytes: int, world: int) -> list[Cont
     in_host = tuple(torch.zeros(count) for count in (elements, elements, elements // world))
     for name, group in backends.items():
         on_host = name in HOST_BACKENDS
-        whole, other, part = in_host if on_host else (each.to(_accelerator()) for each in in_host)
+        full, other, part = in_host if on_host else (each.to(_accelerator()) for each in in_host)
         calls: dict[str, Callable[[], Any]] = {
-            "all_reduce": partial(dist.all_reduce, whole, group=group),
-            "reduce_scatter": partial(dist.reduce_scatter_single, part, whole, group=group),
-            "all_gather": partial(dist.all_gather_single, whole, part, group=group),
-            "all_to_all": partial(dist.all_to_all_single, other, whole, group=group),
+            "all_reduce": partial(dist.all_reduce, full, group=group),
+            "reduce_scatter": partial(dist.reduce_scatter_single, part, full, group=group),
+            "all_gather": partial(dist.all_gather_single, full, part, group=group),
+            "all_to_all": partial(dist.all_to_all_single, other, full, group=group),
         }
         found += [Contestant("backends", kind, name, nbytes, calls[kind]) for kind in KINDS]
         if on_host:
-            found.append(Contestant(MESSAGES, "send", name, nbytes, _message(whole, group)))
+            found.append(Contestant(MESSAGES, "send", name, nbytes, _message(full, group)))
     # Backend after backend within a kind: rivals are timed in the same moment.
     return sorted(found, key=lambda each: (*KINDS, "send").index(each.what))
 

@@ -36,8 +36,8 @@ def split_by_cost(inputs: Inputs, profile: Profile) -> Column:
     block = 2 * inputs.hidden * (inputs.hidden + inputs.kv_heads * head_width) + (
         2 + inputs.gated
     ) * inputs.hidden * inputs.ffn * np.maximum(1.0, inputs.active_experts)
-    whole = inputs.layers + inputs.vocab * inputs.hidden / block
-    return np.where(np.asarray(profile.by_cost) > 0, whole, 0.0)
+    total = inputs.layers + inputs.vocab * inputs.hidden / block
+    return np.where(np.asarray(profile.by_cost) > 0, total, 0.0)
 
 
 def layers_of_stages(layers: Column, cost_layers: Column, num: int) -> Column:
@@ -79,10 +79,10 @@ def stages(inputs: Inputs, profile: Profile) -> Stages:
             np.where(cost_layers > 0, of_cost, even)
             for of_cost, even in zip(_by_cost(inputs, cost_layers), (even_first, even_most, even_last), strict=True)
         )
-    whole = inputs.layers
+    every = inputs.layers
     return Stages(
-        first=np.where(single > 0, whole, first), most=np.where(single > 0, whole, most),
-        last=np.where(single > 0, whole, last),
+        first=np.where(single > 0, every, first), most=np.where(single > 0, every, most),
+        last=np.where(single > 0, every, last),
     )  # fmt: skip
 
 

@@ -76,10 +76,10 @@ class Operation:
             if self.kind == "attention" or not self.weight_gradient:
                 return both, 0.0
             return (both / 2, both / 2) if self.input_gradient else (0.0, both / 2)
-        whole = machine.passes[self.kind][1].at(self.elements)
+        total_s = machine.passes[self.kind][1].at(self.elements)
         if self.kind == "embedding":
-            return 0.0, whole
-        return (whole, 0.0) if self.input_gradient else (0.0, 0.0)
+            return 0.0, total_s
+        return (total_s, 0.0) if self.input_gradient else (0.0, 0.0)
 
 
 def operations(network: Network) -> tuple[Operation, ...]:
@@ -97,9 +97,9 @@ def _operation(operator: Operator, name: str, piece: str) -> Operation:
     sides = operator.sides
     if isinstance(operator, AttentionProduct):
         # Timed under a causal mask, which leaves half of the scores.
-        whole = 1.0 if operator.causal else 2.0
+        full = 1.0 if operator.causal else 2.0
         return Operation(
-            kind="attention", name=name, piece=piece, count=whole * operator.samples * operator.heads,
+            kind="attention", name=name, piece=piece, count=full * operator.samples * operator.heads,
             rows=operator.queries, columns=operator.keys, inner=operator.head_dim,
         )  # fmt: skip
     if sides is not None:

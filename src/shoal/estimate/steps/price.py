@@ -66,11 +66,11 @@ def price_step(model: JobModel, strategy: Strategy, machine: Machine) -> Estimat
     by_piece = _passes(model, strategy, machine, samples, ranks)
     pipeline = strategy.term(pp)
     split = dict.fromkeys(("compute", "messages", "data", "averaging", "codec", "bubble", "optimizer", "engine"), 0.0)
-    whole = sum(by_piece.values(), StagePass())
-    kept_bytes = whole.kept_bytes
+    total = sum(by_piece.values(), StagePass())
+    kept_bytes = total.kept_bytes
     if pipeline is None:
-        split["compute"] = micro * (whole.forward_s + whole.backward_s)
-        split["messages"] = micro * whole.sent_s
+        split["compute"] = micro * (total.forward_s + total.backward_s)
+        split["messages"] = micro * total.sent_s
     else:
         kept_bytes = _pipelined(split, model, pipeline, machine, by_piece, ranks[0])
     held = max(_held_bytes(each.held) for each in ranks)
