@@ -1,5 +1,5 @@
-"""How fast plans are made: strategies priced a second, all strategies of a large model, a large step played, and the
-command from a cold start. Wall-clock time and processor time beside each limit; the best of several rounds.
+"""How fast plans are made: strategies estimated a second, all strategies of a large model, a simulated large step, and
+the command from a cold start. Wall-clock time and processor time against each limit; the best of several rounds.
 
     python benchmarks/plan.py [--json] [--rounds 3]
 """
@@ -17,7 +17,7 @@ from typing import Any
 from _report import arguments, report
 
 from shoal.cluster import cluster
-from shoal.estimate.simulate import Disturbance, Straggler, play_step
+from shoal.estimate.simulate import Disturbance, Straggler, simulate_step
 from shoal.planning.candidates import of_strategies
 from shoal.planning.enumerate import enumerate_legal
 from shoal.planning.legal import facts_of
@@ -89,10 +89,10 @@ def main() -> None:
     large = of_strategies([parse(LARGE)], global_batch=32 * 192)
     costs = step_costs_of(large, shape=preset("gpt:1t"), cluster=cluster("dgx-a100", devices=16_384))
     assert costs.ranks == 16_384
-    calm_s = best(lambda: play_step(costs), rounds=given.rounds)
-    enter("gpt:1t, 16,384 ranks: a step played (one class)", calm_s[0], calm_s[1], limit_s=10.0)
+    calm_s = best(lambda: simulate_step(costs), rounds=given.rounds)
+    enter("gpt:1t, 16,384 ranks: a step simulated (one class)", calm_s[0], calm_s[1], limit_s=10.0)
     noisy = Disturbance(noise=0.02, stragglers=(Straggler(rank=5, factor=2.0),))
-    wild_s = best(lambda: play_step(costs, noisy), rounds=given.rounds)
+    wild_s = best(lambda: simulate_step(costs, noisy), rounds=given.rounds)
     enter("the same with random slow-downs (32 classes)", wild_s[0], wild_s[1], limit_s=10.0)
 
     wall_s, cpu_s, torch_there = cold(rounds=given.rounds)
@@ -102,7 +102,8 @@ def main() -> None:
     for row in rows:
         row["met"] = "" if row["limit_s"] is None else "yes" if row["wall_s"] <= row["limit_s"] else "no"
     report(
-        rows, title="Plans and plays", as_json=given.json, notes=[f"the quickest of {given.rounds} rounds; one thread"]
+        rows, title="Plans and simulations", as_json=given.json,
+        notes=[f"the quickest of {given.rounds} rounds; one thread"],
     )
 
 

@@ -130,7 +130,7 @@ def test_people_get_it_in_a_hundred_columns(steps: str, shoal: Shoal, monkeypatc
         "4 stages: enter .. ",
         "steps.*: features in 32 parts: up -> down (6 times)",
         "vocabulary of 12: enter, leave",
-        "stays whole: no attention was found",
+        "stays unsharded: no attention was found",
     ):
         assert words in text, words
 

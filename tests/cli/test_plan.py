@@ -86,9 +86,9 @@ def test_local_steps_are_planned_and_simulated(place: Place) -> None:
     assert "sync=local(8)" in family["strategy"]
     assert family["contract"] == "statistical"
     assert any("local(8)" in line for line in told["assumptions"])
-    played = place.shoal("simulate", "gpt2:medium", "-c", "dgx-a100", "--strategy", family["strategy"], "--batch", "64",
+    ran = place.shoal("simulate", "gpt2:medium", "-c", "dgx-a100", "--strategy", family["strategy"], "--batch", "64",
                          "--json")  # fmt: skip
-    found = json.loads(played.stdout)
+    found = json.loads(ran.stdout)
     assert found["undisturbed_s"] == pytest.approx(family["step_s"], rel=1e-6)
 
 

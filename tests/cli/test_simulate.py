@@ -39,7 +39,7 @@ def test_sixteen_thousand_ranks_answer_without_torch(place: Place) -> None:
 @pytest.mark.parametrize(("words", "expected"), [
     (("-s", "tp(3)"), "do not divide by 3"),
     (("-s", "spatial(2)"), "no image planes"),
-    (("-s", "dp(2, compress=threshold(0.01))"), "no price is known"),
+    (("-s", "dp(2, compress=threshold(0.01))"), "there is no estimate"),
     (("-s", PIPELINE, "-n", "32"), "needs 16 ranks"),
     (("-s", PIPELINE, "--straggler", "17:2"), "ranks 0 to 15"),
     (("-s", PIPELINE, "--straggler", "many"), "expected RANK:NUMBER"),

@@ -124,7 +124,7 @@ def test_a_rank_that_fails_is_named_on_its_host_and_ends_both(hosts: tuple[Host,
     place.require_clean()
     assert all(each.returncode != 0 for each in ended)
     assert "shoal: rank 1 failed: KeyError: 'a broken ünit'" in ended[1].stderr
-    assert "shoal: rank 0 ends: another rank has gone" in ended[0].stderr
+    assert "shoal: rank 0 is exiting because another rank failed" in ended[0].stderr
 
 
 def test_the_namespaces_are_gone_afterwards() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.estimate.pipeline.play import play_term
+from shoal.estimate.pipeline.simulate import simulate_term
 from shoal.pictures.timeline import MOST_COLUMNS, captions, timeline_rows, timeline_svg, timeline_text
 from shoal.strategy import parse
 from shoal.strategy.terms import pp
@@ -25,7 +25,7 @@ def boxes(svg: str) -> list[ElementTree.Element]:
 
 
 def test_1f1b_as_text() -> None:
-    assert timeline_text(play_term(pp(2, micro=3))) == (
+    assert timeline_text(simulate_term(pp(2, micro=3))) == (
         "time    0     2     4     6     8     10\n"
         "rank 0  F0 F1 .  .  B0=== F2 B1=== .  B2===\n"
         "rank 1  .  F0 B0=== F1 B1=== F2 B2=== .  ."
@@ -33,47 +33,47 @@ def test_1f1b_as_text() -> None:
 
 
 def test_chunks_are_told_apart_in_text() -> None:
-    text = timeline_text(play_term(pp(2, "zero-bubble", micro=1, chunks=2)))
+    text = timeline_text(simulate_term(pp(2, "zero-bubble", micro=1, chunks=2)))
     assert re.findall(r"[FBW]\d\w", text.splitlines()[1]) == ["F0a", "F0b", "B0b", "W0b", "B0a", "W0a"]
 
 
 def test_more_chunks_than_letters_are_numbered() -> None:
-    assert "F0.29 " in timeline_text(play_term(pp(1, "interleaved", chunks=30)))
+    assert "F0.29 " in timeline_text(simulate_term(pp(1, "interleaved", chunks=30)))
 
 
 @given(pipelines())
 def test_text_has_a_line_a_rank_and_every_pass_in_it(term: pp) -> None:
-    played = play_term(term)
-    ruler, *lines = timeline_text(played).splitlines()
+    timeline = simulate_term(term)
+    ruler, *lines = timeline_text(timeline).splitlines()
     assert ruler.startswith("time ")
     assert len(lines) == term.n
-    for rank, (line, lane) in enumerate(zip(lines, played.lanes, strict=True)):
+    for rank, (line, lane) in enumerate(zip(lines, timeline.lanes, strict=True)):
         name, cells = line.split("  ", 1)
         assert name.strip() == f"rank {rank}"
         shown = re.findall(r"[FBW]\d+", cells)
         assert shown == [f"{box.action.kind[0]}{box.action.micro}" for box in lane]
-        assert ("." in cells) == (played.idle_s[rank] > 0) or term.chunks > 1
+        assert ("." in cells) == (timeline.idle_s[rank] > 0) or term.chunks > 1
 
 
 @given(pipelines(), st.integers(1, 200))
 def test_a_narrow_terminal_breaks_the_timeline_into_bands_that_say_the_same(term: pp, width: int) -> None:
-    played = play_term(term)
-    bands = "\n".join("".join(text for _, text in row) for row in timeline_rows(played, width=width)).split("\n\n")
+    timeline = simulate_term(term)
+    bands = "\n".join("".join(text for _, text in row) for row in timeline_rows(timeline, width=width)).split("\n\n")
     margin = len(f"rank {term.n - 1}  ")
     joined = ["".join(band.splitlines()[1 + rank][margin:] for band in bands).rstrip() for rank in range(term.n)]
-    assert joined == [line[margin:] for line in timeline_text(played).splitlines()[1:]]
+    assert joined == [line[margin:] for line in timeline_text(timeline).splitlines()[1:]]
     if width >= 40:
         assert max(len(line) for band in bands for line in band.splitlines()) <= width
 
 
 @given(pipelines())
 def test_the_drawing_has_a_box_for_each_pass_inside_its_frame(term: pp) -> None:
-    played = play_term(term)
-    svg = timeline_svg(played, str(term))
+    timeline = simulate_term(term)
+    svg = timeline_svg(timeline, str(term))
     width, height = (float(ElementTree.fromstring(svg).attrib[name]) for name in ("width", "height"))
     found = boxes(svg)
     assert sorted(rect.findtext(f"{SVG}title", "") for rect in found) == sorted(
-        str(box.action) for lane in played.lanes for box in lane
+        str(box.action) for lane in timeline.lanes for box in lane
     )
     for rect in found:
         x, y, wide, high = (float(rect.attrib[name]) for name in ("x", "y", "width", "height"))
@@ -84,15 +84,15 @@ def test_the_drawing_has_a_box_for_each_pass_inside_its_frame(term: pp) -> None:
 
 
 def test_the_drawing_tells_passes_and_chunks_apart_by_colour() -> None:
-    plain = {rect.attrib["fill"] for rect in boxes(timeline_svg(play_term(pp(2)), ""))}
-    split = {rect.attrib["fill"] for rect in boxes(timeline_svg(play_term(pp(2, "zero-bubble")), ""))}
-    chunks = {rect.attrib["fill"] for rect in boxes(timeline_svg(play_term(pp(2, "interleaved", chunks=3)), ""))}
+    plain = {rect.attrib["fill"] for rect in boxes(timeline_svg(simulate_term(pp(2)), ""))}
+    split = {rect.attrib["fill"] for rect in boxes(timeline_svg(simulate_term(pp(2, "zero-bubble")), ""))}
+    chunks = {rect.attrib["fill"] for rect in boxes(timeline_svg(simulate_term(pp(2, "interleaved", chunks=3)), ""))}
     assert (len(plain), len(split), len(chunks)) == (2, 3, 6)
     assert plain < split
 
 
 def test_boxes_lie_where_the_clock_says() -> None:
-    rects = boxes(timeline_svg(play_term(pp(2, micro=1)), "one"))
+    rects = boxes(timeline_svg(simulate_term(pp(2, micro=1)), "one"))
     places = {rect.findtext(f"{SVG}title"): (rect.attrib["x"], rect.attrib["width"]) for rect in rects}
     left, unit = float(places["F(stage 0, micro-batch 0)"][0]), float(places["F(stage 0, micro-batch 0)"][1])
     assert float(places["BW(stage 1, micro-batch 0)"][0]) == left + 2 * unit
@@ -101,14 +101,14 @@ def test_boxes_lie_where_the_clock_says() -> None:
 
 @given(st.text(max_size=60))
 def test_any_title_leaves_the_drawing_well_formed(title: str) -> None:
-    svg = timeline_svg(play_term(pp(1)), title + "<&>'\"\x00\ud800")
+    svg = timeline_svg(simulate_term(pp(1)), title + "<&>'\"\x00\ud800")
     shown = ElementTree.fromstring(svg.encode("utf-8")).findtext(f"{SVG}title")
     assert shown is not None
     assert shown.endswith("<&>'\"")
 
 
 def test_the_drawing_refers_to_nothing_outside() -> None:
-    svg = timeline_svg(play_term(pp(4, micro=8)), "pp")
+    svg = timeline_svg(simulate_term(pp(4, micro=8)), "pp")
     assert re.findall(r"https?://[^'\"]+", svg) == ["http://www.w3.org/2000/svg"]
     assert "href" not in svg
 
@@ -127,21 +127,22 @@ def test_the_drawing_refers_to_nothing_outside() -> None:
     ],
     ids=str,
 )
-def test_captions_lay_the_played_bubble_beside_the_formula(term: pp, words: list[str]) -> None:
-    said = "\n".join(captions(play_term(term)))
+def test_captions_compare_the_simulated_bubble_with_the_formula(term: pp, words: list[str]) -> None:
+    said = "\n".join(captions(simulate_term(term)))
     assert [part for part in words if part not in said] == []
-    assert all(line in timeline_svg(play_term(term), "").replace("&#39;", "'") for line in captions(play_term(term)))
+    svg = timeline_svg(simulate_term(term), "").replace("&#39;", "'")
+    assert all(line in svg for line in captions(simulate_term(term)))
 
 
 def test_passes_of_very_different_length_do_not_make_an_endless_line() -> None:
-    text = timeline_text(play_term(pp(2), forward_s=[1e-9, 1e3], backward_s=[1e-9, 1e3]))
+    text = timeline_text(simulate_term(pp(2), forward_s=[1e-9, 1e3], backward_s=[1e-9, 1e3]))
     assert max(map(len, text.splitlines())) <= MOST_COLUMNS + 20
 
 
 def test_a_step_without_cost_can_be_drawn() -> None:
-    played = play_term(pp(2), forward_s=0, backward_s=0)
-    assert timeline_text(played) == ""
-    assert len(boxes(timeline_svg(played, "nothing"))) == 8
+    timeline = simulate_term(pp(2), forward_s=0, backward_s=0)
+    assert timeline_text(timeline) == ""
+    assert len(boxes(timeline_svg(timeline, "nothing"))) == 8
 
 
 def test_the_pictures_in_the_documentation_are_what_the_command_beside_them_draws() -> None:
@@ -152,4 +153,4 @@ def test_the_pictures_in_the_documentation_are_what_the_command_beside_them_draw
         term = parse(text).term(pp)
         assert term is not None
         stored = (Path(__file__).parents[2] / "docs" / "pictures" / file).read_text(encoding="utf-8")
-        assert stored == timeline_svg(play_term(term), str(term))
+        assert stored == timeline_svg(simulate_term(term), str(term))

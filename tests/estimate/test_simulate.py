@@ -1,4 +1,4 @@
-"""The event play agrees with the price, and what goes wrong does what it must."""
+"""The event simulation agrees with the estimate, and what goes wrong does what it must."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from shoal.estimate.simulate import (
     Straggler,
     goodput,
     perfetto,
-    play_step,
-    play_steps,
+    simulate_step,
+    simulate_steps,
     step_costs,
 )
 from shoal.estimate.simulate.costs import StepCosts
@@ -76,7 +76,7 @@ def test_the_price_equals_the_event_play_within_one_percent(case: dict) -> None:
     place = where.resized(-(-world // where.node) * where.node)
     inputs = inputs_for(shape, place, degrees["dp"] * case.pop("micro") * case["micro_batch"], **degrees, **case)
     priced = price(inputs, profile)
-    assert play_step(step_costs(inputs, profile)).step_s == pytest.approx(float(priced.step_s[0]), rel=0.01)
+    assert simulate_step(step_costs(inputs, profile)).step_s == pytest.approx(float(priced.step_s[0]), rel=0.01)
     assert sum(float(np.ravel(part)[0]) for part in priced.split_s.values()) == pytest.approx(float(priced.step_s[0]))
     assert all(float(np.ravel(part)[0]) >= -1e-12 for part in priced.split_s.values())
 
@@ -90,11 +90,11 @@ def calm() -> StepCosts:
 
 def test_classes_do_what_all_replicas_would(calm: StepCosts) -> None:
     marked = Disturbance(stragglers=(Straggler(rank=5, factor=1.7), Straggler(rank=40, factor=1.2)))
-    few = play_step(calm, marked)
+    few = simulate_step(calm, marked)
     assert len(few.counts) == 3
     assert few.counts.sum() == calm.replicas
     # Noise of nothing makes every replica a class of its own.
-    every = play_step(calm, replace(marked, noise=1e-15))
+    every = simulate_step(calm, replace(marked, noise=1e-15))
     assert len(every.counts) == calm.replicas
     assert every.step_s == pytest.approx(few.step_s, rel=1e-12)
 
@@ -102,30 +102,30 @@ def test_classes_do_what_all_replicas_would(calm: StepCosts) -> None:
 @given(factor=st.floats(1.0, 8.0), rank=st.integers(0, 63))
 @settings(max_examples=30, deadline=None, phases=DRAWN)
 def test_a_straggler_slows_a_step_but_never_more_than_itself(calm: StepCosts, factor: float, rank: int) -> None:
-    undisturbed = play_step(calm).step_s
-    found = play_step(calm, Disturbance(stragglers=(Straggler(rank=rank, factor=factor),))).step_s
+    undisturbed = simulate_step(calm).step_s
+    found = simulate_step(calm, Disturbance(stragglers=(Straggler(rank=rank, factor=factor),))).step_s
     assert undisturbed * (1 - 1e-12) <= found <= factor * undisturbed * (1 + 1e-12)
 
 
 def test_a_link_with_half_its_bandwidth_doubles_messages_and_gradients(calm: StepCosts) -> None:
-    half = play_step(calm, Disturbance(links=(Links(rank=0, left=0.5),)))
+    half = simulate_step(calm, Disturbance(links=(Links(rank=0, left=0.5),)))
     slowed = replace(calm, message_s=2 * calm.message_s, data_s=2 * calm.data_s)
-    assert play_step(calm).step_s < half.step_s <= play_step(slowed).step_s * (1 + 1e-12)
+    assert simulate_step(calm).step_s < half.step_s <= simulate_step(slowed).step_s * (1 + 1e-12)
 
 
 def test_random_slow_downs_repeat_by_seed_and_differ_by_step(calm: StepCosts) -> None:
     noisy = Disturbance(noise=0.05, seed=3)
-    first, again = ([step.step_s for step in play_steps(calm, noisy, steps=4)] for _ in range(2))
+    first, again = ([step.step_s for step in simulate_steps(calm, noisy, steps=4)] for _ in range(2))
     assert first == again
     assert len(set(first)) == 4
-    assert min(first) > play_step(calm).step_s
-    assert [step.step_s for step in play_steps(calm, replace(noisy, seed=4), steps=4)] != first
+    assert min(first) > simulate_step(calm).step_s
+    assert [step.step_s for step in simulate_steps(calm, replace(noisy, seed=4), steps=4)] != first
 
 
 def test_more_replicas_wait_longer_for_the_slowest(calm: StepCosts) -> None:
     noisy = Disturbance(noise=0.05)
     few, many = (replace(calm, replicas=replicas, waits=0.0) for replicas in (2, 512))
-    mean = [np.mean([step.step_s for step in play_steps(each, noisy, steps=10)]) for each in (few, many)]
+    mean = [np.mean([step.step_s for step in simulate_steps(each, noisy, steps=10)]) for each in (few, many)]
     assert mean[1] > mean[0]
 
 
@@ -137,11 +137,11 @@ def test_more_replicas_wait_longer_for_the_slowest(calm: StepCosts) -> None:
 ])  # fmt: skip
 def test_what_cannot_go_wrong_is_refused(calm: StepCosts, wrong: Disturbance) -> None:
     with pytest.raises(BadDisturbance):
-        play_step(calm, wrong)
+        simulate_step(calm, wrong)
 
 
 def test_the_trace_holds_every_pass_once_and_none_overlap_on_a_rank(calm: StepCosts) -> None:
-    step = play_step(calm)
+    step = simulate_step(calm)
     events = [event for event in json.loads(perfetto([step]))["traceEvents"] if event["ph"] == "X"]
     passes = [event for event in events if event["cat"] in ("F", "BW")]
     assert len(passes) == 2 * calm.term.n * calm.term.micro
@@ -157,27 +157,27 @@ def test_sixteen_thousand_ranks_are_played_by_their_classes() -> None:
     )
     costs = step_costs(inputs)
     assert costs.ranks == 16_384
-    step = play_step(costs)
+    step = simulate_step(costs)
     assert step.starts_s.shape == (2 * 64 * 64, 1)
     assert step.step_s == pytest.approx(float(price(inputs).step_s[0]), rel=0.01)
 
 
 def test_islands_wait_for_each_other_only_when_they_are_averaged(calm: StepCosts) -> None:
     islands = replace(calm, islands=2, period=4, average_s=0.5)
-    quiet = [step.step_s for step in play_steps(islands, steps=8)]
-    assert quiet[:3] == pytest.approx([play_step(calm).step_s] * 3)
-    assert sum(quiet[:4]) == pytest.approx(4 * play_step(calm).step_s + 0.5 * (1 + calm.waits))
+    quiet = [step.step_s for step in simulate_steps(islands, steps=8)]
+    assert quiet[:3] == pytest.approx([simulate_step(calm).step_s] * 3)
+    assert sum(quiet[:4]) == pytest.approx(4 * simulate_step(calm).step_s + 0.5 * (1 + calm.waits))
     assert quiet[:4] == pytest.approx(quiet[4:])
     noisy = Disturbance(noise=0.3, seed=3)
-    alone = sum(step.step_s for step in play_steps(replace(islands, average_s=0.0), noisy, steps=4))
-    together = sum(step.step_s for step in play_steps(calm, noisy, steps=4))
+    alone = sum(step.step_s for step in simulate_steps(replace(islands, average_s=0.0), noisy, steps=4))
+    together = sum(step.step_s for step in simulate_steps(calm, noisy, steps=4))
     assert alone < together  # Who is slow in one step may be fast in the next.
-    slow = play_step(islands, Disturbance(stragglers=(Straggler(rank=0, factor=2.0),)))
-    assert slow.island_s[0] > slow.island_s[1] == pytest.approx(play_step(calm).step_s)
+    slow = simulate_step(islands, Disturbance(stragglers=(Straggler(rank=0, factor=2.0),)))
+    assert slow.island_s[0] > slow.island_s[1] == pytest.approx(simulate_step(calm).step_s)
 
 
-def played_goodput(of: Goodput, *, work_s: float, seed: int = 0) -> float:
-    """The same by playing: failures drawn at random while so much work is done."""
+def simulated_goodput(of: Goodput, *, work_s: float, seed: int = 0) -> float:
+    """The same by simulation: failures drawn at random while so much work is done."""
     draw = np.random.default_rng(seed)
     clock_s, done_s = 0.0, 0.0
     failure_s = draw.exponential(of.mtbf_s)
@@ -201,7 +201,7 @@ def test_young_and_daly_agree_with_playing_failures() -> None:
     found = goodput(devices=16_384, checkpoint_s=60, restart_s=300, device_mtbf_h=50_000)
     assert found.mtbf_s == pytest.approx(50_000 * 3600 / 16_384)
     assert found.interval_s == pytest.approx(np.sqrt(2 * 60 * found.mtbf_s), rel=0.1)
-    assert found.part == pytest.approx(played_goodput(found, work_s=4000 * found.mtbf_s, seed=1), rel=0.01)
+    assert found.part == pytest.approx(simulated_goodput(found, work_s=4000 * found.mtbf_s, seed=1), rel=0.01)
     for factor in (0.3, 3.0):
         other = goodput(
             devices=16_384, checkpoint_s=60, restart_s=300, device_mtbf_h=50_000, interval_s=factor * found.interval_s
@@ -218,4 +218,4 @@ def test_goodput_falls_with_devices_and_is_nothing_where_failures_outrun_checkpo
 
 
 def test_without_disturbance_one_class_stands_for_all(calm: StepCosts) -> None:
-    assert play_step(calm, CALM).counts.tolist() == [calm.replicas]
+    assert simulate_step(calm, CALM).counts.tolist() == [calm.replicas]

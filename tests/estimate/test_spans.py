@@ -13,10 +13,10 @@ from shoal.cluster import cluster
 from shoal.estimate.cost import PROFILES, inputs_for, price
 from shoal.estimate.cost import span as cost_span
 from shoal.estimate.cost.inputs import SCHEDULES as NAMES
-from shoal.estimate.cost.schedule import dealt_by_cost, layers_of_stages, stages
+from shoal.estimate.cost.schedule import layers_of_stages, split_by_cost, stages
 from shoal.estimate.cost.span import Passes
 from shoal.estimate.pipeline.spans import Pipelines, num_passes, spans_s
-from shoal.estimate.simulate import StepCosts, play_step
+from shoal.estimate.simulate import StepCosts, simulate_step
 from shoal.shapes.presets import preset
 from shoal.strategy.schedule import rank_stages, stage_rank
 from shoal.strategy.terms import pp
@@ -41,8 +41,8 @@ def random_pipelines(schedule: str, *, seed: int, rows: int = 3) -> Pipelines:
     )  # fmt: skip
 
 
-def played_s(of: Pipelines, row: int) -> float:
-    return play_step(StepCosts(
+def simulated_s(of: Pipelines, row: int) -> float:
+    return simulate_step(StepCosts(
         term=pp(of.ranks, of.schedule, micro=of.micro, chunks=of.chunks), forward_s=tuple(of.forward_s[:, row]),
         backward_s=tuple(of.backward_s[:, row]), weight_s=tuple(of.weight_s[:, row]),
         message_s=float(of.message_s[row]), data_s=0, optimizer_s=0, fixed_s=0, waits=0, replicas=1, members=1, node=1,
@@ -55,7 +55,7 @@ def played_s(of: Pipelines, row: int) -> float:
 def test_waves_of_several_schedules_at_once_are_the_play_of_each(seeds: list[int], schedules: list[str]) -> None:
     several = [random_pipelines(name, seed=seed) for name, seed in zip(schedules, seeds, strict=False)]
     for each, found in zip(several, spans_s(several), strict=True):
-        assert found == pytest.approx([played_s(each, row) for row in range(3)], rel=1e-9)
+        assert found == pytest.approx([simulated_s(each, row) for row in range(3)], rel=1e-9)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -63,7 +63,7 @@ def test_waves_of_several_schedules_at_once_are_the_play_of_each(seeds: list[int
 @settings(max_examples=300, deadline=None, phases=DRAWN)
 def test_waves_hold_for_stages_that_have_nothing_in_common(schedule: str, seed: int) -> None:
     of = random_pipelines(schedule, seed=seed, rows=1)
-    assert spans_s([of])[0][0] == pytest.approx(played_s(of, 0), rel=1e-9)
+    assert spans_s([of])[0][0] == pytest.approx(simulated_s(of, 0), rel=1e-9)
 
 
 @pytest.mark.parametrize(("schedule", "ranks", "chunks", "layers"), [
@@ -78,7 +78,7 @@ def test_long_steps_go_on_at_the_pace_of_their_first_rounds(
     micro = -(-2 * micro // ranks) * ranks
     one = np.ones(1)
     parts = Passes(
-        layers=layers * one, dealt=0 * one, forward_s=one, backward_s=2.2 * one, weight_s=one,
+        layers=layers * one, cost_layers=0 * one, forward_s=one, backward_s=2.2 * one, weight_s=one,
         head_forward_s=head * one, head_backward_s=2 * head * one, host_s=0.1 * one, message_s=0.05 * one,
     )  # fmt: skip
     forward, backward, weight = parts.stages(schedule, ranks=ranks, chunks=chunks)
@@ -98,25 +98,25 @@ def test_long_steps_go_on_at_the_pace_of_their_first_rounds(
     kind=st.sampled_from([("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero-bubble", 1), ("zero-bubble", 2)]),
 )  # fmt: skip
 @settings(max_examples=100, deadline=None, phases=DRAWN)
-def test_layers_are_dealt_once_for_memory_time_and_play(
+def test_layers_are_split_once_for_memory_time_and_simulation(
     profile: str, layers: int, pp: int, kind: tuple[str, int], vocab: int
 ) -> None:
     schedule, chunks = kind
     layers = max(layers, pp * chunks)
     shape = replace(preset("gpt2:medium"), layers=layers, vocab=vocab)
     inputs = inputs_for(shape, cluster("dgx-a100", devices=8), pp, pp=pp, chunks=chunks, schedule=schedule)
-    habits = PROFILES[profile]
-    dealt = layers_of_stages(inputs.layers, dealt_by_cost(inputs, habits), pp * chunks)[:, 0]
-    assert dealt.sum() == layers
-    assert (dealt >= 0).all()
-    of_ranks = [dealt[list(rank_stages(rank, pp, chunks, schedule))].sum() for rank in range(pp)]
+    chosen = PROFILES[profile]
+    split = layers_of_stages(inputs.layers, split_by_cost(inputs, chosen), pp * chunks)[:, 0]
+    assert split.sum() == layers
+    assert (split >= 0).all()
+    of_ranks = [split[list(rank_stages(rank, pp, chunks, schedule))].sum() for rank in range(pp)]
     home = stage_rank(pp * chunks - 1, pp, chunks, schedule)
-    held = stages(inputs, habits)
+    held = stages(inputs, chosen)
     assert (held.first[0], held.last[0]) == (of_ranks[0], of_ranks[home])
     assert held.most[0] == max(layers for rank, layers in enumerate(of_ranks) if rank != home)
 
 
-def test_without_the_play_prices_stay_near_it() -> None:
+def test_without_the_simulation_estimates_stay_near_it() -> None:
     """What ranks hundreds of thousands of strategies before the best of them are simulated. A guess that is too long
     would hide a good plan; of stages that are not even it is too short, and the simulation puts that right."""
     shape = preset("gpt:13b")
@@ -125,7 +125,7 @@ def test_without_the_play_prices_stay_near_it() -> None:
             inputs = inputs_for(
                 shape, cluster("dgx-a100", devices=16), 2 * micro, dp=2, pp=8, schedule=schedule, chunks=chunks
             )
-            near, true = price(inputs, play=False).step_s[0], price(inputs).step_s[0]
+            near, true = price(inputs, simulate=False).step_s[0], price(inputs).step_s[0]
             assert near == pytest.approx(true, rel=bound)
             assert schedule != "interleaved" or near <= true * (1 + 1e-9)
 
@@ -142,8 +142,8 @@ def test_the_slowest_rank_sets_the_pace_of_a_long_step_however_late() -> None:
     """Here the fifth micro-batch of a rank is not yet held up by the slowest rank, which later ones are."""
     one, ranks, micro = np.ones(1), 8, 1000
     parts = Passes(
-        layers=18 * one, dealt=0 * one, forward_s=one, backward_s=1.9 * one, weight_s=one, head_forward_s=0.5 * one,
-        head_backward_s=4.9 * one, host_s=0 * one, message_s=1.7 * one,
+        layers=18 * one, cost_layers=0 * one, forward_s=one, backward_s=1.9 * one, weight_s=one,
+        head_forward_s=0.5 * one, head_backward_s=4.9 * one, host_s=0 * one, message_s=1.7 * one,
     )  # fmt: skip
     forward, backward, weight = parts.stages("1f1b", ranks=ranks, chunks=1)
     [whole] = spans_s([Pipelines(

@@ -10,7 +10,7 @@ import pytest
 
 from shoal.cluster import cluster
 from shoal.planning.counterfactual import changes, with_links
-from shoal.planning.price import played
+from shoal.planning.price import simulated
 from shoal.planning.rank import Plan, make_plan, question_for
 from shoal.shapes.presets import preset
 from shoal.strategy import cp, ep, parse, pp, tp
@@ -26,11 +26,11 @@ def plan(request: pytest.FixtureRequest) -> Plan:
 
 
 def best_score(plan: Plan, mask: np.ndarray, *, most: int = 1000) -> float:
-    """Of these rows, with all pipelines played."""
+    """Of these rows, with all pipelines simulated."""
     few = np.flatnonzero(mask)
     few = few[np.argsort(plan.score[few], kind="stable")[:most]]
     question, rows = plan.question, plan.priced.rows.rows(few)
-    split_s = played(rows, shape=question.shape, cluster=question.cluster, profile=question.profile)
+    split_s = simulated(rows, shape=question.shape, cluster=question.cluster, profile=question.profile)
     return float((plan.score[few] * sum(split_s.values()) / plan.priced.step_s[few]).min())
 
 

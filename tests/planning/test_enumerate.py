@@ -171,5 +171,5 @@ def test_expressions_become_rows_and_come_back(text: str) -> None:
     "dp(2) * dp(2, sync=local(4))", "dp(2, compress=int8(), sync=local(4))",
 ])  # fmt: skip
 def test_what_has_no_price_is_refused_by_name(text: str) -> None:
-    with pytest.raises(ValueError, match="no price is known"):
+    with pytest.raises(ValueError, match="there is no estimate"):
         of_strategies([parse(text)], global_batch=64)

@@ -9,7 +9,7 @@ from shoal.cluster import cluster
 from shoal.estimate.target import BadPilot, TargetCost, default_target, learn_target
 from shoal.planning.counterfactual import changes, compression_overtakes, faster_links, other_degrees, what_would_fit
 from shoal.planning.rank import cheapest, default_batch, families, make_plan, pareto, question_for
-from shoal.planning.told import told_plan
+from shoal.planning.report import plan_report
 from shoal.shapes.presets import preset
 
 
@@ -94,10 +94,10 @@ def test_by_cost_fewer_devices_may_win() -> None:
     assert found.cost(found.best) <= make_plan(question).cost(make_plan(question).best)
 
 
-def test_the_told_plan_is_plain_json(plan) -> None:
+def test_the_plan_report_is_plain_json(plan) -> None:
     import json
 
-    told = json.loads(json.dumps(told_plan(plan, top=3, changes=changes(plan)), allow_nan=False))
+    told = json.loads(json.dumps(plan_report(plan, top=3, changes=changes(plan)), allow_nan=False))
     assert len(told["plans"]) == 3
     first = told["plans"][0]
     assert np.isclose(sum(first["split_s"].values()), first["step_s"])
@@ -195,14 +195,14 @@ def test_error_bars_are_those_of_the_validation_page(plan) -> None:
     memory = next(line for line in page if "each model size left out" in line).split("|")
     assert round(float(steps[4].strip(" *"))) == round(100 * STEP_ERROR)
     assert round(float(memory[4].strip(" *"))) == round(100 * MEMORY_ERROR)
-    first = told_plan(plan, top=1, changes=[])["plans"][0]
+    first = plan_report(plan, top=1, changes=[])["plans"][0]
     least_s, most_s = first["step_range_s"]
     assert least_s * (1 + STEP_ERROR) == pytest.approx(first["step_s"]) == pytest.approx(most_s * (1 - STEP_ERROR))
 
 
 def test_a_plan_says_what_no_measured_step_stands_behind() -> None:
     def beyond(name: str, place: str, **more: object) -> set[str]:
-        told = told_plan(
+        told = plan_report(
             make_plan(question_for(preset(name), cluster(place, devices=16), global_batch=64, **more)),
             top=50, changes=[],
         )  # fmt: skip

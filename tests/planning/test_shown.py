@@ -7,7 +7,7 @@ import pytest
 from shoal.cluster import cluster
 from shoal.planning import make_plan, question_for
 from shoal.planning.rank import KIND, one_of_each
-from shoal.planning.told import told_plan
+from shoal.planning.report import plan_report
 from shoal.shapes.presets import preset
 from shoal.strategy import parse
 
@@ -15,7 +15,7 @@ from shoal.strategy import parse
 @pytest.fixture(scope="module")
 def shown() -> dict:
     plan = make_plan(question_for(preset("gpt:13b"), cluster("dgx-a100", devices=64), global_batch=512))
-    return told_plan(plan, top=10, changes=[]) | {"plan": plan}
+    return plan_report(plan, top=10, changes=[]) | {"plan": plan}
 
 
 def test_memory_fits_also_at_the_end_of_its_error_range(shown: dict) -> None:

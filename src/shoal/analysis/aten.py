@@ -47,7 +47,7 @@ class TraceReader(Protocol):
         """The parameter that a value is, or is a view of."""
 
     def claim(self, number: int, elements: int) -> int:
-        """Takes so many of a parameter's numbers for an operator; fewer are given where others had them before."""
+        """Takes `elements` of a parameter for an operator; fewer where other operators took them before."""
 
 
 def operator_of(reader: TraceReader, op: Op) -> Operator:
@@ -139,7 +139,7 @@ def _pooling(reader: TraceReader, op: Op) -> Operator | None:
 
 
 def _mean(reader: TraceReader, op: Op) -> Operator | None:
-    """The mean of whole images is a pooling."""
+    """The mean of full images is a pooling."""
     shape = _shape(reader, op)
     over = op.args[1] if len(op.args) > 1 else None
     if len(shape) != 4 or not isinstance(over, list | tuple) or {dim % 4 for dim in over} != {2, 3}:

@@ -16,7 +16,7 @@ PROCESSORS = (*(step * 10**power for power in range(6) for step in (1, 2, 5)), 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeBounds:
-    """Of a time on so many processors, in operations."""
+    """Of a time on `processors`, in operations."""
 
     processors: int
     least: float

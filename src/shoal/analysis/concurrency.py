@@ -1,7 +1,7 @@
 """How many devices each kind of parallelism could use on a network, and which share of the work it divides.
 
 These are upper bounds from shapes alone: a sample, a layer, a head or a row of an image is the least that a device can
-be given. Whether so many devices pay is a question of links and memory, and not answered here.
+be given. Whether that number of devices pays off is a question of links and memory, and not answered here.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ class PerNumber(NamedTuple):
 
     work: int
     depth: int
-    """Of the whole pass: numbers do not wait for each other."""
+    """Of the full pass: numbers do not wait for each other."""
     moved: int
     """Numbers read and written."""
 

@@ -24,9 +24,9 @@ class Layer:
     inputs: tuple[int, ...] = ()
     """Numbers of the layers whose results it reads; data and constants are not counted."""
     block: str = ""
-    """The part of the network it belongs to: repeated blocks are told once."""
+    """The part of the network it belongs to: repeated blocks are reported once."""
     experts: int = 0
-    """Where it is part of an expert: how many experts there are beside it, itself included."""
+    """Where it is part of an expert: the number of experts, itself included."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,14 +42,14 @@ class Sides:
 
 
 def log2_ceil(count: int) -> int:
-    """Depth of a sum of so many numbers: 0 for one, 1 for two, 2 for three or four."""
+    """Depth of a sum of `count` numbers: 0 for one, 1 for two, 2 for three or four."""
     if count < 1:
         raise ValueError(f"a sum of {count} numbers has no depth; expected at least one")
     return (count - 1).bit_length()
 
 
 def moved_bytes(*elements: int) -> int:
-    """Bytes of tensors of so many elements each."""
+    """Bytes of tensors, given the elements of each."""
     return ELEMENT_BYTES * sum(elements)
 
 

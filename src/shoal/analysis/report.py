@@ -1,6 +1,6 @@
 """An analysis as a plain object: what `shoal analyze` prints, what `--json` gives, what the picture shows.
 
-Blocks that repeat one after the other are told once, with their number.
+Blocks that repeat one after the other are reported once, with their number.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shoal.analysis.operator import Cost
 
 
 def report(network: Network) -> dict[str, Any]:
-    """All that can be said of a network."""
+    """The analysis of a network."""
     unknown: dict[str, int] = {}
     for layer in network.layers:
         if isinstance(layer.operator, Unknown):

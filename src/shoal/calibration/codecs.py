@@ -115,7 +115,7 @@ class _Bench:
         generator = torch.Generator().manual_seed(elements)
         self.gradients = list(torch.randn(count, rows, elements // rows, generator=generator))
         self.states: list[State] = [{} for _ in self.gradients]
-        # A stand-in for the group: nothing is sent by it, since answers are made here.
+        # A placeholder for the group: nothing is sent by it, since answers are made here.
         self.over = Over(group=object() if ranks > 1 else None, size=ranks, rank=0)  # type: ignore[arg-type]
 
     def turn(self, step: int) -> float:

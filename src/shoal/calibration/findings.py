@@ -29,7 +29,7 @@ DISTURBED, TOO_MUCH_DISTURBED = 0.15, 0.4
 LARGE_ERROR = 0.5
 """Of a link's model, as a share of the time: beyond it the times are hardly those of a link."""
 MESSAGES = "messages"
-"""Where rows of single messages are told: from the first rank to the second and back, halved."""
+"""The name of rows of single messages: from the first rank to the second and back, halved."""
 HEADING = "What `shoal calibrate` measured; jobs started here choose by it. Delete it to go back to the defaults.\n"
 SHOWN_BYTES = [1 << power for power in range(10, 29)]
 
@@ -158,7 +158,7 @@ def _over_best(timed: Sequence[Timed], ranks: int, fit: Fit) -> float:
 
 
 def as_toml(findings: Findings) -> str:
-    """The file's text, four digits of each number, with units and origins beside them."""
+    """The file's text, four digits of each number, with units and origins as comments."""
     from shoal.files.schema import BackendTable, CalibrationFile, LinksTable, MachineTable, MeasuredTable
     from shoal.files.table import checked
 
@@ -217,7 +217,7 @@ def _with_machine(findings: Findings, path: Path) -> Findings:
 
 def write_findings(findings: Findings, path: Path) -> None:
     """All of the file or nothing of it, and only what can be read back."""
-    # Beside the file, since only within a file system is renaming one step.
+    # In the same folder: renaming is atomic only within a file system.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ from shoal.comm.network import LinkTimes, NetworkTimes
 Array = NDArray[Any]
 UNITS = (LinkTimes(1.0, 0.0, 0.0), LinkTimes(0.0, 1.0, 0.0), LinkTimes(0.0, 0.0, 1.0))
 # Reducing a byte costs nothing on top of moving it, at most as much, or something in between. (At two ranks the two are
-# hard to tell apart, and without bounds a little noise would give all of the time to one of them.)
+# hard to distinguish, and without bounds a little noise would give all of the time to one of them.)
 BASES = (
     np.array([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]]),
     np.array([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]]),

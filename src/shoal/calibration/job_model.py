@@ -1,4 +1,4 @@
-"""Reads a job into the plain `JobModel` that the step's price is made of: one forward without memory, its layout."""
+"""Reads a job into the plain `JobModel` that a step is estimated from: one forward without memory, its layout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TRACED = 4
 
 
 def job_model(job: Job) -> tuple[JobModel, ModelFacts]:
-    """What is priced of a job, and what legality asks of it."""
+    """What is estimated of a job, and what legality asks of it."""
     layout = layout_of(job)
     assert layout.chain is not None
     assert layout.tensor is not None

@@ -88,7 +88,7 @@ def overheads_of(
     took: Mapping[str, float], *, counts: Mapping[str, int], ranks: int, sent_s: float, updated_s: float
 ) -> dict[str, float]:
     """What is left of small steps once computing, sending (an all-reduce of next to nothing) and updating are taken
-    off: differences between a pass of a micro-batch with what is dear and one without.
+    off: differences between a pass of a micro-batch with and without the operation being measured.
     """
 
     def pass_of(kind: str) -> float:

@@ -1,6 +1,6 @@
 """What the ranks of a calibration do: the same collectives by every backend and every algorithm, turn by turn.
 
-A round goes through all contestants at all sizes, so that whatever else the machine does meets all of them alike. The
+A round goes through all contestants at all sizes, so that whatever else the machine does affects all of them alike. The
 slowest rank's time counts. Several hosts are measured as they are: links inside the first of them and links between
 their first ranks. On one host the links between hosts are TCP on loopback.
 """
@@ -34,7 +34,7 @@ PROBE_S = 0.02
 SLOW_LINKS = "{}x1, 10us, 20GB/s | 50us, 2Gb/s"
 BACKGROUND_BYTES = 8 << 20
 POLL_S = 2e-3
-"""Long enough for the looking to cost nothing beside the moving."""
+"""Long enough for polling to cost nothing compared with sending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ def _machine(arguments: dict[str, Any], me: Any, world: Any, channel: Channel) -
 
 
 def _background_byte_s(group: Any, *, rounds: int) -> list[float]:
-    """The core's time for each byte of an all-reduce between hosts that nobody waits for."""
+    """The core's time for each byte of an all-reduce between hosts that runs in the background."""
     values, found = torch.zeros(BACKGROUND_BYTES // 4), []
     for _ in range(rounds + 1):
         dist.barrier(group=group)
@@ -187,16 +187,16 @@ def _of_backends(backends: dict[str, Any], nbytes: int, world: int) -> list[Cont
     in_host = tuple(torch.zeros(count) for count in (elements, elements, elements // world))
     for name, group in backends.items():
         on_host = name in HOST_BACKENDS
-        whole, other, part = in_host if on_host else (each.to(_accelerator()) for each in in_host)
+        full, other, part = in_host if on_host else (each.to(_accelerator()) for each in in_host)
         calls: dict[str, Callable[[], Any]] = {
-            "all_reduce": partial(dist.all_reduce, whole, group=group),
-            "reduce_scatter": partial(dist.reduce_scatter_single, part, whole, group=group),
-            "all_gather": partial(dist.all_gather_single, whole, part, group=group),
-            "all_to_all": partial(dist.all_to_all_single, other, whole, group=group),
+            "all_reduce": partial(dist.all_reduce, full, group=group),
+            "reduce_scatter": partial(dist.reduce_scatter_single, part, full, group=group),
+            "all_gather": partial(dist.all_gather_single, full, part, group=group),
+            "all_to_all": partial(dist.all_to_all_single, other, full, group=group),
         }
         found += [Contestant("backends", kind, name, nbytes, calls[kind]) for kind in KINDS]
         if on_host:
-            found.append(Contestant(MESSAGES, "send", name, nbytes, _message(whole, group)))
+            found.append(Contestant(MESSAGES, "send", name, nbytes, _message(full, group)))
     # Backend after backend within a kind: rivals are timed in the same moment.
     return sorted(found, key=lambda each: (*KINDS, "send").index(each.what))
 

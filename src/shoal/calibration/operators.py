@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-APART_BYTES = 24 << 20
-"""Inputs of so many bytes are taken in turn: a layer's tensors have left the cache when their next pass comes."""
-MOST_APART = 24
+ROTATED_BYTES = 24 << 20
+"""Bytes of inputs that are taken in turn: a layer's tensors have left the cache when their next pass comes."""
+MOST_ROTATED = 24
 SIZES = (1 << 8, 1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22)
 UPDATED = (1 << 12, 1 << 18, 1 << 21)
 
@@ -145,7 +145,7 @@ def _timed(case: OperatorCase) -> tuple[float, float]:
     """Seconds of one forward and one backward, of several inputs one after the other."""
     first = case.make()
     size = 4 * sum(each.numel() for each in first)
-    inputs = [first, *(case.make() for _ in range(max(1, min(MOST_APART, APART_BYTES // size)) - 1))]
+    inputs = [first, *(case.make() for _ in range(max(1, min(MOST_ROTATED, ROTATED_BYTES // size)) - 1))]
     start_s = time.perf_counter()
     outputs = [case.call(*each) for each in inputs]
     middle_s = time.perf_counter()

@@ -36,7 +36,7 @@ COUNTS = {
     "attentions": LAYERS,
     "norms": NORMS,
 }
-"""How often a pass of a micro-batch does what is dear."""
+"""How often a pass of a micro-batch performs the operation being measured."""
 
 
 def language(world: int) -> Job:

@@ -37,8 +37,8 @@ def analyze_command(text: str, *, batch: int | None, as_json: bool, picture_file
     from shoal.analysis.presets import is_preset
 
     if is_preset(text):
-        told = report(preset_network(text, batch=batch))
-        _show(told, picture_file=picture_file, show=_print_json if as_json else _print)
+        found = report(preset_network(text, batch=batch))
+        _show(found, picture_file=picture_file, show=_print_json if as_json else _print)
         return
     _require_job(text)
     from rich.console import Console
@@ -52,8 +52,8 @@ def analyze_command(text: str, *, batch: int | None, as_json: bool, picture_file
 
             job = load_job(text)
             status.update(f"tracing {job.name}")
-            told = report(traced_network(job, batch=batch))
-        _show(told, picture_file=picture_file, show=show)
+            found = report(traced_network(job, batch=batch))
+        _show(found, picture_file=picture_file, show=show)
 
 
 def _require_job(text: str) -> None:
@@ -72,39 +72,39 @@ def _require_job(text: str) -> None:
         ) from None
 
 
-def _show(told: dict[str, Any], *, picture_file: str | None, show: Callable[[dict[str, Any]], None]) -> None:
+def _show(report: dict[str, Any], *, picture_file: str | None, show: Callable[[dict[str, Any]], None]) -> None:
     if picture_file is not None:
         from shoal.cli.explain import write_picture
         from shoal.pictures.analysis import analysis_svg
 
-        write_picture(analysis_svg(told), picture_file, option="--picture")
-        told["picture"] = {"file": picture_file}
-    show(told)
+        write_picture(analysis_svg(report), picture_file, option="--picture")
+        report["picture"] = {"file": picture_file}
+    show(report)
 
 
-def _print_json(told: dict[str, Any]) -> None:
+def _print_json(report: dict[str, Any]) -> None:
     import json
 
-    print(json.dumps(told, indent=2, ensure_ascii=False))
+    print(json.dumps(report, indent=2, ensure_ascii=False))
 
 
-def _print(told: dict[str, Any]) -> None:
+def _print(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.padding import Padding
     from rich.text import Text
 
     console = Console(highlight=False)
     room = console.width - 2
-    title = f"  {short(told['parameters'])} parameters, batch {told['batch']:,}"
-    console.print(Text.assemble((told["network"], "bold cyan"), title), soft_wrap=True)
+    title = f"  {short(report['parameters'])} parameters, batch {report['batch']:,}"
+    console.print(Text.assemble((report["network"], "bold cyan"), title), soft_wrap=True)
     for heading, table in (
-        ("Layers", _layers(told, room=room)),
-        ("Totals", _totals(told)),
-        ("Concurrency", _axes(told)),
-        ("Time on p processors, in operations: max(W/p, D) <= T <= W/p + D", _bounds(told)),
+        ("Layers", _layers(report, room=room)),
+        ("Totals", _totals(report)),
+        ("Concurrency", _axes(report)),
+        ("Time on p processors, in operations: max(W/p, D) <= T <= W/p + D", _bounds(report)),
         (
             "Convolutions: work (in real multiply-adds) and depth of each algorithm, in forward",
-            _convolutions(told, room=room),
+            _convolutions(report, room=room),
         ),
     ):
         if table.row_count:
@@ -112,17 +112,17 @@ def _print(told: dict[str, Any]) -> None:
             console.print(Text(heading, style="bold"), soft_wrap=True)
             console.print(Padding(table, (0, 0, 0, 2), expand=False))
     lines = [
-        f"{name}: no formula for it; counted by its shapes, {times} times" for name, times in told["unknown"].items()
+        f"{name}: no formula for it; counted by its shapes, {times} times" for name, times in report["unknown"].items()
     ]
     if lines:
         console.print()
         console.print(Text("Unknown operators", style="bold red"))
-    for line in (*lines, *told["notes"]):
+    for line in (*lines, *report["notes"]):
         console.print(Padding(Text(line, style="red" if line in lines else ""), (0, 0, 0, 2), expand=False))
     console.print()
-    console.print(Padding(Text(f"Unit: {told['unit']}.", style="dim"), (0, 0, 0, 2), expand=False))
-    if "picture" in told:
-        console.print(f"\nPicture  drawn in {told['picture']['file']}", markup=False, soft_wrap=True)
+    console.print(Padding(Text(f"Unit: {report['unit']}.", style="dim"), (0, 0, 0, 2), expand=False))
+    if "picture" in report:
+        console.print(f"\nPicture  drawn in {report['picture']['file']}", markup=False, soft_wrap=True)
 
 
 def _table(*columns: str, words: tuple[str, ...]) -> Table:
@@ -163,8 +163,8 @@ class Fitted:
         return table
 
 
-def _layers(told: dict[str, Any], *, room: int) -> Table:
-    groups = told["groups"]
+def _layers(report: dict[str, Any], *, room: int) -> Table:
+    groups = report["groups"]
     rows = sum(1 + len(group["layers"]) * (len(group["layers"]) > 1) for group in groups)
     words = ("layer", "kind", "shape")
     table = Fitted(*words, "parameters", "work, depth", "grad x", "grad w", "bytes", words=words)
@@ -197,9 +197,9 @@ def _cost(cost: dict[str, int]) -> str:
     return f"{short(cost['work'])}, {cost['depth']}" if cost["bytes"] else "-"
 
 
-def _totals(told: dict[str, Any]) -> Table:
+def _totals(report: dict[str, Any]) -> Table:
     table = _table("", "work W", "depth D", "W/D", "bytes", "operations a byte", words=("",))
-    for name, cost in told["totals"].items():
+    for name, cost in report["totals"].items():
         table.add_row(
             name, short(cost["work"]), f"{cost['depth']:,}", short(cost["parallelism"]), short(cost["bytes"]),
             f"{cost['intensity']:.1f}",
@@ -207,17 +207,17 @@ def _totals(told: dict[str, Any]) -> Table:
     return table
 
 
-def _axes(told: dict[str, Any]) -> Table:
+def _axes(report: dict[str, Any]) -> Table:
     table = _table("axis", "", "up to", "of the work", "because", words=("axis", "", "because"))
-    for axis in told["concurrency"]:
+    for axis in report["concurrency"]:
         share = f"{100 * axis['work_share']:.1f}%" if axis["degree"] > 1 else "-"
         table.add_row(axis["axis"], axis["title"], f"{axis['degree']:,}", share, axis["words"])
     return table
 
 
-def _bounds(told: dict[str, Any]) -> Table:
+def _bounds(report: dict[str, Any]) -> Table:
     table = _table("p", "at least", "at most", "speed-up", words=())
-    for row in told["bounds"]:
+    for row in report["bounds"]:
         if str(row["processors"]).startswith("1"):
             slow, fast = row["speedup"]
             table.add_row(
@@ -227,11 +227,11 @@ def _bounds(told: dict[str, Any]) -> Table:
     return table
 
 
-def _convolutions(told: dict[str, Any], *, room: int) -> Table:
+def _convolutions(report: dict[str, Any], *, room: int) -> Table:
     """Winograd's column is that of the tile with the least work."""
     words = ("layers", "shape", "best by work", "best by depth")
     table = Fitted(*words[:2], "direct, im2col", "fft", "winograd", *words[2:], words=words)
-    for row in told["convolutions"]:
+    for row in report["convolutions"]:
         found = row["algorithms"]
         winograd = [cost for name, cost in found.items() if name.startswith("winograd")]
         cells = [found["direct"], found["fft"], min(winograd, key=lambda cost: cost["real_work"]) if winograd else None]

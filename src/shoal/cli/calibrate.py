@@ -45,7 +45,7 @@ def calibrate_command(
     if launched and ranks is not None:
         raise CannotCalibrate(f"--ranks {ranks}: the launcher has started the ranks already; leave --ranks out")
     status = 0
-    with only_json() if as_json else contextlib.nullcontext(show) as tell:
+    with only_json() if as_json else contextlib.nullcontext(show) as emit:
         if launched:
             measured = _as_one_rank(arguments)
         else:
@@ -55,8 +55,8 @@ def calibrate_command(
             written = findings.usable or force
             if written:
                 write_findings(findings, path)
-            told: Any = {**findings.to_json(), "file": str(path) if written else None} if as_json else findings
-            tell(told)
+            report: Any = {**findings.to_json(), "file": str(path) if written else None} if as_json else findings
+            emit(report)
             print(f"written to {path}" if written else NOT_WRITTEN, file=sys.stderr)
             status = 0 if written else 1
     if launched:
@@ -73,13 +73,13 @@ def _on_ranks(arguments: dict[str, Any], ranks: int) -> dict[str, Any]:
 
     with _progress() as moved:
 
-        def message(rank: int, said: dict[str, Any]) -> None:
-            if said["event"] == "stopping":
+        def on_message(rank: int, message: dict[str, Any]) -> None:
+            if message["event"] == "stopping":
                 raise KeyboardInterrupt  # There is nothing to bring to an end.
             if rank == 0:
-                moved(said)
+                moved(message)
 
-        measured: dict[str, Any] = run_ranks(measure_here, arguments, ranks=ranks, on_message=message)[0]
+        measured: dict[str, Any] = run_ranks(measure_here, arguments, ranks=ranks, on_message=on_message)[0]
     return measured
 
 
@@ -91,7 +91,7 @@ def _as_one_rank(arguments: dict[str, Any]) -> dict[str, Any] | None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world < 2:
         raise CannotCalibrate("the launcher has started one rank; expected at least 2")
-    with _progress() if rank == 0 else contextlib.nullcontext(lambda said: None) as moved:
+    with _progress() if rank == 0 else contextlib.nullcontext(lambda message: None) as moved:
         measured = measure(arguments, Channel(rank=rank, world=world, receiver=moved))
     return measured if rank == 0 else None
 
@@ -102,8 +102,8 @@ def _progress() -> Any:
     if not sys.stderr.isatty():
         last: dict[str, int] = {}
 
-        def line(said: dict[str, Any]) -> None:
-            what, percent = said.get("what", COLLECTIVES), 100 * said["done"] // said["of"]
+        def line(message: dict[str, Any]) -> None:
+            what, percent = message.get("what", COLLECTIVES), 100 * message["done"] // message["of"]
             if percent >= last.get(what, 0) + 20 or percent == 100 > last.get(what, 0):
                 last[what] = percent
                 print(f"measuring {what}: {percent}%", file=sys.stderr, flush=True)
@@ -118,8 +118,8 @@ def _progress() -> Any:
         console=Console(stderr=True), transient=True,
     ) as bar:  # fmt: skip
         task = bar.add_task("", total=None)
-        yield lambda said: bar.update(
-            task, completed=said["done"], total=said["of"], description=said.get("what", COLLECTIVES)
+        yield lambda message: bar.update(
+            task, completed=message["done"], total=message["of"], description=message.get("what", COLLECTIVES)
         )
 
 

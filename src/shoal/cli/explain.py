@@ -10,7 +10,7 @@ from shoal.cli.echo import echoed
 from shoal.strategy import Strategy, explanation, parse
 
 if TYPE_CHECKING:
-    from shoal.estimate.pipeline.play import Played
+    from shoal.estimate.pipeline.simulate import PipelineTimeline
 
 TIMELINE_FILE = "timeline.svg"
 
@@ -55,12 +55,12 @@ def explain_strategy(
     text: str, as_json: bool = False, world: int | None = None, timeline_file: str | None = None,
     picture_file: str | None = None,
 ) -> None:  # fmt: skip
-    """Print all that can be said of a strategy, and draw its pipeline or its axes into the files that are named. A
+    """Print the description of a strategy, and draw its pipeline or its axes into the files that are named. A
     text that is none raises a StrategyError, ready to be shown.
     """
     strategy = parse(text)
-    told = explanation(strategy, world=world)
-    played = None if timeline_file is None else _draw(strategy, timeline_file)
+    report = explanation(strategy, world=world)
+    timeline = None if timeline_file is None else _draw(strategy, timeline_file)
     if picture_file is not None:
         from shoal.pictures import picture_svg
 
@@ -68,22 +68,22 @@ def explain_strategy(
     if as_json:
         import json
 
-        if played is not None:
-            told["timeline"] = {"file": timeline_file, **_timeline_values(strategy, played)}
+        if timeline is not None:
+            report["timeline"] = {"file": timeline_file, **_timeline_values(strategy, timeline)}
         if picture_file is not None:
-            told["picture"] = {"file": picture_file}
-        print(json.dumps(told, indent=2, ensure_ascii=False))
+            report["picture"] = {"file": picture_file}
+        print(json.dumps(report, indent=2, ensure_ascii=False))
         return
-    _print({**told, "strategy": echoed(told["strategy"], text)} if "strategy" in told else told)
+    _print({**report, "strategy": echoed(report["strategy"], text)} if "strategy" in report else report)
     if picture_file is not None:
         print(f"\nPicture  drawn in {picture_file}")
-    if played is not None and timeline_file is not None:
-        _print_timeline(played, timeline_file)
+    if timeline is not None and timeline_file is not None:
+        _print_timeline(timeline, timeline_file)
 
 
-def _draw(strategy: Strategy, path: str) -> Played:
-    """Plays the strategy's pipeline with a forward of one unit and a backward of two, and writes the picture."""
-    from shoal.estimate.pipeline.play import play_term
+def _draw(strategy: Strategy, path: str) -> PipelineTimeline:
+    """Simulates the strategy's pipeline with a forward of one unit and a backward of two, and writes the picture."""
+    from shoal.estimate.pipeline.simulate import simulate_term
     from shoal.pictures.timeline import timeline_svg
     from shoal.strategy.terms import pp
 
@@ -100,9 +100,9 @@ def _draw(strategy: Strategy, path: str) -> Played:
             f"{term}: a timeline of {boxes:,} passes is too large to be seen, at most {MOST_BOXES:,} are drawn; "
             "the pattern is the same with fewer micro-batches or ranks"
         )
-    played = play_term(term)
-    write_picture(timeline_svg(played, str(term)), path, option="--timeline-file")
-    return played
+    timeline = simulate_term(term)
+    write_picture(timeline_svg(timeline, str(term)), path, option="--timeline-file")
+    return timeline
 
 
 def write_picture(svg: str, path: str, *, option: str) -> None:
@@ -119,24 +119,24 @@ def write_picture(svg: str, path: str, *, option: str) -> None:
         raise CannotDraw(f"{option} {path!r}: {reason}; name a file that can be written") from None
 
 
-def _timeline_values(strategy: Strategy, played: Played) -> dict[str, Any]:
-    from shoal.estimate.pipeline.play import bubble_formula, bubble_formula_text
+def _timeline_values(strategy: Strategy, timeline: PipelineTimeline) -> dict[str, Any]:
+    from shoal.estimate.pipeline.simulate import bubble_formula, bubble_formula_text
     from shoal.pictures.timeline import timeline_text
     from shoal.strategy.terms import pp
 
     term = strategy.term(pp)
     assert term is not None
     return {
-        "unit": "a forward through one stage; a whole backward takes two",
+        "unit": "a forward through one stage; a full backward takes two",
         "schedule": term.schedule, "ranks": term.n, "chunks": term.chunks, "micro": term.micro,
-        "makespan": played.makespan_s,
-        "bubble": played.bubble,
+        "makespan": timeline.makespan_s,
+        "bubble": timeline.bubble,
         "bubble_formula": bubble_formula(term),
         "formula": bubble_formula_text(term),
-        "steady_bubble": played.steady_bubble,
-        "idle": list(played.idle_s),
-        "in_flight": list(played.in_flight),
-        "text": timeline_text(played).splitlines(),
+        "steady_bubble": timeline.steady_bubble,
+        "idle": list(timeline.idle_s),
+        "in_flight": list(timeline.in_flight),
+        "text": timeline_text(timeline).splitlines(),
         "lanes": [
             [
                 {
@@ -145,12 +145,12 @@ def _timeline_values(strategy: Strategy, played: Played) -> dict[str, Any]:
                 }
                 for box in lane
             ]
-            for lane in played.lanes
+            for lane in timeline.lanes
         ],
     }  # fmt: skip
 
 
-def _print_timeline(played: Played, path: str) -> None:
+def _print_timeline(timeline: PipelineTimeline, path: str) -> None:
     from rich.console import Console
     from rich.text import Text
 
@@ -159,18 +159,18 @@ def _print_timeline(played: Played, path: str) -> None:
     console = Console(highlight=False)
     console.print()
     console.print(Text("Timeline", style="bold"), Text(" forward 1, backward 2; ranks along pp"))
-    for row in timeline_rows(played, width=console.width - 2):
+    for row in timeline_rows(timeline, width=console.width - 2):
         line = Text("  ")
         for what, piece in row:
             line.append(piece, style=STYLES.get(what, ""))
         line.rstrip()
         console.print(line, soft_wrap=True)
-    for caption in captions(played):
+    for caption in captions(timeline):
         console.print(Text(f"  {caption}"), soft_wrap=True)
     console.print(Text(f"  drawn in {path}"), soft_wrap=True)
 
 
-def _print(told: dict[str, Any]) -> None:
+def _print(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.text import Text
 
@@ -188,12 +188,12 @@ def _print(told: dict[str, Any]) -> None:
 
         console.print(Padding(Text(text, style=style), (0, 0, 0, indent)))
 
-    console.print(Text(told["strategy"], style="bold cyan"), soft_wrap=True)
+    console.print(Text(report["strategy"], style="bold cyan"), soft_wrap=True)
     heading("In words")
-    for term in told["terms"]:
+    for term in report["terms"]:
         line(term["term"], style="cyan")
         line(term["words"], indent=4)
-    mesh = told["mesh"]
+    mesh = report["mesh"]
     axes = " x ".join(f"{axis['name']} {axis['size']}" for axis in mesh["axes"]) or "one process"
     servers = f" + {mesh['servers']} servers" if mesh["servers"] else ""
     heading(
@@ -202,25 +202,25 @@ def _print(told: dict[str, Any]) -> None:
     )
     for row in mesh["picture"]:
         line(row)
-    contract = told["contract"]
+    contract = report["contract"]
     heading("Contract", contract["name"])
     line(contract["band"])
     for reason in contract["reasons"]:
         line(f"- {reason}")
     heading("Taxonomy")
-    for axis, value in told["taxonomy"].items():
+    for axis, value in report["taxonomy"].items():
         line(f"{axis:14} {value}")
     line(
-        f"{'spectrum':14} {told['spectrum']['position']} ({told['spectrum']['index'] + 1} of "
-        f"{len(told['spectrum']['of'])}, consistent first)"
+        f"{'spectrum':14} {report['spectrum']['position']} ({report['spectrum']['index'] + 1} of "
+        f"{len(report['spectrum']['of'])}, consistent first)"
     )
-    line(f"{'compared as':14} {told['comparison']}")
-    heading("Legal", "yes, as far as its terms go" if told["legal"] else "no")
-    for refusal in told["refusals"]:
+    line(f"{'compared as':14} {report['comparison']}")
+    heading("Legal", "yes, as far as its terms go" if report["legal"] else "no")
+    for refusal in report["refusals"]:
         line(f"{refusal['term']}: {refusal['reason']}", style="red")
         if refusal["nearest"]:
             line(f"nearest legal: {', '.join(refusal['nearest'])}", indent=4)
-    same = any(system["same"] for system in told["systems"])
+    same = any(system["same"] for system in report["systems"])
     heading("Known systems that train this way" if same else "No known system trains quite this way; the nearest")
-    for system in told["systems"]:
+    for system in report["systems"]:
         line(f"{system['name']} ({system['year']}): {system['strategy']}")

@@ -55,30 +55,31 @@ def explain_job(
 
             job = load_job(text, size=size)
             status.update(f"tracing {job.name}")
-            told = describe(job, layout_of(job))
+            report = describe(job, layout_of(job))
             if strategy is not None:
                 status.update(f"judging {strategy}")
-                told["strategy"] = describe_strategy(job, strategy, world=world)
-                told["strategy"]["cannot_run"] = cannot_run(strategy) or ""
-        show(told)
+                report["strategy"] = describe_strategy(job, strategy, world=world)
+                report["strategy"]["cannot_run"] = cannot_run(strategy) or ""
+        show(report)
 
 
-def _print(told: dict[str, Any]) -> None:
+def _print(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.padding import Padding
     from rich.text import Text
 
     console = Console(highlight=False)
-    title = Text.assemble((told["job"], "bold cyan"), f"  {told['model']}, {_count(told['parameters'])} parameters")
+    size = _count(report["parameters"])
+    title = Text.assemble((report["job"], "bold cyan"), f"  {report['model']}, {size} parameters")
     console.print(title, soft_wrap=True)
-    for name, value in told["declared"].items():
+    for name, value in report["declared"].items():
         console.print(Padding(Text(f"declared by the job: {name} = {value}"), (0, 0, 0, 2), expand=False))
-    _print_chain(console, told)
+    _print_chain(console, report)
     for heading, lines in (
-        ("Tensor", _some(told["tensor"]["lines"])),
-        ("Sequence", _sequence_lines(told["sequence"])),
-        ("Experts", _expert_lines(told["experts"])),
-        *([("Strategy", _strategy_lines(told["strategy"]))] if "strategy" in told else []),
+        ("Tensor", _some(report["tensor"]["lines"])),
+        ("Sequence", _sequence_lines(report["sequence"])),
+        ("Experts", _expert_lines(report["experts"])),
+        *([("Strategy", _strategy_lines(report["strategy"]))] if "strategy" in report else []),
     ):
         console.print()
         console.print(Text(heading, style="bold"))
@@ -87,7 +88,7 @@ def _print(told: dict[str, Any]) -> None:
             console.print(Padding(Text(line, style=style), (0, 0, 0, 2), expand=False))
 
 
-def _print_chain(console: Console, told: dict[str, Any]) -> None:
+def _print_chain(console: Console, report: dict[str, Any]) -> None:
     from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
@@ -101,7 +102,7 @@ def _print_chain(console: Console, told: dict[str, Any]) -> None:
     for name in ("parameters", "cost", "crosses a cut before"):
         table.add_column(name, justify="right", no_wrap=True)
     for part, title in (("prefix", "before"), ("blocks", "blocks"), ("suffix", "after")):
-        for number, group in enumerate(told[part]):
+        for number, group in enumerate(report[part]):
             like = "like blocks" if group["is_block"] else "alike"
             several = f": {group['count']} {like}" if group["count"] > 1 else ""
             table.add_row(
@@ -109,17 +110,17 @@ def _print_chain(console: Console, told: dict[str, Any]) -> None:
                 group["class"], _count(group["parameters"]), f"{100 * group['cost_share']:.1f}%", _crossing(group),
             )  # fmt: skip
     console.print()
-    pieces = len(told["pieces"])
-    line = f"  {pieces} pieces; a pipeline can be cut at {told['cuts']} of {max(pieces - 1, 0)} places"
+    pieces = len(report["pieces"])
+    line = f"  {pieces} pieces; a pipeline can be cut at {report['cuts']} of {max(pieces - 1, 0)} places"
     console.print(Text.assemble(("Pipeline", "bold"), line), soft_wrap=True)
     console.print(Padding(table, (0, 0, 0, 2), expand=False))
     reasons: dict[str, list[str]] = {}
-    for path, why in told["no_cut_before"].items():
+    for path, why in report["no_cut_before"].items():
         reasons.setdefault(why, []).append(path)
     lines = [f"no cut before {', '.join(_some(paths, 4))}: it {why}" for why, paths in reasons.items()]
-    for tied in told["tied"]:
+    for tied in report["tied"]:
         lines.append(f"tied: {tied['parameter']} is read by {' and '.join(_some(tied['read_by'], 4))}")
-    for num, rows in told["stages"].items():
+    for num, rows in report["stages"].items():
         shares = " | ".join(f"{span(row['first'], row['last'])} {100 * row['cost_share']:.0f}%" for row in rows)
         lines.append(f"{num} stages: {shares}")
     for text in _some(lines):
@@ -133,48 +134,48 @@ def _crossing(group: dict[str, Any]) -> str:
     return f"{sizes[0]} a sample" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]} a sample"
 
 
-def _sequence_lines(told: dict[str, Any]) -> Iterator[str]:
-    if not told["may_be_cut"]:
-        yield f"stays whole: {told['why_not']}"
+def _sequence_lines(report: dict[str, Any]) -> Iterator[str]:
+    if not report["may_be_cut"]:
+        yield f"stays unsharded: {report['why_not']}"
         return
-    kind = "causal" if told["causal"] else "not causal"
-    yield f"{told['length']} positions (dimension {told['dim']}), {kind}: may be cut in {len(told['blocks'])} blocks"
+    kind, blocks = "causal" if report["causal"] else "not causal", len(report["blocks"])
+    yield f"{report['length']} positions (dimension {report['dim']}), {kind}: may be cut in {blocks} blocks"
     along = [
         f"{num} {what}{'s' if num > 1 else ''}"
-        for num, what in ((told["cut_along"], "argument"), (told["masks"], "mask"))
+        for num, what in ((report["cut_along"], "argument"), (report["masks"], "mask"))
         if num
     ]
     if along:
         yield f"cut along with it: {' and '.join(along)} of each block"
-    if told["loss_stays_cut"]:
-        yield f"it stays cut to the loss, which reads {', '.join(told['loss_reads']) or 'nothing else'} by position"
+    if report["loss_stays_cut"]:
+        yield f"it stays cut to the loss, which reads {', '.join(report['loss_reads']) or 'nothing else'} by position"
     else:
-        yield f"it is gathered behind the blocks: {told['why_gathered']}"
+        yield f"it is gathered behind the blocks: {report['why_gathered']}"
 
 
-def _expert_lines(told: dict[str, Any]) -> Iterator[str]:
+def _expert_lines(report: dict[str, Any]) -> Iterator[str]:
     kinds: dict[tuple[int, str], list[str]] = {}
-    for layer in told["layers"]:
+    for layer in report["layers"]:
         kinds.setdefault((layer["count"], layer["form"]), []).append(layer["path"])
     for (count, form), paths in kinds.items():
         yield f"{count} experts, {form}, in {len(paths)} layers: {', '.join(_some(paths, 4))}"
-    yield from _some([f"passed over: {row['reason']}" for row in told["passed_over"]])
-    if not told["layers"] and not told["passed_over"]:
+    yield from _some([f"passed over: {row['reason']}" for row in report["passed_over"]])
+    if not report["layers"] and not report["passed_over"]:
         yield "none"
 
 
-def _strategy_lines(told: dict[str, Any]) -> Iterator[str]:
+def _strategy_lines(report: dict[str, Any]) -> Iterator[str]:
     from shoal.layout.described import span
 
-    if told["legal"] and not told["cannot_run"]:
-        yield f"{told['strategy']}: legal for this model"
-    elif told["legal"]:
-        yield f"no: {told['cannot_run']}"
-    for refusal in told["refusals"]:
+    if report["legal"] and not report["cannot_run"]:
+        yield f"{report['strategy']}: legal for this model"
+    elif report["legal"]:
+        yield f"no: {report['cannot_run']}"
+    for refusal in report["refusals"]:
         yield f"no: {refusal['term']}: {refusal['reason']}"
         if refusal["nearest"]:
             yield f"nearest legal: {', '.join(refusal['nearest'])}"
-    for stage, row in enumerate(told.get("stages", ())):
+    for stage, row in enumerate(report.get("stages", ())):
         where = span(row["first"], row["last"])
         yield f"stage {stage} on rank {row['rank']} of pp: {where}, {100 * row['cost_share']:.0f}% of the cost"
 

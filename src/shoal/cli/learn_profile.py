@@ -1,4 +1,4 @@
-"""`shoal calibrate --from ROWS.csv`: the habits of a framework on a cluster, learned from steps measured there."""
+"""`shoal calibrate --from ROWS.csv`: a framework profile, fitted to steps measured on a cluster."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEFAULT_OUTPUT = "profile.toml"
 
 
 def learn_command(rows_file: str, *, start: str | None, output: str | None, as_json: bool) -> int:
-    """Learns, says how much better it explains the rows, and writes the profile."""
+    """Fits a profile, prints how much better it explains the rows, and writes it."""
     timed = [row for row in read_measurements(rows_file) if row.get("step_s") and row.get("status", "ok") in ("ok", "")]
     if len(timed) < 3:
         raise BadRows(f"{rows_file}: {len(timed)} rows have a step_s; a profile needs at least 3, better 30")
@@ -43,12 +43,12 @@ def learn_command(rows_file: str, *, start: str | None, output: str | None, as_j
         raise BadProfile(
             f"{path} cannot be written: {error.strerror or error}; name another file by --output"
         ) from error
-    told = {
+    report = {
         "rows": len(measured), "refused": [{"row": number + 1, "reason": reason} for number, reason in read.refused],
         "start": begun.name, "median_error_before": before, "median_error": after, "moved": _moved(begun, learned),
         "file": str(path),
     }  # fmt: skip
-    _tell(told, as_json=as_json)
+    _print(report, as_json=as_json)
     return 0
 
 
@@ -61,17 +61,17 @@ def _moved(begun: Profile, learned: Profile) -> dict[str, list[float]]:
     return {name: pair for name, pair in pairs.items() if abs(pair[1] - pair[0]) > 0.01 * abs(pair[0])}
 
 
-def _tell(told: dict[str, Any], *, as_json: bool) -> None:
+def _print(report: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         import json
 
-        print(json.dumps(told, indent=2))
+        print(json.dumps(report, indent=2))
         return
-    for name, (old, new) in told["moved"].items():
+    for name, (old, new) in report["moved"].items():
         print(f"  {name}: {old:.4g} -> {new:.4g}")
-    for row in told["refused"]:
+    for row in report["refused"]:
         print(f"  row {row['row']} left out: {row['reason']}")
     print(
-        f"median error of {told['rows']} steps: {100 * told['median_error_before']:.1f}% -> "
-        f"{100 * told['median_error']:.1f}%\nwritten to {told['file']}; use it as --profile {told['file']}"
+        f"median error of {report['rows']} steps: {100 * report['median_error_before']:.1f}% -> "
+        f"{100 * report['median_error']:.1f}%\nwritten to {report['file']}; use it as --profile {report['file']}"
     )

@@ -39,7 +39,7 @@ def explain(
         typer.Argument(metavar="STRATEGY|JOB", help="A strategy, for example 'dp(8, zero=1) * tp(2)'; or a job."),
     ],
     strategy: Annotated[
-        str | None, typer.Option("--strategy", "-s", help="With a job: say whether it can be trained by this.")
+        str | None, typer.Option("--strategy", "-s", help="With a job: check whether it can be trained with this.")
     ] = None,
     size: Annotated[str | None, SIZE] = None,
     as_json: Annotated[bool, JSON] = False,
@@ -54,8 +54,8 @@ def explain(
         str | None, typer.Option(help="Draw what each rank holds of batch, matrices, sequence and experts, as SVG.")
     ] = None,
 ) -> None:
-    """Say what a strategy is: its terms in words, mesh, contract, taxonomy, and who trains this way. Of a job: how its
-    model may be cut."""
+    """Describe a strategy: its terms in words, mesh, contract, taxonomy, and systems that train this way. Of a job:
+    how its model may be cut."""
     from shoal.cli.explain import explain_anything
 
     explain_anything(
@@ -98,7 +98,7 @@ def validate(
     ] = None,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
-    """Predict published measurements with the cost model, and say how far off it is, by source."""
+    """Predict published measurements with the cost model, and report its errors, by source."""
     from shoal.cli.validate import validate_file
 
     validate_file(file, predictions_file=predictions, as_json=as_json)
@@ -124,7 +124,7 @@ def train(
     strategy: Annotated[str | None, STRATEGY] = None,
     size: Annotated[str | None, SIZE] = None,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Ranks there must be; the strategy says how many it needs.")
+        int | None, typer.Option(min=1, help="Expected number of ranks (must match the strategy).")
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps, instead of the job's own number.")] = None,
     batch: Annotated[int | None, BATCH] = None,
@@ -141,7 +141,7 @@ def train(
     ] = None,
     trace: Annotated[bool, typer.Option("--trace", help="Write a Chrome/Perfetto trace of some steps.")] = False,
     full: Annotated[
-        bool, typer.Option("--full", help="Go on to the last step, also when the target is reached before.")
+        bool, typer.Option("--full", help="Run all steps even if the target is reached early.")
     ] = False,
     hang_after: Annotated[
         float, typer.Option(min=1.0, help="Seconds without progress after which a late rank is named.")
@@ -179,7 +179,7 @@ def verify(
     seed: Annotated[int | None, SEED] = None,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
-    """Prove that a strategy trains the same model as one process does, or say how far it is from it."""
+    """Prove that a strategy trains the same model as one process does, or report how far it differs."""
     from shoal.cli.verify import verify_command
 
     sys.exit(verify_command(job, strategy, steps=steps, size=size, batch=batch, seed=seed, as_json=as_json))
@@ -206,7 +206,7 @@ def calibrate(
     rows: Annotated[
         str | None,
         typer.Option(
-            "--from", metavar="ROWS.csv", help="Measure nothing: learn a profile from some tens of your measured steps."
+            "--from", metavar="ROWS.csv", help="Measure nothing: fit a framework profile to 30 or more measured steps."
         ),
     ] = None,
     start: Annotated[
@@ -247,15 +247,15 @@ def plan(
         int | None, typer.Option(min=1, help="Tokens in a sequence, instead of the shape's own.")
     ] = None,
     precision: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32 (default: what the device has).")] = None,
-    price: Annotated[float | None, typer.Option(min=0.0, help="Money for a device and hour.")] = None,
+    price: Annotated[float | None, typer.Option(min=0.0, help="Price of one device for an hour.")] = None,
     watts: Annotated[
         float | None, typer.Option(help="Power of a device, for energy (default: its datasheet's).")
     ] = None,
-    kwh_price: Annotated[float | None, typer.Option(min=0.0, help="Money for a kilowatt-hour.")] = None,
+    kwh_price: Annotated[float | None, typer.Option(min=0.0, help="Price of a kilowatt-hour.")] = None,
     pilot: Annotated[
         str | None, typer.Option(help="CSV of pilot runs (batch,steps[,compress]) for the steps to target.")
     ] = None,
-    profile: Annotated[str | None, typer.Option(help="A framework's habits (default: a good one).")] = None,
+    profile: Annotated[str | None, typer.Option(help="Framework profile: name or TOML file (default: good).")] = None,
     sync: Annotated[
         str | None, typer.Option(help="Also plan islands that are averaged now and then, such as local(8).")
     ] = None,
@@ -264,7 +264,7 @@ def plan(
     run: Annotated[bool, typer.Option("--run", help="Train the job by the best plan, on this machine.")] = False,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
-    """Price every legal strategy of a model on a cluster, rank those that fit, and say what a change would do."""
+    """Estimate every legal strategy of a model on a cluster, rank those that fit, and report what a change would do."""
     from shoal.cli.plan import plan_command
 
     sys.exit(
@@ -285,19 +285,19 @@ def simulate(
     batch: Annotated[
         str | None, typer.Option(help="Global batch, sequences or tokens (default: micro-batches of one).")
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps to play.")] = 1,
-    straggler: Annotated[list[str] | None, typer.Option(help="RANK:FACTOR, a rank so many times slower.")] = None,
-    link: Annotated[list[str] | None, typer.Option(help="RANK:PART, links with a part of their bandwidth.")] = None,
-    noise: Annotated[float, typer.Option(min=0.0, help="Random slow-downs: a part of a step, such as 0.02.")] = 0.0,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to simulate.")] = 1,
+    straggler: Annotated[list[str] | None, typer.Option(help="RANK:FACTOR, slow this rank down by FACTOR.")] = None,
+    link: Annotated[list[str] | None, typer.Option(help="RANK:FRACTION, fraction of bandwidth its links keep.")] = None,
+    noise: Annotated[float, typer.Option(min=0.0, help="Random slow-downs: a fraction of a step, such as 0.02.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of random slow-downs.")] = 0,
-    mtbf_hours: Annotated[float | None, typer.Option(help="Mean time between failures of one device.")] = None,
-    checkpoint_seconds: Annotated[float | None, typer.Option(help="To write a checkpoint.")] = None,
-    restart_seconds: Annotated[float | None, typer.Option(help="From a failure to the next step.")] = None,
+    mtbf_hours: Annotated[float | None, typer.Option(help="Mean hours between failures of one device.")] = None,
+    checkpoint_seconds: Annotated[float | None, typer.Option(help="Seconds to write one checkpoint.")] = None,
+    restart_seconds: Annotated[float | None, typer.Option(help="Seconds from a failure until steps resume.")] = None,
     perfetto: Annotated[str | None, typer.Option(help="Write a trace for ui.perfetto.dev.")] = None,
     svg: Annotated[str | None, typer.Option(help="Write the timeline of the slowest replica.")] = None,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
-    """Play a strategy on a cluster you do not have: who waits, what slow ranks cost, what failures leave."""
+    """Simulate a strategy on a cluster you do not have: idle ranks, the cost of stragglers, goodput under failures."""
     from shoal.cli.simulate import simulate_command
 
     sys.exit(
@@ -317,7 +317,7 @@ def launch(
     ranks: Annotated[int, typer.Option(help="Processes to start on this machine.")] = 2,
     port: Annotated[int | None, typer.Option(help="Port of the rendezvous on loopback (default: a free one).")] = None,
 ) -> None:
-    """Start a script of your own on several local ranks. What follows the script's name is the script's."""
+    """Start a script of your own on several local ranks. Arguments after the script name are passed to the script."""
     from shoal.launch.script import launch_script
 
     sys.exit(launch_script(script, context.args, ranks=ranks, port=port))
@@ -341,12 +341,12 @@ def run() -> None:
     except (KeyboardInterrupt, typer.Abort):
         status = 130
     except BrokenPipeError:
-        # Whoever read the output has gone (`| head`). What is still buffered has nowhere to go.
+        # stdout was closed (`| head`): discard what is still buffered.
         for stream in (sys.stdout, sys.stderr):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         sys.exit(1)
     except Exception as error:
-        sys.exit(_tell(error))
+        sys.exit(_print_error(error))
     if status == 130:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Everything is ending; another Ctrl-C must not change the status.
         print("stopped", file=sys.stderr)
@@ -361,11 +361,11 @@ def _start_early(words: list[str]) -> None:
         warm_up()
 
 
-def _tell(error: Exception) -> int:
+def _print_error(error: Exception) -> int:
     """Prints the error; the exit status: 2 for what a user can mend, 1 for a rank that failed."""
     shown = getattr(error, "format_message", None)
     if shown is not None or isinstance(error, (ValueError, FileNotFoundError)):
-        # The ranks of a launcher all refuse alike: one voice a host is enough.
+        # All ranks of a launcher raise the same error: print it once per host.
         if "RANK" not in os.environ or os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"shoal: {shown() if shown is not None else error}", file=sys.stderr)
         return 2

@@ -15,7 +15,7 @@ from shoal.cluster.calibrated import THIS
 from shoal.job import names
 from shoal.planning.counterfactual import changes, what_would_fit
 from shoal.planning.rank import Plan, cheapest, make_plan, question_for
-from shoal.planning.told import NothingFits, amount, gigabytes, told_plan
+from shoal.planning.report import NothingFits, amount, gigabytes, plan_report
 from shoal.shapes.presets import preset
 from shoal.shapes.shape import Transformer
 
@@ -37,7 +37,7 @@ def plan_command(
     price: float | None = None, watts: float | None = None, kwh_price: float | None = None, pilot: str | None = None,
     size: str | None = None, profile: str | None = None, sync: str | None = None,
 ) -> int:  # fmt: skip
-    """Plans, prints, and if told trains."""
+    """Plans, prints, and if asked trains."""
     rule = _rule(sync)
     if cluster_name == THIS and _names_job(what):
         unused = {
@@ -62,17 +62,17 @@ def plan_command(
     )  # fmt: skip
     if plan.best is None:
         raise NothingFits("\n".join(what_would_fit(plan)))
-    told = told_plan(plan, top=top, changes=changes(plan))
+    report = plan_report(plan, top=top, changes=changes(plan))
     if html_file is not None:
         from shoal.planning.page import plan_page
 
-        _write(plan_page(plan, told), html_file)
+        _write(plan_page(plan, report), html_file)
     if as_json and not run:
         import json
 
-        print(json.dumps(told, indent=2, ensure_ascii=False, allow_nan=False))
+        print(json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False))
     elif not as_json:
-        _print(told)
+        _print(report)
     if html_file is not None and not as_json:
         print(f"\nPage  written to {html_file}")
     return _train(what, plan, size=size, as_json=as_json) if run else 0
@@ -131,7 +131,7 @@ def samples_of(text: str | None, shape: Transformer) -> int | None:
     if tokens:
         value = round(value / shape.sequence)
     if not 1 <= value < 1e12 or value != int(value):
-        raise CannotPlan(f"--batch {text}: expected at least one whole sequence of {shape.sequence} tokens")
+        raise CannotPlan(f"--batch {text}: expected at least one full sequence of {shape.sequence} tokens")
     return int(value)
 
 
@@ -221,34 +221,34 @@ def _write(text: str, path: str) -> None:
         raise CannotPlan(f"--html {path!r}: {error.strerror or error}; name a file that can be written") from None
 
 
-def _print(told: dict[str, Any]) -> None:
+def _print(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.text import Text
 
     console = Console(highlight=False)
-    console.print(Text(told["title"], style="bold"))
-    for line in told["assumptions"]:
+    console.print(Text(report["title"], style="bold"))
+    for line in report["assumptions"]:
         console.print(Text(f"  {line}", style="dim"))
-    for line in told["warnings"]:
+    for line in report["warnings"]:
         console.print(Text(f"Warning: {line}", style="yellow"))
     shown = (
-        ("", told["plans"]),
-        ("Best of each family", told["families"]),
-        ("Pareto: time against memory", told["pareto"]),
+        ("", report["plans"]),
+        ("Best of each family", report["families"]),
+        ("Pareto: time against memory", report["pareto"]),
     )
     for heading, rows in shown:
         console.print()
         if heading:
             console.print(Text(heading, style="bold"))
-        for line, style in _lines(rows, errors=told["errors"], width=console.width):
+        for line, style in _lines(rows, errors=report["errors"], width=console.width):
             console.print(Text(line, style=style), soft_wrap=True)
-    beyond = told["plans"][0]["unmeasured"]
+    beyond = report["plans"][0]["unmeasured"]
     if beyond:
         console.print()
-        console.print(Text(f"The best plan rests on what validation hardly shows: {', '.join(beyond)}."))
+        console.print(Text(f"Warning: the best plan uses features with little validation data: {', '.join(beyond)}."))
     console.print()
     console.print(Text("What if", style="bold"))
-    for change in told["changes"]:
+    for change in report["changes"]:
         console.print(Text(f"  {change['what']}: {change['outcome']}"), soft_wrap=True)
 
 
@@ -275,12 +275,12 @@ def _lines(rows: list[dict[str, Any]], *, errors: dict[str, Any], width: int) ->
         first = line[0].ljust(wide[0])
         return "  ".join([first, *(each.rjust(room) for each, room in zip(line[1:], wide[1:], strict=True))])
 
-    beside = all(len(joined(line)) + 2 + len(row["strategy"]) <= width for line, row in zip(cells, rows, strict=True))
-    told = [(joined(heads) + ("  strategy" if beside else ""), "dim")]
+    one_line = all(len(joined(line)) + 2 + len(row["strategy"]) <= width for line, row in zip(cells, rows, strict=True))
+    lines = [(joined(heads) + ("  strategy" if one_line else ""), "dim")]
     for line, row in zip(cells, rows, strict=True):
         style = "" if row["fits"] else "dim"
-        if beside:
-            told.append((f"{joined(line)}  {row['strategy']}", style))
+        if one_line:
+            lines.append((f"{joined(line)}  {row['strategy']}", style))
         else:
-            told += [(joined(line), style), (f"    {row['strategy']}", style or "cyan")]
-    return told
+            lines += [(joined(line), style), (f"    {row['strategy']}", style or "cyan")]
+    return lines

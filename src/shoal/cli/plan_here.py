@@ -1,4 +1,4 @@
-"""`shoal plan JOB --cluster this`: a job of any kind on the machine at hand, priced by what `calibrate` measured."""
+"""`shoal plan JOB --cluster this`: a job of any kind on this machine, estimated from what `calibrate` measured."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def plan_here_command(
     what: str, *, devices: int | None, batch: int | None, top: int, as_json: bool, run: bool, size: str | None,
     sync: SyncTerm | None = None,
 ) -> int:  # fmt: skip
-    """Plans, prints, and if told trains."""
+    """Plans, prints, and if asked trains."""
     machine, links = machine_here(), read_calibration()
     if machine is None or links is None:
         raise BadCluster("this machine has not been calibrated; run `shoal calibrate` first")
@@ -27,10 +27,10 @@ def plan_here_command(
     from shoal.cli.only_json import only_json
     from shoal.job import load_job
     from shoal.parallel.runnable import cannot_run
-    from shoal.planning.here import crossings_here, plan_here
+    from shoal.planning.here import break_even_bandwidths, plan_here
 
     world = devices or machine.ranks
-    with only_json() if as_json and not run else contextlib.nullcontext(_print) as tell:
+    with only_json() if as_json and not run else contextlib.nullcontext(_print) as emit:
         job = load_job(what, size=size)
         if batch is not None:
             job = replace(job, global_batch=batch)
@@ -41,16 +41,16 @@ def plan_here_command(
         best_of: dict[str, Any] = {}
         for row in rows:
             best_of.setdefault(row["family"], row)
-        told = {
+        report = {
             "title": f"{job.name} on {world} ranks of this machine, batch {job.global_batch}: "
             f"{len(rows):,} legal strategies; by step time"
             + (f", times the steps that {sync} adds" if sync is not None else ""),
             "global_batch": job.global_batch, "world": world, "legal": len(rows), "plans": rows[:top],
             "families": list(best_of.values()),
-            "crossings_bytes_per_s": crossings_here(model, machine, links.network.between),
+            "crossings_bytes_per_s": break_even_bandwidths(model, machine, links.network.between),
         }  # fmt: skip
         if not (as_json and run):
-            tell(told)
+            emit(report)
     if not run:
         return 0
     from shoal.cli.train import train_command
@@ -73,16 +73,16 @@ def _row(strategy: Any, estimate: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _print(told: dict[str, Any]) -> None:
+def _print(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    from shoal.planning.told import seconds
+    from shoal.planning.report import seconds
 
     console = Console(highlight=False)
-    console.print(Text(told["title"], style="bold"))
-    for heading, rows in (("", told["plans"]), ("Best of each family", told["families"])):
+    console.print(Text(report["title"], style="bold"))
+    for heading, rows in (("", report["plans"]), ("Best of each family", report["families"])):
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
         for name in ("", "step", "memory", "of the step"):
             table.add_column(name, justify="left" if name in ("", "of the step") else "right", no_wrap=True)
@@ -96,10 +96,10 @@ def _print(told: dict[str, Any]) -> None:
         if heading:
             console.print(Text(heading, style="bold"))
         console.print(table)
-    if told["crossings_bytes_per_s"]:
-        below = ", ".join(f"{name} {8e-9 * rate:.2g}" for name, rate in told["crossings_bytes_per_s"].items())
+    if report["crossings_bytes_per_s"]:
+        below = ", ".join(f"{name} {8e-9 * rate:.2g}" for name, rate in report["crossings_bytes_per_s"].items())
         console.print()
         console.print(Text("On two hosts, one rank each", style="bold"))
         console.print(
-            Text(f"  compressed gradients overtake dense ones below so many Gb/s between them: {below}"), soft_wrap=True
+            Text(f"  Compression pays off below this inter-host bandwidth (Gb/s): {below}"), soft_wrap=True
         )

@@ -1,7 +1,7 @@
-"""`shoal simulate`: one strategy on a cluster one does not have, played event by event.
+"""`shoal simulate`: one strategy on a cluster one does not have, simulated event by event.
 
-Says what a step takes and who waits, what stragglers, slow links and random slow-downs make of it, and what is left of
-the time once checkpoints, failures and restarts are paid for; draws it for Perfetto and as SVG.
+Prints what a step takes, what is idle, what stragglers, slow links and random slow-downs make of it, and what is left
+of the time once checkpoints, failures and restarts are paid for; draws it for Perfetto and as SVG.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from shoal.cli.plan import CannotPlan, samples_of, the_cluster
-from shoal.estimate.simulate import Disturbance, Links, Step, Straggler, goodput, perfetto, play_steps
+from shoal.estimate.simulate import Disturbance, Links, Step, Straggler, goodput, perfetto, simulate_steps
 from shoal.estimate.simulate.disturb import BadDisturbance
 from shoal.estimate.simulate.goodput import DEVICE_MTBF_H, RESTART_S, checkpoint_time_s
 from shoal.planning.candidates import of_strategies
 from shoal.planning.legal import facts_of
 from shoal.planning.price import price_candidates, step_costs_of
-from shoal.planning.told import GB, seconds
+from shoal.planning.report import GB, seconds
 from shoal.shapes.presets import preset
 from shoal.shapes.shape import Transformer
 from shoal.strategy import Strategy, parse, require_legal
@@ -39,7 +39,7 @@ def simulate_command(
     stragglers: Sequence[str], links: Sequence[str], noise: float, seed: int, mtbf_h: float | None,
     checkpoint_s: float | None, restart_s: float | None, trace_file: str | None, svg_file: str | None, as_json: bool,
 ) -> int:  # fmt: skip
-    """Plays, prints and draws."""
+    """Simulates, prints and draws."""
     shape, strategy = preset(what), parse(strategy_text)
     place = the_cluster(cluster_name, devices=strategy.workers if devices is None else devices)
     global_batch = samples_of(batch, shape) or strategy.replicas * strategy.micro_batches
@@ -52,8 +52,8 @@ def simulate_command(
         links=_each(links, "--link", lambda rank, left: Links(rank=rank, left=left)),
         noise=noise, seed=seed,
     )  # fmt: skip
-    calm_s = float(np.mean([step.step_s for step in play_steps(costs, steps=costs.period)]))
-    played = list(play_steps(costs, disturbance, steps=steps))
+    calm_s = float(np.mean([step.step_s for step in simulate_steps(costs, steps=costs.period)]))
+    simulated = list(simulate_steps(costs, disturbance, steps=steps))
     nodes = max(1, place.devices // place.node)
     written_s = checkpoint_time_s(parameters=shape.parameters, nodes=nodes) if checkpoint_s is None else checkpoint_s
     good = goodput(
@@ -61,11 +61,11 @@ def simulate_command(
         restart_s=RESTART_S if restart_s is None else restart_s,
         checkpoint_s=written_s,
     )  # fmt: skip
-    told: dict[str, Any] = {
+    report: dict[str, Any] = {
         "model": shape.name, "strategy": str(strategy), "cluster": place.name, "ranks": costs.ranks,
-        "global_batch": global_batch, "classes": len(played[-1].counts), "events": len(played[-1].order),
-        "price_s": float(priced.step_s[0]), "undisturbed_s": calm_s, "step_s": [step.step_s for step in played],
-        "idle": played[-1].idle, "idle_of_slowest": played[-1].played(_slowest(played[-1])).bubble,
+        "global_batch": global_batch, "classes": len(simulated[-1].counts), "events": len(simulated[-1].order),
+        "price_s": float(priced.step_s[0]), "undisturbed_s": calm_s, "step_s": [step.step_s for step in simulated],
+        "idle": simulated[-1].idle, "idle_of_slowest": simulated[-1].timeline(_slowest(simulated[-1])).bubble,
         "memory_bytes": float(priced.memory_bytes[0]), "fits": bool(priced.fits[0]),
         "goodput": {
             "part": good.part, "mtbf_s": good.mtbf_s, "checkpoint_s": good.checkpoint_s, "restart_s": good.restart_s,
@@ -73,13 +73,13 @@ def simulate_command(
         },
     }  # fmt: skip
     if trace_file is not None:
-        _write(trace_file, "--perfetto", _trace(played))
+        _write(trace_file, "--perfetto", _trace(simulated))
     if svg_file is not None:
-        _write(svg_file, "--svg", _picture(played[-1], strategy))
+        _write(svg_file, "--svg", _picture(simulated[-1], strategy))
     if as_json:
-        print(json.dumps(told, indent=2, allow_nan=False))
+        print(json.dumps(report, indent=2, allow_nan=False))
     else:
-        _print(told, shape=shape, drawn=[each for each in (trace_file, svg_file) if each])
+        _print(report, shape=shape, drawn=[each for each in (trace_file, svg_file) if each])
     return 0
 
 
@@ -96,14 +96,14 @@ def _each(texts: Sequence[str], option: str, build: Callable[[int, float], Found
     return tuple(found)
 
 
-def _trace(played: Sequence[Step]) -> str:
-    events = sum(step.starts_s.size for step in played)
+def _trace(simulated: Sequence[Step]) -> str:
+    events = sum(step.starts_s.size for step in simulated)
     if events > MOST_EVENTS:
         raise CannotPlan(
             f"--perfetto: a trace of {events:,} passes is too large to be opened, at most {MOST_EVENTS:,} are written; "
-            "play fewer steps, or without --noise"
+            "simulate fewer steps, or without --noise"
         )
-    return perfetto(played)
+    return perfetto(simulated)
 
 
 def _slowest(step: Step) -> int:
@@ -119,18 +119,18 @@ def _picture(step: Step, strategy: Strategy) -> str:
             f"--svg: a timeline of {len(step.order):,} passes is too large to be seen, at most {MOST_BOXES:,} are "
             "drawn; the pattern is the same with fewer micro-batches or ranks"
         )
-    played = step.played(_slowest(step))
+    timeline = step.timeline(_slowest(step))
     # Pictures count in forwards of one stage: seconds would make letters of no width.
-    unit_s = played.forward_s or 1.0
+    unit_s = timeline.forward_s or 1.0
     lanes = tuple(
         tuple(replace(box, start_s=box.start_s / unit_s, stop_s=box.stop_s / unit_s) for box in lane)
-        for lane in played.lanes
+        for lane in timeline.lanes
     )
     scaled = replace(
-        played,
+        timeline,
         lanes=lanes,
-        makespan_s=played.makespan_s / unit_s,
-        idle_s=tuple(each / unit_s for each in played.idle_s),
+        makespan_s=timeline.makespan_s / unit_s,
+        idle_s=tuple(each / unit_s for each in timeline.idle_s),
     )
     return timeline_svg(scaled, str(strategy))
 
@@ -142,26 +142,26 @@ def _write(path: str, option: str, text: str) -> None:
         raise CannotPlan(f"{option} {path!r}: {error.strerror or error}; name a file that can be written") from None
 
 
-def _print(told: dict[str, Any], *, shape: Transformer, drawn: Sequence[str]) -> None:
-    times = np.array(told["step_s"])
-    good = told["goodput"]
-    tokens = told["global_batch"] * shape.sequence
-    print(f"{told['strategy']}")
+def _print(report: dict[str, Any], *, shape: Transformer, drawn: Sequence[str]) -> None:
+    times = np.array(report["step_s"])
+    good = report["goodput"]
+    tokens = report["global_batch"] * shape.sequence
+    print(f"{report['strategy']}")
     print(
-        f"  {told['model']} on {told['ranks']:,} ranks of {told['cluster']}, {told['global_batch']:,} sequences a "
-        f"step; played as {told['classes']:,} class{'es' if told['classes'] > 1 else ''} of replicas, "
-        f"{told['events']:,} passes"
+        f"  {report['model']} on {report['ranks']:,} ranks of {report['cluster']}, {report['global_batch']:,} "
+        f"sequences a step; simulated as {report['classes']:,} class{'es' if report['classes'] > 1 else ''} of "
+        f"replicas, {report['events']:,} passes"
     )
-    print(f"  step       {seconds(told['undisturbed_s'])} undisturbed; the formulas say {seconds(told['price_s'])}")
-    slower = times.mean() / told["undisturbed_s"] - 1
+    print(f"  step       {seconds(report['undisturbed_s'])} undisturbed; by the formulas {seconds(report['price_s'])}")
+    slower = times.mean() / report["undisturbed_s"] - 1
     if len(times) > 1 or abs(slower) > 1e-9:
         spread = f" over {len(times)} steps, {seconds(times.min())} to {seconds(times.max())}" if len(times) > 1 else ""
         print(f"  disturbed  {seconds(float(times.mean()))} ({slower:+.1%}){spread}")
-    idle = f"  idle       ranks compute nothing in {told['idle']:.1%} of the passes' time"
-    if f"{told['idle']:.1%}" != f"{told['idle_of_slowest']:.1%}":
-        idle += f"; those of the slowest replica, which --svg shows, in {told['idle_of_slowest']:.1%}"
+    idle = f"  idle       ranks compute nothing in {report['idle']:.1%} of the passes' time"
+    if f"{report['idle']:.1%}" != f"{report['idle_of_slowest']:.1%}":
+        idle += f"; those of the slowest replica, which --svg shows, in {report['idle_of_slowest']:.1%}"
     print(idle)
-    print(f"  memory     {told['memory_bytes'] / GB:.1f} GB{'' if told['fits'] else ': does not fit'}")
+    print(f"  memory     {report['memory_bytes'] / GB:.1f} GB{'' if report['fits'] else ': does not fit'}")
     print(f"  speed      {tokens / float(times.mean()):,.0f} tokens/s")
     print(
         f"  goodput    {good['part']:.1%} with a failure every {seconds(good['mtbf_s'])}, a checkpoint of "

@@ -129,27 +129,27 @@ def _as_one_rank(options: TrainOptions, world: int, *, hang_after_s: float, as_j
                 show(outcome)
         except Exception as error:
             status = 1
-            _tell(channel.rank, error)
+            _print_failure(channel.rank, error)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         # Gloo's threads and the watch may hang or abort the interpreter's own way out; all is done by now.
         os._exit(status)
 
 
-def _tell(rank: int, error: Exception) -> None:
-    """Prints why this rank failed: not if another one is the cause, nor what another one has said already."""
+def _print_failure(rank: int, error: Exception) -> None:
+    """Prints why this rank failed: nothing if another rank is the cause or has printed the same error."""
     from shoal.launch.failure import from_exception
     from shoal.launch.join import current
     from shoal.launch.rank import describe
 
     failure, place = from_exception(rank, describe(error)), current()
     if failure.is_echo:
-        print(f"shoal: rank {rank} ends: another rank has gone", file=sys.stderr)
+        print(f"shoal: rank {rank} is exiting because another rank failed", file=sys.stderr)
         return
     if failure.error.for_user and place is not None:
         digest = hashlib.sha256(str(error).encode()).hexdigest()
-        with contextlib.suppress(RuntimeError):  # The store may be gone with the rank that held it.
-            if not place.store.claim(f"told/{digest}", str(rank)):
+        with contextlib.suppress(RuntimeError):  # The rank that held the store may have exited.
+            if not place.store.claim(f"printed/{digest}", str(rank)):
                 return
     if not failure.error.for_user:
         print(failure.error.traceback_text, file=sys.stderr)

@@ -26,13 +26,13 @@ def validate_file(path: str, *, predictions_file: str | None, as_json: bool) -> 
     predictions = predict(rows)
     if predictions_file:
         _write(predictions_file, predictions)
-    told = score(rows, predictions)
+    report = score(rows, predictions)
     refused = [guess for guess in predictions if guess.reason]
     if as_json:
         listed = [{"id": guess.id, "reason": guess.reason} for guess in refused]
-        print(json.dumps({"scores": told, "not_predicted": listed}, indent=1))
+        print(json.dumps({"scores": report, "not_predicted": listed}, indent=1))
         return
-    print_scores(told)
+    print_scores(report)
     if refused:
         print(f"\n{len(refused)} of {len(rows)} rows cannot be predicted:", file=sys.stderr)
         for guess in refused[:MOST_REFUSED]:
@@ -65,22 +65,22 @@ def _write(path: str, predictions: Sequence[Prediction]) -> None:
         raise BadRows(f"--predictions {path!r}: {error.strerror or error}; name a file that can be written") from None
 
 
-def print_scores(told: dict[str, dict[str, Any]]) -> None:
+def print_scores(report: dict[str, dict[str, Any]]) -> None:
     """The metrics of all rows and of each source, as a table."""
     from rich.console import Console
     from rich.table import Table
 
     console = Console(highlight=False)
-    shown = [key for key in COLUMNS if any(key in metrics for metrics in told.values())]
+    shown = [key for key in COLUMNS if any(key in metrics for metrics in report.values())]
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("source", no_wrap=True)
     for key in shown:
         table.add_column(COLUMNS[key], justify="right")
-    for source, metrics in told.items():
+    for source, metrics in report.items():
         table.add_row(source, *(str(metrics.get(key, "")) for key in shown))
     console.print(table)
     console.print("errors in %: med(ian), MAPE, bias; <20: rows within 20 %; grp, regret, rho: ranking; mem: memory")
-    for source, metrics in told.items():
+    for source, metrics in report.items():
         labels, plan = metrics.get("oom_clean") or metrics.get("oom"), metrics.get("plan")
         if labels:
             console.print(
@@ -89,6 +89,6 @@ def print_scores(told: dict[str, dict[str, Any]]) -> None:
             )  # fmt: skip
         if plan:
             console.print(
-                f"{source}: fastest plan said to fit: not so in {plan['oom_or_none']} of {plan['groups']} groups, "
+                f"{source}: best plan predicted to fit does not in {plan['oom_or_none']} of {plan['groups']} groups, "
                 f"regret {plan['regret_mean']} in the others", soft_wrap=True,
             )  # fmt: skip

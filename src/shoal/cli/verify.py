@@ -28,14 +28,14 @@ def verify_command(
         else:
             console.print(f"  {what}", style="dim")
 
-    with only_json() if as_json else nullcontext(show) as tell:
+    with only_json() if as_json else nullcontext(show) as emit:
         with console.status("importing torch") as status:
             from shoal.proof.certify import verify
 
             changed = {"global_batch": batch, "seed": seed}
             certificate = verify(job, strategy, steps=steps, size=size, overrides=changed, progress=doing)
-        told: Any = certificate.to_json() if as_json else certificate
-        tell(told)
+        report: Any = certificate.to_json() if as_json else certificate
+        emit(report)
     return 0 if certificate.passed else 1
 
 
@@ -66,8 +66,8 @@ def show(certificate: Any) -> None:
     for line in c.ledger_differences[:6]:
         table.add_row("", line)
     if c.float32_drift is not None:
-        apart = f"{c.float32_drift:.1e} apart (information: float32 cannot tell a bug from rounding)"
-        table.add_row("in float32", apart)
+        drift = f"{c.float32_drift:.1e} (information only: float32 cannot distinguish a bug from rounding)"
+        table.add_row("in float32", drift)
     if c.zero_gradient:
         more = f" and {len(c.zero_gradient) - 3} more" if len(c.zero_gradient) > 3 else ""
         names = ", ".join(c.zero_gradient[:3]) + more

@@ -1,6 +1,6 @@
 """`Cluster`: where a job trains. A device, and the links that join devices, level by level.
 
-Frozen and plain, so that presets, files of users and calibrated machines are the same thing to whoever prices a plan.
+Frozen and plain, so that presets, files of users and calibrated machines are the same to a plan.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Device:
     memory_bytes: float
     memory_bytes_per_s: float
     matmul_flops: Mapping[str, float] = field(default_factory=dict)
-    """The fastest matrix product that was measured, by precision, where somebody measured it."""
+    """The fastest matrix product that was measured, by precision, where it was measured."""
     sms: int = 128
     """Processors that share a matrix product: a product of fewer tiles leaves some idle."""
     domain: int = 0
     """Devices joined by one switched fabric whatever a "node" is called; 0: the node (72 in a GB200 NVL72 rack)."""
     watts: float | None = None
-    """Power of the board under full load; None where nobody says."""
+    """Power of the board under full load; None where unknown."""
     origin: str = ""
     """Where the figures come from."""
 
@@ -124,7 +124,7 @@ class Cluster:
             ranks = min(level.ranks, left)
             if left % ranks:
                 raise BadCluster(
-                    f"{devices} devices do not fill whole units of {level.ranks}; "
+                    f"{devices} devices do not fill complete units of {level.ranks}; "
                     f"the nearest that do are {max(1, left // ranks) * (devices // left) * ranks} and "
                     f"{(left // ranks + 1) * (devices // left) * ranks}"
                 )

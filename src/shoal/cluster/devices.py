@@ -20,7 +20,7 @@ WATTS = {
     "H100 PCIe 80GB": 350, "H200 SXM 141GB": 700, "B200 SXM": 1000, "GB200 (per GPU)": 1200,
     "MI250X (per GCD)": 280, "MI250X (whole OAM = 2 GCDs)": 560, "MI300X": 750, "L40S": 350, "A10G": 300, "T4": 70,
 }  # fmt: skip
-"""Board power at most (TDP), from the datasheets named beside each device; of a GCD, half of its module's. An A10G can
+"""Board power at most (TDP), from the datasheets named with each device; of a GCD, half of its module's. An A10G can
 be set to 150 to 300 W and is counted at its most."""
 
 
@@ -110,7 +110,7 @@ DEVICES: tuple[Device, ...] = (
 )  # fmt: skip
 
 _CUT_LINKS = {"a800": "a100", "h800": "h100"}
-"""Parts sold with narrower links; their products are those of the whole part."""
+"""Parts sold with narrower links; their products are those of the full part."""
 _VENDORS = re.compile(r"\b(nvidia|amd|tesla|instinct|geforce|quadro|gpu)\b")
 
 
@@ -118,8 +118,8 @@ def device(name: str) -> Device:
     """A device by name: exactly, without regard to case and punctuation, or by its nearest spelling."""
     known = {_folded(each.name): each for each in DEVICES}
     plain = " ".join(_VENDORS.sub(" ", name.lower()).split())
-    for cut, whole in _CUT_LINKS.items():
-        plain = plain.replace(cut, whole)
+    for cut, full in _CUT_LINKS.items():
+        plain = plain.replace(cut, full)
     wanted = _folded(plain)
     if wanted in known:
         return known[wanted]
@@ -138,7 +138,7 @@ def device(name: str) -> Device:
 
 
 def _preferred(same: list[Device], *, by_bus: bool, half: bool) -> Device:
-    """Of several parts of one name the largest on a module, which is what clusters are built of, unless told."""
+    """Of several parts of one name the largest on a module, which is what clusters are built of, by default."""
     return min(same, key=lambda each: (("PCIe" in each.name) != by_bus, "500W" in each.name,
                                        ("per GCD" in each.name) != half, -each.memory_bytes))  # fmt: skip
 

@@ -75,7 +75,7 @@ ALIASES = {
 
 
 def cluster(name: str, *, devices: int | None = None) -> Cluster:
-    """A preset by name, with that many devices (its usual number unless told)."""
+    """A preset by name, with that many devices (by default its usual number)."""
     if name == THIS:
         found = cluster_here()
         return found if devices is None else found.resized(devices)
@@ -91,5 +91,5 @@ def cluster(name: str, *, devices: int | None = None) -> Cluster:
         Level(ranks=preset.node, bytes_per_s=preset.intra_gb_s * 1e9, latency_s=NVLINK_HOP_S),
         Level(ranks=preset.nodes, bytes_per_s=preset.inter_gb_s * 1e9, latency_s=preset.inter_hop_s),
     )
-    whole = Cluster(name=key, device=device(preset.device), levels=levels, devices=preset.node * preset.nodes)
-    return whole if devices is None else whole.resized(devices)
+    full = Cluster(name=key, device=device(preset.device), levels=levels, devices=preset.node * preset.nodes)
+    return full if devices is None else full.resized(devices)

@@ -19,7 +19,7 @@ PASS_BYTES = 4
 
 
 def codec_s(term: CompressTerm, elements: Any, *, ranks: Any, stream_bytes_per_s: Any) -> Any:
-    """Seconds that compressing so many elements takes among `ranks` ranks; columns of numbers will do."""
+    """Seconds that compressing `elements` takes among `ranks` ranks; columns of numbers will do."""
     if term.passes is None:
         known = ", ".join(method.__name__ for method in compressors() if method.passes is not None)
         raise ValueError(f"no passes are known for {term}; known are those of {known}")

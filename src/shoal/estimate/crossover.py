@@ -2,7 +2,7 @@
 
 Dense buckets are reduced while backward still runs, each as soon as the one before it is through; what is not through
 by then shows, and moving it takes computing time from backward. Compressed ones are encoded, sent and decoded one after
-the other when backward is done. Both are played from what was measured: when the buckets of a step are ready, what
+the other when backward is done. Both are simulated from what was measured: when the buckets of a step are ready, what
 codecs cost (`calibration/codecs.py`), and what a link costs by itself. Where the two step times meet is the answer.
 """
 

@@ -1,5 +1,5 @@
-"""`Estimate`: what Shoal says of a strategy before it runs. A Run has the same fields, so any prediction can be laid
-beside its measurement. Fields that were not estimated (or not measured) are None or empty."""
+"""`Estimate`: what Shoal says of a strategy before it runs. A Run has the same fields, so any prediction can be
+compared with its measurement. Fields that were not estimated (or not measured) are None or empty."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ For n ranks, r rows of a bytes that a rank routes to experts of others, and s ro
 answers of b bytes:
 
     forward    all-to-all of counts    8 (2E/n + 2) bytes to each other rank
-               all-to-all of rows      r a      (and r w where weights of w bytes travel apart from their rows)
+               all-to-all of rows      r a      (and r w where weights of w bytes are sent separately from their rows)
                all-to-all of answers   s b
     backward   all-to-all              r b      gradients of answers, to where they were computed
                all-to-all              s a      gradients of rows, to where they came from (and s w)
@@ -31,9 +31,9 @@ def expert_traffic(runs: Iterable[Routed]) -> Iterator[Call]:
         ranks = len(run.sent_rows)
         sent = sum(run.sent_rows) - run.sent_rows[run.index]
         received = sum(run.received_rows) - run.received_rows[run.index]
-        apart = [run.weight_bytes] if run.weight_bytes else []
-        forward = [sent * run.row_bytes, *(sent * each for each in apart), received * run.answer_bytes]
-        backward = [sent * run.answer_bytes, *(received * each for each in apart), received * run.row_bytes]
+        separate = [run.weight_bytes] if run.weight_bytes else []
+        forward = [sent * run.row_bytes, *(sent * each for each in separate), received * run.answer_bytes]
+        backward = [sent * run.answer_bytes, *(received * each for each in separate), received * run.row_bytes]
         yield run.axis, run.phase, "all_to_all", run.counts_bytes, ranks
         for phase, sizes in ((run.phase, forward), ("backward", backward if run.trained else [])):
             for size in sizes:

@@ -102,7 +102,7 @@ class Held:
         return {name: layer.stacked for layer in self.shapes.experts for name in layer.parameters}
 
     def _partial(self, parameter: ParameterShape) -> bool:
-        """Whether a parameter is whole on each rank of tp, which sees part of its gradient only."""
+        """Whether a parameter is unsharded on each rank of tp, which sees part of its gradient only."""
         if self.placing.tensor.ranks == 1 or self.shapes.tensor is None or parameter.name in self.tensor_cuts:
             return False
         inside = {name for region in self.regions for name in region.partial}

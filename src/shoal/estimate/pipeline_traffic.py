@@ -19,8 +19,8 @@ def pipeline_traffic(
     behind: Mapping[int, Sequence[Sequence[Crossing]]], numbers_bytes: int = 0,
 ) -> Iterator[Call]:  # fmt: skip
     """`before` and `behind`: for each stage of this rank and each micro-batch what crosses the border before (behind)
-    the stage, where the other side is another rank. `numbers_bytes`: what goes back about each micro-batch beside its
-    gradient (PipeDream)."""
+    the stage, where the other side is another rank. `numbers_bytes`: what goes back about each micro-batch in addition
+    to its gradient (PipeDream)."""
     for sides, there, back in ((before, "recv", "send"), (behind, "send", "recv")):
         for micros in sides.values():
             for crossings in micros:

@@ -57,7 +57,7 @@ class _OfTerm:
 
 @dataclass(frozen=True, slots=True)
 class _TableStep:
-    """What compression depends on beside the strategy."""
+    """What compression depends on in addition to the strategy."""
 
     number: int
     unused: Collection[str]

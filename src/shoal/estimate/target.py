@@ -61,7 +61,7 @@ class TargetCost:
 
 
 def local_slowdown(local_steps: int) -> float:
-    """Steps of islands that are averaged after so many, relative to those of replicas that step together."""
+    """Steps of islands that are averaged every `local_steps`, relative to those of replicas that step together."""
     return 1 + A_DOUBLING_OF_LOCAL_STEPS * max(0, local_steps.bit_length() - 1)
 
 
@@ -102,7 +102,7 @@ def learn_target(rows: Sequence[Mapping[str, str]], *, start: TargetCost) -> Tar
     """Dense rows of two and more batch sizes give samples and noise scale (a least-squares line over 1 / batch);
     compressed ones their slowdown. What the rows do not say stays as it was.
     """
-    dense, squeezed = _told(rows)
+    dense, squeezed = _pilot_runs(rows)
     found, origins = start, dict(start.origins)
     sizes = sorted({batch for batch, _ in dense})
     if len(sizes) >= 2:
@@ -130,7 +130,7 @@ def learn_target(rows: Sequence[Mapping[str, str]], *, start: TargetCost) -> Tar
     return replace(found, slowdowns=slowdowns, origins=origins)
 
 
-def _told(
+def _pilot_runs(
     rows: Sequence[Mapping[str, str]],
 ) -> tuple[list[tuple[float, float]], dict[str, list[tuple[float, float]]]]:
     dense: list[tuple[float, float]] = []

@@ -1,6 +1,6 @@
 """What tensor parallelism sends, in closed form.
 
-For a region whose columns read a tensor of n bytes and whose rows write one of m bytes, both whole, on P ranks:
+For a region whose columns read a tensor of n bytes and whose rows write one of m bytes, both unsharded, on P ranks:
 
     between     forward                                 backward
     whole       all-reduce m                            all-reduce n
@@ -52,5 +52,5 @@ def _calls(group: Group, crossing: Crossing) -> Iterator[Call]:
 
 
 def gathered_logits_bytes(*, rows: int, vocabulary: int, ranks: int, itemsize: int) -> int:
-    """Bytes of the all-gather that makes cut logits whole: every part as long as the longest."""
+    """Bytes of the all-gather that gathers cut logits: every part as long as the longest."""
     return rows * ranks * -(-vocabulary // ranks) * itemsize

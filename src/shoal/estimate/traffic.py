@@ -55,7 +55,7 @@ class Compressed:
     between: Group
     outside: Group
     whole: bool
-    """Whether the level also shards, so that gradients are compressed whole."""
+    """Whether the level also shards, so that full gradients are compressed."""
     transfers: tuple[Transfer, ...]
     """What goes between: the payloads, and what is not compressed."""
 
@@ -74,7 +74,7 @@ class Buffer:
     """Reduce-scatters in a step; all-reduces, where nothing is sharded."""
     forward_gathers: int = 0
     backward_gathers: int = 0
-    """Stage 3: how often it is made whole in a step."""
+    """Stage 3: how often it is gathered in a step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +95,7 @@ class ShardTable:
     zero: int
     micro_batches: int
     num_parameters: int
-    """Trainable tensors of the whole model, not elements."""
+    """Trainable tensors of the full model, not elements."""
     world: Group
     norm: Group
     samples: Group

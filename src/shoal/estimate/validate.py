@@ -35,7 +35,7 @@ class Prediction:
 
 
 def predict(rows: Sequence[Row]) -> list[Prediction]:
-    """One prediction a row, in order; a row that cannot be priced carries the reason."""
+    """One prediction a row, in order; a row that cannot be estimated carries the reason."""
     read = read_rows(rows)
     prices = price(read.inputs, gathered(read.profiles, read.profile_index))
     steps, memories = prices.step_s, prices.memory_bytes / GIB
@@ -56,10 +56,10 @@ def score(rows: Sequence[Row], predictions: Sequence[Prediction]) -> dict[str, d
         raise BadRows(f"{len(predictions)} predictions for {len(rows)} rows; expected one for each")
     pairs = list(zip(rows, predictions, strict=True))
     sources = sorted({row.get("source", "") for row in rows} - {""})
-    told = {"all": _metrics(pairs)}
+    scores = {"all": _metrics(pairs)}
     for source in sources:
-        told[source] = _metrics([pair for pair in pairs if pair[0].get("source") == source])
-    return told
+        scores[source] = _metrics([pair for pair in pairs if pair[0].get("source") == source])
+    return scores
 
 
 Pairs = list[tuple[Row, Prediction]]
@@ -69,7 +69,7 @@ def _metrics(pairs: Pairs) -> dict[str, Any]:
     ran = [(row, guess) for row, guess in pairs if row.get("status", "ok") in ("ok", "")]
     timed = [(row, guess) for row, guess in ran if _real(row, "step_s")]
     known = [(row, guess) for row, guess in timed if guess.step_s]
-    told: dict[str, Any] = {
+    scores: dict[str, Any] = {
         "n": len(known),
         "coverage": round(len(known) / len(timed), 3) if timed else None,
         **_errors([(guess.step_s, _real(row, "step_s")) for row, guess in known]),
@@ -78,18 +78,18 @@ def _metrics(pairs: Pairs) -> dict[str, Any]:
     remembered = [(guess.memory_gib, _real(row, "memory_gib")) for row, guess in ran
                   if guess.memory_gib and _real(row, "memory_gib")]  # fmt: skip
     if remembered:
-        told["memory_n"] = len(remembered)
-        told.update({f"memory_{name}": value for name, value in _errors(remembered).items()})
+        scores["memory_n"] = len(remembered)
+        scores.update({f"memory_{name}": value for name, value in _errors(remembered).items()})
     labels = _confusion(pairs)
     if labels:
-        told["oom"] = labels
-        told["oom_clean"] = _confusion(
+        scores["oom"] = labels
+        scores["oom_clean"] = _confusion(
             [(row, guess) for row, guess in pairs if "status" not in row.get("assumed", "").split(";")]
         )
     plan = _planned(pairs)
     if plan:
-        told["plan"] = plan
-    return told
+        scores["plan"] = plan
+    return scores
 
 
 def _errors(pairs: Iterable[tuple[Any, Any]]) -> dict[str, float]:
@@ -161,7 +161,7 @@ def _confusion(pairs: Pairs) -> dict[str, Any] | None:
 
 
 def _planned(pairs: Pairs) -> dict[str, Any] | None:
-    """Of each group the fastest plan predicted to fit: did it fit, and what did it cost beside the best?"""
+    """Of each group the fastest plan predicted to fit: did it fit, and what did it cost compared with the best?"""
     failed, regrets, groups = 0, [], 0
     for group in _groups(pairs, lambda group: any(row.get("status") == "oom" for row, _ in group)):
         times = [_real(row, "step_s") for row, _ in group if row.get("status") == "ok"]

@@ -26,9 +26,9 @@ from shoal.files.table import (
     Table,
     Text,
     WrongKeys,
+    integer,
     seconds,
     shown,
-    whole,
 )  # fmt: skip
 
 # A cluster.
@@ -82,7 +82,7 @@ class DeviceTable(Table):
     memory_gb: Positive | None = None
     memory_gb_s: Positive | None = None
     sms: Count = 128
-    domain: Annotated[int, whole(0)] = 0
+    domain: Annotated[int, integer(0)] = 0
     watts: Positive | None = None
 
     @model_validator(mode="after")
@@ -128,7 +128,7 @@ class ClusterFile(Table):
 
 
 class LinkTable(Table):
-    """What messages cost. A minute for a message or a kilobyte in a second is a slip of the pen."""
+    """What messages cost. Values beyond a minute for a message or below a kilobyte a second are assumed to be typos."""
 
     latency_s: Annotated[float, seconds(60)] = Field(description="seconds a message")
     byte_s: Annotated[float, seconds(1e-3)] = Field(description="seconds a byte")

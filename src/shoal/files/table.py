@@ -121,7 +121,7 @@ def seconds(largest: float, *, zero: bool = False) -> BeforeValidator:
     return _number(f"seconds, {least} to {largest:g}", lambda each: 0 <= each <= largest and (each > 0 or zero))
 
 
-def whole(least: int) -> BeforeValidator:
+def integer(least: int) -> BeforeValidator:
     """A whole number, also if it is written 8.0 or 1e3."""
     return _number(f"a whole number, at least {least}", lambda each: each >= least and each.is_integer())
 
@@ -149,7 +149,7 @@ Text = Annotated[str, BeforeValidator(_text)]
 Number = Annotated[float, _number("a finite number", isfinite)]
 Positive = Annotated[float, _number("a finite number above 0", lambda each: 0 < each < float("inf"))]
 AtLeastZero = Annotated[float, _number("a finite number, at least 0", lambda each: 0 <= each < float("inf"))]
-Count = Annotated[int, whole(1)]
+Count = Annotated[int, integer(1)]
 Rate = Annotated[str, _quantity(rate)]
 Size = Annotated[str, _quantity(size)]
 Duration = Annotated[str, _quantity(duration, zero=True)]

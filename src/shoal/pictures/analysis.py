@@ -16,20 +16,20 @@ MOST_BARS, MOST_LAYERS = 36, 24
 BAND, LINE, FORWARD, BACKWARD = "#dbe8f6", "#2f6fb3", "#8ab8e6", "#f4b26f"
 
 
-def analysis_svg(told: dict[str, Any]) -> str:
+def analysis_svg(report: dict[str, Any]) -> str:
     """What `shoal.analysis.report` gives, as a self-contained SVG."""
     page = Drawing()
-    title = f"{told['network']}, batch {told['batch']:,}"
+    title = f"{report['network']}, batch {report['batch']:,}"
     page.words(LEFT_PX, TOP_PX, title, size=17, bold=True)
-    bounds = _bounds(told)
+    bounds = _bounds(report)
     page.put(bounds, LEFT_PX, TOP_PX + 22)
-    page.put(_bars(told), LEFT_PX + bounds.width_px + 36, TOP_PX + 22)
+    page.put(_bars(report), LEFT_PX + bounds.width_px + 36, TOP_PX + 22)
     return page.document(f"Work and depth of {title}")
 
 
-def _bounds(told: dict[str, Any]) -> Drawing:
+def _bounds(report: dict[str, Any]) -> Drawing:
     """Both axes are logarithmic; the one of processors goes on beyond W/D, where more of them no longer help."""
-    drawing, step = Drawing(), told["totals"]["step"]
+    drawing, step = Drawing(), report["totals"]["step"]
     cost = Cost(work=step["work"], depth=max(step["depth"], 1))
     left, top = 56.0, 26.0
     right = max(6, ceil(log10(max(step["parallelism"], 1))) + 1)
@@ -65,11 +65,11 @@ def _bounds(told: dict[str, Any]) -> Drawing:
     return drawing
 
 
-def _bars(told: dict[str, Any]) -> Drawing:
-    drawing, bars = Drawing(), _merged(told["groups"])
+def _bars(report: dict[str, Any]) -> Drawing:
+    drawing, bars = Drawing(), _merged(report["groups"])
     names = max(6.3 * len(name) for name, _, _ in bars) + 8
     widest = max(forward + backward for _, forward, backward in bars) or 1
-    whole = sum(forward + backward for _, forward, backward in bars) or 1
+    total = sum(forward + backward for _, forward, backward in bars) or 1
     drawing.words(0, 12, "Work of a step by layer", size=13, bold=True)
     for x, name, fill in ((190.0, "forward", FORWARD), (268.0, "backward", BACKWARD)):
         drawing.box(x, 3, 11, 11, fill=fill)
@@ -81,7 +81,7 @@ def _bars(told: dict[str, Any]) -> Drawing:
         tip = f"{name}: forward {forward:.3g}, backward {backward:.3g} operations"
         drawing.box(names, y, first, BAR_STEP_PX - 5, fill=FORWARD, tip=tip)
         drawing.box(names + first, y, second, BAR_STEP_PX - 5, fill=BACKWARD, tip=tip)
-        share = 100 * (forward + backward) / whole
+        share = 100 * (forward + backward) / total
         drawing.words(names + first + second + 5, y + 11.5, f"{share:.1f}%", size=10.5, colour=SOFT)
     return drawing
 

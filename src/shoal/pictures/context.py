@@ -49,7 +49,7 @@ def _ring(n: int) -> Drawing:
         TOP_PX + SIDE_PX + 32,
         [
             f"rank r holds chunks r and {chunks - 1} - r of {chunks}: an early and a late one, so causal work is even",
-            f"every rank computes {chunks - 1} whole products and 2 halves (triangles); what is masked is left out",
+            f"every rank computes {chunks - 1} full products and 2 halves (triangles); what is masked is left out",
             "a number is the hop after which the keys are there; the next hop travels while they are used",
             f"each hop sends the keys and values of one rank, n - 1 = {n - 1} hops forward; backward as many, and the "
             "gradients of both",
@@ -123,7 +123,7 @@ def _ulysses(n: int) -> Drawing:
             if part >= 12:
                 left, top, wide, high = box
                 drawing.words(left + wide / 2, top + high / 2 + 4, str(rank), size=11, anchor="middle")
-        below = f"whole sequences of 1/{n} of the heads" if by_heads else f"1/{n} of the positions, all heads"
+        below = f"full sequences of 1/{n} of the heads" if by_heads else f"1/{n} of the positions, all heads"
         drawing.words(x + side / 2, TOP_PX + side + 17, below, size=11, anchor="middle", colour=SOFT)
         if place < 2:
             middle = TOP_PX + side / 2

@@ -10,7 +10,7 @@ from shoal.strategy.terms.axes import tp
 TALL_PX, WIDE_PX, INNER_PX = 96.0, 96.0, 144.0
 """Of activations: their tokens and their width; and the wider dimension between the two matrices."""
 TOP_PX, STEP_PX = 40.0, 46.0
-WHOLE = "#e6e8eb"
+REPLICATED = "#e6e8eb"
 """What every rank holds."""
 
 
@@ -28,7 +28,7 @@ def tensor_panel(term: tp) -> Drawing:
         return place
 
     def stream(title: str) -> None:
-        at = labelled(title, f"1/{n} of the {cut}" if cut else "whole on every rank", WIDE_PX, TALL_PX)
+        at = labelled(title, f"1/{n} of the {cut}" if cut else "full on every rank", WIDE_PX, TALL_PX)
         _parts(drawing, *at, WIDE_PX, TALL_PX, n if cut else 0, columns=False)
 
     def between(over: str, under: str) -> None:
@@ -58,9 +58,9 @@ def tensor_panel(term: tp) -> Drawing:
 
 
 def _parts(drawing: Drawing, x: float, y: float, wide: float, high: float, parts: int, *, columns: bool) -> None:
-    """A matrix, cut into as many columns or rows; with 0 parts whole."""
+    """A matrix, cut into as many columns or rows; with 0 parts uncut."""
     if not parts:
-        drawing.box(x, y, wide, high, fill=WHOLE, line=FAINT, tip="every rank")
+        drawing.box(x, y, wide, high, fill=REPLICATED, line=FAINT, tip="every rank")
         return
     for rank in range(parts):
         across, down = (wide / parts, high) if columns else (wide, high / parts)

@@ -1,4 +1,4 @@
-"""Choosing a strategy: enumerate all that are legal, price them in one pass, rank them, say what a change would do.
+"""Choosing a strategy: enumerate all that are legal, estimate them in one pass, rank them, report what changes do.
 
 plan = make_plan(question_for(preset("gpt:13b"), cluster("dgx-a100", devices=64), global_batch=512))
 plan.strategy(plan.best), plan.estimate(plan.best), changes(plan)

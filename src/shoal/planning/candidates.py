@@ -98,7 +98,7 @@ class Candidates:
 
     @property
     def replicas(self) -> Column:
-        """Parts into which the global batch is dealt out."""
+        """Parts into which the global batch is split."""
         return self.outer * self.dp * self.ep
 
     @property
@@ -172,10 +172,10 @@ def of_strategies(strategies: Sequence[Strategy], *, global_batch: int) -> Candi
     rows = [_row(each) for each in strategies]
     rules = {row.pop("sync") for row in rows} - {None}
     if len(rules) > 1:
-        raise ValueError(f"islands under different rules ({', '.join(sorted(map(str, rules)))}); price them apart")
+        raise ValueError(f"islands with different sync ({', '.join(sorted(map(str, rules)))}); estimate one at a time")
     precisions = {row.pop("precision") for row in rows} or {"fp32"}
     if len(precisions) > 1:
-        raise ValueError(f"strategies of different precisions ({', '.join(sorted(precisions))}); price them apart")
+        raise ValueError(f"strategies of several precisions ({', '.join(sorted(precisions))}); estimate one at a time")
     return Candidates(
         **{name: np.array([row[name] for row in rows], dtype=np.int64) for name in COLUMNS},
         global_batch=global_batch, precision=precisions.pop(), sync=next(iter(rules), None),
@@ -187,33 +187,33 @@ def _row(strategy: Strategy) -> dict[str, Any]:
     strange = [term for term in strategy.terms if type(term) not in (dp, pp, tp, cp, ep, recompute, amp, accumulate)]
     if strange or len(levels) > 2:
         what = str(strange[0]) if strange else f"{len(levels)} levels of dp"
-        raise ValueError(f"{strategy}: no price is known for {what}; dp (two levels), pp, tp, cp, ep, accumulate, "
+        raise ValueError(f"{strategy}: there is no estimate for {what}; dp (two levels), pp, tp, cp, ep, accumulate, "
                          "recompute and amp have one")  # fmt: skip
     for level in levels:
         known = dp(1, sync=level.sync) if level.sync.period is not None else dp(1)
         if str(level.replace(n=1, zero=0, compress=none())) != str(known):
-            raise ValueError(f"{strategy}: no price is known for {level}; only sync=bsp() and sync=local(h) by "
+            raise ValueError(f"{strategy}: there is no estimate for {level}; only sync=bsp() and sync=local(h) by "
                              "all-reduce have one")  # fmt: skip
     alone = [level for level in levels if not isinstance(level.compress, none) or level.sync.period is not None]
     inner = levels[-1] if levels and (len(levels) == 2 or not alone) else None
     outer = levels[0] if levels and (len(levels) == 2 or alone) else None
     if outer is not None and (outer.zero or (inner is not None and inner in alone)):
-        raise ValueError(f"{strategy}: no price is known for zero outside, or compression or local steps inside; "
+        raise ValueError(f"{strategy}: there is no estimate for zero outside, or compression or local steps inside; "
                          "shard the inner level, compress or average the outer one")  # fmt: skip
     loose = outer.sync if outer is not None and outer.sync.period is not None and outer.n > 1 else None
     term = outer.compress if outer is not None else none()
     if term not in COMPRESSORS:
         some = ", ".join(str(each) for each in COMPRESSORS[1:])
-        raise ValueError(f"{strategy}: no price is known for {term}; for {some} there is one")
+        raise ValueError(f"{strategy}: there is no estimate for {term}; there is one for {some}")
     if loose is not None and not isinstance(term, none):
-        raise ValueError(f"{strategy}: no price is known for compressed averages; leave compress or sync out")
+        raise ValueError(f"{strategy}: there is no estimate for compressed averages; leave compress or sync out")
     pipeline, tensor, context, experts = strategy.term(pp), strategy.term(tp), strategy.term(cp), strategy.term(ep)
     kept, precise = strategy.term(recompute), strategy.term(amp)
     placed = [axis.name for axis in reversed(strategy.axes) if axis.term is not outer and axis.term.n > 1]
     placed = ["dp" if name.startswith("dp") else name for name in placed]
     order = next((code for code, each in enumerate(ORDERS) if [a for a in each if a in placed] == placed), None)
     if order is None or (outer is not None and strategy.axes[0].term is not outer and outer.n > 1):
-        raise ValueError(f"{strategy}: no price is known for this placement; the last axes lie innermost, "
+        raise ValueError(f"{strategy}: there is no estimate for this placement; the last axes lie innermost, "
                          "try the order dp * pp * dp * cp * tp")  # fmt: skip
     return {
         "outer": outer.n if outer else 1, "dp": inner.n if inner else 1, "ep": experts.n if experts else 1,

@@ -1,7 +1,7 @@
 """What a change would do to a plan: faster links, more devices, another degree, slower links and compression.
 
-Each change re-prices rows, or plans again in the part of the space where the best plans lie; the sentence says what
-became of the time, or by how much memory is missed.
+Each change estimates rows again, or plans again in the part of the space where the best plans lie; the sentence says
+what became of the time, or how much memory is missing.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from shoal.common.numbers import falls_to_zero
 from shoal.estimate.cost.inputs import RECOMPUTE, SCHEDULES
 from shoal.planning.candidates import Candidates, Column
 from shoal.planning.enumerate import Space, compressed, compressible
-from shoal.planning.price import played, price_candidates
-from shoal.planning.rank import Plan, Play, Question, make_plan, ranked
+from shoal.planning.price import price_candidates, simulated
+from shoal.planning.rank import Plan, Question, Simulate, make_plan, ranked
 
 NEAR = 2000
 """Rows, best first, that a change of links is tried on; as many again that would be best if messages took no time."""
@@ -25,9 +25,9 @@ CROSSING = 150
 AHEAD = 300
 """Rows, best first, whose choices a plan for another number of devices tries."""
 AMONG = 2
-"""Rows, best first, that are played to find the best with one choice changed."""
+"""Rows, best first, that are simulated to find the best with one choice changed."""
 CLOSE = 0.01
-"""A crossing is found to a hundredth."""
+"""The break-even bandwidth is found to a hundredth."""
 MESSAGES = ("tensor", "context", "expert", "data", "pipeline")
 GB = 1e9
 
@@ -78,7 +78,7 @@ def faster_links(plan: Plan) -> list[Change]:
             continue
         faster = replace(question, cluster=with_links(cluster, 2.0, level=level))
         where = "intra-node" if level == 0 else "inter-node" if level == 1 else f"level {level + 1}"
-        found.append(_told(f"twice the {where} bandwidth", plan, _replanned(faster, near)))
+        found.append(_change(f"twice the {where} bandwidth", plan, _replanned(faster, near)))
     return found
 
 
@@ -109,8 +109,8 @@ def other_sizes(plan: Plan) -> list[Change]:
 
 def _ahead(question: Question, space: Space) -> Plan:
     """Planned in a part of the space, and in all of it where nothing of that part fits."""
-    found = make_plan(replace(question, space=space), play="best")
-    return found if found.best is not None else make_plan(question, play="best")
+    found = make_plan(replace(question, space=space), simulate="best")
+    return found if found.best is not None else make_plan(question, simulate="best")
 
 
 def _gains(changed: Plan, plan: Plan) -> bool:
@@ -118,14 +118,14 @@ def _gains(changed: Plan, plan: Plan) -> bool:
 
 
 def _sized(what: str, plan: Plan, changed: Plan) -> Change:
-    """As told of other changes; with the batch if that changed, and with advice if nothing is gained."""
-    told = _told(what, plan, changed)
+    """As of other changes; with the batch if that changed, and with advice if nothing is gained."""
+    change = _change(what, plan, changed)
     batch = changed.question.global_batch
     if batch != plan.question.global_batch:
-        return replace(told, outcome=f"{told.outcome} and a batch of {batch:,}")
-    if told.ratio is None or told.ratio < 1:
-        return told
-    return replace(told, outcome=f"no gain, it divides badly ({told.outcome}); better kept as a spare")
+        return replace(change, outcome=f"{change.outcome} and a batch of {batch:,}")
+    if change.ratio is None or change.ratio < 1:
+        return change
+    return replace(change, outcome=f"no gain, it divides badly ({change.outcome}); better kept as a spare")
 
 
 def other_degrees(plan: Plan) -> list[Change]:
@@ -179,7 +179,7 @@ def compression_overtakes(plan: Plan) -> Change | None:
         """Logarithm of best dense over best compressed on links that many times as fast: above 0 compression wins."""
         ratio = float(np.exp(log_ratio))
         links = replace(question, cluster=with_links(cluster, ratio, level=outermost))
-        best = [_replanned(links, rows, play="nothing") for rows in (dense, squeezed)]
+        best = [_replanned(links, rows, simulate="nothing") for rows in (dense, squeezed)]
         scores = [float(each.score.min()) for each in best]
         return float(np.log(scores[0] / scores[1])) if np.isfinite(scores).all() else -1.0
 
@@ -194,7 +194,7 @@ def compression_overtakes(plan: Plan) -> Change | None:
         )
     low = float(np.exp(falls_to_zero(lead, slow, fast, above=ahead, below=behind, close=CLOSE)))
     links = replace(question, cluster=with_links(cluster, low, level=outermost))
-    winner = _replanned(links, squeezed, play="nothing")
+    winner = _replanned(links, squeezed, simulate="nothing")
     assert winner.best is not None
     text = f"{winner.strategy(winner.best)} overtakes dense gradients (now {now_gb_s * 8:.3g} Gb/s a device)"
     return Change(
@@ -212,8 +212,8 @@ def _near(plan: Plan) -> Candidates:
 
 
 def _near_on_slow_links(plan: Plan, *, gradients: bool) -> Candidates:
-    """Dense rows that are best on links without end, of today, a tenth to a thousandth as fast; `gradients` False: if
-    gradients took no time, so that these are the ones worth compressing.
+    """Best uncompressed rows on infinitely fast, current, 10x to 1000x slower links; `gradients` False: as if gradients
+    took no time, so that these are the ones worth compressing.
     """
     priced = plan.priced
     rows = plan.ranked[priced.rows.compress[plan.ranked] == 0]
@@ -231,9 +231,9 @@ def _near_on_slow_links(plan: Plan, *, gradients: bool) -> Candidates:
     return priced.rows.rows(np.unique(np.concatenate(best)))
 
 
-def _replanned(question: Question, rows: Candidates, *, play: Play = "best") -> Plan:
+def _replanned(question: Question, rows: Candidates, *, simulate: Simulate = "best") -> Plan:
     priced = price_candidates(rows, shape=question.shape, cluster=question.cluster, profile=question.profile)
-    return ranked(question, priced, play=play)
+    return ranked(question, priced, simulate=simulate)
 
 
 def _space_ahead(plan: Plan) -> Space:
@@ -252,7 +252,7 @@ def _space_ahead(plan: Plan) -> Space:
     )  # fmt: skip
 
 
-def _told(what: str, plan: Plan, changed: Plan) -> Change:
+def _change(what: str, plan: Plan, changed: Plan) -> Change:
     assert plan.best is not None
     if changed.best is None:
         if not len(changed.priced):
@@ -277,7 +277,8 @@ def _among(what: str, plan: Plan, mask: Column) -> Change:
         return Change(what=what, outcome=f"out of memory by {missing:.1f} GB")
     near = fitting[np.argsort(plan.score[fitting], kind="stable")[:AMONG]]
     question = plan.question
-    split_s = played(priced.rows.rows(near), shape=question.shape, cluster=question.cluster, profile=question.profile)
+    rows = priced.rows.rows(near)
+    split_s = simulated(rows, shape=question.shape, cluster=question.cluster, profile=question.profile)
     score = plan.score[near] * sum(split_s.values()) / priced.step_s[near]
     first, ratio = near[np.argmin(score)], float(score.min() / plan.score[plan.best])
     return Change(what=what, outcome=_percent(ratio), ratio=ratio, strategy=str(plan.strategy(int(first))))
@@ -308,7 +309,7 @@ def what_would_fit(plan: Plan) -> list[str]:
     least = int(np.argmin(priced.memory_bytes))
     need, limit = float(priced.memory_bytes[least]), priced.limit_bytes
     split = {name: float(column[least]) for name, column in priced.memory_split_bytes.items()}
-    told = [
+    lines = [
         f"nothing fits: the smallest of {len(priced):,} legal strategies, {plan.strategy(least)}, needs "
         f"{need / GB:.1f} GB on a device and {limit / GB:.1f} of {cluster.device.memory_bytes / GB:.1f} GB may be "
         f"planned for: it misses by {(need - limit) / GB:.1f} GB",
@@ -319,17 +320,17 @@ def what_would_fit(plan: Plan) -> list[str]:
     while devices < 64 * cluster.devices:
         devices *= 2
         try:
-            larger = make_plan(replace(question, cluster=cluster.resized(devices)), play="best")
+            larger = make_plan(replace(question, cluster=cluster.resized(devices)), simulate="best")
         except BadCluster:
             break
         if larger.best is not None:
-            told.append(f"{devices:,} devices would do, with {larger.strategy(larger.best)}")
+            lines.append(f"{devices:,} devices would do, with {larger.strategy(larger.best)}")
             break
     left = need - split.get("optimizer", 0.0)
     if left <= limit:
-        told.append(f'offload("optimizer") would do: {left / GB:.1f} GB stay on the device')
+        lines.append(f'offload("optimizer") would do: {left / GB:.1f} GB stay on the device')
     elif left - split.get("gradients", 0.0) <= limit:
         left -= split.get("gradients", 0.0)
-        told.append(f'offload("optimizer") * offload("gradients") would do: {left / GB:.1f} GB stay on the device')
-    told.append(f"devices with {need / limit * cluster.device.memory_bytes / GB:.0f} GB of memory would do")
-    return told
+        lines.append(f'offload("optimizer") * offload("gradients") would do: {left / GB:.1f} GB stay on the device')
+    lines.append(f"devices with {need / limit * cluster.device.memory_bytes / GB:.0f} GB of memory would do")
+    return lines

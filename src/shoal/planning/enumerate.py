@@ -2,8 +2,8 @@
 
 The space: degrees of dp, ep, tp, cp and pp whose product is the number of devices; zero 0 to 3; hybrid shards
 (dp(outer) * dp(inner, zero=3)); tp with and without sequence; micro-batches; schedules and chunks; recomputation;
-placements. Compressors come after a first pricing, on rows where gradients take time (`compressed`). Two rows never say
-the same: of those that would, the plainest is kept.
+placements. Compressors come after a first estimate, on rows where gradients take time (`compressed`). No two rows are
+equivalent: of those that would be, the simplest is kept.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shoal.planning.legal import legal
 from shoal.strategy import ModelFacts, SyncTerm
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
-"""Samples in a micro-batch; the whole share of a replica is tried too where it is smaller."""
+"""Samples in a micro-batch; the full share of a replica is tried too where it is smaller."""
 CHUNKS = (2, 3, 4, 6, 8)
 PIPELINES: tuple[tuple[str, int], ...] = (
     ("gpipe", 1), ("1f1b", 1), ("zero-bubble", 1), ("zero-bubble", 2), *(("interleaved", chunks) for chunks in CHUNKS),
@@ -44,14 +44,15 @@ class Space:
     orders: tuple[int, ...] = tuple(range(len(ORDERS)))
 
 
-WHOLE = Space()
+FULL_SPACE = Space()
 
 
 def enumerate_legal(
-    *, world: int, facts: ModelFacts, node: int | None = None, precision: str = "bf16", space: Space = WHOLE
+    *, world: int, facts: ModelFacts, node: int | None = None, precision: str = "bf16", space: Space = FULL_SPACE
 ) -> Candidates:
     """All rows of the space that are legal. `node`, the devices of the innermost level, says where an outer level of dp
-    may lie (whole nodes apart) and whether placement matters at all; None or one node: no outer level, one placement.
+    may lie (replicas on separate nodes) and whether placement matters at all; None or one node: no outer level, one
+    placement.
     """
     if facts.global_batch is None:
         raise ValueError("a plan needs a global batch; give one")
@@ -100,7 +101,7 @@ def _degrees(*, world: int, facts: ModelFacts, node: int | None) -> dict[str, Co
     inner = columns["pp"] * columns["ep"] * columns["tp"] * columns["cp"]
     columns["dp"] = world // (inner * columns["outer"])
     if node is not None:
-        # Between its replicas lie whole nodes, or there would be nothing slow about the level.
+        # Its replicas are on separate nodes; otherwise the level would not be slow.
         columns = _kept(columns, (columns["outer"] == 1) | ((world // columns["outer"]) % node == 0))
     return columns
 
@@ -148,9 +149,9 @@ def _between_nodes(rows: Candidates, *, node: int) -> Column:
 def _micro_batched(columns: dict[str, Column], *, global_batch: int, sizes: tuple[int, ...]) -> dict[str, Column]:
     share = global_batch // (columns["outer"] * columns["dp"] * columns["ep"])
     columns = _crossed({**columns, "share": share}, size=np.array([*sizes, 0], dtype=np.int64))
-    # The last size stands for the whole share, where that is none of the others.
-    whole = (columns["size"] == 0) & ~np.isin(columns["share"], sizes) & (columns["share"] < max(sizes))
-    size = np.where(whole, np.maximum(1, columns["share"]), columns["size"])
+    # The last size stands for the full share, where that is none of the others.
+    full = (columns["size"] == 0) & ~np.isin(columns["share"], sizes) & (columns["share"] < max(sizes))
+    size = np.where(full, np.maximum(1, columns["share"]), columns["size"])
     columns["micro"] = columns["share"] // np.maximum(1, size)
     return _kept(columns, (size > 0) & (columns["micro"] >= 1) & (columns["share"] % np.maximum(1, size) == 0))
 

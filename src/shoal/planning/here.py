@@ -1,4 +1,4 @@
-"""Plans for a job on the machine at hand: every legal strategy of a few ranks, priced operator by operator.
+"""Plans for a job on the machine at hand: every legal strategy of a few ranks, estimated operator by operator.
 
 The job may be any model, not only a transformer. Ranks are few, so strategies are listed as expressions, and the rules
 of the algebra judge each.
@@ -117,7 +117,7 @@ def _pipelines(stages: int) -> Iterator[pp]:
                 yield pp(stages, "interleaved", micro=micro, chunks=chunks)
 
 
-def crossings_here(model: JobModel, machine: Machine, link: LinkTimes) -> dict[str, float]:
+def break_even_bandwidths(model: JobModel, machine: Machine, link: LinkTimes) -> dict[str, float]:
     """Bytes a second between two hosts, one rank on each, below which compressed gradients beat dense ones: by
     compression, those that never do left out. `link` is what messages cost at its ends."""
     dense = price_step(model, Strategy(dp(2)), machine)

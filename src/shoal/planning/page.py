@@ -17,7 +17,7 @@ import numpy as np
 from shoal.estimate.cost.price import SPLIT
 from shoal.planning.candidates import FAMILIES
 from shoal.planning.rank import Plan, pareto
-from shoal.planning.told import GB, amount, gigabytes, seconds
+from shoal.planning.report import GB, amount, gigabytes, seconds
 
 COLOURS = {
     "compute": "#4c78a8", "host": "#9aa5b1", "tensor": "#f58518", "context": "#eeca3b", "expert": "#b279a2",
@@ -69,39 +69,39 @@ padding-bottom:.5rem}table.what td.n{text-align:left}table.what th{display:none}
 """
 
 
-def plan_page(plan: Plan, told: dict[str, Any]) -> str:
+def plan_page(plan: Plan, report: dict[str, Any]) -> str:
     """The page."""
     parts = [
-        f"<h1>{escape(told['heading'])}</h1><p>{escape(told['asked'])}</p>",
-        *_best(plan, told),
+        f"<h1>{escape(report['heading'])}</h1><p>{escape(report['asked'])}</p>",
+        *_best(plan, report),
         "<details><summary>What this assumes</summary><ul>",
-        *(f"<li>{escape(line)}</li>" for line in told["assumptions"]),
+        *(f"<li>{escape(line)}</li>" for line in report["assumptions"]),
         "</ul></details>",
-        "<h2>The best plans</h2>", _table(told["plans"], told, first="#"),
+        "<h2>The best plans</h2>", _table(report["plans"], report, first="#"),
         "<h2>Time against memory</h2>",
         "<p>Each dot is a strategy that fits; the line joins those that no other beats in both. Dots name themselves "
         "when pointed at.</p>", _scatter(plan),
-        "<h2>The best of each family</h2>", _table(told["families"], told, first="family"),
-        "<h2>Where the step goes</h2>", _bars([row for row in told["families"] if row["fits"]]),
-        "<h2>What if</h2>", _changes(told["changes"]),
-        "<h2>The front of time against memory</h2>", _table(told["pareto"], told, first="#"),
+        "<h2>The best of each family</h2>", _table(report["families"], report, first="family"),
+        "<h2>Where the step goes</h2>", _bars([row for row in report["families"] if row["fits"]]),
+        "<h2>What if</h2>", _changes(report["changes"]),
+        "<h2>The front of time against memory</h2>", _table(report["pareto"], report, first="#"),
     ]  # fmt: skip
     return (
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
         "<meta name='viewport' content='width=device-width, initial-scale=1'>"
-        f"<title>Plan: {escape(told['model']['name'])}</title><style>{STYLE}</style></head>"
+        f"<title>Plan: {escape(report['model']['name'])}</title><style>{STYLE}</style></head>"
         f"<body>{''.join(parts)}</body></html>\n"
     )
 
 
-def _best(plan: Plan, told: dict[str, Any]) -> list[str]:
+def _best(plan: Plan, report: dict[str, Any]) -> list[str]:
     """The plan to copy, its figures with their errors, and what can be done with it."""
-    best, cluster = told["plans"][0], told["cluster"]
+    best, cluster = report["plans"][0], report["cluster"]
     least_s, most_s = best["step_range_s"]
     tiles = [
         (best["step"], f"a step; {seconds(least_s)} to {seconds(most_s)} by the validation's error"),
         (best["time"], f"to the target, in {best['steps_to_target']:,.0f} steps"),
-        (best["memory"], f"a device, ±{told['errors']['memory']:.0%}; {gigabytes(cluster['limit_bytes'])} of "
+        (best["memory"], f"a device, ±{report['errors']['memory']:.0%}; {gigabytes(cluster['limit_bytes'])} of "
                          f"{gigabytes(cluster['memory_bytes'])} may be planned for"),
         (amount(best), f"cost to the target{_paid_for(plan)}"),
     ]  # fmt: skip
@@ -111,14 +111,14 @@ def _best(plan: Plan, told: dict[str, Any]) -> list[str]:
     strategy, where = best["strategy"], f"-c {plan.question.cluster.name} -n {cluster['devices']}"
     follow = [
         f"shoal explain '{strategy}'",
-        f"shoal simulate {told['model']['name']} -s '{strategy}' {where} --batch {told['global_batch']}",
+        f"shoal simulate {report['model']['name']} -s '{strategy}' {where} --batch {report['global_batch']}",
     ]
     return [
         "<p>The best plan (one click selects it):</p>", f"<code class='copy best'>{escape(strategy)}</code>",
         "<div class='tiles'>",
         *(f"<div><b>{escape(big)}</b><span>{escape(small)}</span></div>" for big, small in tiles),
         "</div>",
-        f"<p>It rests on what validation hardly shows: {escape(', '.join(beyond))}.</p>" if beyond else "",
+        f"<p>Warning: it uses features with little validation data: {escape(', '.join(beyond))}.</p>" if beyond else "",
         "<details><summary>Look at it closer</summary>",
         *(f"<code class='copy'>{escape(line)}</code>" for line in follow), "</details>",
     ]  # fmt: skip
@@ -130,11 +130,11 @@ def _paid_for(plan: Plan) -> str:
     return f", for {' and '.join(name for name, price in paid if price is not None)}" if question.in_money else ""
 
 
-def _table(rows: list[dict[str, Any]], told: dict[str, Any], *, first: str) -> str:
+def _table(rows: list[dict[str, Any]], report: dict[str, Any], *, first: str) -> str:
     """Two lines for each row: figures, and under them the strategy, which may wrap. Costs yield to narrow screens."""
     money = any(row.get("cost_in") == "money" for row in rows)
     energy = any(row.get("energy") for row in rows)
-    names = [first, f"step ±{told['errors']['step']:.0%}", "to target", f"memory ±{told['errors']['memory']:.0%}"]
+    names = [first, f"step ±{report['errors']['step']:.0%}", "to target", f"memory ±{report['errors']['memory']:.0%}"]
     more = [*(["cost"] if money else []), *(["energy"] if energy else [])]
     body = []
     for number, row in enumerate(rows, start=1):

@@ -1,8 +1,8 @@
-"""Prices of candidates: memory of all, time of those that fit, and what an outer level of dp adds to the rest.
+"""Estimates of candidates: memory of all, time of those that fit, and what an outer level of dp adds to the rest.
 
-An outer level is priced on top of the group inside it: the group is a job of its own on its part of the batch, and once
-a step its gradients are summed with those of the other groups, dense or compressed, or its parameters are averaged with
-theirs once in several steps.
+An outer level is estimated on top of the group inside it: the group is a job of its own on its part of the batch, and
+once a step its gradients are summed with those of the other groups, dense or compressed, or its parameters are averaged
+with theirs once in several steps.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from shoal.shapes.shape import Transformer
 from shoal.strategy import none
 
 BLOCK = 16_384
-"""Rows priced at a time: their columns stay in the processor's cache."""
+"""Rows estimated at a time: their columns stay in the processor's cache."""
 FEW = 8
-"""Rows, of no more than so many each pipeline is played."""
+"""With at most this many rows, simulate every pipeline exactly."""
 SCALE_BYTES = 4
 """Elements are compressed, and scales and averaged parameters sent, in 32 bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Priced:
-    """Candidates with their prices. A row that does not fit has an infinite time, unless all were asked for."""
+    """Candidates with their estimates. A row that does not fit has an infinite time, unless all were asked for."""
 
     rows: Candidates
     step_s: Column
@@ -86,11 +86,11 @@ def price_candidates(
 ) -> Priced:
     """Memory of every row, and time of every row that fits (`everything`: of those that do not, too).
 
-    Up to `FEW` rows are played if they must be, more are not (`unplayed`).
+    With at most `FEW` rows every pipeline is simulated; with more, its closed form is used (see `simulated`).
     """
     blocks = [rows.rows(slice(start, start + BLOCK)) for start in range(0, len(rows), BLOCK)] or [rows]
     parts = [
-        _priced(block, shape=shape, cluster=cluster, profile=profile, everything=everything, play=len(rows) <= FEW)
+        _priced(block, shape=shape, cluster=cluster, profile=profile, everything=everything, simulate=len(rows) <= FEW)
         for block in blocks
     ]
     causes = parts[0].memory_split_bytes
@@ -106,9 +106,9 @@ def price_candidates(
     )  # fmt: skip
 
 
-def played(rows: Candidates, *, shape: Transformer, cluster: Cluster, profile: Profile = GOOD) -> dict[str, Column]:
-    """The time of each row split by cause, with its pipeline played: for the rows that somebody looks at."""
-    return _split(rows, inputs_of(rows, shape=shape, cluster=cluster), profile=profile, play=True)
+def simulated(rows: Candidates, *, shape: Transformer, cluster: Cluster, profile: Profile = GOOD) -> dict[str, Column]:
+    """The time of each row split by cause, with its pipeline simulated: for the rows that are shown."""
+    return _split(rows, inputs_of(rows, shape=shape, cluster=cluster), profile=profile, simulate=True)
 
 
 def with_times(priced: Priced, which: Column, split_s: Mapping[str, Column]) -> Priced:
@@ -133,7 +133,7 @@ def inputs_of(rows: Candidates, *, shape: Transformer, cluster: Cluster) -> Inpu
 def step_costs_of(rows: Candidates, *, shape: Transformer, cluster: Cluster, profile: Profile = GOOD) -> StepCosts:
     """What the events of a step of one row take, for the simulator."""
     inputs = inputs_of(rows, shape=shape, cluster=cluster)
-    split = {name: column + np.zeros(1) for name, column in step_split_s(inputs, profile, play=False).items()}
+    split = {name: column + np.zeros(1) for name, column in step_split_s(inputs, profile, simulate=False).items()}
     outer = int(rows.outer[0])
     outer_s = float(_between_groups_s(rows, inputs, split, profile=profile)[0]) if outer > 1 else 0.0
     return step_costs(inputs, profile, outer=outer, outer_s=outer_s, local_steps=int(rows.local[0]),
@@ -152,7 +152,7 @@ def _strides(rows: Candidates) -> dict[str, Column]:
 
 
 def _priced(
-    rows: Candidates, *, shape: Transformer, cluster: Cluster, profile: Profile, everything: bool, play: bool
+    rows: Candidates, *, shape: Transformer, cluster: Cluster, profile: Profile, everything: bool, simulate: bool
 ) -> Priced:
     inputs = inputs_of(rows, shape=shape, cluster=cluster)
     held = memory(inputs, profile, held=stages(inputs, profile))
@@ -169,7 +169,7 @@ def _priced(
     split_s = {name: np.full(size, np.inf) for name in SPLIT}
     if timed.any():
         chosen = rows.rows(timed)
-        found = _split(chosen, inputs.rows(timed) if size > 1 else inputs, profile=profile, play=play)
+        found = _split(chosen, inputs.rows(timed) if size > 1 else inputs, profile=profile, simulate=simulate)
         for name in SPLIT:
             split_s[name][timed] = found[name]
         step_s[timed] = sum(found.values())
@@ -178,9 +178,9 @@ def _priced(
     )
 
 
-def _split(rows: Candidates, inputs: Inputs, *, profile: Profile, play: bool) -> dict[str, Column]:
+def _split(rows: Candidates, inputs: Inputs, *, profile: Profile, simulate: bool) -> dict[str, Column]:
     size = len(rows)
-    found = step_split_s(inputs, profile, play=play)
+    found = step_split_s(inputs, profile, simulate=simulate)
     split = {name: np.broadcast_to(found[name], (size,)).astype(float) for name in SPLIT}
     outside = rows.outer > 1
     if outside.any():

@@ -1,4 +1,4 @@
-"""`make_plan`: every legal strategy priced, those that fit ranked, with a Pareto front and the best of each family."""
+"""`make_plan`: every legal strategy estimated, those that fit ranked, with a Pareto front and the best per family."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal.estimate.estimate import Estimate
 from shoal.estimate.target import TargetCost, default_target, local_slowdown
 from shoal.planning.candidates import COMPRESSORS, FAMILIES, Candidates, Column
 from shoal.planning.enumerate import (
-    WHOLE,
+    FULL_SPACE,
     Space,
     averaged,
     compressed,
@@ -22,13 +22,13 @@ from shoal.planning.enumerate import (
     enumerate_legal,
 )
 from shoal.planning.legal import facts_of
-from shoal.planning.price import Priced, joined, played, price_candidates, with_times
+from shoal.planning.price import Priced, joined, price_candidates, simulated, with_times
 from shoal.shapes.shape import Transformer
 from shoal.strategy import ModelFacts, Strategy, SyncTerm
 
 BY = ("time", "step", "cost")
-Play = Literal["shown", "best", "nothing"]
-"""Which rows of a ranking are played."""
+Simulate = Literal["shown", "best", "nothing"]
+"""Which rows of a ranking have their pipeline simulated."""
 WORTH_COMPRESSING = 0.01
 """Compressors are tried where gradients take at least this part of the step."""
 MOST_COMPRESSED = 5_000
@@ -36,9 +36,9 @@ MOST_COMPRESSED = 5_000
 KIND = ("tp", "pp", "schedule", "recompute", "compress", "local")
 """Columns by which plans that are shown differ."""
 SHOWN = 10
-"""Rows, the best first, that are played before a plan is shown, beside the Pareto front and the best of each family;"""
+"""Top rows simulated before a plan is shown, in addition to the Pareto front and the best of each family."""
 ALIKE = 4
-"""and so many more of each kind among them."""
+"""Further rows simulated of each kind (family, schedule, pp) among them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,14 +52,14 @@ class Question:
     by: str = "time"
     precision: str = "bf16"
     price_an_hour: float | None = None
-    """Money for one device."""
+    """Price of one device."""
     watts: float | None = None
     """Of one device, if not what the cluster's device states."""
     price_a_kwh: float | None = None
     profile: Profile = GOOD
     facts: ModelFacts | None = None
     """Of a model that was looked into; else those of the shape."""
-    space: Space = WHOLE
+    space: Space = FULL_SPACE
     sync: SyncTerm | None = None
     """Islands that stay together by this rule are tried, too."""
 
@@ -133,7 +133,7 @@ class Plan:
         return self.time_s(row) / 3600 * self.question.cluster.devices
 
     def energy_kwh(self, row: int) -> float | None:
-        """To the target, all devices at full power; None where nobody says what that is."""
+        """To the target, all devices at full power; None where the power is unknown."""
         watts = self.question.device_watts
         return None if watts is None else self.device_hours(row) * watts / 1000
 
@@ -167,15 +167,15 @@ def question_for(shape: Transformer, cluster: Cluster, *, global_batch: int | No
     return Question(shape=shape, cluster=cluster, global_batch=batch, target=target, precision=precision, **more)  # type: ignore[arg-type]
 
 
-def make_plan(question: Question, *, play: Play = "shown") -> Plan:
-    """The plan for the question's own number of devices; `play` as in `ranked`."""
+def make_plan(question: Question, *, simulate: Simulate = "shown") -> Plan:
+    """The plan for the question's own number of devices; `simulate` as in `ranked`."""
     if question.by not in BY:
         raise ValueError(f"by is {question.by!r}; expected one of {', '.join(BY)}")
-    return ranked(question, price_all(question), play=play)
+    return ranked(question, price_all(question), simulate=simulate)
 
 
 def price_all(question: Question) -> Priced:
-    """All legal rows with their prices."""
+    """All legal rows with their estimates."""
     shape, cluster = question.shape, question.cluster
     rows = enumerate_legal(
         world=cluster.devices,
@@ -202,25 +202,25 @@ def _fastest(priced: Priced, which: Column) -> Column:
     return np.asarray(found[np.argsort(priced.step_s[found], kind="stable")[:MOST_COMPRESSED]])
 
 
-def ranked(question: Question, priced: Priced, *, play: Play = "shown") -> Plan:
+def ranked(question: Question, priced: Priced, *, simulate: Simulate = "shown") -> Plan:
     """Rows that fit, by the question's measure; of equals the one that needs less memory.
 
     Pipelines are ranked as if their stages were even; those that would be shown (or only the best) are simulated,
     again and again until all of them have been.
     """
     plan = _ranked(question, priced)
-    left = (priced.rows.pp > 1) & priced.fits & (play != "nothing")
+    left = (priced.rows.pp > 1) & priced.fits & (simulate != "nothing")
     kinds = _kinds(priced.rows) if left.any() else priced.rows.pp
     while True:
         shown = plan.ranked[:1]
-        if play == "shown" and len(shown):
+        if simulate == "shown" and len(shown):
             shown = np.unique([*one_of_each(plan, SHOWN), *pareto(plan), *families(plan).values()])
         if not left[shown].any():
             return plan
         chosen = _with_the_like(shown[left[shown]], kinds, plan.ranked[left[plan.ranked]])
         left[chosen] = False
         rows = priced.rows.rows(chosen)
-        found = played(rows, shape=question.shape, cluster=question.cluster, profile=question.profile)
+        found = simulated(rows, shape=question.shape, cluster=question.cluster, profile=question.profile)
         plan = _ranked(question, with_times(plan.priced, chosen, found), before=plan.ranked)
 
 
@@ -231,7 +231,7 @@ def _kinds(rows: Candidates) -> Column:
 
 
 def _with_the_like(shown: Column, kinds: Column, order: Column) -> Column:
-    """These rows and the best of their kind: if playing moves one of them back, it moves those as well."""
+    """These rows and the best of their kind: if simulation moves one of them back, it moves those as well."""
     of_order = kinds[order]
     best = [order[np.flatnonzero(of_order == kind)[:ALIKE]] for kind in np.unique(kinds[shown])]
     return np.unique(np.concatenate([shown, *best]))

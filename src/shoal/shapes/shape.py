@@ -1,4 +1,4 @@
-"""`Transformer`: the shape of a language or vision transformer, which is all that its price depends on.
+"""`Transformer`: the shape of a language or vision transformer, which is all that its estimated cost depends on.
 
 No torch: a plan for a preset shape must answer at once. A traced model has a `Layout` instead.
 """
@@ -73,7 +73,7 @@ class Transformer:
 
     @property
     def active_parameters(self) -> int:
-        """Weights that one token meets."""
+        """Weights that are used for one token."""
         idle = max(0, self.experts - self.active_experts) * self.expert_parameters
         return self.parameters - self.layers * idle
 

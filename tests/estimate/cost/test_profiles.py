@@ -1,4 +1,4 @@
-"""Which habits a framework's name stands for, and what the age of device and model changes."""
+"""Which profile a framework's name stands for, and what the age of device and model changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows with gaps, other habits of counting, and every kind of device: predicted, finite and plausible."""
+"""Rows with gaps, other conventions of counting, and every kind of device: predicted, finite and plausible."""
 
 from __future__ import annotations
 

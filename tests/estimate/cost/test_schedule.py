@@ -1,4 +1,4 @@
-"""The closed forms of pipelines say what playing the schedule gives."""
+"""The closed forms of pipelines say what simulating the schedule gives."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from shoal.cluster import cluster
 from shoal.estimate.cost import PROFILES, inputs_for
 from shoal.estimate.cost.schedule import bubble_s, in_flight, stages, weights_waiting
-from shoal.estimate.pipeline.play import play_term
+from shoal.estimate.pipeline.simulate import simulate_term
 from shoal.shapes.presets import preset
 from shoal.strategy.terms import pp
 
@@ -29,7 +29,7 @@ def inputs_of(schedule: str, ranks: int, micro: int, chunks: int):  # type: igno
 def test_bubbles_are_those_of_the_played_schedule(
     schedule: str, ranks: int, micro: int, chunks: int, input_s: float
 ) -> None:
-    played = play_term(
+    timeline = simulate_term(
         pp(ranks, schedule, micro=micro, chunks=chunks), forward_s=1.0, backward_s=1 + input_s, weight_s=1.0
     )
     stage_s = chunks * (2 + input_s)
@@ -38,19 +38,19 @@ def test_bubbles_are_those_of_the_played_schedule(
         forward_s=np.array([1.0 * chunks]), backward_s=np.array([(1 + input_s) * chunks]),
         weight_s=np.array([1.0 * chunks]),
     )  # fmt: skip
-    assert found[0] == pytest.approx(played.makespan_s - micro * stage_s)
+    assert found[0] == pytest.approx(timeline.makespan_s - micro * stage_s)
 
 
 @pytest.mark.parametrize(("schedule", "ranks", "micro", "chunks"), CASES)
 def test_micro_batches_in_flight_are_those_of_the_played_schedule(
     schedule: str, ranks: int, micro: int, chunks: int
 ) -> None:
-    played = play_term(pp(ranks, schedule, micro=micro, chunks=chunks))
+    timeline = simulate_term(pp(ranks, schedule, micro=micro, chunks=chunks))
     inputs = inputs_of(schedule, ranks, micro, chunks)
     for position in range(ranks):
         place = np.array([float(position)])
         kept = in_flight(inputs, PROFILES["good"], place) + weights_waiting(inputs, PROFILES["good"], place)
-        assert kept[0] == pytest.approx(played.in_flight[position] / chunks)
+        assert kept[0] == pytest.approx(timeline.in_flight[position] / chunks)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, 5])

@@ -18,7 +18,7 @@ class Physics:
     matmul: float = 0.964
     """Large products, as a part of the measured maximum. Fitted."""
     quantised: float = 0.459
-    """How much of the loss by whole tiles and whole waves is felt (a scheduler hides the rest). Fitted."""
+    """How much of the loss by full tiles and full waves is felt (a scheduler hides the rest). Fitted."""
     depth: float = 122
     """A product over K terms takes 1 + depth/K times its ideal: filling the pipeline of loads. Fitted."""
     edge: float = 36.2

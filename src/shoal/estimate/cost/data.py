@@ -1,7 +1,7 @@
 """Data parallelism: what gradients, sharded parameters and the optimiser cost beyond computing.
 
 Stages 0 and 1 of ZeRO send once a step and hide behind the last backward as far as the profile lets them. So do stages
-2 and 3 under a pipeline, which keep whole gradients for the step. Without one, stage 2 reduces for every micro-batch;
+2 and 3 under a pipeline, which keep full gradients for the step. Without one, stage 2 reduces for every micro-batch;
 stage 3 also gathers every layer for each, and a layer takes the longer of computing and gathering.
 """
 
@@ -39,9 +39,9 @@ def data_time(inputs: Inputs, profile: Profile, physics: Physics, *, layer: Laye
     copies = (inputs.dp / inputs.ep, inputs.dp_stride)
     sequence, sparse_part = (inputs.cp, inputs.cp_stride), (inputs.ep, inputs.ep_stride)
 
-    def links(*beside: tuple[Column, Column], one_card: Number = 0.0) -> Path:
+    def links(*others: tuple[Column, Column], one_card: Number = 0.0) -> Path:
         return path(
-            inputs, profile, physics, ranks=copies[0], stride=copies[1], beside=beside, one_card=one_card
+            inputs, profile, physics, ranks=copies[0], stride=copies[1], others=others, one_card=one_card
         )  # fmt: skip
 
     dense, experts = links(sequence, sparse_part), links(sequence)
@@ -64,8 +64,8 @@ def data_time(inputs: Inputs, profile: Profile, physics: Physics, *, layer: Laye
         return dense.ring_s(bytes_each * dense_weights, rounds=rounds) + of_experts
 
     reduced_s = both_s(wire, rounds=2.0)
-    whole = (np.asarray(profile.reduce_whole) > 0) & (inputs.zero == 1)
-    scattered_s = np.where(whole, reduced_s, both_s(wire)) + both_s(weight_bytes)
+    full = (np.asarray(profile.reduce_whole) > 0) & (inputs.zero == 1)
+    scattered_s = np.where(full, reduced_s, both_s(wire)) + both_s(weight_bytes)
     # Buckets beyond the first pay their latency again.
     more = np.asarray(profile.buckets) * layers_here * (dense.latency_s + dense.start_s)
     reduced_s, scattered_s = reduced_s + more, scattered_s + 2 * more
@@ -78,7 +78,7 @@ def data_time(inputs: Inputs, profile: Profile, physics: Physics, *, layer: Laye
     behind = np.where(many, profile.shard_hidden, profile.data_hidden) * (inputs.overlap != 0)
     shown_s = np.maximum(np.asarray(profile.data_exposed) * sent_s, sent_s - behind * last_backward_s)
     shown_s = shown_s + np.where(many, 0.0, crowd_s)
-    # Without a pipeline stage 2 keeps no whole gradient, so every micro-batch reduces its own; the last one's is
+    # Without a pipeline stage 2 keeps no full gradient, so every micro-batch reduces its own; the last one's is
     # counted above.
     each_s = dense.ring_s(wire * dense_weights) + experts.ring_s(wire * expert_weights) + more
     each_s = np.maximum(np.asarray(profile.data_exposed) * each_s, each_s - behind * last_backward_s)

@@ -1,4 +1,4 @@
-"""`Inputs`: all that a price depends on, as columns of numbers, one row a question.
+"""`Inputs`: all that an estimate depends on, as columns of numbers, one row a question.
 
 A column has one value for each row, or a single one for all. Rows come from a file of measurements or from one model,
 one cluster and many candidate strategies; the formulas do not know which, and never loop over rows.
@@ -25,7 +25,7 @@ PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8", "fp8-rowwise")
 ORDER = ("tp", "cp", "ep", "dp", "pp")
 """Placement, innermost first. `ep` divides `dp`: both places belong to the replicas of the dense part."""
 UNKNOWN = -1
-"""An overlap that nobody stated."""
+"""An overlap that was not stated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +48,7 @@ class Inputs:
     # The device, in the precision of the row.
     peak_flops: Column
     matmul_flops: Column
-    """Measured where somebody did, else a fraction of the peak; of the 16-bit format where linear layers run in fp8."""
+    """Measured where known, else a fraction of the peak; of the 16-bit format where linear layers run in fp8."""
     memory_bytes: Column
     memory_bytes_per_s: Column
     sms: Column
@@ -56,7 +56,7 @@ class Inputs:
     level_ranks: Column
     level_bytes_per_s: Column
     level_latency_s: Column
-    # The strategy. Strides tell where an axis lies: neighbours along it are that many ranks apart.
+    # The strategy. The stride of an axis is the distance in ranks between neighbours along it.
     dp: Column
     tp: Column
     pp: Column
@@ -190,7 +190,7 @@ def inputs_for(
 
 
 UNMEASURED = 0.82
-"""Matrix products reach this part of the peak where nobody measured (mean of A100, H100, B200, GB200 in `devices.py`).
+"""Matrix products reach this part of the peak where unmeasured (mean of A100, H100, B200, GB200 in `devices.py`).
 """
 
 

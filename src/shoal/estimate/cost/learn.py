@@ -1,4 +1,4 @@
-"""Learns a profile from some tens of measured steps: whoever has run a framework on a cluster has its habits on record.
+"""Fits a framework profile to some tens of steps measured on a cluster.
 
 Physics stays as it is; only the handful of constants that describe the host path, the overlap and the latency of a
 place move, by damped Gauss-Newton on the logarithms, held by priors around the profile one starts from. Rows that

@@ -1,6 +1,6 @@
 """What a collective costs over levels of links, given where its ranks lie.
 
-An axis of n ranks that are `stride` apart has k of them in a unit of each level. A ring crosses a level with as many
+An axis of n ranks at distance `stride` has k of them in a unit of each level. A ring crosses a level with as many
 links as ranks lie below it, so its bandwidth is the least over the levels it uses; each unit it visits adds that
 level's hop.
 """
@@ -41,7 +41,7 @@ class Path:
     def ring_s(self, payload_bytes: Column, *, rounds: float = 1.0) -> Column:
         """All-gather or reduce-scatter of a payload (one round), all-reduce (two)."""
         wire_s = rounds * (self.ranks - 1) / self.ranks * payload_bytes / self.bytes_per_s
-        return self._whole_s(wire_s)
+        return self._total_s(wire_s)
 
     def exchange_s(self, payload_bytes: Column, *, copies: Column | float = 0.0) -> Column:
         """All-to-all in which each rank sends `payload_bytes` in all, evenly: near ranks by fast links, far ones by
@@ -51,9 +51,9 @@ class Path:
         here = self.local / self.ranks
         nodes = (1 / here - 1) * (1 - (1 - here) ** copies)
         sent = np.where(np.asarray(copies) > 0, nodes / np.maximum(1.0, copies), 1 - here)
-        return self._whole_s(np.maximum(inside, sent * payload_bytes / self.outer_bytes_per_s))
+        return self._total_s(np.maximum(inside, sent * payload_bytes / self.outer_bytes_per_s))
 
-    def _whole_s(self, wire_s: Column) -> Column:
+    def _total_s(self, wire_s: Column) -> Column:
         """With latency, and with what a message near its latency loses of its bandwidth."""
         fixed_s = self.start_s + self.latency_s
         return np.where(self.ranks > 1, fixed_s + wire_s + self.ramp * np.sqrt(fixed_s * wire_s), 0.0)
@@ -65,18 +65,18 @@ class Path:
 
 def path(
     inputs: Inputs, profile: Profile, physics: Physics, *, ranks: Column, stride: Column,
-    beside: Sequence[tuple[Column, Column]] = (), one_card: Number = 0.0,
+    others: Sequence[tuple[Column, Column]] = (), one_card: Number = 0.0,
 ) -> Path:  # fmt: skip
-    """The links of an axis, or of several whose ranks form one group: `beside` has (ranks, stride) of the others.
+    """The links of an axis, or of several whose ranks form one group: `others` has (ranks, stride) of the others.
 
     `one_card` 1 lets a unit's messages leave it through one device's share alone.
     """
     axes = [
-        (np.maximum(1.0, np.asarray(size, dtype=float)), np.asarray(apart, dtype=float))
-        for size, apart in ((ranks, stride), *beside)
+        (np.maximum(1.0, np.asarray(size, dtype=float)), np.asarray(distance, dtype=float))
+        for size, distance in ((ranks, stride), *others)
     ]
     ranks = reduce(mul, (size for size, _ in axes))
-    below = np.ones_like(reduce(mul, (size * apart for size, apart in axes)))
+    below = np.ones_like(reduce(mul, (size * distance for size, distance in axes)))
     slowest = np.full_like(below, np.inf)
     pair = np.full_like(below, np.inf)
     outer = np.full_like(below, np.inf)
@@ -84,7 +84,7 @@ def path(
     local = local_rate = None
     levels = inputs.level_ranks.shape[0]
     for level in range(levels):
-        within = reduce(mul, (np.clip(inputs.level_ranks[level] / apart, 1.0, size) for size, apart in axes))
+        within = reduce(mul, (np.clip(inputs.level_ranks[level] / distance, 1.0, size) for size, distance in axes))
         if level == levels - 1:  # Whatever is left is joined by the outermost links.
             within = ranks + 0 * within
         rate = inputs.level_bytes_per_s[level] * (physics.bus if level == 0 else physics.network)

@@ -46,22 +46,22 @@ def memory(inputs: Inputs, profile: Profile, *, held: Stages) -> Memory:
     """The worst stage, split by cause."""
     here, layer = weights(inputs), activations(inputs, profile)
     single = inputs.pp == 1
-    apart = np.where(single & (inputs.tied == 0), 1.0, 0.0)
+    untied = np.where(single & (inputs.tied == 0), 1.0, 0.0)
     # In the shape of a V one rank has both ends.
     both = np.where((single | turns(inputs)) & (inputs.tied == 0), 1.0, 0.0)
     worst: dict[str, Column] = {}
     total: Column | None = None
     for position, layers, embeds, heads in (
-        (0.0, held.first, 1.0, apart),
+        (0.0, held.first, 1.0, untied),
         (np.minimum(1.0, inputs.pp - 1), held.most, 0.0, 0.0),
         (inputs.pp - 1, held.last, both, 1.0),
     ):
         split = _states(inputs, profile, here, layers=layers, tables=embeds + heads)
-        whole = in_flight(inputs, profile, np.asarray(position))
+        passes_kept = in_flight(inputs, profile, np.asarray(position))
         later = weights_waiting(inputs, profile, np.asarray(position))
-        split["activations"] = layers * (layer.kept * whole + layer.waiting * later) + layer.working
+        split["activations"] = layers * (layer.kept * passes_kept + layer.waiting * later) + layer.working
         split["logits"] = heads * _logits(inputs, profile, later)
-        # Gradients are widened when the activations are gone.
+        # Gradients are widened when the activations are freed.
         wider = profile.step_bytes * split["optimizer"] / profile.state_bytes
         split["optimizer"] = split["optimizer"] + np.maximum(0.0, wider - split["activations"] - split["logits"])
         split["buffers"] = np.asarray(profile.buffer_bytes) + _gathered(inputs, profile, here)
@@ -81,27 +81,27 @@ def activations(inputs: Inputs, profile: Profile) -> Activations:
     """What one layer keeps."""
     tokens = inputs.micro_batch * inputs.sequence_length / inputs.cp
     hidden, tp = inputs.hidden, inputs.tp
-    whole = np.where(inputs.sequence > 0, tp, 1.0)
+    sequence_ranks = np.where(inputs.sequence > 0, tp, 1.0)
     wide = np.where(inputs.wide, 2.0, 1.0)
     active = np.where(inputs.experts > 0, inputs.active_experts, 1.0)
-    between = profile.norm_bytes * hidden / whole
+    between = profile.norm_bytes * hidden / sequence_ranks
     # Queries, keys, values and the output of attention; in and out of the activation function (and its gate).
     attention = profile.attention_bytes * 2 * hidden * (1 + inputs.kv_heads / inputs.heads) / tp
     ffn = profile.ffn_bytes * (2 + profile.gate_kept * inputs.gated) * inputs.ffn * active / tp
-    routed = np.where(inputs.experts > 0, 4 * active * hidden / whole, 0.0)
+    routed = np.where(inputs.experts > 0, 4 * active * hidden / sequence_ranks, 0.0)
     regathered = profile.regathered_bytes * hidden * kept_gathers(inputs, profile)
     # Without fusion: softmax, its dropout (16 bits each) and the mask (Korthikanti et al. 2022).
     scores = np.where(np.asarray(profile.flash) > 0, 0.0, 5 * inputs.heads * inputs.sequence_length / tp)
     all_bytes = tokens * wide * (between + attention + ffn + routed + regathered)
     scores_bytes = tokens * wide * scores
-    border_bytes = tokens * wide * 2 * hidden / whole
+    border_bytes = tokens * wide * 2 * hidden / sequence_ranks
     full, some = inputs.recompute == FULL, inputs.recompute == SELECTIVE
     kept = np.where(full, border_bytes, np.where(some, profile.selective_kept * all_bytes, all_bytes + scores_bytes))
     working = np.where(full | some, all_bytes + scores_bytes - np.where(full, 0.0, kept), 0.0)
     # Inputs of the four products and gradients of their outputs: 32 s b h in a plain layer (Qi et al. 2024, table 1).
-    inputs_of = 2 * hidden / whole + (hidden + inputs.ffn * active) / tp
+    inputs_of = 2 * hidden / sequence_ranks + (hidden + inputs.ffn * active) / tp
     kv_width = inputs.kv_heads * hidden / inputs.heads
-    outputs_of = 2 * hidden / whole + (hidden + 2 * kv_width + inputs.ffn * active * (1 + inputs.gated)) / tp
+    outputs_of = 2 * hidden / sequence_ranks + (hidden + 2 * kv_width + inputs.ffn * active * (1 + inputs.gated)) / tp
     # Sequence parallelism gathers the input of the product in work, and the gradient of its output.
     working = working + np.where((inputs.sequence > 0) & (tp > 1), tokens * wide * 4 * hidden, 0.0)
     return Activations(
@@ -116,23 +116,23 @@ def _states(
     replicas = inputs.dp * inputs.cp
     dense = layers * here.layer_dense + tables * here.embedding
     experts = layers * here.layer_experts
-    whole = dense + experts
+    full = dense + experts
     shared = dense / replicas + experts / np.maximum(1.0, replicas / inputs.ep)
     zero = inputs.zero
-    # Under a pipeline gradients are reduced once a step, so they are whole until then; stage 3 keeps whole parameters
+    # Under a pipeline gradients are reduced once a step, so they are full until then; stage 3 keeps full parameters
     # as well, and its shards.
     once = (inputs.pp > 1) & (replicas > 1)
     resident = (zero >= 3) & once
     return {
-        "parameters": np.where((zero >= 3) & ~resident, 0.0, profile.parameter_bytes * whole),
-        "gradients": profile.gradient_held_bytes * np.where((zero >= 2) & ~((zero == 2) & once), shared, whole)
-        + np.where(resident, profile.gradient_held_bytes * whole, 0.0),
-        "optimizer": profile.state_bytes * np.where(zero >= 1, shared, whole),
+        "parameters": np.where((zero >= 3) & ~resident, 0.0, profile.parameter_bytes * full),
+        "gradients": profile.gradient_held_bytes * np.where((zero >= 2) & ~((zero == 2) & once), shared, full)
+        + np.where(resident, profile.gradient_held_bytes * full, 0.0),
+        "optimizer": profile.state_bytes * np.where(zero >= 1, shared, full),
     }
 
 
 def _gathered(inputs: Inputs, profile: Profile, here: Weights) -> Column:
-    """Layers that stage 3 has made whole, and the largest table while it is in use."""
+    """Layers that stage 3 has gathered, and the largest table while it is in use."""
     layer = here.layer_dense + here.layer_experts
     always = (inputs.zero >= 3) & (inputs.pp == 1) & (inputs.dp * inputs.cp > 1)
     staying = 2 * np.minimum(profile.live_parameters, inputs.layers * layer + here.embedding)

@@ -42,9 +42,9 @@ class Prices:
         raise AttributeError(name)
 
 
-def price(inputs: Inputs, profile: Profile = GOOD, *, physics: Physics = PHYSICS, play: bool = True) -> Prices:
-    """Prices of all rows, under one profile or (`gathered`) one for each; `play` as in `step_split_s`."""
-    split = step_split_s(inputs, profile, physics=physics, play=play)
+def price(inputs: Inputs, profile: Profile = GOOD, *, physics: Physics = PHYSICS, simulate: bool = True) -> Prices:
+    """Estimates of all rows, under one profile or (`gathered`) one for each; `simulate` as in `step_split_s`."""
+    split = step_split_s(inputs, profile, physics=physics, simulate=simulate)
     held = memory(inputs, profile, held=stages(inputs, profile))
     return Prices(
         step_s=sum(split.values(), np.zeros(1)), split_s=split, memory=held, fits=held.total_bytes <= held.limit_bytes
@@ -52,11 +52,11 @@ def price(inputs: Inputs, profile: Profile = GOOD, *, physics: Physics = PHYSICS
 
 
 def step_split_s(
-    inputs: Inputs, profile: Profile = GOOD, *, physics: Physics = PHYSICS, play: bool = True
+    inputs: Inputs, profile: Profile = GOOD, *, physics: Physics = PHYSICS, simulate: bool = True
 ) -> dict[str, Column]:
     """The time of a step of every row, by cause.
 
-    Pipelines are simulated; `play` False takes what even stages would give instead, for more rows than can be.
+    Pipelines are simulated; `simulate` False takes what even stages would give instead, for more rows than can be.
     """
     layer = layer_time(inputs, profile, physics)
     head_forward, head_backward = head_time(inputs, profile, physics)
@@ -87,8 +87,8 @@ def step_split_s(
         backward_s=layers_there * layer.backward.total_s,
         weight_s=layers_there * layer.weight_s,
     )
-    if play:
-        # The simulated span replaces the guess; messages that hide behind other waiting are not told apart from it.
+    if simulate:
+        # The simulated span replaces the guess; messages that hide behind other waiting are not distinguished from it.
         heads = (head_forward, head_backward)
         parts = pass_parts(inputs, profile, layer=layer, heads=heads, sharded=sharded, message_s=message_s)
         waits_s = step_spans_s(inputs, parts) - micro * slowest_s

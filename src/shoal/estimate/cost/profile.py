@@ -1,4 +1,4 @@
-"""`Profile`: the habits of a framework and of the cluster it ran on, as data, apart from the physics.
+"""`Profile`: the constants of a framework and of the cluster it ran on, as data, separate from the physics.
 
 How long the host takes for a layer, what overlaps, which precision travels, what is recomputed under the name
 "selective". A profile may be learned from some tens of one's own steps (`learn.py`). Fields hold a number, or a column
@@ -19,7 +19,7 @@ Number = Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
-    """A good framework, unless told otherwise."""
+    """A framework profile; the defaults are those of a good framework."""
 
     name: str = "good"
     # The host.
@@ -40,7 +40,7 @@ class Profile:
     """Speed of the fused kernel on devices since Hopper, against its part of the peak on A100 (0.58: FlashAttention 2).
     """
     elementwise: Number = 1.0
-    """Bytes of memory-bound operations: below 1 where a compiler fuses them, above where nobody does."""
+    """Bytes of memory-bound operations: below 1 where a compiler fuses them, above 1 where nothing does."""
     # Recomputation.
     selective_gemm: Number = 0.0
     """What "selective" repeats of the matrix products, of attention, and of the rest."""
@@ -85,7 +85,7 @@ class Profile:
     """
     # Pipelines.
     by_cost: Number = 0.0
-    """1: layers are dealt to stages by estimated cost, the head counted; 0: evenly."""
+    """1: layers are assigned to stages by estimated cost, the head counted; 0: evenly."""
     split_ahead: Number = 1.0
     """zero-bubble with one chunk: micro-batches a rank may hold, for each stage: 1 (zb-h1, zb-1p) or 2 (zb-h2, zb-2p).
     """
@@ -96,7 +96,7 @@ class Profile:
     gradient_held_bytes: Number = 4.0
     state_bytes: Number = 12.0
     step_bytes: Number = 0.0
-    """For each parameter that a rank updates: a copy of its gradient in 32 bits, after the activations are gone."""
+    """For each parameter that a rank updates: a copy of its gradient in 32 bits, after the activations are freed."""
     norm_bytes: Number = 8.0
     """Bytes kept for each number of a layer's width: inputs of two norms and what they give to products."""
     attention_bytes: Number = 2.0
@@ -132,11 +132,11 @@ class Profile:
     stall_reduce_s: Number = 0.0
     """Each byte of an all-reduce of gradients for each replica, where there is a crowd."""
     crowd_devices: Number = 1e9
-    """From so many devices on,"""
+    """Number of devices from which on there is a crowd: host stalls begin."""
     crowd_replicas: Number = 1e9
-    """or from so many replicas on half as many devices, if they shard;"""
+    """Number of sharded replicas from which on half of `crowd_devices` is a crowd."""
     crowd_tensor: Number = 1e9
-    """messages between stages also where tp has so many ranks."""
+    """Ranks of tp from which on messages between stages stall, crowd or not."""
 
 
 def gathered(profiles: Sequence[Profile], index: np.ndarray) -> Profile:

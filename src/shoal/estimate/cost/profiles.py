@@ -1,4 +1,4 @@
-"""Profiles of known frameworks, as data. Fitted where rows identify a habit, else known from the framework's own
+"""Profiles of known frameworks, as data. Fitted where rows identify a constant, else known from the framework's own
 documents.
 
 "fitted" names the rows: vTrain's (Megatron-DeepSpeed on A100), Megatron-LM's README, the papers of 2021 and 2022,
@@ -14,8 +14,8 @@ from shoal.estimate.cost import words
 from shoal.estimate.cost.profile import Profile
 
 GOOD = Profile()
-"""A framework with fused attention, overlapped gradients and a lean host path: what plans are priced with unless told,
-with a margin in memory. Rows of frameworks nobody has timed take `USUAL`.
+"""A framework with fused attention, overlapped gradients and a lean host path: the default of plans, with a
+margin in memory. Rows of frameworks without measured steps take `USUAL`.
 """
 
 MEGATRON_2021 = Profile(
@@ -49,7 +49,7 @@ FP32_ACCUMULATION = {
     "gradient_held_bytes": 6.0, "gradient_bytes": 4.0, "reduce_whole": 1.0, "step_bytes": 0.0,
     "data_hidden": 0.0, "shard_hidden": 0.0, "data_exposed": 1.0,
 }  # fmt: skip
-"""What bf16 changes in Megatron-DeepSpeed. Known: every gradient of 16 bits is added to a flat buffer in 32 bits, whole
+"""What bf16 changes in Megatron-DeepSpeed. Known: every gradient of 16 bits is added to a flat buffer in 32 bits, full
 on each rank (deepspeed/runtime/bf16_optimizer.py), which is all-reduced after the last pass, so nothing hides it
 (deepspeed/runtime/pipe/engine.py).
 """
@@ -57,7 +57,7 @@ NEMO = replace(
     MEGATRON, name="nemo",
     # Known from its recipes: gradients stay and travel in 16 bits, experts are folded over tp and tokens sent once to a
     # node (DeepEP and its like), attention is cuDNN's. That a kernel written for Hopper and Blackwell gets nearly as
-    # much of them as one for A100 gets of A100 is assumed: no row here tells.
+    # much of them as one for A100 gets of A100 is assumed: no row here shows it.
     gradient_held_bytes=2.0, expert_folded=1.0, flash_hopper=0.9, usable=0.98,
 )  # fmt: skip
 DEEPSPEED_2021 = Profile(
@@ -89,7 +89,7 @@ TORCHTITAN = Profile(
 NANOTRON = Profile(
     name="nanotron",
     gradient_bytes=4.0,  # Known: gradients are accumulated and reduced in 32 bits.
-    by_cost=1.0,  # Known: blocks are dealt to stages by their weights, the head counted.
+    by_cost=1.0,  # Known: blocks are assigned to stages by their weights, the head counted.
     shard_hidden=0.0,
     host_layer_s=0.00147, host_tensor_s=5.68e-06, host_pass_s=0.000729, elementwise=1.36, flash_hopper=0.518,
     data_hidden=0.401, data_exposed=0.146, buckets=0.366,
@@ -106,13 +106,13 @@ NANOTRON = Profile(
     overfull=3.63,
 )  # fmt: skip
 
-# Families of which no row was fitted, between the habits of those that were.
+# Families of which no row was fitted, between the profiles of those that were.
 # Counted for a loss that is not fused: logits in 16 and 32 bits, their softmax, a gradient of each less what is freed.
 USUAL = replace(
     GOOD, name="usual", elementwise=1.15, contention=0.4, flash_hopper=0.62, logit_bytes=12.0,
     usable=0.94,  # Between 0.88 and 0.97, which rows gave.
 )  # fmt: skip
-"""A competent framework nobody has timed: between Megatron's, MosaicML's and torchtitan's."""
+"""A competent framework without measured steps: between Megatron's, MosaicML's and torchtitan's."""
 EAGER = replace(
     USUAL, name="eager", elementwise=1.4, contention=0.5,
     # Known (transformers, modeling_llama.py): a norm keeps its input in 32 bits and its result before and after the
@@ -155,7 +155,7 @@ FAMILIES: tuple[tuple[str, Profile], ...] = (
     ("deepspeed|zero|ulysses", DEEPSPEED),
     ("fsdp|accelerate|hugging|axolotl|llama-?factory|trl|transformers|lightning|torchtune", EAGER),
 )
-"""Who a framework's habits are taken from, by what its name contains; the first counts."""
+"""The profile of a framework, by what its name contains; the first match counts."""
 NO_FLASH = ("V100", "T4")
 """Devices that fused attention was never written for."""
 OLD_HOSTS = 1.3
@@ -165,7 +165,7 @@ does less in a cycle. Assumed from that: no row here says how much a launch feel
 ONCE_AHEAD, TWICE_AHEAD = re.compile(r"(zb|bubble).*(1p|h1)\b"), re.compile(r"(zb|bubble).*(2p|h2)\b")
 """Zero-bubble schedules by name: which hold as many micro-batches as 1f1b, and which twice as many."""
 SPLIT_FORK = re.compile(r"zero-?bubble|zb")
-"""Megatron-LM's fork with these schedules lets them hold twice as many, unless told (examples/pretrain_zero_bubble.sh:
+"""Megatron-LM's fork with these schedules lets them hold twice as many by default (examples/pretrain_zero_bubble.sh:
 ZERO_BUBBLE_MEM_LIMIT is twice the stages).
 """
 

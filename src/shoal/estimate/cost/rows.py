@@ -1,6 +1,6 @@
 """Reads rows of measurements (a CSV as dictionaries) into `Inputs` and the profiles of their frameworks.
 
-What cannot be priced is named with its reason and set aside, never dropped in silence.
+What cannot be estimated is named with its reason and set aside, never dropped in silence.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _DEFAULTS = {
     "intra_gb_s": "", "inter_gb_s": "", "dp": "", "tp": "1", "pp": "1", "cp": "1", "ep": "1", "chunks": "1",
     "schedule": "", "zero": "0", "sequence": "0", "recompute": "none", "precision": "bf16", "overlap": "",
     "framework": "", "kind": "decoder",
-    # Blank in some tables, and of little weight: GPT-2's vocabulary in whole tiles; heads of 128 and one pass a step
+    # Blank in some tables, and of little weight: GPT-2's vocabulary in full tiles; heads of 128 and one pass a step
     # follow below.
     "vocab": "50304", "heads": "", "micro_batch": "1", "global_batch": "",
 }  # fmt: skip
@@ -49,7 +49,7 @@ class BadRows(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Read:
-    """Rows that can be priced, and those that cannot with the reason."""
+    """Rows that can be estimated, and those that cannot with the reason."""
 
     inputs: Inputs
     profiles: tuple[Profile, ...]
@@ -80,7 +80,7 @@ def read_rows(rows: Sequence[Row]) -> Read:
         priced.append(number)
         index.append(profiles.setdefault(profile, len(profiles)))
     if not parsed:
-        raise BadRows(f"no row can be priced; the first says: {refused[0][1]}")
+        raise BadRows(f"no row can be estimated; the first says: {refused[0][1]}")
     return Read(
         inputs=_columns(parsed), profiles=tuple(profiles), profile_index=np.array(index), priced=tuple(priced),
         refused=tuple(refused),
@@ -92,7 +92,7 @@ def inputs_from_rows(rows: Sequence[Row]) -> Inputs:
     read = read_rows(rows)
     if read.refused:
         number, reason = read.refused[0]
-        raise BadRows(f"row {number + 1} cannot be priced: {reason}")
+        raise BadRows(f"row {number + 1} cannot be estimated: {reason}")
     return read.inputs
 
 

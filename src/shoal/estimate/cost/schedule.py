@@ -28,34 +28,34 @@ class Stages:
     last: Column
 
 
-def dealt_by_cost(inputs: Inputs, profile: Profile) -> Column:
-    """What all stages share where they are dealt by cost, in layers: all of them and the head. 0 where dealt evenly."""
+def split_by_cost(inputs: Inputs, profile: Profile) -> Column:
+    """What stages share where layers are split by cost, in layers: all of them and the head. 0 where split evenly."""
     if not np.any(profile.by_cost):
         return np.zeros(1)
     head_width = inputs.hidden / inputs.heads
     block = 2 * inputs.hidden * (inputs.hidden + inputs.kv_heads * head_width) + (
         2 + inputs.gated
     ) * inputs.hidden * inputs.ffn * np.maximum(1.0, inputs.active_experts)
-    whole = inputs.layers + inputs.vocab * inputs.hidden / block
-    return np.where(np.asarray(profile.by_cost) > 0, whole, 0.0)
+    total = inputs.layers + inputs.vocab * inputs.hidden / block
+    return np.where(np.asarray(profile.by_cost) > 0, total, 0.0)
 
 
-def layers_of_stages(layers: Column, dealt: Column, num: int) -> Column:
+def layers_of_stages(layers: Column, cost_layers: Column, num: int) -> Column:
     """Layers of each of `num` stages: stages x rows.
 
-    Dealt out evenly, the first stages take what is left over. By cost (`dealt_by_cost`), a stage is closed once what
+    Split evenly, the first stages take what is left over. By cost (`split_by_cost`), a stage is closed once what
     came so far reaches its share, the head counted.
     """
     stage = np.arange(num)[:, None]
     even = np.floor(layers / num) + (stage < layers % num)
-    if not np.any(dealt):
+    if not np.any(cost_layers):
         return np.asarray(even)
-    ends = np.where(stage < num - 1, _closed(layers, dealt / num, stage), layers)
-    return np.where(np.asarray(dealt) > 0, np.diff(ends, axis=0, prepend=0.0), even)
+    ends = np.where(stage < num - 1, _closed(layers, cost_layers / num, stage), layers)
+    return np.where(np.asarray(cost_layers) > 0, np.diff(ends, axis=0, prepend=0.0), even)
 
 
 def _closed(layers: Column, share: Column, stage: Column | int) -> Column:
-    """Layers on a stage and those before it, dealt by cost."""
+    """Layers on a stage and those before it, split by cost."""
     return np.minimum(layers, np.ceil((stage + 1) * share * (1 - 1e-12)))
 
 
@@ -73,30 +73,30 @@ def stages(inputs: Inputs, profile: Profile) -> Stages:
     even_most = np.where(turned, even + (left_over > 1) + (left_over > inputs.pp), even_most)
     even_last = np.where(turned, even_first, even_last)
     first, most, last = even_first, even_most, even_last
-    dealt = dealt_by_cost(inputs, profile)
-    if dealt.any():
+    cost_layers = split_by_cost(inputs, profile)
+    if cost_layers.any():
         first, most, last = (
-            np.where(dealt > 0, of_cost, even)
-            for of_cost, even in zip(_by_cost(inputs, dealt), (even_first, even_most, even_last), strict=True)
+            np.where(cost_layers > 0, of_cost, even)
+            for of_cost, even in zip(_by_cost(inputs, cost_layers), (even_first, even_most, even_last), strict=True)
         )
-    whole = inputs.layers
+    every = inputs.layers
     return Stages(
-        first=np.where(single > 0, whole, first), most=np.where(single > 0, whole, most),
-        last=np.where(single > 0, whole, last),
+        first=np.where(single > 0, every, first), most=np.where(single > 0, every, most),
+        last=np.where(single > 0, every, last),
     )  # fmt: skip
 
 
-def _by_cost(inputs: Inputs, dealt: Column) -> tuple[Column, Column, Column]:
+def _by_cost(inputs: Inputs, cost_layers: Column) -> tuple[Column, Column, Column]:
     """Layers of the first rank, of the fullest without the head, and of the one that has the head."""
     layers, num, turned = inputs.layers, inputs.pp * inputs.chunks, turns(inputs)
     home = np.where(turned, 0, inputs.pp - 1)
-    first = most = last = 0.0 * (layers + dealt + num)
+    first = most = last = 0.0 * (layers + cost_layers + num)
     for rank in range(int(np.max(inputs.pp))):
         held: Column = 0.0 * first
         for chunk in range(int(np.max(inputs.chunks))):
             stage = np.where(turned & (chunk == 1), 2 * inputs.pp - 1 - rank, chunk * inputs.pp + rank)
-            end = np.where(stage < num - 1, _closed(layers, dealt / num, stage), layers)
-            held = held + (chunk < inputs.chunks) * (end - _closed(layers, dealt / num, stage - 1))
+            end = np.where(stage < num - 1, _closed(layers, cost_layers / num, stage), layers)
+            held = held + (chunk < inputs.chunks) * (end - _closed(layers, cost_layers / num, stage - 1))
         first = held if rank == 0 else first
         most = np.where((rank < inputs.pp) & (rank != home), np.maximum(most, held), most)
         last = np.where(rank == home, held, last)
@@ -109,7 +109,7 @@ def turns(inputs: Inputs) -> Column:
 
 
 def in_flight(inputs: Inputs, profile: Profile, position: Column) -> Column:
-    """Micro-batches whose activations the stage at `position` (0: first) keeps at the most, in whole stages."""
+    """Micro-batches whose activations the stage at `position` (0: first) keeps at the most, in full stages."""
     micro, pp, chunks = inputs.micro_batches, inputs.pp, inputs.chunks
     kept = np.minimum(micro, pp - position)
     # Interleaved: 2 (pp - position - 1) + (chunks - 1) pp + 1 passes of a chunk each (Narayanan et al. 2021).
@@ -153,7 +153,7 @@ def bubble_s(inputs: Inputs, *, others_s: Column, forward_s: Column, backward_s:
     """
     usual = others_s / inputs.chunks
     pp = inputs.pp
-    # Stages beside the slowest are as long as `others_s` says: their passes make the bubble.
+    # Stages other than the slowest are as long as `others_s` says: their passes make the bubble.
     shorter = others_s / np.maximum(1e-30, np.maximum(1.0, pp - 1) * (forward_s + backward_s))
     split = shorter * _split_bubble_s(inputs, forward_s=forward_s, input_s=backward_s - weight_s, weight_s=weight_s)
     found = np.where(inputs.schedule == ZERO_BUBBLE, np.minimum(others_s, split), usual)
@@ -161,7 +161,7 @@ def bubble_s(inputs: Inputs, *, others_s: Column, forward_s: Column, backward_s:
 
 
 def _split_bubble_s(inputs: Inputs, *, forward_s: Column, input_s: Column, weight_s: Column) -> Column:
-    """Zero-bubble with even stages of F, B (the input's part) and W, as playing its order gives it.
+    """Zero-bubble with even stages of F, B (the input's part) and W, as simulating its order gives it.
 
     One chunk: (n - 1) max(F + B - W, F, B); with m < n micro-batches (n - 1)(F + B) - (m - 1) W. Two chunks: the V
     order (m >= 2n - 1) has (n - 1) max(F, B) / 2, the greedy one before it (n - 1) max(B - W / 2, F / 2, B / 2), and
@@ -179,7 +179,7 @@ def _split_bubble_s(inputs: Inputs, *, forward_s: Column, input_s: Column, weigh
 
 
 def messages(inputs: Inputs, *, inside: Column) -> Column:
-    """Messages that a step waits for, as playing the schedules gives them; `inside`: the slowest has two neighbours.
+    """Messages that a step waits for, as simulating the schedules gives them; `inside`: the slowest has two neighbours.
 
     The first micro-batch's way through all ranks and back, then the slowest rank's own. Taking turns hides those of two
     passes, a split backward that of one. Interleaved, the end of a chunk is the start of the next: 2 v - 1 each way.

@@ -12,17 +12,17 @@ import numpy as np
 from shoal.estimate.cost.data import Sharded
 from shoal.estimate.cost.inputs import SCHEDULES, Column, Inputs
 from shoal.estimate.cost.profile import Profile
-from shoal.estimate.cost.schedule import GPIPE, INTERLEAVED, NO_PIPELINE, PIPEDREAM, dealt_by_cost, layers_of_stages
+from shoal.estimate.cost.schedule import GPIPE, INTERLEAVED, NO_PIPELINE, PIPEDREAM, layers_of_stages, split_by_cost
 from shoal.estimate.cost.time import LayerPass, LayerTime
 from shoal.estimate.pipeline.spans import Pipelines, num_passes, spans_s
 from shoal.strategy.schedule import stage_rank
 
 ONE_AHEAD = SCHEDULES.index("1f1b")
 MOST_PASSES = 1_500
-"""Longer steps are played for fewer micro-batches, and the rest is added at their pace."""
+"""Longer steps are simulated for fewer micro-batches, and the rest is added at their pace."""
 
 PACED = (4, 5)
-"""Micro-batches for each rank that tell the pace."""
+"""Micro-batches for each rank from which the pace is taken."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,8 +30,8 @@ class Passes:
     """One micro-batch, in parts from which the passes of any stage are put together."""
 
     layers: Column
-    dealt: Column
-    """See `dealt_by_cost`."""
+    cost_layers: Column
+    """See `split_by_cost`."""
     forward_s: Column
     """Of one layer."""
     backward_s: Column
@@ -51,7 +51,7 @@ class Passes:
     def stages(self, schedule: str, *, ranks: int, chunks: int) -> tuple[Column, Column, Column]:
         """(forward, backward, its weight part) of every stage: stages x rows."""
         num = ranks * chunks
-        layers = layers_of_stages(self.layers, self.dealt, num)
+        layers = layers_of_stages(self.layers, self.cost_layers, num)
         homes = np.array([stage_rank(stage, ranks, chunks, schedule) for stage in range(num)])
         host_s = (homes != homes[-1])[:, None] * (self.host_s / chunks)
         forward, backward = layers * self.forward_s + host_s, layers * self.backward_s + host_s
@@ -67,7 +67,7 @@ def pass_parts(
     """The parts of every row."""
     # What stage 3 of ZeRO gathers comes twice on the way back.
     return Passes(
-        layers=inputs.layers, dealt=dealt_by_cost(inputs, profile),
+        layers=inputs.layers, cost_layers=split_by_cost(inputs, profile),
         forward_s=layer.forward.total_s + sharded.layer_s / 3,
         backward_s=layer.backward.total_s + sharded.layer_s * 2 / 3,
         weight_s=layer.weight_s,
@@ -140,6 +140,6 @@ def _busiest_s(of: Pipelines, micro: int) -> Column:
 
 
 def _micro(schedule: str, *, ranks: int, chunks: int, micro: int) -> tuple[int, ...]:
-    """The micro-batches to simulate: all of them, or two smaller numbers that tell the pace of a full pipeline."""
+    """The micro-batches to simulate: all of them, or two smaller numbers that show the pace of a full pipeline."""
     few = num_passes(schedule, ranks=ranks, chunks=chunks, micro=micro) <= MOST_PASSES
     return (micro,) if few or micro <= sum(PACED) * ranks else (PACED[0] * ranks, PACED[1] * ranks)

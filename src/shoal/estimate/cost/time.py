@@ -63,11 +63,11 @@ def layer_time(inputs: Inputs, profile: Profile, physics: Physics) -> LayerTime:
         np.sum(np.broadcast_arrays(*each), axis=0) for each in zip(*products, strict=True)
     )
     element_bytes = np.where(inputs.wide, 4.0, 2.0)
-    whole = np.where(inputs.sequence > 0, tp, 1.0)
+    sequence_ranks = np.where(inputs.sequence > 0, tp, 1.0)
     passed = (
-        10 * hidden / whole
+        10 * hidden / sequence_ranks
         + (inputs.ffn * active * (2 + 2 * inputs.gated) + 2 * (hidden + 2 * kv_width) + 2 * hidden) / tp
-        + np.where(sparse, 6 * active * hidden / whole, 0.0)
+        + np.where(sparse, 6 * active * hidden / sequence_ranks, 0.0)
     )
     rest_bytes = physics.elementwise * profile.elementwise * element_bytes * tokens * passed
     rest_forward, rest_backward = streamed_s(inputs, physics, rest_bytes), streamed_s(inputs, physics, 2 * rest_bytes)
@@ -196,11 +196,11 @@ def _tensor_s(inputs: Inputs, profile: Profile, physics: Physics, payload: Colum
     # Overlap with products is made of direct copies between devices of one node, and of halves of all-reduces.
     direct = (inputs.tp * inputs.tp_stride <= inputs.level_ranks[0]) & (inputs.sequence > 0)
     shown = 1 - np.where(direct, profile.tensor_hidden, 0.0)
-    whole = 2 * links.ring_s(payload, rounds=2.0)
+    reduce_s = 2 * links.ring_s(payload, rounds=2.0)
     half = links.ring_s(payload)
     cut = inputs.sequence > 0
-    return np.where(cut, 4 * half, whole) * shown, np.where(
-        cut, (6 - 2 * kept_gathers(inputs, profile)) * half, whole
+    return np.where(cut, 4 * half, reduce_s) * shown, np.where(
+        cut, (6 - 2 * kept_gathers(inputs, profile)) * half, reduce_s
     ) * shown
 
 

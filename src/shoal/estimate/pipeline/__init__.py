@@ -1,1 +1,1 @@
-"""How long a pipeline takes: as events that can be drawn (`play.py`), and for many pipelines at once (`spans.py`)."""
+"""How long a pipeline takes: as events that can be drawn (`simulate.py`), and for many at once (`spans.py`)."""

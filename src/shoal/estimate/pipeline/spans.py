@@ -3,7 +3,7 @@
 The order of passes does not depend on what they take, so each schedule is laid out once, in waves: a pass comes at
 least one wave after the two it waits for (the one before it on its rank, and the one whose message it needs). All
 pipelines, of whatever schedules, then walk through their waves together. A message keeps both ends busy, as in
-`play.py`, which is the oracle of this in tests.
+`simulate.py`, which is the oracle of this in tests.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def _lanes(schedule: str, ranks: int, chunks: int, micro: int) -> tuple[Places, 
         held = [rank_stages(rank, ranks, chunks, schedule) for rank in range(ranks)]
         orders = zero_bubble(held=held, micro=micro)
         rank = np.repeat(np.arange(ranks), [len(order) for order in orders])
-        told = np.array([(KINDS[kind], stage, number) for order in orders for kind, stage, number in order])
-        return rank, told[:, 0], told[:, 1], told[:, 2]
+        passes = np.array([(KINDS[kind], stage, number) for order in orders for kind, stage, number in order])
+        return rank, passes[:, 0], passes[:, 1], passes[:, 2]
     rank, turn = (each.reshape(-1) for each in np.indices((ranks, micro * chunks)))
     if schedule == "zero-bubble":
         # In slots of F, B and W: forwards are ahead by the ranks that follow, weight gradients late by those before.

@@ -1,6 +1,6 @@
 """What the events of one step take: passes through each stage, messages between stages, and what follows the passes.
 
-The seconds are those of the cost model, stage by stage instead of for the slowest one; the play finds out who waits.
+The seconds are those of the cost model, stage by stage instead of for the slowest one; the simulation finds idle time.
 """
 
 from __future__ import annotations
@@ -62,33 +62,33 @@ def step_costs(
     local_steps: int = 0, devices: int | None = None,
 ) -> StepCosts:  # fmt: skip
     """The costs of one row. `outer` groups of replicas lie outside it, which add `outer_s` to a step; with
-    `local_steps` they are islands that are averaged after so many."""
+    `local_steps` they are islands that are averaged after that many steps."""
     if len(inputs) != 1:
-        raise ValueError(f"a step of one strategy is played at a time; {len(inputs)} rows were given")
+        raise ValueError(f"one strategy is simulated at a time; {len(inputs)} rows were given")
     layer = layer_time(inputs, profile, physics)
     heads = head_time(inputs, profile, physics)
     held = stages(inputs, profile)
     sharded = data_time(inputs, profile, physics, layer=layer, held=held)
-    ranks, chunks, micro = (_whole(each) for each in (inputs.pp, inputs.chunks, inputs.micro_batches))
+    ranks, chunks, micro = (_integer(each) for each in (inputs.pp, inputs.chunks, inputs.micro_batches))
     alone = ranks == 1
     term = pp(
-        ranks, "1f1b" if alone else SCHEDULES[_whole(inputs.schedule)], micro=micro, chunks=1 if alone else chunks
+        ranks, "1f1b" if alone else SCHEDULES[_integer(inputs.schedule)], micro=micro, chunks=1 if alone else chunks
     )
     message_s = np.where(inputs.pp > 1, message_time(inputs, profile, physics), 0.0)
     parts = pass_parts(inputs, profile, layer=layer, heads=heads, sharded=sharded, message_s=message_s)
     forward, backward, weight = parts.stages(term.schedule, ranks=term.n, chunks=term.chunks)
     total = inputs.devices * outer if devices is None else np.asarray(float(devices))
     nodes = np.maximum(1.0, total / np.minimum(inputs.level_ranks[0], total))
-    members = _whole(inputs.tp * inputs.cp * inputs.ep)
+    members = _integer(inputs.tp * inputs.cp * inputs.ep)
     return StepCosts(
         term=term, forward_s=_tuple(forward), backward_s=_tuple(backward), weight_s=_tuple(weight),
         message_s=_one(message_s),
         data_s=_one(sharded.step_s) + (0.0 if local_steps else outer_s), optimizer_s=_one(sharded.optimizer_s),
         fixed_s=physics.fixed_s,
         waits=_one(physics.jitter * np.log2(nodes) + overfull(inputs, profile, held) - 1),
-        replicas=_whole(inputs.dp / inputs.ep) * outer, islands=outer if local_steps else 1,
+        replicas=_integer(inputs.dp / inputs.ep) * outer, islands=outer if local_steps else 1,
         period=max(1, local_steps), average_s=local_steps * outer_s, members=members,
-        node=_whole(inputs.level_ranks[0]),
+        node=_integer(inputs.level_ranks[0]),
     )  # fmt: skip
 
 
@@ -100,5 +100,5 @@ def _one(column: Column | float) -> float:
     return float(np.asarray(column).reshape(-1)[0])
 
 
-def _whole(column: Column | float) -> int:
+def _integer(column: Column | float) -> int:
     return round(_one(column))

@@ -25,7 +25,7 @@ class Goodput:
     """Of a run with failures."""
 
     mtbf_s: float
-    """Mean time between failures of the whole job."""
+    """Mean time between failures of the full job."""
     checkpoint_s: float
     restart_s: float
     interval_s: float

@@ -1,4 +1,4 @@
-"""A played step as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing: a process a class, a thread a rank."""
+"""A simulated step as a trace for ui.perfetto.dev or chrome://tracing: a process per class, a thread per rank."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from shoal.estimate.simulate.play import Step
+from shoal.estimate.simulate.step import Step
 
 NAMES = {"F": "forward", "BW": "backward", "B": "backward, inputs", "W": "backward, weights"}
 MOST_CLASSES = 8
-"""Replicas are told one by one up to so many; the slowest are kept."""
+"""Classes of replicas drawn at most, the slowest."""
 
 
 def perfetto(steps: Sequence[Step]) -> str:
@@ -31,11 +31,11 @@ def _names(step: Step, which: int) -> list[dict[str, Any]]:
     alike = int(step.counts[which])
     size = step.costs.members * step.costs.term.n
     title = f"class {which}: {alike:,} replica{'s' if alike > 1 else ''} of {size} ranks"
-    told: list[dict[str, Any]] = [{"ph": "M", "pid": which, "name": "process_name", "args": {"name": title}}]
+    rows: list[dict[str, Any]] = [{"ph": "M", "pid": which, "name": "process_name", "args": {"name": title}}]
     for rank in range(step.costs.term.n):
         name = {"name": f"stage rank {rank}"}
-        told.append({"ph": "M", "pid": which, "tid": rank, "name": "thread_name", "args": name})
-    return told
+        rows.append({"ph": "M", "pid": which, "tid": rank, "name": "thread_name", "args": name})
+    return rows
 
 
 def _passes(step: Step, which: int, *, begin_s: float) -> list[dict[str, Any]]:

@@ -48,7 +48,7 @@ class Operation:
         return replace(self, rows=self.rows * ratio, elements=self.elements * ratio)
 
     def cut(self, ranks: int, *, along: str) -> Operation:
-        """One rank's part, where one of its sides (or all its elements) is dealt out."""
+        """One rank's part, where one of its sides (or all its elements) is split."""
         if self.kind not in PRODUCTS:
             return replace(self, elements=self.elements / ranks)
         if self.kind == "attention" or (self.count > 1 and along != "rows"):
@@ -76,10 +76,10 @@ class Operation:
             if self.kind == "attention" or not self.weight_gradient:
                 return both, 0.0
             return (both / 2, both / 2) if self.input_gradient else (0.0, both / 2)
-        whole = machine.passes[self.kind][1].at(self.elements)
+        total_s = machine.passes[self.kind][1].at(self.elements)
         if self.kind == "embedding":
-            return 0.0, whole
-        return (whole, 0.0) if self.input_gradient else (0.0, 0.0)
+            return 0.0, total_s
+        return (total_s, 0.0) if self.input_gradient else (0.0, 0.0)
 
 
 def operations(network: Network) -> tuple[Operation, ...]:
@@ -97,9 +97,9 @@ def _operation(operator: Operator, name: str, piece: str) -> Operation:
     sides = operator.sides
     if isinstance(operator, AttentionProduct):
         # Timed under a causal mask, which leaves half of the scores.
-        whole = 1.0 if operator.causal else 2.0
+        full = 1.0 if operator.causal else 2.0
         return Operation(
-            kind="attention", name=name, piece=piece, count=whole * operator.samples * operator.heads,
+            kind="attention", name=name, piece=piece, count=full * operator.samples * operator.heads,
             rows=operator.queries, columns=operator.keys, inner=operator.head_dim,
         )  # fmt: skip
     if sides is not None:
@@ -122,7 +122,7 @@ def _pass(operator: Operator) -> str:
         case BatchNorm():
             return "batch norm"
         case Pooling():
-            # A window that is the whole image is a mean, which streams.
+            # A window that is the full image is a mean, which streams.
             return "relu" if operator.kernel == operator.image else "pooling"
         case Softmax() | Loss():
             return "loss"

@@ -16,7 +16,7 @@ from shoal.comm.compress.traffic import pays
 from shoal.estimate.codecs import codec_s, named
 from shoal.estimate.estimate import Estimate
 from shoal.estimate.held import Held
-from shoal.estimate.pipeline.play import most_kept
+from shoal.estimate.pipeline.simulate import most_kept
 from shoal.estimate.pipeline.spans import Numbers, Pipelines, spans_s
 from shoal.estimate.step_calls import StepCalls, step_calls
 from shoal.estimate.steps.machine import Machine
@@ -66,11 +66,11 @@ def price_step(model: JobModel, strategy: Strategy, machine: Machine) -> Estimat
     by_piece = _passes(model, strategy, machine, samples, ranks)
     pipeline = strategy.term(pp)
     split = dict.fromkeys(("compute", "messages", "data", "averaging", "codec", "bubble", "optimizer", "engine"), 0.0)
-    whole = sum(by_piece.values(), StagePass())
-    kept_bytes = whole.kept_bytes
+    total = sum(by_piece.values(), StagePass())
+    kept_bytes = total.kept_bytes
     if pipeline is None:
-        split["compute"] = micro * (whole.forward_s + whole.backward_s)
-        split["messages"] = micro * whole.sent_s
+        split["compute"] = micro * (total.forward_s + total.backward_s)
+        split["messages"] = micro * total.sent_s
     else:
         kept_bytes = _pipelined(split, model, pipeline, machine, by_piece, ranks[0])
     held = max(_held_bytes(each.held) for each in ranks)
@@ -150,7 +150,7 @@ def _passes(
 
 def _repeated(model: JobModel, again: recompute | None, local: Sequence[Operation]) -> set[int]:
     """Operations of blocks that backward computes a second time: all but products (selective), or all up to the last
-    value that backward asks for. What ends a block, a product and a sum, is asked for by nobody inside it."""
+    value that backward asks for. What ends a block, a product and a sum, is read by nothing inside it."""
     if again is None:
         return set()
     if again.kind == "selective":
@@ -181,8 +181,8 @@ def _local(model: JobModel, strategy: Strategy) -> Iterator[Operation]:
 
 
 def _in_tensor(model: JobModel, tensor: tp) -> Iterator[Operation]:
-    """Products by their cut sides; what lies between columns and rows by its elements. The rest every rank computes
-    whole, unless the sequence is cut between regions."""
+    """Products by their cut sides; what lies between columns and rows by its elements. Every rank computes all of the
+    rest, unless the sequence is cut between regions."""
     inside = False
     for operation in model.operations:
         side = model.tensor_cut.get(operation.name)

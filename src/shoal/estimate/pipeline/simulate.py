@@ -1,9 +1,9 @@
-"""The event simulation of a pipeline: when each action starts and stops, who idles, what is kept in memory.
+"""The event simulation of a pipeline: when each action starts and stops, which rank idles, what is kept in memory.
 
 A rank takes its actions in order and waits for what the next one needs (a blocking receive); what it has computed is
 on its way at once (an asynchronous send), and a message keeps both ends busy, as measured (docs/simulate.md). A
-schedule that plays to its end under these rules cannot deadlock in an executor that keeps them; one that does not is
-refused with the sentence that says who waits for whom.
+schedule that runs to its end under these rules cannot deadlock in an executor that keeps them; one that does not is
+refused with a sentence that names the ranks that wait for each other.
 
 Timelines and `shoal simulate` show it. Estimates need the end of the last action only, for many pipelines, and read
 `spans.py`, which tests hold to this.
@@ -27,7 +27,7 @@ Needed = tuple[str, int, int]
 
 
 class ScheduleDeadlock(ValueError):
-    """A schedule in which ranks wait for each other for ever."""
+    """A schedule in which ranks wait for each other permanently."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,7 @@ class Box:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Played:
+class PipelineTimeline:
     """One step of a pipeline, with its times."""
 
     schedule: str
@@ -89,7 +89,7 @@ class Played:
         return 1 - busy_s / (self.ranks * (drains_s - full_s))
 
 
-def play(
+def simulate_schedule(
     per_rank: Sequence[Sequence[Action]],
     *,
     ranks: int,
@@ -99,11 +99,11 @@ def play(
     backward_s: Cost = 2.0,
     weight_s: Cost | None = None,
     transfer_s: float = 0.0,
-) -> Played:
-    """The schedule's times, given the costs of a forward and of a whole backward through a stage, and of a message from
+) -> PipelineTimeline:
+    """The schedule's times, given the costs of a forward and of a full backward through a stage, and of a message from
     one rank to another.
 
-    `weight_s` is the part of `backward_s` that W takes where the backward is split, half of it unless told.
+    `weight_s` is the part of `backward_s` that W takes where the backward is split, half of it by default.
     """
     stages = ranks * chunks
     if len(per_rank) != ranks:
@@ -119,7 +119,7 @@ def play(
         raise ValueError(f"transfer_s is {transfer_s}; expected seconds, at least 0")
     costs = {
         "F": forward, "BW": backward, "W": weight,
-        "B": [whole - part for whole, part in zip(backward, weight, strict=True)],
+        "B": [full - part for full, part in zip(backward, weight, strict=True)],
     }  # fmt: skip
     homes = [stage_rank(stage, ranks, chunks, schedule) for stage in range(stages)]
     _refuse_misplaced(per_rank, homes)
@@ -131,13 +131,13 @@ def play(
 def laned(
     order: Sequence[tuple[int, Action]], starts_s: Sequence[float], stops_s: Sequence[float], *,
     ranks: int, chunks: int, schedule: str,
-) -> Played:  # fmt: skip
+) -> PipelineTimeline:  # fmt: skip
     """Actions with their times, rank by rank."""
     lanes: list[list[Box]] = [[] for _ in range(ranks)]
     for (rank, action), start_s, stop_s in zip(order, starts_s, stops_s, strict=True):
         lanes[rank].append(Box(action=action, start_s=start_s, stop_s=stop_s))
     makespan_s = max(stops_s, default=0.0)
-    return Played(
+    return PipelineTimeline(
         schedule=schedule, ranks=ranks, chunks=chunks, lanes=tuple(tuple(lane) for lane in lanes),
         makespan_s=makespan_s,
         idle_s=tuple(makespan_s - sum(box.stop_s - box.start_s for box in lane) for lane in lanes),
@@ -145,11 +145,11 @@ def laned(
     )  # fmt: skip
 
 
-def play_term(
+def simulate_term(
     term: pp, *, forward_s: Cost = 1.0, backward_s: Cost = 2.0, weight_s: Cost | None = None, transfer_s: float = 0.0
-) -> Played:
-    """`play` of a term's own schedule."""
-    return play(
+) -> PipelineTimeline:
+    """`simulate_schedule` of a term's own schedule."""
+    return simulate_schedule(
         actions(term), ranks=term.n, chunks=term.chunks, schedule=term.schedule,
         forward_s=forward_s, backward_s=backward_s, weight_s=weight_s, transfer_s=transfer_s,
     )  # fmt: skip
@@ -277,14 +277,14 @@ def _needs(action: Action, stages: int) -> tuple[Needed, ...]:
 def _who_waits(
     waiting: dict[int, Needed], per_rank: Sequence[Sequence[Action]], done: Sequence[int], homes: Sequence[int]
 ) -> str:
-    told = []
+    waits = []
     for rank, (kind, stage, micro) in sorted(waiting.items()):
         later = per_rank[homes[stage]][done[homes[stage]] :]
         comes = any(a.kind[0] == kind and (a.stage, a.micro) == (stage, micro) for a in later)
-        why = f"which rank {homes[stage]} has further down" if comes else "which nobody computes"
-        told.append(f"rank {rank} cannot start {per_rank[rank][done[rank]]}: it waits for {kind}(stage {stage}, "
+        why = f"which rank {homes[stage]} has further down" if comes else "which no rank computes"
+        waits.append(f"rank {rank} cannot start {per_rank[rank][done[rank]]}: it waits for {kind}(stage {stage}, "
                     f"micro-batch {micro}), {why}")  # fmt: skip
-    return "the schedule deadlocks: " + "; ".join(told)
+    return "the schedule deadlocks: " + "; ".join(waits)
 
 
 def most_kept(order: Sequence[Action]) -> int:

@@ -1,4 +1,4 @@
-"""What a plan shows of pipelines is what playing them gives."""
+"""What a plan shows of pipelines is what simulating them gives."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shoal.cluster import cluster
-from shoal.estimate.simulate import play_step
+from shoal.estimate.simulate import simulate_step
 from shoal.planning.price import step_costs_of
 from shoal.planning.rank import SHOWN, families, make_plan, pareto, question_for
 from shoal.shapes.presets import preset
@@ -23,7 +23,7 @@ def test_all_rows_that_are_shown_have_the_time_of_the_play(name: str, where: str
     assert shown
     for row in shown:
         one = rows.rows(np.array([row]))
-        step_s = play_step(step_costs_of(one, shape=shape, cluster=place)).step_s
+        step_s = simulate_step(step_costs_of(one, shape=shape, cluster=place)).step_s
         assert plan.priced.step_s[row] == pytest.approx(step_s, rel=0.01), str(plan.strategy(row))
     parts = sum(plan.priced.split_s.values())
     assert np.allclose(parts[plan.ranked], plan.priced.step_s[plan.ranked])

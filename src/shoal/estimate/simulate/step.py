@@ -1,7 +1,7 @@
 """The event simulation of a step: who computes what when, for all classes of replicas at once.
 
 The order in which ranks act is the schedule's, and does not depend on how long anything takes; so one walk along it
-(`pipeline/play.clock`) finds the times of every class, as arrays.
+(`pipeline/simulate.clock`) finds the times of every class, as arrays.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.estimate.pipeline.play import Played, causal_order, clock, laned
+from shoal.estimate.pipeline.simulate import PipelineTimeline, causal_order, clock, laned
 from shoal.estimate.simulate.costs import StepCosts
 from shoal.estimate.simulate.disturb import CALM, Disturbance, Factors, factors
 from shoal.strategy.schedule import Action, actions, stage_rank
@@ -23,7 +23,7 @@ Times = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """One step played."""
+    """One simulated step."""
 
     costs: StepCosts
     counts: NDArray[np.int64]
@@ -51,8 +51,8 @@ class Step:
         span = float(self.passed_s.max())
         return float(1 - (busy.mean(axis=0) * self.counts).sum() / (span * self.counts.sum()))
 
-    def played(self, which: int = 0) -> Played:
-        """One class as the pictures of pipelines want it."""
+    def timeline(self, which: int = 0) -> PipelineTimeline:
+        """One class of replicas in the form that `pictures/timeline.py` draws."""
         term = self.costs.term
         starts_s, stops_s = self.starts_s[:, which].tolist(), self.stops_s[:, which].tolist()
         return laned(
@@ -60,12 +60,12 @@ class Step:
         )  # fmt: skip
 
 
-def play_step(costs: StepCosts, disturbance: Disturbance = CALM, *, step: int = 0) -> Step:
+def simulate_step(costs: StepCosts, disturbance: Disturbance = CALM, *, step: int = 0) -> Step:
     """One step; of islands, one between two averages."""
-    return _played(costs, factors(costs, disturbance, step=step), _order(costs.term))
+    return _simulated(costs, factors(costs, disturbance, step=step), _order(costs.term))
 
 
-def play_steps(costs: StepCosts, disturbance: Disturbance = CALM, *, steps: int) -> Iterator[Step]:
+def simulate_steps(costs: StepCosts, disturbance: Disturbance = CALM, *, steps: int) -> Iterator[Step]:
     """Several steps. All ranks of an island wait for all between them (gradients are clipped by their global norm);
     islands wait for each other when they are averaged."""
     order = _order(costs.term)
@@ -74,7 +74,7 @@ def play_steps(costs: StepCosts, disturbance: Disturbance = CALM, *, steps: int)
     for step in range(steps):
         if disturbance.noise or quiet is None:
             found = factors(costs, disturbance, step=step)
-            quiet, slower = _played(costs, found, order), float(found.data.max())
+            quiet, slower = _simulated(costs, found, order), float(found.data.max())
         before = clocks.max()
         clocks = clocks + quiet.island_s
         if (step + 1) % costs.period == 0:
@@ -90,11 +90,11 @@ def _homes(term: pp) -> list[int]:
     return [stage_rank(stage, term.n, term.chunks, term.schedule) for stage in range(term.n * term.chunks)]
 
 
-def _played(costs: StepCosts, slower: Factors, order: Sequence[tuple[int, Action]]) -> Step:
+def _simulated(costs: StepCosts, slower: Factors, order: Sequence[tuple[int, Action]]) -> Step:
     homes = _homes(costs.term)
     seconds = {
         "F": costs.forward_s, "BW": costs.backward_s, "W": costs.weight_s,
-        "B": [whole - part for whole, part in zip(costs.backward_s, costs.weight_s, strict=True)],
+        "B": [full - part for full, part in zip(costs.backward_s, costs.weight_s, strict=True)],
     }  # fmt: skip
     spans = {
         kind: [each * slower.compute[:, homes[stage]] for stage, each in enumerate(row)]

@@ -29,8 +29,8 @@ class NothingFits(ValueError):
     """No strategy fits; the text says by how much and what would."""
 
 
-def told_plan(plan: Plan, *, top: int, changes: Sequence[Change]) -> dict[str, Any]:
-    """All of it."""
+def plan_report(plan: Plan, *, top: int, changes: Sequence[Change]) -> dict[str, Any]:
+    """The plan as it is printed, written as JSON and drawn: rows, families, Pareto front, changes, assumptions."""
     question, priced = plan.question, plan.priced
     best_of = families(plan)
     front = pareto(plan)
@@ -73,17 +73,17 @@ def _spread(front: list[int]) -> list[int]:
 
 def _assumptions(plan: Plan) -> list[str]:
     question, target = plan.question, plan.question.target
-    limit, whole = plan.priced.limit_bytes, question.cluster.device.memory_bytes
+    limit, full = plan.priced.limit_bytes, question.cluster.device.memory_bytes
     steps = target.steps(question.global_batch)
     slower = ", ".join(
         f"{term} {target.slowdowns[type(term).__name__]:.3g}" for term in SEARCHED
     )  # fmt: skip
     known = {origin.removeprefix("compress ") for origin in target.origins}
     bounds = [str(term) for term in SEARCHED if not term.reaches_target and type(term).__name__ not in known]
-    told = [
+    lines = [
         f"errors: a measured step lies about {STEP_ERROR:.0%} from the predicted one, memory {MEMORY_ERROR:.0%}: "
         f"{ORIGIN}",
-        f"memory: at most {limit / GB:.1f} of {whole / GB:.1f} GB a device is planned for; the rest is the margin for "
+        f"memory: at most {limit / GB:.1f} of {full / GB:.1f} GB a device is planned for; the rest is the margin for "
         "the prediction's error",
         f"steps to target: {steps:,.0f} at this batch = {target.samples / target.noise_batch:,.0f} x (1 + "
         f"{target.noise_batch:,.0f} / {question.global_batch:,})",
@@ -95,15 +95,15 @@ def _assumptions(plan: Plan) -> list[str]:
     ]
     if question.local_steps:
         slowdown = local_slowdown(question.local_steps)
-        told.append(f"steps under {question.sync}, relative to dense: {slowdown:.3g} (assumed: Lin et "
+        lines.append(f"steps under {question.sync}, relative to dense: {slowdown:.3g} (assumed: Lin et "
                     "al. 2020, Douillard et al. 2023)")  # fmt: skip
     if question.device_watts is not None:
         whose = "the device's datasheet" if question.watts is None else "--watts"
-        told.append(f"energy: {question.device_watts:g} W a device ({whose}), at full power all the time; hosts, "
+        lines.append(f"energy: {question.device_watts:g} W a device ({whose}), at full power all the time; hosts, "
                     "network and cooling are not in it")  # fmt: skip
     if question.by == "cost" and not question.in_money:
-        told.append("cost: in device-hours; --price gives the price of a device for an hour")
-    return told
+        lines.append("cost: in device-hours; --price gives the price of a device for an hour")
+    return lines
 
 
 def _memory_of_state(plan: Plan) -> str:
@@ -137,8 +137,8 @@ def _row(plan: Plan, row: int) -> dict[str, Any]:
         return found
     step_s, time_s = float(priced.step_s[row]), plan.time_s(row)
     split = {name: float(column[row]) for name, column in priced.split_s.items()}
-    beside = {name: value for name, value in split.items() if name != "compute"}
-    largest = max(beside, key=lambda name: beside[name])
+    others = {name: value for name, value in split.items() if name != "compute"}
+    largest = max(others, key=lambda name: others[name])
     energy_kwh = plan.energy_kwh(row)
     return {
         **found,
@@ -149,7 +149,7 @@ def _row(plan: Plan, row: int) -> dict[str, Any]:
         "device_hours": plan.device_hours(row),
         "energy_kwh": energy_kwh, "energy": None if energy_kwh is None else energy(energy_kwh),
         "contract": str(contract(plan.strategy(row)).kind),
-        "why": f"{split['compute'] / step_s:.0%} compute, {largest} {beside[largest] / step_s:.0%}",
+        "why": f"{split['compute'] / step_s:.0%} compute, {largest} {others[largest] / step_s:.0%}",
         "unmeasured": _unmeasured(plan, row),
     }  # fmt: skip
 
@@ -180,7 +180,7 @@ def _unmeasured(plan: Plan, row: int) -> list[str]:
 
 
 def seconds(value: float) -> str:
-    """A time as people say it."""
+    """A time with its unit, three digits."""
     for limit, unit, name in ((0.1, 1e-3, "ms"), (120, 1, "s"), (7200, 60, "min"), (2 * 86400, 3600, "h")):
         if value < limit:
             return f"{_digits(value / unit)} {name}"
@@ -188,12 +188,12 @@ def seconds(value: float) -> str:
 
 
 def gigabytes(value_bytes: float) -> str:
-    """Memory as people say it."""
+    """Memory with its unit."""
     return f"{value_bytes / GB:,.1f} GB" if value_bytes >= 0.1 * GB else f"{value_bytes / 1e6:.3g} MB"
 
 
 def energy(kwh: float) -> str:
-    """Energy as people say it."""
+    """Energy with its unit, three digits."""
     for limit, unit, name in ((1, 1e-3, "Wh"), (1e4, 1, "kWh"), (1e7, 1e3, "MWh")):
         if kwh < limit:
             return f"{_digits(kwh / unit)} {name}"
@@ -201,7 +201,7 @@ def energy(kwh: float) -> str:
 
 
 def amount(row: dict[str, Any]) -> str:
-    """A cost as people say it: money, or device-hours."""
+    """A cost, in money or device-hours."""
     return f"{_digits(row['cost'])}{'' if row['cost_in'] == 'money' else ' device-h'}"
 
 
