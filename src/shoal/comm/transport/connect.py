@@ -138,7 +138,7 @@ def _listen_far() -> socket.socket:
 
 def own_address() -> str:
     """The address under which other hosts reach this one: of the interface named, or of the one that leads to the
-    job's meeting place; loopback where there is no such place."""
+    job's rendezvous; loopback where there is none."""
     interface = os.environ.get("SHOAL_INTERFACE") or os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -23,7 +23,7 @@ class PeerLost(ConnectionError):
     """A peer has gone, or has been given up on. Other links are none the worse for it."""
 
     def __init__(self, peer: int, why: str = "its process has ended or its connection broke") -> None:
-        super().__init__(f"rank {peer} is gone: {why}")
+        super().__init__(f"rank {peer} disconnected: {why}")
         self.peer = peer
 
 
