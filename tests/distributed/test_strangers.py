@@ -209,7 +209,7 @@ def test_a_store_that_is_poisoned_all_the_time_ends_a_job_in_a_sentence(ranks: R
             or "is not signed with this job's token" in each["error"]
             or "were deleted or replaced" in each["error"]
             or "after all ranks had joined" in each["error"]
-            or "did not say in time" in each["error"]
+            or "did not publish its address in time" in each["error"]
             or ("lost the rendezvous" in each["error"] or "did not connect" in each["error"])
         )
 

@@ -37,7 +37,7 @@ __all__ = ["CannotConnect", "Connected", "connect", "host_name", "own_address"]
 
 @dataclass(frozen=True)
 class Connected:
-    """The links of one rank to all others, one dictionary for each channel, and who shares a host."""
+    """The links of one rank to all others, one dictionary for each channel, and which ranks share a host."""
 
     channels: tuple[dict[int, Link], ...]
     hosts: tuple[tuple[int, ...], ...]
@@ -105,7 +105,7 @@ def _all_of(signed: SignedStore, what: str, ranks: range, deadline: float) -> li
         found = signed.get_all(keys, deadline - time.monotonic())
     except StoreTimeout as error:
         names = ", ".join(key.rpartition("/")[2] for key in error.keys)
-        raise CannotConnect(f"rank {names} did not say in time where it is to be reached") from error
+        raise CannotConnect(f"rank {names} did not publish its address in time") from error
     return [found[key] for key in keys]
 
 

@@ -81,7 +81,7 @@ def effective_rank(rank: int, shape: Sequence[int]) -> int:
 
 
 def _query(matrix: torch.Tensor, rank: int, state: State, draw: Draw) -> torch.Tensor:
-    """[columns, rank]: the last product, with random columns where it has none that say anything."""
+    """[columns, rank]: the last product, with random columns where it has none of use."""
     import torch
 
     columns, before = matrix.shape[1], state.get("query")

@@ -32,7 +32,7 @@ class qsgd(Compressor):
     passes = (78, 24)
 
     def words(self) -> str:
-        return f"every element is rounded at random to one of the levels that {counted(self.bits, 'bit')} can say"
+        return f"every element is rounded at random to one of the levels that {counted(self.bits, 'bit')} can encode"
 
     def payload_bytes(self, num_elements: int, itemsize: int, *, step: int = 0) -> int | None:
         return (self.bits + 1) * divided_up(num_elements, 8) + itemsize * divided_up(num_elements, BLOCK)
