@@ -142,7 +142,8 @@ def _answers(asks: Sequence[Ask], over: Over) -> list[Any]:
             return list(rows.split([ask.rows.size(1) for ask in asks if isinstance(ask, AllToAll)], dim=1))
         case SendTo():
             return [None] * len(asks)
-    payloads = [ask.like if isinstance(ask, ReceiveFrom) else ask.payload for ask in asks if not isinstance(ask, AllToAll)]
+    others = [ask for ask in asks if not isinstance(ask, AllToAll)]
+    payloads = [ask.like if isinstance(ask, ReceiveFrom) else ask.payload for ask in others]
     joined = torch.cat([payload.reshape(-1) for payload in payloads])
     parts = joined.split([payload.numel() for payload in payloads])
     return [[part] * over.size for part in parts] if isinstance(asks[0], Gather) else list(parts)

@@ -105,17 +105,17 @@ def train_steps(ready: Prepared, steps: int) -> dict[str, Any]:
     losses, unlike, counter, conditions = [], [], 0, Conditions()
     steady = ready.executor.first_steady_step
     order = ready.runner.order
-    # How often an optimiser with a closure computes the loss, only the numbers say.
+    # How often an optimiser with a closure computes the loss depends on the numbers.
     predictable = not ready.engine.optimizer.needs_closure
     ready.watched = GradientSums(ready.engine)
     for step in range(steps):
         BOOK.take()
         with conditions(), naming_what_cut_it(ready.strategy):
             losses.append(ready.runner.step(step, counter).loss)
-        # What a pipeline tells about shapes that it has not seen before is no part of a step.
+        # Messages about shapes that a pipeline has not seen before are no part of a step.
         counted = BOOK.take().without("shapes")
-        # The first step also settles who has gradients at all; every other one must be as predicted, once a pipeline
-        # without flush is full.
+        # The first step also settles which ranks have gradients at all; every other one must be as predicted, once a
+        # pipeline without flush is full.
         if predictable and (step >= steady or steps == 1):
             unlike += ready.differences(counted)
         counter = order.next(counter)
