@@ -346,7 +346,7 @@ def move_by_rounding(params: Any, noise: torch.Generator) -> None:
 def _elementwise_state(
     optimizer: torch.optim.Optimizer, param: nn.Parameter, keys: set[str] | None = None
 ) -> dict[str, torch.Tensor]:
-    """State with a value for each element. For a scalar parameter only `keys` separate it from numbers like the step."""
+    """State with a value for each element. Of a scalar parameter only `keys` separate it from numbers like the step."""
     state: dict[str, Any] = optimizer.state.get(param, {})
     return {
         k: v.to_dense()

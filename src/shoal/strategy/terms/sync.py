@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
-from shoal.strategy.terms.arguments import choice, real, whole
+from shoal.strategy.terms.arguments import choice, integer, real
 from shoal.strategy.terms.numerals import count, counted, every, percent
 from shoal.strategy.terms.term import REGISTRY, Promise, Term
 
@@ -48,14 +48,14 @@ class SyncTerm(Term):
         return [("all_reduce", size) for size in (*slices, buffers) if size]
 
     def drift(self, replicas: int) -> Promise | None:
-        """How so many replicas under this rule differ from the serial run; None when they do not."""
+        """How this number of replicas under this rule differ from the serial run; None when they do not."""
         return None
 
 
 class bsp(SyncTerm):
     """Bulk-synchronous: every step uses the gradients of all replicas, or of all but the slowest few."""
 
-    backup: int = whole(0, default=0, kw_only=True)
+    backup: int = integer(0, default=0, kw_only=True)
 
     title = "bulk-synchronous, with backup workers"
 
@@ -76,7 +76,7 @@ class bsp(SyncTerm):
 class softsync(SyncTerm):
     """n-softsync (Rudra): the server steps as soon as n/k gradients have come, from whichever replicas."""
 
-    k: int = whole(1)
+    k: int = integer(1)
 
     title = "n-softsync"
     scheduling = "bounded asynchronous"
@@ -99,7 +99,7 @@ class softsync(SyncTerm):
 class ssp(SyncTerm):
     """Stale-synchronous: a replica may run ahead of the slowest by at most s steps."""
 
-    s: int = whole(0, sample=3)
+    s: int = integer(0, sample=3)
 
     title = "stale-synchronous"
     scheduling = "bounded asynchronous"
@@ -118,14 +118,14 @@ class ssp(SyncTerm):
 
 
 class asp(SyncTerm):
-    """Asynchronous: every gradient is applied when it comes; nobody waits."""
+    """Asynchronous: every gradient is applied when it arrives; no replica waits."""
 
     title = "asynchronous (Downpour)"
     scheduling = "asynchronous"
     spectrum = "asynchronous / HOGWILD"
 
     def words(self) -> str:
-        return "every gradient is applied when it comes, however old the weights it was computed from; nobody waits"
+        return "every gradient is applied when it arrives, however old its weights are; no replica waits"
 
     def drift(self, replicas: int) -> Promise | None:
         if replicas == 1:
@@ -155,7 +155,7 @@ class diloco(SyncTerm):
     optimiser.
     """
 
-    h: int = whole(1, sample=50)
+    h: int = integer(1, sample=50)
 
     title = "DiLoCo, outer Nesterov momentum"
     exchanges = "model"
@@ -178,7 +178,7 @@ class diloco(SyncTerm):
 class bmuf(SyncTerm):
     """Blockwise model-update filtering: every h steps the averaged change is smoothed by block momentum."""
 
-    h: int = whole(1, sample=50)
+    h: int = integer(1, sample=50)
 
     title = "BMUF, block momentum"
     exchanges = "model"
@@ -204,7 +204,7 @@ class elastic(SyncTerm):
     `rho` is that part, the moving rate of the paper (its learning rate times its elastic coefficient).
     """
 
-    h: int = whole(1, sample=50)
+    h: int = integer(1, sample=50)
     rho: float = real(0.0, 1.0, sample=0.1)
 
     title = "elastic averaging (EASGD)"
@@ -220,7 +220,7 @@ class elastic(SyncTerm):
         )
 
     def drift(self, replicas: int) -> Promise | None:
-        reason = f"elastic({self.h}, {self.rho}) ties replicas to a centre by a force only, so they explore apart"
+        reason = f"elastic({self.h}, {self.rho}) ties replicas to a centre by a force only, so they explore separately"
         return Promise("statistical", reason, band=SAME_TARGET)
 
 
@@ -235,7 +235,7 @@ class gossip(SyncTerm):
     spectrum = "model averaging / elastic averaging"
 
     def words(self) -> str:
-        met = {
+        averaged = {
             "sync": "after every step each replica averages its weights with its neighbours'",
             "async": "each replica steps when it can, and averages its weights with one neighbour at a "
             "time, waiting for no other",
@@ -244,7 +244,7 @@ class gossip(SyncTerm):
             "and divides by the weight it has gathered",
         }
         article = "an" if self.graph == "exponential" else "a"
-        return f"{met[self.mode]}, in {article} {self.graph} graph"
+        return f"{averaged[self.mode]}, in {article} {self.graph} graph"
 
     def drift(self, replicas: int) -> Promise | None:
         if replicas == 1:

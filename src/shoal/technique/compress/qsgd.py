@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from shoal.comm.compress.compressor import Compressor
 from shoal.comm.compress.sizes import BLOCK, divided_up
-from shoal.strategy.terms.arguments import whole
+from shoal.strategy.terms.arguments import integer
 from shoal.strategy.terms.numerals import counted
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class qsgd(Compressor):
     """QSGD: random rounding to a few levels of the norm."""
 
-    bits: int = whole(1, 16, sample=4)
+    bits: int = integer(1, 16, sample=4)
 
     title = "QSGD"
     sends = "(bits + 1) n/8 + s n/512"

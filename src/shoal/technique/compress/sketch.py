@@ -16,7 +16,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from shoal.comm.compress.compressor import Compressor
-from shoal.strategy.terms.arguments import whole
+from shoal.strategy.terms.arguments import integer
 from shoal.strategy.terms.compress import Transfer
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ class sketch(Compressor):
     them.
     """
 
-    rows: int = whole(1, 1024, sample=3)
-    columns: int = whole(1, sample=4000)
+    rows: int = integer(1, 1024, sample=3)
+    columns: int = integer(1, sample=4000)
 
     title = "count sketch"
     sends = "(rows columns + columns/4) s"
