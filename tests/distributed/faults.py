@@ -45,7 +45,7 @@ SEAM = {
     "regions": ("copy_in", "note", "sum_out"),
     "vocabulary": ("project",),
     "ring_parts": ("part_of",),
-    "deal_out": ("take_routed",),
+    "shard_experts": ("take_routed",),
     "traffic": ("take_routed",),
     "dist": ("all_reduce", "reduce_scatter_single"),
 }

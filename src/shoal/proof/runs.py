@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from shoal.comm.ledger import BOOK
 from shoal.launch.join import join, leave
 from shoal.layout.held_outside import Outside
-from shoal.parallel.pipeline.pipedream import micros_told
+from shoal.parallel.pipeline.pipedream import micros_reported
 from shoal.parallel.sync.scheme import Scheme
 from shoal.proof.compare import GradientSums, compare, follows, moves, real
 from shoal.proof.conditions import Conditions, for_proof
@@ -31,7 +31,7 @@ def run_serially(options: ProofOptions) -> dict[str, Any]:
     job, conditions = for_proof(job_from(options)), Conditions()
     strategy, steps = parse(options.strategy), options.num_steps
     micro, unflushed = options.micro_batches, unflushed_ranks(strategy)
-    updates = [micros_told(ranks=unflushed, micro=micro, steps=n) for n in range(steps + 1)] if unflushed else None
+    updates = [micros_reported(ranks=unflushed, micro=micro, steps=n) for n in range(steps + 1)] if unflushed else None
 
     outside = Outside(job)
 

@@ -24,7 +24,7 @@ from shoal.layout.experts.listed import only_tensor
 from shoal.layout.experts.stacked import routed
 from shoal.layout.forward import Forward
 from shoal.layout.routed import Routed
-from shoal.parallel.expert.deal_out import callers
+from shoal.parallel.expert.shard_experts import callers
 from shoal.parallel.recompute import recomputing
 
 
