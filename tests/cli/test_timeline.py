@@ -63,7 +63,7 @@ def test_json_without_a_timeline_has_none(place: Place) -> None:
     [
         (("dp(2)", "--timeline"), ["dp(2) has no pipeline", "pp(4, '1f1b', micro=8)"]),
         (("serial", "--timeline"), ["no pipeline"]),
-        (("pp(2, 'interleaved', micro=3, chunks=2)", "--timeline"), ["do not make whole rounds of 2", "nearest legal"]),
+        (("pp(2, 'interleaved', micro=3, chunks=2)", "--timeline"), ["do not make full rounds of 2", "nearest legal"]),
         (("pp(1024, '1f1b', micro=1000000000)", "--timeline"), ["2,048,000,000,000 passes", "fewer micro-batches"]),
         ((ASKED, "--timeline-file", "nowhere/a.svg"), ["--timeline-file 'nowhere/a.svg'", "No such file"]),
         ((ASKED, "--timeline-file", "."), ["--timeline-file '.'", "name a file that can be written"]),

@@ -109,7 +109,7 @@ def test_what_was_taken_back_is_not_taken_for_the_message(
     sender, reader = (each.begin("broadcast") for each in peers)
     sender.send(1, Vector(torch.zeros(ELEMENTS))).advance()
     links[0].take_back()
-    with pytest.raises(PeerLost, match="rank 0 is gone: it gave up on the message"):
+    with pytest.raises(PeerLost, match="rank 0 disconnected: it gave up on the message"):
         reader.receive(0, Vector(torch.empty(ELEMENTS))).advance()
 
 
@@ -122,7 +122,7 @@ def test_a_lender_that_has_died_is_named(links: tuple[SharedLink, SharedLink], p
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait(timeout=30)
     links[1]._peer_memory._process = ended.pid
-    with pytest.raises(PeerLost, match="rank 0 is gone: its memory cannot be read"):
+    with pytest.raises(PeerLost, match="rank 0 disconnected: its memory cannot be read"):
         reader.receive(0, Vector(torch.empty(ELEMENTS))).advance()
 
 
@@ -134,7 +134,7 @@ def test_a_reader_that_has_died_is_named(links: tuple[SharedLink, SharedLink], p
     assert not links[0].arm(to_write=True)
     links[1].close()
     links[0].disarm()
-    with pytest.raises(PeerLost, match="rank 1 is gone"):
+    with pytest.raises(PeerLost, match="rank 1 disconnected"):
         send.advance()
 
 

@@ -22,7 +22,7 @@ from shoal.comm.mesh import Members, Mesh
 from shoal.estimate.expert_traffic import expert_traffic
 from shoal.launch.join import join, leave
 from shoal.layout.experts.find import ExpertError, find_experts
-from shoal.parallel.expert.deal_out import deal_out, take_routed
+from shoal.parallel.expert.shard_experts import shard_experts, take_routed
 from shoal.parallel.recompute import recompute_blocks
 
 
@@ -64,7 +64,7 @@ def one_against_whole(arguments: dict[str, Any], members: Members) -> dict[str, 
         _send_all_to_expert_zero(whole)
     parted = copy.deepcopy(whole)
     layers = find_experts(parted, lambda: parted(tokens_of(name, 0, 4)))
-    gone = deal_out(parted, layers, members)
+    gone = shard_experts(parted, layers, members)
     if mode := arguments.get("recompute"):
         recompute_blocks(parted, mode)
 
@@ -176,7 +176,7 @@ def in_flight(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
         param.requires_grad_(arguments["frozen"] != ("experts" if path in of_experts else "others"))
     parted = copy.deepcopy(whole)
     layers = find_experts(parted, lambda: parted(tokens_of(name, 0, 4)))
-    deal_out(parted, layers, members)
+    shard_experts(parted, layers, members)
     micro = [[tokens_of(name, 10 * rank + number, 2) for number in range(3)] for rank in range(members.size)]
     for tokens in [each for of_rank in micro for each in of_rank]:
         forward(whole, tokens, 0)[1].backward()
@@ -196,7 +196,7 @@ def evaluated(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     members = started()
     whole = build(arguments["model"]).eval()
     parted = copy.deepcopy(whole)
-    deal_out(parted, find_experts(parted, lambda: parted(tokens_of(arguments["model"], 0, 4))), members)
+    shard_experts(parted, find_experts(parted, lambda: parted(tokens_of(arguments["model"], 0, 4))), members)
     tokens = tokens_of(arguments["model"], members.index, 3)
     BOOK.take()
     with torch.no_grad(), BOOK.during("evaluate"):
@@ -220,7 +220,7 @@ def in_half(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     parted = copy.deepcopy(whole)
     example = tokens_of(arguments["model"], 0, 4)
     example = example.float() if example.is_floating_point() else example
-    deal_out(parted, find_experts(parted, lambda: parted(example)), members)
+    shard_experts(parted, find_experts(parted, lambda: parted(example)), members)
     # The last rank may have nothing at all: it must know by itself which type the others use.
     tokens = tokens_of(arguments["model"], members.index, arguments["shares"][members.index])
     tokens = tokens.float() if tokens.is_floating_point() else tokens
@@ -240,7 +240,7 @@ def random_numbers(arguments: dict[str, Any], channel: Any) -> list[dict[str, An
     members = started()
     layer = build("drawing")
     find = find_experts(layer, lambda: layer(tokens_of("drawing", 0, 4)))
-    deal_out(layer, find, members)
+    shard_experts(layer, find, members)
     x = torch.ones(64, moe_layers.WIDTH, dtype=torch.float64)
     masks: list[torch.Tensor] = []
     share = 4 // members.size
@@ -282,22 +282,22 @@ def refusals(arguments: dict[str, Any], channel: Any) -> dict[str, str]:
     x = torch.randn(6, moe_layers.WIDTH, dtype=torch.float64)
     three = moe_layers.Pairs(3).double()
     found = find_experts(three, lambda: three(x))
-    hear("indivisible", lambda: deal_out(three, found, members))
+    hear("indivisible", lambda: shard_experts(three, found, members))
     said["left whole"] = str(all(type(m) is nn.Linear for m in three.first))
 
     pairs = moe_layers.Pairs(4).double()
-    deal_out(pairs, find_experts(pairs, lambda: pairs(x)), members)
+    shard_experts(pairs, find_experts(pairs, lambda: pairs(x)), members)
     hear("directly", lambda: [expert(x) for expert in pairs.first])
     pairs.forward.__self__.lists[0].begin_pass()
     hear("extra", lambda: pairs.forward.__self__.lists[0].called(1, (x, True), {}))
     stack = moe_layers.Stacked(4).double()
-    deal_out(stack, find_experts(stack, lambda: stack(x)), members)
+    shard_experts(stack, find_experts(stack, lambda: stack(x)), members)
     hear("stack", lambda: stack.experts(x, which=x, tokens=x))
 
     chained = moe_layers.Pairs(4).double()
     layers = find_experts(chained, lambda: chained(x))
     # Found honestly, then the code changes: from now on one expert is asked what another answers.
-    deal_out(chained, layers, members)
+    shard_experts(chained, layers, members)
     owner = chained.forward.__self__
     owner.plain_forward = lambda x: chained.first[1](torch.nn.functional.pad(chained.first[0](x), (0, 1)))
     hear("chained", lambda: chained(x))

@@ -45,7 +45,7 @@ SEAM = {
     "regions": ("copy_in", "note", "sum_out"),
     "vocabulary": ("project",),
     "ring_parts": ("part_of",),
-    "deal_out": ("take_routed",),
+    "shard_experts": ("take_routed",),
     "traffic": ("take_routed",),
     "dist": ("all_reduce", "reduce_scatter_single"),
 }
@@ -233,10 +233,10 @@ def unpublished(arguments: dict[str, Any], channel: Any) -> Any:
     return parallel_run(arguments, channel)
 
 
-def stand_in_counts(arguments: dict[str, Any], channel: Any) -> Any:
+def placeholder_counts(arguments: dict[str, Any], channel: Any) -> Any:
     """A rank without samples counts the one it computes in their place."""
     honest = StepRunner.loss
-    StepRunner.loss = lambda self, part, output: honest(self, replace(part, stand_in=False), output)
+    StepRunner.loss = lambda self, part, output: honest(self, replace(part, placeholder=False), output)
     return parallel_run(arguments, channel)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import shoal.parallel.expert.deal_out as deal_out
+import shoal.parallel.expert.shard_experts as shard_experts
 import shoal.parallel.tensor.regions as regions
 from shoal.comm.ledger import BOOK
 from shoal.parallel.context.cut import SequenceCut
@@ -68,10 +68,10 @@ def attention(arguments: dict[str, Any], channel: Any) -> Any:
 
 def rows_of_experts(arguments: dict[str, Any], channel: Any) -> Any:
     """All exchanges of tokens, answers and their gradients."""
-    deal_out.take_routed = lambda model: []
+    shard_experts.take_routed = lambda model: []
     import shoal.runtime.traffic as traffic
 
-    traffic.take_routed = deal_out.take_routed  # type: ignore[attr-defined]
+    traffic.take_routed = shard_experts.take_routed  # type: ignore[attr-defined]
     _leave_out("ep", "all_to_all")
     return parallel_run(arguments, channel)
 

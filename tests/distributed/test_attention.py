@@ -172,7 +172,7 @@ def test_impossible_calls_are_refused_in_a_sentence_before_anything_is_sent(rank
         "rows of everyone": "6 rows, 12 columns]: the rows that this rank holds",
         "own columns only": "6 rows, 12 columns]",
         "integer mask": "not torch.int64",
-        "own rows": "12 rows, 12 columns]: the rows of the whole sequence",
+        "own rows": "12 rows, 12 columns]: the rows of the full sequence",
         "heads": "3 heads of queries do not divide by 2 ranks",
         "key heads": "1 heads of keys and values do not divide by 2 ranks",
         "balanced": "balanced=False",

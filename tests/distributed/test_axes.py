@@ -34,7 +34,7 @@ JOBS = (*TASKS, *FAMILIES, *PLAIN)
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble x 2")
 AXES = (*SCHEDULES, "tp", "tp sequence", "tp batch", "cp ring", "cp ulysses", "ep")
 
-NO_EXPERTS = "no experts to deal out"
+NO_EXPERTS = "no experts to split"
 NO_ATTENTION = "no attention was found"
 NO_PAIR = "no pair of fully connected layers"
 EIGHT = "seven layers cannot fill eight stages"

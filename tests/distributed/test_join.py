@@ -63,28 +63,28 @@ def test_ranks_that_share_address_and_token_meet_and_listen_on_loopback_only(ran
         (1, 3.0, "shoal"),
         (0, 3.0, "shoal"),
     ]
-    # Rank 0 holds the meeting place; links between ranks of a host listen nowhere.
+    # Rank 0 hosts the rendezvous store; links between ranks of a host listen nowhere.
     assert any(each["listens"] for each in found)
     assert {address for each in found for address in each["listens"]} == {"0100007F"}
 
 
 def test_a_process_with_another_token_never_meets_the_job(ranks: Ranks, port: int) -> None:
     found = by_variables(ranks, port, {"RANK": 0}, {"RANK": 1, "SHOAL_TOKEN": "two"}, meet_s=[2, 1])
-    assert found[0]["error"].startswith("rank 1 of 2 did not come within 2 s.")
-    assert found[1]["error"].startswith("rank 0 of 2 did not come within 1 s.")
+    assert found[0]["error"].startswith("rank 1 of 2 did not connect within 2 s.")
+    assert found[1]["error"].startswith("rank 0 of 2 did not connect within 1 s.")
     assert "SHOAL_TOKEN" in found[0]["error"]
 
 
 def test_two_processes_of_the_same_rank_are_told_apart(ranks: Ranks, port: int) -> None:
     found = by_variables(ranks, port, {"RANK": 0}, {"RANK": 1}, {"RANK": 1}, meet_s=[2, 1, 1])
-    assert found[0]["error"].startswith("rank 2 of 3 did not come")
-    assert sum("two processes say that they are rank 1" in each["error"] for each in found[1:]) == 1
+    assert found[0]["error"].startswith("rank 2 of 3 did not connect")
+    assert sum("two processes claim to be rank 1" in each["error"] for each in found[1:]) == 1
 
 
 def test_a_meeting_place_that_closes_is_told_to_those_who_still_wait(ranks: Ranks, port: int) -> None:
     found = by_variables(ranks, port, {"RANK": 0, "WORLD_SIZE": 3}, {"RANK": 1, "WORLD_SIZE": 3}, meet_s=[1, 9])
-    assert found[0]["error"].startswith("rank 2 of 3 did not come within 1 s.")
-    assert found[1]["error"].startswith("rank 1 lost the meeting place while it waited for the others")
+    assert found[0]["error"].startswith("rank 2 of 3 did not connect within 1 s.")
+    assert found[1]["error"].startswith("rank 1 lost the rendezvous while it waited for the others")
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", socket.gethostname()])
@@ -99,7 +99,7 @@ def test_a_port_in_use_is_a_plain_sentence(ranks: Ranks, address: str) -> None:
 
 def test_a_meeting_place_nobody_holds_is_told(ranks: Ranks, port: int) -> None:
     found = by_variables(ranks, port, {"RANK": 1, "WORLD_SIZE": 2}, meet_s=[1])
-    assert found[0]["error"].startswith(f"rank 1 could not reach the meeting place 127.0.0.1:{port} within 1 s.")
+    assert found[0]["error"].startswith(f"rank 1 could not reach the rendezvous 127.0.0.1:{port} within 1 s.")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from distributed.pipedream_targets import JOBS
 from distributed.training_targets import checkpoint_bytes, curve
 from shoal.comm.ledger import Ledger
 from shoal.launch import RankFailed
-from shoal.parallel.pipeline.pipedream import micros_told
+from shoal.parallel.pipeline.pipedream import micros_reported
 from shoal.proof.certify import verify
 from shoal.strategy import parse
 from shoal.training.entry import train_run
@@ -265,11 +265,11 @@ def test_verify_proves_a_pipeline_of_one_stage_exact() -> None:
 
 
 def test_the_losses_told_in_a_step_are_all_but_those_on_their_way_back() -> None:
-    assert [micros_told(ranks=3, micro=4, steps=steps) for steps in range(4)] == [0, 2, 6, 10]
-    assert [micros_told(ranks=1, micro=4, steps=steps) for steps in range(3)] == [0, 4, 8]
+    assert [micros_reported(ranks=3, micro=4, steps=steps) for steps in range(4)] == [0, 2, 6, 10]
+    assert [micros_reported(ranks=1, micro=4, steps=steps) for steps in range(3)] == [0, 4, 8]
     # Fewer micro-batches than ranks: the loss of the step's first is waited for.
-    assert [micros_told(ranks=4, micro=2, steps=steps) for steps in range(4)] == [0, 1, 3, 5]
-    assert [micros_told(ranks=9, micro=1, steps=steps) for steps in range(3)] == [0, 1, 2]
+    assert [micros_reported(ranks=4, micro=2, steps=steps) for steps in range(4)] == [0, 1, 3, 5]
+    assert [micros_reported(ranks=9, micro=1, steps=steps) for steps in range(3)] == [0, 1, 2]
 
 
 def test_recomputation_across_steps_draws_the_masks_of_its_forward(ranks: Ranks) -> None:

@@ -209,8 +209,8 @@ def test_a_store_that_is_poisoned_all_the_time_ends_a_job_in_a_sentence(ranks: R
             or "is not signed with this job's token" in each["error"]
             or "were deleted or replaced" in each["error"]
             or "after all ranks had joined" in each["error"]
-            or "did not say in time" in each["error"]
-            or ("lost the meeting place" in each["error"] or "did not come" in each["error"])
+            or "did not publish its address in time" in each["error"]
+            or ("lost the rendezvous" in each["error"] or "did not connect" in each["error"])
         )
 
 
@@ -234,8 +234,8 @@ def test_tokens_that_look_alike_are_different_tokens(ranks: Ranks, port: int, mi
     found = by_variables(
         ranks, port, {"RANK": 0, "SHOAL_TOKEN": mine}, {"RANK": 1, "SHOAL_TOKEN": theirs}, meet_s=[2, 1]
     )
-    assert found[0]["error"].startswith("rank 1 of 2 did not come within 2 s.")
-    assert found[1]["error"].startswith("rank 0 of 2 did not come within 1 s.")
+    assert found[0]["error"].startswith("rank 1 of 2 did not connect within 2 s.")
+    assert found[1]["error"].startswith("rank 0 of 2 did not connect within 1 s.")
 
 
 # Links

@@ -76,10 +76,10 @@ def test_a_rank_that_ended_its_work_is_told_so() -> None:
 
 
 def test_a_silent_rank_is_late_with_what_is_known_of_its_process() -> None:
-    verdict = judge({0: report(a=entered(4, ago_s=9.0), b=entered(9, ago_s=3.0))}, {1: "its process 12 is gone"})
+    verdict = judge({0: report(a=entered(4, ago_s=9.0), b=entered(9, ago_s=3.0))}, {1: "its process 12 has exited"})
     assert verdict.late == (1,)
     assert verdict.message == (
-        "rank 1 is late: its process 12 is gone; rank 0 has waited for it in all_reduce number 9 (axis dp, "
+        "rank 1 is late: its process 12 has exited; rank 0 has waited for it in all_reduce number 9 (axis dp, "
         "phase gradient) for 3.0 s"
     )
 

@@ -52,7 +52,7 @@ def test_stretches_of_all_shards_cover_each_parameter_once(
     covered = torch.zeros(built.padded, dtype=torch.int)
     size = built.padded // shards
     for index in range(shards):
-        for start, stop, which in built.runs(index * size, (index + 1) * size, apart=apart):
+        for start, stop, which in built.runs(index * size, (index + 1) * size, unfused=apart):
             assert index * size <= start < stop <= (index + 1) * size
             covered[start:stop] += 1
             held = [slot for slot in built.slots if max(slot.start, start) < min(slot.stop, stop)]

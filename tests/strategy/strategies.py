@@ -8,12 +8,12 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from shoal.strategy import REGISTRY, Strategy, Term, check, dp, offload
-from shoal.strategy.terms.arguments import Argument, Choice, Flag, Nested, Real, Whole
+from shoal.strategy.terms.arguments import Argument, Choice, Flag, Integer, Nested, Real
 
 
 def argument_values(argument: Argument) -> st.SearchStrategy[Any]:
     """Any value that an argument accepts, small ones more often than large ones."""
-    if isinstance(argument, Whole):
+    if isinstance(argument, Integer):
         small = st.integers(argument.low, min(argument.high, argument.low + 12))
         return small | st.sampled_from([argument.low, argument.high]) | st.integers(argument.low, argument.high)
     if isinstance(argument, Real):

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from shoal.calibration.machine import lower_quartile
-from shoal.comm.compress.exchange import Ask, Deal, Gather, ReceiveFrom, SendTo, run
+from shoal.comm.compress.exchange import AllToAll, Ask, Gather, ReceiveFrom, SendTo, run
 from shoal.comm.compress.given import Draw, Over, State
 from shoal.comm.compress.method import Method
 from shoal.strategy.terms.compress import CompressTerm, compressors
@@ -137,12 +137,13 @@ def _answers(asks: Sequence[Ask], over: Over) -> list[Any]:
     if not asks:
         return []
     match asks[0]:
-        case Deal():
-            rows = torch.cat([ask.rows for ask in asks if isinstance(ask, Deal)], dim=1)
-            return list(rows.split([ask.rows.size(1) for ask in asks if isinstance(ask, Deal)], dim=1))
+        case AllToAll():
+            rows = torch.cat([ask.rows for ask in asks if isinstance(ask, AllToAll)], dim=1)
+            return list(rows.split([ask.rows.size(1) for ask in asks if isinstance(ask, AllToAll)], dim=1))
         case SendTo():
             return [None] * len(asks)
-    payloads = [ask.like if isinstance(ask, ReceiveFrom) else ask.payload for ask in asks if not isinstance(ask, Deal)]
+    others = [ask for ask in asks if not isinstance(ask, AllToAll)]
+    payloads = [ask.like if isinstance(ask, ReceiveFrom) else ask.payload for ask in others]
     joined = torch.cat([payload.reshape(-1) for payload in payloads])
     parts = joined.split([payload.numel() for payload in payloads])
     return [[part] * over.size for part in parts] if isinstance(asks[0], Gather) else list(parts)

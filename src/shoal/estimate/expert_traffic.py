@@ -11,7 +11,7 @@ answers of b bytes:
     a recomputed forward sends forward's three again, in backward
 
 Routing depends on the data, so r and s are those of the step: a running layer remembers them (`take_routed` in
-parallel/expert/deal_out.py). `even_routing` gives them for tokens that spread evenly, which is what planning assumes.
+parallel/expert/shard_experts.py). `even_routing` gives them for evenly spread tokens, which is what planning assumes.
 """
 
 from __future__ import annotations

@@ -51,14 +51,15 @@ def agree(
             raise
         network = measured.network if measured is not None else DEFAULT
         device = here.kind if here.backend is not None and chosen == here.backend else None
-        said: dict[str, Any] = {"backend": chosen, "device": device, "network": asdict(network), "note": note}
-        store.set("agreed", json.dumps(said))
+        agreed: dict[str, Any] = {"backend": chosen, "device": device, "network": asdict(network), "note": note}
+        store.set("agreed", json.dumps(agreed))
     else:
-        said = json.loads(store.get("agreed", seconds))
-    if "refused" in said:
-        raise CannotAgree(said["refused"])
-    levels = {level: LinkTimes(**times) for level, times in said["network"].items()}
-    return Agreed(backend=said["backend"], device=said["device"], network=NetworkTimes(**levels), note=said["note"])
+        agreed = json.loads(store.get("agreed", seconds))
+    if "refused" in agreed:
+        raise CannotAgree(agreed["refused"])
+    levels = {level: LinkTimes(**times) for level, times in agreed["network"].items()}
+    network = NetworkTimes(**levels)
+    return Agreed(backend=agreed["backend"], device=agreed["device"], network=network, note=agreed["note"])
 
 
 def choose(

@@ -1,4 +1,4 @@
-"""What a rank is given to speak with whoever started it: messages up, a request to stop down.
+"""A rank's connection to the process that started it: messages up, a request to stop down.
 
 Messages are lines of JSON on a socket. A message goes out at once if the socket takes it; what it does not
 take is sent by a thread, so that a slow reader never holds up a step and nothing is lost.
@@ -50,7 +50,7 @@ class Line:
         except BlockingIOError:
             return 0
         except OSError:
-            return len(data)  # The reader is gone, and with it the reason to speak.
+            return len(data)  # The reader has exited; there is no one to send to.
 
     def _drain(self) -> None:
         while True:
@@ -114,7 +114,7 @@ class Channel:
 
 
 def standalone_channel(*, on_message: Receiver | None = None, hang_after_s: float = 300.0) -> Channel:
-    """The channel of a process that someone else started as a rank, such as torchrun; a watch runs beside it.
+    """The channel of a process that someone else started as a rank, such as torchrun; a watch runs in a thread.
 
     Rank 0's messages go to `on_message`. SIGTERM and Ctrl-C ask for a stop. A hang is printed and ends the
     process.

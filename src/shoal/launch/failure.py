@@ -15,7 +15,7 @@ from typing import Any
 
 ECHO = re.compile(
     r"connection (was )?(likely )?(closed|reset|refused)|broken pipe|socket (closed|is closed|not connected)|"
-    r"application timeout|timed out waiting|read error|writev error|recvvalue failed|is gone: ",
+    r"application timeout|timed out waiting|read error|writev error|recvvalue failed|rank \d+ disconnected: ",
     re.IGNORECASE,
 )
 
@@ -71,22 +71,22 @@ def first_cause(failures: Iterable[Failure]) -> Failure | None:
     return min(failures, key=lambda failure: (failure.is_echo, failure.at_s), default=None)
 
 
-def from_exception(rank: int, told: dict[str, Any]) -> Failure:
-    """A failure from what `shoal.launch.rank.describe` says of an exception."""
-    text = told["message"]
-    if told["for_user"]:
+def from_exception(rank: int, report: dict[str, Any]) -> Failure:
+    """A failure from the report of an exception that `shoal.launch.rank.describe` makes."""
+    text = report["message"]
+    if report["for_user"]:
         message = text
     else:
         lines = text.strip().splitlines()
-        name = told["type"].rpartition(".")[2]
+        name = report["type"].rpartition(".")[2]
         message = f"rank {rank} failed: {name}: {lines[0]}" if lines else f"rank {rank} failed: {name}"
-    error = RankFailed(rank, message, told["traceback"], error_type=told["type"], for_user=told["for_user"])
-    echo = told["network"] and ECHO.search(text) is not None
-    return Failure(rank=rank, at_s=told["at_s"], error=error, is_echo=echo)
+    error = RankFailed(rank, message, report["traceback"], error_type=report["type"], for_user=report["for_user"])
+    echo = report["network"] and ECHO.search(text) is not None
+    return Failure(rank=rank, at_s=report["at_s"], error=error, is_echo=echo)
 
 
 def from_exit(rank: int, code: int | None, at_s: float) -> Failure:
-    """The failure of a process that ended without a word; `code` is negative for a signal."""
+    """The failure of a process that exited without a report; `code` is negative for a signal."""
     if code is None:
         message = f"rank {rank} was lost: the process that starts ranks ended, and its ranks with it"
     elif code < 0:
@@ -98,10 +98,10 @@ def from_exit(rank: int, code: int | None, at_s: float) -> Failure:
     return Failure(rank=rank, at_s=at_s, error=RankFailed(rank, message), is_echo=code is None)
 
 
-def from_hang(rank: int, told: dict[str, Any], at_s: float) -> Failure:
-    """A failure from what a rank's Watch found."""
-    late = told["late"][0] if told["late"] else rank
-    return Failure(rank=late, at_s=at_s, error=RankHung(late, told["message"]))
+def from_hang(rank: int, report: dict[str, Any], at_s: float) -> Failure:
+    """A failure from the report of a rank's Watch."""
+    late = report["late"][0] if report["late"] else rank
+    return Failure(rank=late, at_s=at_s, error=RankHung(late, report["message"]))
 
 
 def signal_name(number: int) -> str:

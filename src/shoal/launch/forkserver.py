@@ -1,7 +1,7 @@
 """A process that has torch imported and forks ranks off itself, so that a rank starts in milliseconds.
 
 The parent asks over a socket and hands over the file descriptors the rank shall use; the server answers on
-a pipe per rank with its pid and, later, how it ended. When the parent is gone, however it went, the server
+a pipe per rank with its pid and, later, how it ended. When the parent has exited, for whatever reason, the server
 kills its ranks, removes their directories and ends. The standard library's fork server would pickle the
 work and run the user's main script again in every rank; this one does neither.
 """
@@ -61,8 +61,8 @@ class ForkServer:
     def alive(self) -> bool:
         if self.owner != os.getpid() or self._process.poll() is not None:
             return False
-        # The server says nothing on this socket: that it can be read means that the other end is closed. A killed
-        # process closes its files before its end can be waited for.
+        # The server sends nothing on this socket: readable means that the other end is closed. A killed process
+        # closes its files before its exit can be waited for.
         return not select.select([self._link], [], [], 0)[0]
 
     def load(self, modules: Sequence[str]) -> None:
@@ -71,11 +71,11 @@ class ForkServer:
         new = [name for name in modules if name not in self._loaded]
         if new:
             self._loaded.update(new)
-            with contextlib.suppress(OSError):  # The server is gone; whoever asks for ranks starts another.
+            with contextlib.suppress(OSError):  # The server has exited; the next fork starts another.
                 self._ask({"do": "load", "modules": new}, [])
 
     def fork(self, *, link: socket.socket, directory: str) -> int:
-        """Starts a rank that holds `link`; returns the descriptor on which its pid and its end are told."""
+        """Starts a rank that holds `link`; returns the descriptor that receives its pid and its exit status."""
         self._has_forked = True
         read, write = os.pipe()
         streams = [_copy_of(number) for number in (1, 2)]
@@ -95,7 +95,7 @@ class ForkServer:
             self._ask({"do": "signal", "pids": list(pids), "signal": int(number)}, [])
 
     def forget(self, directory: str) -> None:
-        """Says that the parent has removed this directory itself."""
+        """Tells the server that the parent has removed this directory itself."""
         self._ask({"do": "forget", "directory": directory}, [])
 
     def _ask(self, request: dict[str, object], descriptors: list[int]) -> None:
@@ -268,5 +268,5 @@ class _Server:
 
 
 def _tell(descriptor: int, number: int) -> None:
-    with contextlib.suppress(BrokenPipeError):  # The parent is gone; the next turn of the loop sees it.
+    with contextlib.suppress(BrokenPipeError):  # The parent has exited; the next turn of the loop sees it.
         os.write(descriptor, b"%d\n" % number)

@@ -2,7 +2,7 @@
 
 Three ways lead in: the launcher's private rendezvous file, the variables torchrun (or srun, or anyone)
 sets, or nothing at all, which is a world of one. All keys of a job lie under its token and all values are signed
-with it, so that a process that holds another token never meets the job and cannot speak for its ranks.
+with it, so that a process with another token cannot join the job or impersonate its ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from shoal.launch.agree import agree
 from shoal.launch.devices import devices_here
 
 MEET_S = 300.0
-"""How long ranks wait for each other at the start; hosts of a batch system may come up minutes apart."""
+"""How long ranks wait for each other at the start; hosts of a batch system may start minutes apart."""
 LEAVE_S = 30.0
 """How long a rank that is done stays for the others."""
 LONGEST_S = 1e7
@@ -71,9 +71,9 @@ def join(
     `backend` is a name of torch.distributed ("gloo" is the plain one); without it SHOAL_BACKEND's is taken, or the
     counting backend for this machine's devices: accelerators, if every rank has its own, else host memory.
     `timeout_s` bounds a collective (1800, or more where a hang may take longer to be one), `meet_s` the wait for the
-    other ranks. `emulate` describes a cluster (`comm/emulate.py`) as whose links those of the shoal backend are to
-    behave; without it SHOAL_EMULATE does. A program that has called init_process_group itself keeps its own world
-    group, and groups made beside it are counted.
+    other ranks. `emulate` describes a cluster (`comm/emulate.py`) whose links the shoal backend is to imitate;
+    without it SHOAL_EMULATE does. A program that has called init_process_group itself keeps its own world group, and
+    groups made in addition are counted.
     """
     global _joined, _times_joined, _adopted
     if _joined is not None:
@@ -114,7 +114,7 @@ def join(
         torch.accelerator.set_device_index(local_rank)
     chosen = backend or registered(agreed.backend)
     if not _adopted:
-        # Longer than the watch waits: what it says of a hang is better than that a collective timed out.
+        # Longer than the watch waits: its report of a hang is better than that a collective timed out.
         hang_after_s = float(os.environ.get("SHOAL_HANG_AFTER_S", 0))
         time_limit = timedelta(seconds=timeout_s or min(max(1800.0, 2 * hang_after_s), LONGEST_S))
         try:
@@ -215,14 +215,14 @@ def _tcp_store(environment: Mapping[str, str], rank: int, world: int, meet_s: fl
         if "EADDRINUSE" in str(error) or "already in use" in str(error):
             raise JoinError(_port_taken(port)) from error
         raise JoinError(
-            f"rank {rank} could not reach the meeting place {address}:{port} within {meet_s:g} s. Check "
+            f"rank {rank} could not reach the rendezvous {address}:{port} within {meet_s:g} s. Check "
             "that rank 0 was started, that MASTER_ADDR names its host, and that no firewall or other program "
             "holds that port."
         ) from error
 
 
 def listen_on(port: int) -> socket.socket:
-    """A listening socket on loopback; port 0 takes any free one. A taken port is told in a sentence."""
+    """A listening socket on loopback; port 0 takes any free one. A taken port raises a JoinError that says so."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -249,7 +249,7 @@ def _meet(store: SignedStore, rank: int, world: int, meet_s: float) -> SignedSto
     try:
         # Something fresh from each rank makes the session: what was signed in an earlier one does not count in it.
         if not store.claim(f"here/{rank}", secrets.token_hex(16)):
-            raise JoinError(f"two processes say that they are rank {rank}; each rank of a job must have its own RANK.")
+            raise JoinError(f"two processes claim to be rank {rank}; each rank of a job must have its own RANK.")
         found = store.get_all([f"here/{other}" for other in range(world)], meet_s)
         current = store.session("\0".join(found[f"here/{other}"] for other in range(world)))
         # A rank that went on at once would no longer look after its value for those that still read it.
@@ -261,7 +261,7 @@ def _meet(store: SignedStore, rank: int, world: int, meet_s: float) -> SignedSto
     except StoreTimeout as error:
         numbers = ", ".join(key.partition("/")[2] for key in error.keys)
         raise JoinError(
-            f"rank{'s' if len(error.keys) > 1 else ''} {numbers} of {world} did not come within {meet_s:g} s. "
+            f"rank{'s' if len(error.keys) > 1 else ''} {numbers} of {world} did not connect within {meet_s:g} s. "
             "Check that every rank was started and holds the same SHOAL_TOKEN: ranks with another token "
             "belong to another job."
         ) from error
@@ -269,7 +269,7 @@ def _meet(store: SignedStore, rank: int, world: int, meet_s: float) -> SignedSto
 
 def _lost(rank: int) -> str:
     return (
-        f"rank {rank} lost the meeting place while it waited for the others: the process that holds it "
+        f"rank {rank} lost the rendezvous while it waited for the others: the process that hosts it "
         "(rank 0, or the launcher) gave up or ended, and its own message has the reason."
     )
 

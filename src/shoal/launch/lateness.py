@@ -1,4 +1,4 @@
-"""Who holds the others up: a verdict on the reports that ranks give when nothing moves any more.
+"""Which rank holds the others up: a verdict on the reports that ranks give when nothing moves any more.
 
 Every rank numbers the collectives it enters in each group. All members of a group enter the same ones, so the
 member with the smallest number is the one the others wait for. Pure functions on plain values.
@@ -16,7 +16,7 @@ POINT_TO_POINT = ("send", "recv")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entered:
-    """The last collective a rank entered in one group, and who the group's members are."""
+    """The last collective a rank entered in one group, and the group's members."""
 
     number: int
     kind: str
@@ -31,7 +31,7 @@ class Entered:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What one rank says of itself. Times are seconds before the report: clocks of hosts differ."""
+    """What one rank reports about itself. Times are seconds before the report: clocks of hosts differ."""
 
     groups: Mapping[str, Entered]
     at: str
@@ -52,7 +52,7 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """The late ranks (none if it cannot be told) and the sentence for the person."""
+    """The late ranks (none if they cannot be determined) and the sentence for the user."""
 
     late: tuple[int, ...]
     message: str
@@ -111,7 +111,7 @@ def _late(reports: Mapping[int, Report], label: str, late: Sequence[int]) -> Ver
     }
     first, entered = min(ahead.items(), key=lambda item: (item[1].number, -item[1].ago_s))
     one = len(late) == 1
-    who = f"rank {late[0]} is late: it has" if one else f"ranks {_listed(late)} are late: they have"
+    ranks = f"rank {late[0]} is late: it has" if one else f"ranks {_listed(late)} are late: they have"
     if entered.number == least + 1:
         what = f"not entered {entered}, which rank {first} entered {entered.ago_s:.1f} s ago"
     else:
@@ -120,7 +120,7 @@ def _late(reports: Mapping[int, Report], label: str, late: Sequence[int]) -> Ver
             f"to {entered}, entered {entered.ago_s:.1f} s ago"
         )
     where = "; ".join(_place(rank, reports[rank]) for rank in late[:4])
-    return Verdict(late=tuple(late), message=f"{who} {what}; {where}")
+    return Verdict(late=tuple(late), message=f"{ranks} {what}; {where}")
 
 
 def _disagreeing(reports: Mapping[int, Report]) -> Verdict | None:

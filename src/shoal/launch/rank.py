@@ -1,7 +1,7 @@
 """The life of one rank: take the order, call the target, hand back its result, leave.
 
 The fork server calls `main` in the process it has just forked. Whatever happens to the target, the parent
-is told before the process ends.
+gets a report before the process exits.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def find(target: str) -> Target:
 
 
 def describe(error: BaseException) -> dict[str, Any]:
-    """An exception as JSON, with all that the parent needs to tell it from its echo on other ranks."""
+    """An exception as JSON, with all that the parent needs to distinguish it from its echo on other ranks."""
     kind = type(error)
     ours = isinstance(error, ValueError) and kind.__module__.partition(".")[0] == "shoal"
     return {

@@ -1,7 +1,7 @@
-"""The private directory in which the ranks of one local run meet.
+"""The private directory through which the ranks of one local run find each other.
 
 It is removed when the run ends. Its owner holds a lock in it, which the kernel releases however the owner
-dies, so that the next run can tell an abandoned directory from a living one and removes it.
+dies, so that the next run can distinguish an abandoned directory from a live one and removes it.
 """
 
 from __future__ import annotations

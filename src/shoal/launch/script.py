@@ -1,6 +1,6 @@
 """Starts a script of the user's own on several ranks of this machine: `shoal launch script.py --ranks 2`.
 
-The launcher itself holds the meeting place, on loopback, the way torchrun's agent does: a script may call
+The launcher itself hosts the rendezvous store, on loopback, the way torchrun's agent does: a script may call
 Shoal's `join` or torch.distributed's init_process_group, and there is no moment in which another program
 can take the port.
 """

@@ -1,7 +1,7 @@
 """Runs a function on several ranks of this machine: the order each rank gets, and the way back to the caller.
 
 Nothing here imports torch: ranks are forked off a server that has it (`forkserver.py`), and `supervise.py`
-answers for them until the last one is gone.
+supervises them until the last one has exited.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ It listens to each rank's line and to how its process ends. The first rank that 
 the one that is named; Ctrl-C asks them to stop, and a second one kills them. Whatever happens, none is left.
 
 Where islands are named, one may be lost: a rank of it that is killed takes its island along, and the ranks that are
-left are told (`comm/losses.py`). The first island has the run's record, so it cannot be lost.
+left are notified (`comm/losses.py`). The first island has the run's record, so it cannot be lost.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LOST = "lost"
 LOST_FOLDER = "SHOAL_LOST"
 """The environment variable by which ranks find it; not set where the first lost rank ends the run."""
 ECHO_S = 2.0
-"""How long a failure that looks like an echo may wait for its cause to be told."""
+"""How long a failure that looks like an echo may wait for its cause to be reported."""
 GRACE_S = 1.5
 """Between the request to end (SIGTERM) and the end (SIGKILL), once a rank has failed."""
 LEAVE_S = 10.0
@@ -50,7 +50,7 @@ class _Member:
     link: socket.socket
     end: int
     received: bytearray = field(default_factory=bytearray)
-    told: bytearray = field(default_factory=bytearray)
+    status: bytearray = field(default_factory=bytearray)
     pid: int | None = None
     ready: bool = False
     may_be_lost: bool = False
@@ -143,7 +143,7 @@ class Supervision:
                     member.ended = True
 
     def _signal(self, number: signal.Signals, members: list[_Member]) -> None:
-        with contextlib.suppress(OSError):  # The server is gone; its ranks went with it.
+        with contextlib.suppress(OSError):  # The server has exited, and its ranks with it.
             self._server.signal([m.pid for m in members if m.pid is not None and not m.ended], number)
 
     def _cause(self) -> Failure | None:
@@ -153,7 +153,7 @@ class Supervision:
         self._interrupts += 1
 
     def _hear(self, member: _Member) -> None:
-        """Takes what the rank has said so far."""
+        """Reads the messages that the rank has sent so far."""
         line_ended = False
         while True:
             try:
@@ -191,10 +191,10 @@ class Supervision:
                 self._signal(signal.SIGTERM, [member])
 
     def _hear_of(self, member: _Member) -> None:
-        """Takes what the server says of the rank's process: its pid, then how it ended."""
+        """Reads what the server reports about the rank's process: its pid, then its exit status."""
         data = os.read(member.end, 64)
-        member.told += data
-        numbers = [int(line) for line in bytes(member.told).split(b"\n")[:-1]]
+        member.status += data
+        numbers = [int(line) for line in bytes(member.status).split(b"\n")[:-1]]
         if numbers and member.pid is None:
             member.pid = numbers[0]
             member.link.setblocking(True)
@@ -240,7 +240,7 @@ class Supervision:
 
 @contextlib.contextmanager
 def _interrupts_to(call: Callable[[], None]) -> Iterator[None]:
-    """Turns Ctrl-C and SIGTERM into calls while the block runs, where nobody else has claimed them."""
+    """Turns Ctrl-C and SIGTERM into calls while the block runs, where no other handler is set."""
 
     def handler(number: int, frame: FrameType | None) -> None:
         call()

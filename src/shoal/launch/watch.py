@@ -1,6 +1,6 @@
-"""A hang is named: a thread in each rank notices that nothing moves, and finds out who is late.
+"""A hang is named: a thread in each rank notices that nothing moves, and finds out which rank is late.
 
-Ranks meet in the job's store, which works while the process group is stuck. Nothing is written there as
+Ranks talk through the job's store, which works while the process group is stuck. Nothing is written there as
 long as all goes well; when one rank has made no progress for too long it asks, the others answer, and
 `lateness.py` judges.
 """
@@ -39,7 +39,7 @@ _beats = 0
 
 
 def beat() -> None:
-    """Says that this rank is at work, where it does so for long without a collective."""
+    """Reports progress, where this rank works for long without a collective."""
     global _beats
     _beats += 1
 
@@ -82,13 +82,13 @@ class Watch:
         before_s = time.monotonic()
         while not self._stop.wait(TICK_S):
             now_s = time.monotonic()
-            # Time in which this thread did not run either (Ctrl-Z, a suspended laptop) is nobody's lateness.
+            # Time in which this thread did not run either (Ctrl-Z, a suspended laptop) does not count as a hang.
             passed_s, before_s = min(now_s - before_s, 2 * TICK_S), now_s
             if self._moved():
                 self._idle_s = 0.0
             else:
                 self._idle_s += passed_s
-            # A store that fails says that the job is ending; whoever ends it has the reason.
+            # A store that fails means that the job is ending; the rank that ends it reports the reason.
             with contextlib.suppress(RuntimeError):
                 self._tick()
 
@@ -109,7 +109,7 @@ class Watch:
         return moved
 
     def _answer(self) -> None:
-        """Describes this rank for everyone who has asked since the last time."""
+        """Describes this rank to every rank that has asked since the last time."""
         assert self._place is not None
         assert self._store is not None
         asked = int(self._store.look("watch/asked") or 0)
@@ -132,9 +132,9 @@ class Watch:
 
         def all_answered() -> bool:
             for rank in world:
-                said = None if rank in reports else store.look(f"watch/{question}/{rank}")
-                if said is not None:
-                    reports[rank] = Report.from_json(json.loads(said))
+                answer = None if rank in reports else store.look(f"watch/{question}/{rank}")
+                if answer is not None:
+                    reports[rank] = Report.from_json(json.loads(answer))
             return len(reports) == len(world)
 
         if not self._still_for(ANSWER_S, until=all_answered):
@@ -176,11 +176,11 @@ class Watch:
         assert self._store is not None
         host, pid = join.process_of(self._store, rank)
         if host != socket.gethostname():
-            return f"it does not answer (process {pid} on {host}: stopped, gone, or cut off from the network)"
+            return f"it does not answer (process {pid} on {host}: stopped, exited, or cut off from the network)"
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
-            return f"its process {pid} is gone"
+            return f"its process {pid} has exited"
         if state in "Tt":
             return f"its process {pid} is stopped (SIGSTOP, or a debugger)"
         return f"it does not answer (process {pid} runs code that does not let other threads run)"

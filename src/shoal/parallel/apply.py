@@ -162,7 +162,7 @@ def same_start(model: nn.Module, everyone: Members) -> None:
     tensors = [p.data for p in model.parameters()] + [b for b in model.buffers() if b.numel()]
     with BOOK.during("setup"), torch.no_grad():
         for tensor in tensors:
-            whole = tensor.contiguous()
-            dist.broadcast(whole, src=everyone.ranks[0], group=everyone.group)
-            if whole is not tensor:
-                tensor.copy_(whole)
+            full = tensor.contiguous()
+            dist.broadcast(full, src=everyone.ranks[0], group=everyone.group)
+            if full is not tensor:
+                tensor.copy_(full)

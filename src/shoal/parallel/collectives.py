@@ -1,11 +1,11 @@
 """Collectives that autograd knows: what each sends in forward, and what its gradient sends in backward.
 
-    copy_in        identity                    all-reduce of the gradient      whole -> each rank's own use of it
-    sum_out        all-reduce                  identity                        partial sums -> whole
+    copy_in        identity                    all-reduce of the gradient      full -> each rank's own use of it
+    sum_out        all-reduce                  identity                        partial sums -> full
     gather         all-gather along dim        reduce-scatter                  parts -> each rank's own use of all
     scatter_sum    reduce-scatter along dim    all-gather                      partial sums -> parts
-    split          the own part                all-gather                      whole -> parts
-    gather_whole   all-gather along dim        the own part                    parts -> whole, used by all ranks alike
+    split          the own part                all-gather                      full -> parts
+    gather_whole   all-gather along dim        the own part                    parts -> full, used by all ranks alike
 
 Each is entered in the ledger under the phase it happens in. Among one rank all of them are the identity.
 """
@@ -25,11 +25,11 @@ from shoal.parallel.recompute import forward_phase
 
 
 class UnevenParts(ValueError):
-    """Something was to be dealt out evenly and does not divide."""
+    """Something was to be split evenly and does not divide."""
 
 
 def copy_in(x: torch.Tensor, members: Members) -> torch.Tensor:
-    """Each rank goes on with its own use of a whole tensor; backward sums what the uses give back."""
+    """Each rank goes on with its own use of a full tensor; backward sums what the uses give back."""
     if members.group is None or not (torch.is_grad_enabled() and x.requires_grad):
         return x
     return _CopyIn.apply(x, members)
@@ -55,12 +55,12 @@ def scatter_sum(x: torch.Tensor, members: Members, dim: int) -> torch.Tensor:
 
 
 def split(x: torch.Tensor, members: Members, dim: int) -> torch.Tensor:
-    """This rank's part of a whole tensor; parts may differ by one."""
+    """This rank's part of a full tensor; parts may differ by one."""
     return x if members.group is None else _Split.apply(x, members, _positive(dim, x))
 
 
 def gather_whole(x: torch.Tensor, members: Members, dim: int, size: int | None = None) -> torch.Tensor:
-    """The whole tensor from its parts, for a use that is the same on every rank. `size` is that of the whole along
+    """The full tensor from its parts, for a use that is the same on every rank. `size` is that of the full one along
     `dim`, where parts may differ by one."""
     if members.group is None:
         return x
@@ -126,7 +126,7 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, members: Members, dim: int) -> torch.Tensor:
         ctx.members, ctx.dim, ctx.size = members, dim, x.size(dim)
-        # A copy: a view would keep the whole alive for as long as its part is.
+        # A copy: a view would keep the full tensor alive for as long as its part is.
         return _own_part(x, members, dim).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
@@ -165,7 +165,7 @@ def _all_reduce(x: torch.Tensor, members: Members, phase: str) -> torch.Tensor:
 
 
 def _lies_in_order(x: torch.Tensor, dim: int) -> bool:
-    """Whether parts along `dim` laid end to end in memory are the whole: nothing before `dim` counts."""
+    """Whether parts along `dim` laid end to end in memory are the full tensor: nothing before `dim` counts."""
     return all(size == 1 for size in x.shape[:dim])
 
 

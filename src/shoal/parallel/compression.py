@@ -3,7 +3,7 @@
 What is compressed is this rank's part of each bucket, parameter by parameter; small tensors, vectors and whatever a
 method cannot make smaller go as they are, all of a bucket in one message, and so do the payloads of all its parameters.
 A gradient is compressed as its rank's part of the global mean: the count may differ from step to step, and what is
-kept of one step is added in the next. A parameter that nobody has a gradient for is left alone, and so is its error.
+kept of one step is added in the next. A parameter without a gradient on any rank is skipped; its residual is unchanged.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The axes that cut the model itself, laid over it one after the other: stages, tensors, experts, the sequence.
 
-Each says which parameters it has cut or taken away; from that every parameter's family follows, and with it over which
+Each names which parameters it has cut or taken away; from that every parameter's family follows, and with it over which
 ranks its gradient is summed.
 """
 
@@ -18,7 +18,7 @@ from shoal.layout.tensor.plan import TensorPlan
 from shoal.layout.tensor.tokens import stream_blocks
 from shoal.parallel.bucket import SHARED
 from shoal.parallel.context.cut import SequenceCut
-from shoal.parallel.expert.deal_out import deal_out
+from shoal.parallel.expert.shard_experts import shard_experts
 from shoal.parallel.pipeline.stages import StagedModel
 from shoal.parallel.placement import Family, Placement
 from shoal.parallel.runnable import NotRunnable
@@ -36,7 +36,7 @@ class CutModel:
     cuts: dict[str, Cut] = field(default_factory=dict)
     """Parameters and buffers that are cut, by name."""
     partial: set[str] = field(default_factory=set)
-    """Whole parameters of which each rank of tp sees part of the gradient."""
+    """Uncut parameters of which each rank of tp sees part of the gradient."""
     experts: set[str] = field(default_factory=set)
     """Parameters of experts, also those that other ranks hold."""
     stacks: set[str] = field(default_factory=set)
@@ -144,7 +144,7 @@ def _here(cut: CutModel, plan: TensorPlan) -> TensorPlan:
 
 
 def _stream(cut: CutModel, model: nn.Module, strategy: Strategy, layout: Layout, placement: Placement) -> None:
-    """With sequence=True: the stream is cut at the first block, after cp has cut it, and whole behind the last."""
+    """With sequence=True: the stream is cut at the first block, after cp has cut it, and gathered behind the last."""
     term = strategy.term(tp)
     if term is None or term.n == 1 or not term.sequence:
         return
@@ -163,7 +163,7 @@ def _experts(cut: CutModel, model: nn.Module, strategy: Strategy, layout: Layout
     assert layout.experts is not None
     before = {name for name, _ in model.named_parameters()}
     mine = [layer for layer in layout.experts.layers if cut.is_here(layer.parameter_names)]
-    deal_out(model, mine, placement.experts)
+    shard_experts(model, mine, placement.experts)
     cut.absent |= before - {name for name, _ in model.named_parameters()}
     for layer in layout.experts.layers:
         cut.experts |= set(layer.parameter_names)

@@ -1,7 +1,7 @@
 """Data parallelism: gradients of all replicas become one, bucket by bucket, while backward still runs.
 
 Each gradient is copied into its bucket the moment autograd has it; a full bucket is reduced at once, in an order
-that every rank shares. What a reduction is depends on who owns the parameters (`owner/`):
+that every rank shares. What a reduction is depends on the owner of the parameters (`owner/`):
 
     replicated         all-reduce of the bucket; every rank keeps the full gradient
     sharded, stage 1   reduce-scatter at the last micro-batch; the full gradient stays until then

@@ -52,9 +52,9 @@ class Engine:
     """Whose the parameters and the optimiser state are."""
     clip: float | None
     names: list[str]
-    """The trainable parameters of all ranks, in the order in which ranks speak of them."""
+    """The trainable parameters of all ranks, in the order in which ranks exchange masks of them."""
     shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-    """All parameters of the model as it was built, whole: shape and type."""
+    """All parameters of the model as it was built, uncut: shape and type."""
     cut: CutModel
     """What the axes that cut the model have made of it."""
     stop_requested: bool = False
@@ -71,7 +71,7 @@ class Engine:
     loss_share: float = 1.0
     """The part of its loss that this rank learns from, where several compute the same loss and share its gradient."""
     counts_loss: bool = True
-    """Whether what this rank says of the loss counts; ranks that compute the same loss say it once."""
+    """Whether this rank's loss enters the sum; of ranks that compute the same loss one counts."""
     norms_by_others: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     """Batch norms that modules of other kinds synchronised in the last step, as `take_calls_by_others` gives them."""
     _sums: torch.Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
@@ -100,7 +100,7 @@ class Engine:
 
     @property
     def replicas(self) -> Replicas:
-        """Those among whom plain parameters are replicated."""
+        """The ranks among which plain parameters are replicated."""
         return self.placement.replicas(PLAIN)
 
     @property
@@ -116,14 +116,14 @@ class Engine:
         return self.owner.optimizer
 
     def share(self, samples: int) -> slice:
-        """This rank's part of a batch of so many samples."""
+        """This rank's part of a batch of `samples` samples."""
         everyone = self.placement.split
         size, larger = divmod(samples, everyone.size)
         start = everyone.index * size + min(everyone.index, larger)
         return slice(start, start + size + (everyone.index < larger))
 
     def backward(self, loss_sum: torch.Tensor, count: torch.Tensor | float, *, last: bool = True) -> None:
-        """Gradients of one micro-batch. `last` says that the step's other micro-batches are done: reduce now."""
+        """Gradients of one micro-batch. `last`: the step's other micro-batches are done, reduce now."""
         if self._shared is not None:
             raise RuntimeError(
                 "backward() was called again after the step's last micro-batch, whose gradients are reduced already; "
@@ -149,7 +149,7 @@ class Engine:
         return loss_sum if self.loss_share == 1.0 else loss_sum * self.loss_share
 
     def run_backward(self, backward: Callable[[], None], *, last: bool, part: int = 0) -> None:
-        """One micro-batch's backward through one stage; `last` says that this stage's others are done."""
+        """One micro-batch's backward through one stage; `last`: this stage's others are done."""
         self.reduction.start(last_micro=last, part=part)
         with self.owner.explaining(), BOOK.during("backward"):
             backward()
@@ -165,7 +165,7 @@ class Engine:
         self.owner.release()
 
     def _share(self) -> None:
-        """One small sum over all ranks: loss, count, whether to stop, and who has a gradient for each parameter."""
+        """One small all-reduce: loss, count, whether to stop, and the number of ranks with a gradient by parameter."""
         used = [float(name in self.reduction.used) for name in self.names]
         # On the parameters' device: a group of accelerators carries nothing else.
         everything = torch.cat([self.take_sums(), torch.tensor(used, dtype=torch.float64, device=self.device)])
@@ -182,7 +182,7 @@ class Engine:
         return sums
 
     def step(self, lr_factor: float = 1.0, *, again: Callable[[], None] | None = None) -> StepResult:
-        """Clips, updates, and makes the parameters whole again where their stage keeps them so. `again` computes all
+        """Clips, updates, and gathers the parameters again where their stage keeps them so. `again` computes all
         micro-batches of the step once more, for an optimiser that asks for that (LBFGS)."""
         result, gradients = self.reduce()
         closure = closure_for(self, again, result.loss) if self.optimizer.needs_closure else None
@@ -284,7 +284,7 @@ class Engine:
         return first and (place.tensor.index == 0 or name in self.cut.cuts)
 
     def close(self) -> None:
-        """Takes the hooks off and ends the groups of the mesh; every rank is left with the whole parameters. All ranks
+        """Takes the hooks off and ends the groups of the mesh; every rank is left with the full parameters. All ranks
         call it alike, with nothing in flight (`Executor.settle`)."""
         reach("close: begun")
         self.reduction.remove()

@@ -97,11 +97,11 @@ class FlatBuffer:
     def views_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         return [buffer[s.start : s.stop].view(s.shape) for s in self.slots]
 
-    def runs(self, start: int, stop: int, *, apart: frozenset[str] = frozenset()) -> list[tuple[int, int, int]]:
+    def runs(self, start: int, stop: int, *, unfused: frozenset[str] = frozenset()) -> list[tuple[int, int, int]]:
         """The range cut into the longest stretches of equal options, as (start, stop, options).
 
         Padding between parameters belongs to the stretch around it: it is zero, its gradient is zero, and an
-        element-wise optimiser leaves it so. Parameters in `apart` have a stretch of their own.
+        element-wise optimiser leaves it so. Parameters in `unfused` have a stretch of their own.
         """
         found: list[tuple[int, int, int]] = []
         before: Slot | None = None
@@ -109,7 +109,7 @@ class FlatBuffer:
             low, high = max(slot.start, start), min(slot.stop, stop)
             if low < high:
                 joins = before is not None and before.options == slot.options
-                if joins and slot.name not in apart and before.name not in apart:  # type: ignore[union-attr]
+                if joins and slot.name not in unfused and before.name not in unfused:  # type: ignore[union-attr]
                     found[-1] = (found[-1][0], high, slot.options)
                 else:
                     found.append((low, high, slot.options))
@@ -118,25 +118,25 @@ class FlatBuffer:
 
 
 class StoredShard:
-    """A flat buffer of which only this rank's shard is kept; the whole exists while it is in use (ZeRO-3)."""
+    """A flat buffer of which only this rank's shard is kept; the full one exists while it is in use (ZeRO-3)."""
 
     def __init__(self, buffer: FlatBuffer) -> None:
         self.buffer = buffer
         self.shard = buffer.values[buffer.shard].clone()
-        self.whole = True
+        self.gathered = True
         self._nbytes = buffer.values.untyped_storage().nbytes()
         nothing = torch.full((), float("nan"), dtype=buffer.dtype, device=buffer.device)
         self._absent = [nothing.expand(slot.shape) for slot in buffer.slots]
         self.free()
 
     def allocate(self) -> torch.Tensor:
-        """Room for the whole buffer. Views that autograd saved see the storage come back under them."""
+        """Room for the full buffer. Views that autograd saved see the storage come back under them."""
         self.buffer.values.untyped_storage().resize_(self._nbytes)
         return self.buffer.values
 
     def use(self) -> None:
         self.buffer.attach()
-        self.whole = True
+        self.gathered = True
 
     def free(self) -> None:
         # A NaN of the same shape in place of the parameter: its size can still be asked, but a use outside the unit
@@ -144,4 +144,4 @@ class StoredShard:
         for slot, absent in zip(self.buffer.slots, self._absent, strict=True):
             slot.param.data = absent
         self.buffer.values.untyped_storage().resize_(0)
-        self.whole = False
+        self.gathered = False

@@ -43,7 +43,7 @@ class FlatSlice:
     stop: int
     param: nn.Parameter
     first: str
-    """Name of the first parameter in it; of the only one, if that stands apart."""
+    """Name of the first parameter in it; of the only one, if that is unfused."""
 
     def pieces(self, flat: torch.Tensor | None = None, low: int = 0, high: int | None = None) -> Iterator[Piece]:
         """The named ranges in it, of values laid out as it is: its own, if none are given."""

@@ -19,7 +19,7 @@ from shoal.parallel.collectives import gather_whole
 
 
 class OutputNotGathered(ValueError):
-    """An output of the model does not say which samples it is of."""
+    """An output of the model does not show which samples it is of."""
 
 
 class GlobalLoss:

@@ -74,7 +74,7 @@ def extras(compression: Compression) -> Iterator[tuple[str, str, torch.Tensor]]:
 
 def load(compression: Compression, saved: SavedErrors, *, step: int) -> None:
     """Takes up the errors that a checkpoint of `step` steps holds. State of another size is not taken up where it was
-    made of other rows: it only says where to begin (PowerSGD's query)."""
+    made of other rows: it is only a starting point (PowerSGD's query)."""
     compression.step = step
     for bucket in compression.buckets:
         replica, replicas = _replica(bucket.route)

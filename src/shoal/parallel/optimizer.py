@@ -1,7 +1,7 @@
 """The optimiser on slices: any element-wise optimiser runs on this rank's part of the flat buffers.
 
 The optimiser is given long flat tensors, one for each stretch of equal options, instead of the parameters; its
-state is then sharded as they are. An optimiser that looks at a whole parameter at a time (LAMB, Muon) is given one
+state is then sharded as they are. An optimiser that looks at a full parameter at a time (LAMB, Muon) is given one
 tensor for each parameter, of its shape, which needs full parameters: that is stage 0 only.
 """
 
@@ -46,16 +46,16 @@ class Recipe:
 class SlicedOptimizer:
     """Builds the optimiser over this rank's slices and maps its state back to named parameters.
 
-    Parameters share a tensor as long as they share a history. One that gets no gradient in some step is skipped
-    then, as a serial optimiser skips it, and has to stand `apart` from that step on.
+    Parameters are fused into one optimiser tensor while their step counts agree. One that gets no gradient in some
+    step is skipped then, as a serial optimiser skips it, and is `unfused` from that step on.
     """
 
-    def __init__(self, recipe: Recipe, buckets: Sequence[Bucket], *, apart: frozenset[str] = frozenset()) -> None:
+    def __init__(self, recipe: Recipe, buckets: Sequence[Bucket], *, unfused: frozenset[str] = frozenset()) -> None:
         self.buckets, self.elementwise, self.labels = buckets, recipe.elementwise, recipe.labels
         used = sorted(set(self.labels.values()))
         self.placeholders = self._placeholders(used)
         self.slices: list[FlatSlice] = []
-        self.apart = apart
+        self.unfused = unfused
         options = recipe.options
         groups = [{"params": params, **options[which]} for which, params in zip(used, self._lay(used), strict=True)]
         groups = [group for group in groups if group["params"]]
@@ -102,7 +102,7 @@ class SlicedOptimizer:
         for bucket in self.buckets:
             master, offset, slots = bucket.master, bucket.offset, bucket.buffer.slots
             if self.elementwise:
-                for low, high, which in bucket.buffer.runs(offset, offset + master.numel(), apart=self.apart):
+                for low, high, which in bucket.buffer.runs(offset, offset + master.numel(), unfused=self.unfused):
                     for start in range(low, high, LONGEST):
                         stop = min(start + LONGEST, high)
                         param = nn.Parameter(master[start - offset : stop - offset])
@@ -123,10 +123,10 @@ class SlicedOptimizer:
                 found[place].append(self.placeholders[which])
         return found
 
-    def regroup(self, apart: frozenset[str]) -> None:
+    def regroup(self, unfused: frozenset[str]) -> None:
         """Lets these parameters have tensors of their own from now on. The optimiser stays, with all that it keeps."""
         held, before = self.held(), self.slices
-        self.apart = apart
+        self.unfused = unfused
         groups = [params for params in self._lay(self.used) if params]
         for _, each in layers(self.optimizer):
             for part in before:
@@ -137,7 +137,7 @@ class SlicedOptimizer:
 
     def give(self, without: frozenset[str] = frozenset()) -> None:
         """Hands the optimiser the reduced gradients, as they lie in the buckets. `without`: parameters that have no
-        gradient in this step; all of them stand apart."""
+        gradient in this step; all of them are unfused."""
         reduced = {id(bucket): bucket.reduced() for bucket in self.buckets}
         for part in self.slices:
             if part.first in without:
@@ -216,9 +216,9 @@ class SlicedOptimizer:
                     found.setdefault(self._by_options(where), {})[key] = value
         if adjusted:
             found["schedule"] = {"factor": self.rates.factor}
-        if self.apart:
+        if self.unfused:
             # A fused kernel rounds by where a tensor begins and ends: cut as before, a resumed run is the same.
-            found["slices"] = {"apart": sorted(self.apart)}
+            found["slices"] = {"apart": sorted(self.unfused)}
         return found
 
     def _by_options(self, where: str, *, back: bool = False) -> str:

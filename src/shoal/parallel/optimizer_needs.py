@@ -1,4 +1,4 @@
-"""What some optimisers need in a step beside gradients: the loss computed again, or a place for each random number."""
+"""What some optimisers need in a step besides gradients: the loss computed again, or a place for each random number."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Every parameter belongs to a family. The gradient of a family is summed over the axes along which its members see
 different data and hold the same parameter: data and context for all of them, experts for what is no expert, tensor
-for what is whole but sees only part of the tokens, and the stages that share a tied weight.
+for what is unsharded but sees only part of the tokens, and the stages that share a tied weight.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from shoal.strategy import Strategy, allreduce, bsp, cp, dp, ep, none, pp, share
 
 @dataclass(frozen=True)
 class Route:
-    """The way of gradients where one level of dp compresses them: dense among those inside the level, which is where
-    links are fast, compressed between them, dense among the levels outside."""
+    """How gradients are reduced where one dp level compresses them: dense inside that level, where links are fast,
+    compressed across it, dense outside it."""
 
     inside: Members
-    """Without those that shard, who have their part of the work already."""
+    """Excludes the sharding group, which is reduced separately."""
     between: Members
     outside: Members
     whole: bool
-    """Whether the level also shards: gradients are compressed whole then, and each rank keeps its shard of the sum."""
+    """Whether the level also shards: full gradients are compressed then, and each rank keeps its shard of the sum."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Family:
     cut: bool = False
     """Each rank of tp holds a part."""
     partial: bool = False
-    """Whole on each rank of tp, which sees part of the tokens only."""
+    """Unsharded on each rank of tp, which sees part of the tokens only."""
     expert: bool = False
     """Each rank of ep holds experts of its own."""
     stages: tuple[int, ...] = ()

@@ -1,10 +1,10 @@
-"""ZeRO-3: parameters are sharded and exist whole only while their block computes.
+"""ZeRO-3: parameters are sharded and gathered only while their block computes.
 
 A block's parameters are gathered before its forward and given back after it, gathered again when the gradient of
 its output arrives and given back when its own gradients have been handed to reduction. The next block's gather is
 started while the present one computes. The root's parameters (embeddings, head, what blocks share) stay from the
 first forward to the end of backward, and so do the last block's, whose backward comes at once, and those of a block
-that is used several times in a step or whose output hides its tensors, so that nobody would notice its backward.
+that is used several times in a step or whose output is an opaque object, so that no backward hook can be attached.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shoal.comm.transfer import OutOfStep
 from shoal.parallel.flat import StoredShard
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-"""What may stand beside tensors in a block's output and surely holds none."""
+"""What a block's output may hold besides tensors, and which surely holds none."""
 
 
 _ALIKE = "every rank must call the same blocks in the same order, since a block's parameters are gathered from all"
@@ -60,11 +60,11 @@ class ShardedUnit:
         self.called = False
         """Whether this micro-batch has called it."""
         self.held = False
-        """Kept whole from forward to backward, for good, as soon as it shows that it must be."""
+        """Kept gathered from forward to backward, permanently, as soon as it shows that it must be."""
 
     @property
-    def whole(self) -> bool:
-        return all(shard.whole for shard in self.shards)
+    def gathered(self) -> bool:
+        return all(shard.gathered for shard in self.shards)
 
 
 class ParameterGathering:
@@ -90,7 +90,7 @@ class ParameterGathering:
             self._hooks.append(unit.module.register_forward_hook(self._after_forward(unit), always_call=False))
 
     def gather(self, unit: ShardedUnit, phase: str) -> None:
-        if not unit.whole and unit.works is None:
+        if not unit.gathered and unit.works is None:
             self._start(unit, phase)
         self._finish(unit)
 
@@ -101,14 +101,14 @@ class ParameterGathering:
             self._tagged.tag = unit.number
         with self.explaining(), BOOK.during(BOOK.phase if BOOK.phase in ("evaluate", "checkpoint") else phase):
             for shard in unit.shards:
-                if shard.whole:
+                if shard.gathered:
                     continue
-                whole = shard.allocate()
+                full = shard.allocate()
                 if self.sharding.group is None:
-                    whole.copy_(shard.shard)
+                    full.copy_(shard.shard)
                 else:
                     unit.works.append(
-                        dist.all_gather_single(whole, shard.shard, group=self.sharding.group, async_op=True)
+                        dist.all_gather_single(full, shard.shard, group=self.sharding.group, async_op=True)
                     )
         if self._tagged is not None:
             self._tagged.tag = 0
@@ -126,7 +126,7 @@ class ParameterGathering:
     def free(self, unit: ShardedUnit) -> None:
         self._finish(unit)
         for shard in unit.shards:
-            if shard.whole:
+            if shard.gathered:
                 shard.free()
 
     def _neighbour(self, unit: ShardedUnit, step: int, phase: str) -> None:
@@ -138,7 +138,7 @@ class ParameterGathering:
                 # A block that is called again is followed, in forward, by one that has had its turn already.
                 # Backward does not come to a block that this micro-batch has left out.
                 past = bool(near.uses) if step > 0 else not near.called and self.part is None
-                if near.part == unit.part and not near.whole and near.works is None and near.undone and not past:
+                if near.part == unit.part and not near.gathered and near.works is None and near.undone and not past:
                     self._start(near, phase)
 
     def _before_forward(self, unit: ShardedUnit) -> Any:
@@ -210,7 +210,7 @@ class ParameterGathering:
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """Around what fails when ranks have gathered different blocks: says so."""
+        """Around what fails when ranks have gathered different blocks: names the cause."""
         try:
             yield
         except OutOfStep as error:
@@ -252,7 +252,7 @@ class ParameterGathering:
             unit.uses = 0
 
     def finish(self, *, root: bool = True) -> None:
-        """After backward: nothing stays whole, whatever took part; the root may, for the next micro-batch."""
+        """After backward: nothing stays gathered, whatever took part; the root may, for the next micro-batch."""
         called = [unit.called for unit in self._order]
         self.skipped |= self.part is None and any(called) and not all(called)
         for unit in self.units:
@@ -261,7 +261,7 @@ class ParameterGathering:
             unit.undone, unit.uses, unit.called = len(unit.shards), 0, False
 
     def remove(self) -> None:
-        """Takes the hooks off and leaves every parameter whole. Collective."""
+        """Takes the hooks off and leaves every parameter gathered. Collective."""
         for hook in self._hooks:
             hook.remove()
         for unit in self.units:
@@ -312,6 +312,6 @@ class ReadsOutside(TorchFunctionMode):
         if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
             for leaf in tree_leaves((args, kwargs)):
                 name, unit = self._units.get(id(leaf), ("", None))
-                if unit is not None and not unit.whole and name not in self.names:
+                if unit is not None and not unit.gathered and name not in self.names:
                     self.names.append(name)
         return result

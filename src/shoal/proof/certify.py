@@ -1,4 +1,4 @@
-"""`verify`: trains serially and in parallel from the same start, and certifies how far the two are apart.
+"""`verify`: trains serially and in parallel from the same start, and certifies how far the two differ.
 
 The serial run is the model that one process would have trained (`reference.py`). An `exact` strategy is held to it in
 float64 over every parameter, the optimiser state, the buffers and the loss curve, and its ledger to the prediction, to

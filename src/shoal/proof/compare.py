@@ -89,16 +89,16 @@ def compare(ready: Prepared, path: str, *, zero_gradient: float = ZERO_GRADIENT)
             serial = own(kind, piece.name, piece.values).reshape(-1)
             there = slice(piece.start, piece.start + piece.values.numel())
             rounding = own("rounding", piece.name, piece.values).reshape(-1)[there]
-            apart = distance(piece.values, serial[there])
+            difference = distance(piece.values, serial[there])
             if rounding.any():
                 noisy.add(piece.name)
-                drift = float(apart[rounding].max())
+                drift = float(difference[rounding].max())
                 if not drift <= zero_gradient and not (amplified and kind != GRADIENT):
                     rows.append((math.inf, f"{label} (by {drift:.1e}, where the true gradient is zero)"))
-                apart = apart[~rounding]
+                difference = difference[~rounding]
             compared[kind] = compared.get(kind, 0) + piece.values.numel()
-            if apart.numel():
-                rows.append((float(apart.max()) / _size(serial, least), label))
+            if difference.numel():
+                rows.append((float(difference.max()) / _size(serial, least), label))
 
         for piece in engine.owner.parameters():
             check("parameter", piece, f"parameter {piece.name}")
@@ -172,11 +172,11 @@ def moves(one: Reference, other: Reference) -> list[tuple[str, float]]:
     def add(
         kind: str, a: torch.Tensor, b: torch.Tensor, without: torch.Tensor | None = None, least: float = 0.0
     ) -> None:
-        apart = distance(b, a)
+        difference = distance(b, a)
         if without is not None:
-            apart = apart[~without.reshape(apart.shape)]
-        if apart.numel():
-            rows.append((kind, float(apart.max()) / _size(a, least)))
+            difference = difference[~without.reshape(difference.shape)]
+        if difference.numel():
+            rows.append((kind, float(difference.max()) / _size(a, least)))
 
     least = SMALLEST * max(map(_size, one.gradients.values()), default=0.0)
     for name, param in one.parameters.items():

@@ -18,7 +18,7 @@ from shoal.runtime.float64 import KeepFloat64
 
 
 class Conditions:
-    """Call it for a context; `modules` counts who asked for float32 in it, by class name."""
+    """Call it for a context; `modules` counts the modules that asked for float32 in it, by class name."""
 
     def __init__(self) -> None:
         self._kept = KeepFloat64()

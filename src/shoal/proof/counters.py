@@ -1,4 +1,4 @@
-"""Numbers by which a model counts its calls: whole numbers, in buffers or attributes, that a forward raises by one.
+"""Numbers by which a model counts its calls: integers, in buffers or attributes, that a forward raises by one.
 
 A model may change its ways at some count (a schedule in its forward). What is tried before training sets counters
 forward, so that this shows.
@@ -16,7 +16,7 @@ LATER = (2, 5, 20, 100, 1000, 10_000, 100_000, 1_000_000)
 
 
 def numbers(model: nn.Module) -> dict[str, int]:
-    """Whole numbers that modules hold, by name; batch norm's own count of batches aside."""
+    """Integers that modules hold, by name; batch norm's own count of batches aside."""
     found: dict[str, int] = {}
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""

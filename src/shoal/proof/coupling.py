@@ -3,7 +3,7 @@
 A strategy that splits a batch trains the model of one process only if the loss of the batch is the sum of the losses of
 its parts, and the gradient and the count likewise. So one forward and backward of some samples is made at once and in
 two parts of different size, in float64 and without dropout. Batch norm modules are left out (they use their running
-statistics here): engines synchronise them by name. The answer says what is wrong, not only that something is.
+statistics here): engines synchronise them by name. The answer names what is wrong, not only that something is.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Coupling:
 
     kind: Kind
     reason: str
-    """One sentence with its numbers, and what would work; empty if there is nothing to say."""
+    """One sentence with its numbers, and what would work; empty if nothing is wrong."""
     difference: float = 0.0
     """The largest relative difference between the batch and the sum of its parts."""
     state: tuple[str, ...] = ()
@@ -130,7 +130,7 @@ def couples_samples(
             shares = strategy.replicas * strategy.micro_batches if strategy is not None else job.global_batch
             trial = _Trial(job, model, job.order().indices(0)[:num], share=-(-job.global_batch // shares))
             found = trial.found()
-            if found.independent and not math.isfinite(within_s):  # A proof asks; before training nobody does.
+            if found.independent and not math.isfinite(within_s):  # Only a proof asks for it.
                 found = replace(found, ordered=trial.is_ordered())
             if not found.independent or (strategy is not None and shares == 1):
                 return found  # Where no batch is split, how it would be matters little.
@@ -180,50 +180,51 @@ class _Trial:
                 "indices; draw augmentations from a generator seeded by the index",
             )  # fmt: skip
         state = self._state()
-        whole, repeated = self._pass(batch), self._pass(batch, seed=2)
-        if isinstance(whole, str):
-            return self._found("count-gradient", math.inf, whole)
+        full, repeated = self._pass(batch), self._pass(batch, seed=2)
+        if isinstance(full, str):
+            return self._found("count-gradient", math.inf, full)
         assert isinstance(repeated, _Pass)
-        if not math.isfinite(whole.loss):
+        if not math.isfinite(full.loss):
             return self._found(
-                "unchecked", math.inf, f"the loss of its first {len(self.indices)} samples is {whole.loss}"
+                "unchecked", math.inf, f"the loss of its first {len(self.indices)} samples is {full.loss}"
             )
-        apart = _difference(whole, repeated)
-        if apart > TOLERANCE:
+        difference = _difference(full, repeated)
+        if difference > TOLERANCE:
             # It draws numbers: then each sample draws its own, as in training.
             self.places_draws = True
             try:
-                whole, repeated = self._pass(batch), self._pass(batch, seed=2)
+                full, repeated = self._pass(batch), self._pass(batch, seed=2)
             except CannotPlace as error:
-                return self._found("random", apart, f"no two passes over a batch are alike: {error}")
-            assert isinstance(whole, _Pass)
+                return self._found("random", difference, f"no two passes over a batch are alike: {error}")
+            assert isinstance(full, _Pass)
             assert isinstance(repeated, _Pass)
-            apart = _difference(whole, repeated)
-        if apart > TOLERANCE:
+            difference = _difference(full, repeated)
+        if difference > TOLERANCE:
             return self._found(
-                "random", apart, "the model or the loss draws random numbers other than dropout, so that no two passes "
+                "random", difference,
+                "the model or the loss draws random numbers other than dropout, so that no two passes "
                 "over a batch are alike; only a strategy that leaves the batch in one piece can be compared",
             )  # fmt: skip
-        return self._in_parts(whole, batch, state)
+        return self._in_parts(full, batch, state)
 
     def of_more(self, indices: np.ndarray, found: Coupling) -> Coupling:
         """The same for more samples, after `found` was found for the first."""
         self.indices = indices
         batch = self._read(indices)
-        whole = self._pass(batch)
-        assert isinstance(whole, _Pass)
-        if not math.isfinite(whole.loss):
+        full = self._pass(batch)
+        assert isinstance(full, _Pass)
+        if not math.isfinite(full.loss):
             return found
-        return replace(self._in_parts(whole, batch, found.state), ordered=found.ordered)
+        return replace(self._in_parts(full, batch, found.state), ordered=found.ordered)
 
-    def _in_parts(self, whole: _Pass, batch: Batch, state: tuple[str, ...]) -> Coupling:
+    def _in_parts(self, full: _Pass, batch: Batch, state: tuple[str, ...]) -> Coupling:
         """Two samples and the rest; as the strategy shares them; the easier half and the harder: a loss that selects
         samples by their loss selects others in its parts."""
         num = len(self.indices)
         smallest = 2 if num > 3 else 1
-        found = self._split(whole, batch, state, smallest)
+        found = self._split(full, batch, state, smallest)
         if found.independent and smallest < self.share < num and self.share != smallest:
-            found = self._split(whole, batch, state, self.share)
+            found = self._split(full, batch, state, self.share)
         if found.independent and num > 3 and self.share < self.job.global_batch:
             given, self.indices = self.indices, self._by_loss()
             batch = self._read(self.indices)
@@ -273,9 +274,9 @@ class _Trial:
                 set_counter(self.start, name, value)
             try:
                 batch = self._read(indices)
-                whole = self._pass(batch)
-                assert isinstance(whole, _Pass)
-                there = self._split(whole, batch, found.state, 2 if len(indices) > 3 else 1)
+                full = self._pass(batch)
+                assert isinstance(full, _Pass)
+                there = self._split(full, batch, found.state, 2 if len(indices) > 3 else 1)
             except Exception:  # A count that the model may never reach.
                 continue
             finally:
@@ -284,7 +285,7 @@ class _Trial:
                 return replace(there, reason=f"{there.reason} (found where {names[0]} is {value})")
         return found
 
-    def _split(self, whole: _Pass, batch: Batch, state: tuple[str, ...], first: int) -> Coupling:
+    def _split(self, full: _Pass, batch: Batch, state: tuple[str, ...], first: int) -> Coupling:
         self.first = first
         started = time.perf_counter()
         pieces = zip(np.split(self.indices, [first]), (0, first), strict=True)
@@ -293,47 +294,50 @@ class _Trial:
         assert isinstance(one, _Pass)
         assert isinstance(two, _Pass)
         if self.job.loss_over == "batch":
-            return self._of_outputs(whole, one, two, state)
-        apart = _difference(whole, _sum(one, two))
-        if apart <= TOLERANCE:
-            return Coupling(kind="none", reason="", difference=apart, state=state)
-        return self._named(whole, one, two, batch, apart, state)
+            return self._of_outputs(full, one, two, state)
+        difference = _difference(full, _sum(one, two))
+        if difference <= TOLERANCE:
+            return Coupling(kind="none", reason="", difference=difference, state=state)
+        return self._named(full, one, two, batch, difference, state)
 
     def _named(
-        self, whole: _Pass, one: _Pass, two: _Pass, batch: Batch, apart: float, state: tuple[str, ...]
+        self, full: _Pass, one: _Pass, two: _Pass, batch: Batch, difference: float, state: tuple[str, ...]
     ) -> Coupling:
         first, second = self.sizes
         of = f"of {first + second} samples it is {{:.6g}}, of {first} and {second} of them {{:.6g}} and {{:.6g}}"
-        losses = of.format(whole.loss, one.loss, two.loss)
-        counts = of.format(whole.count, one.count, two.count)
+        losses = of.format(full.loss, one.loss, two.loss)
+        counts = of.format(full.count, one.count, two.count)
         added = _sum(one, two)
-        if _difference(whole, _replace(added, count=whole.count)) <= TOLERANCE:
+        if _difference(full, _replace(added, count=full.count)) <= TOLERANCE:
             return self._found(
-                "count", apart, f"the count is wrong: {counts}, which does not add up. Return the number of samples or "
+                "count", difference,
+                f"the count is wrong: {counts}, which does not add up. Return the number of samples or "
                 "tokens that the loss is summed over",
             )  # fmt: skip
-        if _is_average(whole, one, two):
+        if _is_average(full, one, two):
             return self._found(
-                "mean", apart, f'the loss is a mean, not a sum: {losses}. Return (sum, count): reduction="sum" in the '
+                "mean", difference,
+                f'the loss is a mean, not a sum: {losses}. Return (sum, count): reduction="sum" in the '
                 "loss, and the number of samples or tokens that it is summed over",
             )  # fmt: skip
-        if _is_average(_over_count(whole), _over_count(one), _over_count(two)):
+        if _is_average(_over_count(full), _over_count(one), _over_count(two)):
             return self._found(
-                "count", apart, f"the count is not what the loss is a sum over: divided by its count, {losses} by "
-                f"{whole.count:g}, {one.count:g} and {two.count:g}, it is another average. Return the sum of the "
+                "count", difference, f"the count is not what the loss is a sum over: divided by its count, {losses} by "
+                f"{full.count:g}, {one.count:g} and {two.count:g}, it is another average. Return the sum of the "
                 "losses and the number of samples or tokens that it is summed over",
             )  # fmt: skip
         if all(len(entry) == first + second for entry in batch.values()):
             cuts = (slice(first), slice(first, None))
             cut = [self._pass({k: v[s] for k, v in batch.items()}, at=s.start or 0) for s in cuts]
-            if all(isinstance(part, _Pass) for part in cut) and _difference(whole, _sum(*cut)) <= TOLERANCE:  # type: ignore[arg-type]
+            if all(isinstance(part, _Pass) for part in cut) and _difference(full, _sum(*cut)) <= TOLERANCE:  # type: ignore[arg-type]
                 return self._found(
-                    "padding", apart, "what a sample computes depends on which samples are read with it (padding to "
+                    "padding", difference,
+                    "what a sample computes depends on which samples are read with it (padding to "
                     f"the longest, for example); the loss does not add up: {losses}. "
                     "Pad all samples to one length, or mask what is padded in "
                     "the model and in the loss",
                 )  # fmt: skip
-        inside = _outputs_differ(whole.output, one.output, two.output)
+        inside = _outputs_differ(full.output, one.output, two.output)
         if inside:
             reason = (
                 f"the model couples samples ({inside}); the loss does not add up: {losses}. "
@@ -347,11 +351,11 @@ class _Trial:
                 'loss over the global batch (dp gathers the model\'s outputs), or loss_over="micro-batch" if each part '
                 "of a batch is meant to have a loss of its own"
             )
-        return self._found("coupled", apart, reason, state)
+        return self._found("coupled", difference, reason, state)
 
-    def _of_outputs(self, whole: _Pass, one: _Pass, two: _Pass, state: tuple[str, ...]) -> Coupling:
+    def _of_outputs(self, full: _Pass, one: _Pass, two: _Pass, state: tuple[str, ...]) -> Coupling:
         """A loss over the global batch: outputs must be those of each sample, so that they can be gathered."""
-        wrong = _outputs_differ(whole.output, one.output, two.output)
+        wrong = _outputs_differ(full.output, one.output, two.output)
         if not wrong:
             return Coupling(kind="none", reason="", state=state)
         return self._found(
@@ -495,19 +499,19 @@ def _difference(one: _Pass, other: _Pass) -> float:
     return max(math.inf if math.isnan(row) else row for row in rows)
 
 
-def _is_average(whole: _Pass, one: _Pass, two: _Pass) -> bool:
-    """Whether whole = a * one + (1 - a) * two for one a between 0 and 1, in the loss and in every gradient."""
-    names = whole.gradients.keys() | one.gradients.keys() | two.gradients.keys()
+def _is_average(full: _Pass, one: _Pass, two: _Pass) -> bool:
+    """Whether full = a * one + (1 - a) * two for one a between 0 and 1, in the loss and in every gradient."""
+    names = full.gradients.keys() | one.gradients.keys() | two.gradients.keys()
 
     def flat(found: _Pass) -> torch.Tensor:
-        known = {**two.gradients, **one.gradients, **whole.gradients}
+        known = {**two.gradients, **one.gradients, **full.gradients}
         rows = [torch.tensor([found.loss], dtype=torch.float64)]
         for name in sorted(names):
             value = found.gradients.get(name, torch.zeros_like(known[name]))
             rows.append((torch.view_as_real(value) if value.is_complex() else value).reshape(-1))
         return torch.cat(rows)
 
-    x, y, z = flat(whole), flat(one), flat(two)
+    x, y, z = flat(full), flat(one), flat(two)
     across = float((y - z).square().sum())
     if not across:
         return False
@@ -519,9 +523,9 @@ def _detached(output: Any) -> list[Any]:
     return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in tree_leaves(output)]
 
 
-def _outputs_differ(whole: list[Any], one: list[Any], two: list[Any]) -> str:
+def _outputs_differ(full: list[Any], one: list[Any], two: list[Any]) -> str:
     """How the outputs of a batch differ from those of its parts laid end to end; empty if they do not."""
-    for number, leaves in enumerate(zip(whole, one, two, strict=False)):
+    for number, leaves in enumerate(zip(full, one, two, strict=False)):
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if not tensors:
             if isinstance(leaves[0], (str, bytes, bool, int, float, type(None))):
@@ -535,9 +539,9 @@ def _outputs_differ(whole: list[Any], one: list[Any], two: list[Any]) -> str:
         wide = torch.complex128 if a.is_complex() else torch.float64
         scale = float(a.to(wide).abs().max()) if a.numel() else 0.0
         pairs = [(a, together)] if a.dim() else [(a, b), (a, c)]
-        apart = max((float((x.to(wide) - y.to(wide)).abs().max()) for x, y in pairs if x.numel()), default=0.0)
-        if not apart <= TOLERANCE * (scale or 1.0):
-            return f"{which}, differs by {apart / (scale or 1.0):.1e} of its size in parts"
+        difference = max((float((x.to(wide) - y.to(wide)).abs().max()) for x, y in pairs if x.numel()), default=0.0)
+        if not difference <= TOLERANCE * (scale or 1.0):
+            return f"{which}, differs by {difference / (scale or 1.0):.1e} of its size in parts"
     return ""
 
 

@@ -22,7 +22,7 @@ FILLS = 8
 
 @running_eagerly()
 def examined(options: ProofOptions) -> dict[str, Any]:
-    """How the proof has to be made, and what its certificate says of the job.
+    """How the proof has to be made, and what its certificate reports about the job.
 
     Raises:
         IllegalStrategy: The strategy cannot train this job.

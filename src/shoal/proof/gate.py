@@ -69,8 +69,8 @@ def gate_locally(
     if is_settled(question, say):
         return
     asked = {"job": job.to_json(), "backend": backend, "question": question}
-    told = run_ranks(gate_steps, asked, ranks=question["world"], hang_after_s=hang_after_s, on_message=on_message)[0]
-    require_right(told, question, say)
+    report = run_ranks(gate_steps, asked, ranks=question["world"], hang_after_s=hang_after_s, on_message=on_message)[0]
+    require_right(report, question, say)
 
 
 def is_settled(question: dict[str, Any], say: Say) -> bool:
@@ -85,29 +85,29 @@ def is_settled(question: dict[str, Any], say: Say) -> bool:
     return False
 
 
-def require_right(told: dict[str, Any], question: dict[str, Any], say: Say) -> None:
+def require_right(report: dict[str, Any], question: dict[str, Any], say: Say) -> None:
     """Judges what `one_step` found: remembers a pass, raises LayoutWrong otherwise."""
-    if told["skip"]:
-        if told.get("data") and question["axes"]:
-            raise LayoutWrong(f"{question['strategy']}: {told['skip']}")
-        say(not_checked(told["skip"], question))
+    if report["skip"]:
+        if report.get("data") and question["axes"]:
+            raise LayoutWrong(f"{question['strategy']}: {report['skip']}")
+        say(not_checked(report["skip"], question))
         return
-    difference = float(told["difference"])
-    if not told["wrong"]:
+    difference = float(report["difference"])
+    if not report["wrong"]:
         remember(question["key"], job=question["job"], strategy=question["strategy"], difference=difference)
         return
-    raise LayoutWrong(_what_is_wrong(told, question, difference))
+    raise LayoutWrong(_what_is_wrong(report, question, difference))
 
 
-def _what_is_wrong(told: dict[str, Any], question: dict[str, Any], difference: float) -> str:
-    strategy, axes, where = question["strategy"], question["axes"], told["where"]
-    tolerance = f"(float64, tolerance {told['tolerance']:.0e})"
-    apart = f"differs by {difference:.1e} of its size from that of a serial step {tolerance}"
+def _what_is_wrong(report: dict[str, Any], question: dict[str, Any], difference: float) -> str:
+    strategy, axes, where = question["strategy"], question["axes"], report["where"]
+    tolerance = f"(float64, tolerance {report['tolerance']:.0e})"
+    differs = f"differs by {difference:.1e} of its size from that of a serial step {tolerance}"
     if where.startswith(NUMBER):
-        apart = "differs"
+        differs = "differs"
     elif not math.isfinite(difference):
-        apart = "is NaN or infinite, where that of a serial step is finite"
-    buffers = [name.removeprefix("the buffer ") for name in told["buffers"]]
+        differs = "is NaN or infinite, where that of a serial step is finite"
+    buffers = [name.removeprefix("the buffer ") for name in report["buffers"]]
     declare = ""
     if buffers:
         declare = (
@@ -115,8 +115,8 @@ def _what_is_wrong(told: dict[str, Any], question: dict[str, Any], difference: f
             "'broadcast' (the first replica's), 'local' (each its own)"
         )
     all_the_same = "--no-gate trains all the same"
-    attributes = told.get("attributes", [])
-    if names := told.get("outside", []):
+    attributes = report.get("attributes", [])
+    if names := report.get("outside", []):
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         return (
             f"{strategy}: the model reads the parameter {names[0]}{more} outside of the forward of the block that it "
@@ -129,17 +129,17 @@ def _what_is_wrong(told: dict[str, Any], question: dict[str, Any], difference: f
             f" A forward changes {attributes[0]}, which is no buffer, so each replica keeps its own; register it as a "
             "buffer of the model (register_buffer) and declare Job(buffers=...), or leave it out of what is computed."
         )
-    if held and told["kind"] == "update":
+    if held and report["kind"] == "update":
         return (
             f"{strategy} trains another model than one process does: the second step differs by {difference:.1e} "
             f"{tolerance}.{held} {all_the_same}"
         )
-    if told["kind"] == "buffer":
+    if report["kind"] == "buffer":
         return (
-            f"under {strategy}, the buffer {buffers[0]} {apart}: its updates depend "
+            f"under {strategy}, the buffer {buffers[0]} {differs}: its updates depend "
             f"on which samples a forward sees; {declare}. {all_the_same}"
         )
-    if told["kind"] == "update":
+    if report["kind"] == "update":
         return (
             f"under {strategy}, {question['optimizer']} updates {where} differently than in one process: by "
             f"{difference:.1e} of the update {tolerance}, although the gradients are equal. It looks at more than "
@@ -149,14 +149,14 @@ def _what_is_wrong(told: dict[str, Any], question: dict[str, Any], difference: f
     also = f" The buffer {buffers[0]} differs too; if the model reads it, {declare}." if buffers else ""
     if not axes:
         return (
-            f"{strategy} trains another model than one process does: {where} {apart}. "
+            f"{strategy} trains another model than one process does: {where} {differs}. "
             f"Some module computes differently on a share of the batch, or is replaced under this "
             f"strategy.{also}{held} {all_the_same}"
         )
     remedies = [REMEDIES[axis] for axis in axes if REMEDIES[axis]]
     hints = f"; in Job.layout, {', or '.join(remedies)}" if remedies else ""
     return (
-        f"the layout inferred for this model is wrong: under {strategy}, {where} {apart}"
+        f"the layout inferred for this model is wrong: under {strategy}, {where} {differs}"
         f"{hints}; or leave {' or '.join(axes)} out.{also} `shoal explain JOB` prints the layout, "
         f"{all_the_same}"
     )

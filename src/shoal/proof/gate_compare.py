@@ -114,7 +114,7 @@ class Comparison:
                     full = _read(reference, key)
                     there = self._own(slot.name, full).reshape(-1)
                     elements += mine.numel()
-                    by = apart(mine, there[start - slot.start : stop - slot.start])
+                    by = max_diff(mine, there[start - slot.start : stop - slot.start])
                     size = max(size_of(full), least) or 1.0
                     rows.append(Row(by / size, "gradient", f"the gradient of {slot.name}"))
         return rows, elements
@@ -128,7 +128,7 @@ class Comparison:
                 skipped = self.modes.get(name, "average") not in EXACT or name in self.engine.absent
                 if f"buffer:{name}" in known and buffer.numel() and not skipped:
                     other = self._own(name, _read(reference, f"buffer:{name}"))
-                    rows.append(Row(apart(buffer, other) / max(size_of(other), 1.0), "buffer", f"the buffer {name}"))
+                    rows.append(Row(max_diff(buffer, other) / max(size_of(other), 1.0), "buffer", f"the buffer {name}"))
         return rows
 
     def updates(self, watch: GradientWatch) -> list[Row]:
@@ -143,7 +143,7 @@ class Comparison:
                 )
                 there = slice(piece.start, piece.start + piece.values.numel())
                 sure = ~unsure(peak.reshape(-1)[there], peaks[piece.name, piece.start], limit)
-                by = apart(piece.values.reshape(-1).cpu()[sure], after.reshape(-1)[there][sure])
+                by = max_diff(piece.values.reshape(-1).cpu()[sure], after.reshape(-1)[there][sure])
                 rows.append(Row(by / scale_of_update(before, after), "update", piece.name))
         return rows
 
@@ -178,7 +178,7 @@ def size_of(values: torch.Tensor) -> float:
     return float(_wide(values).abs().max()) if values.numel() else 0.0
 
 
-def apart(one: torch.Tensor, other: torch.Tensor) -> float:
+def max_diff(one: torch.Tensor, other: torch.Tensor) -> float:
     """The largest difference; where both are the same infinity there is none."""
     one, other = _wide(one.detach().cpu()), _wide(other)
     if not one.numel():

@@ -2,7 +2,7 @@
 
 The serial steps are repeated with another rounding of the same numbers (parameters moved by less than their last
 digit, samples summed in reverse). A tensor may differ by a multiple of what it moves then, as in `verify`. Where even
-that is more than a fault would show, nothing can be said about it, and the strategy counts as unchecked.
+that is more than a fault would show, nothing can be concluded, and the strategy counts as unchecked.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from safetensors import safe_open
 from shoal.job import Job
 from shoal.proof.compare import MARGIN
 from shoal.proof.gate import TOLERANCES
-from shoal.proof.gate_compare import Row, apart, scale_of_update, size_of, unsure
+from shoal.proof.gate_compare import Row, max_diff, scale_of_update, size_of, unsure
 from shoal.proof.gate_serial import SerialSteps, serial_steps
 from shoal.proof.undropped import Undropped
 from shoal.runtime.compiled import running_eagerly
@@ -56,7 +56,7 @@ def allowed(row: Row, moved: Moved) -> float:
 
 
 def hidden(rows: list[Row], moved: Moved) -> str:
-    """Why rows that are not wrong say nothing all the same; empty if they do."""
+    """Why rows that are not wrong prove nothing all the same; empty if they do."""
     for row in sorted(rows, key=lambda row: row.kind == "update"):
         if row.difference > TOLERANCES[row.kind] and allowed(row, moved) > WIDEST:
             what, agree = row.where, ""
@@ -85,13 +85,13 @@ def _rows(serial: dict[str, Any], other: SerialSteps) -> list[Row]:
             if f"gradient:{name}" in known:
                 one = reference.get_tensor(f"gradient:{name}")
                 size = max(size_of(one), least) or 1.0
-                rows.append(Row(apart(gradient, one) / size, "gradient", f"the gradient of {name}"))
+                rows.append(Row(max_diff(gradient, one) / size, "gradient", f"the gradient of {name}"))
         for name, buffer in other.buffers.items():
             one = reference.get_tensor(f"buffer:{name}")
             if one.numel() and one.shape == buffer.shape:
-                rows.append(Row(apart(buffer, one) / max(size_of(one), 1.0), "buffer", f"the buffer {name}"))
+                rows.append(Row(max_diff(buffer, one) / max(size_of(one), 1.0), "buffer", f"the buffer {name}"))
         for name, after in other.after.items():
             first, last, peak = (reference.get_tensor(f"{kind}:{name}") for kind in ("before", "after", "peak"))
             sure = ~unsure(peak, other.peaks[name], limit)
-            rows.append(Row(apart(after[sure], last[sure]) / scale_of_update(first, last), "update", name))
+            rows.append(Row(max_diff(after[sure], last[sure]) / scale_of_update(first, last), "update", name))
     return rows

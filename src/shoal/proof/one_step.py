@@ -1,4 +1,4 @@
-"""The gate on the ranks: two steps in float64, serial and under a strategy, and how far they are apart.
+"""The gate on the ranks: two steps in float64, serial and under a strategy, and how far they differ.
 
 The steps are those of the job, with its own optimiser, but for what a strategy does not depend on: the batch is the
 smallest that gives every share two samples, nothing is dropped at random, and no parameter starts at zero
@@ -163,15 +163,15 @@ def require_independent(job: Job, strategy: Strategy, facts: ModelFacts) -> list
 def on_own_ranks(job: Job, question: dict[str, Any], backend: str | None) -> dict[str, Any]:
     """On every rank of a group that was started for this: what `compared` gives."""
     me = join(backend=BACKENDS.get(backend or ""))
-    told = compared(job, question, me)
+    report = compared(job, question, me)
     leave()
-    return told
+    return report
 
 
 def gate_here(
     job: Job, strategy: Strategy, facts: ModelFacts, me: Rank, channel: Any, *, backend: str | None = None
 ) -> None:
-    """On every rank of a running job, where no process stands above them: the same checks, before training."""
+    """On every rank of a running job without a parent process: the same checks, before training."""
     asked: dict[str, Any] | None = None
     wrong = ""
     settled = True
@@ -189,8 +189,8 @@ def gate_here(
     if first["settled"]:
         return
     # Only rank 0 prints and remembers; all stop alike.
-    told = compared(job, first["asked"], me)
-    require_right(told, first["asked"], channel.say if me.rank == 0 else _in_silence)
+    report = compared(job, first["asked"], me)
+    require_right(report, first["asked"], channel.say if me.rank == 0 else _in_silence)
 
 
 def _in_silence(message: dict[str, Any]) -> None:

@@ -110,8 +110,8 @@ def train_serially(
         parts: Pieces of each micro-batch, likewise.
         dtype: torch.float64, or None to compute in the model's own types.
         conditions: A context for forward, loss, backward and step.
-        updates: For pipelines without flush, which update after every micro-batch: how many micro-batches have told
-            their loss after 0, 1, 2, ... steps.
+        updates: For pipelines without flush, which update after every micro-batch: how many micro-batches have
+            reported their loss after 0, 1, 2, ... steps.
         disturbed: How to round differently.
         islands: Where islands step by themselves: all of them are simulated, one after the other. Losses, gradients and
             optimiser state are then the first one's, parameters and buffers the mean of all.
@@ -154,9 +154,9 @@ def train_serially(
     top = max((float(peak.max()) for peak in largest.values() if peak.numel()), default=0.0)
     keys = {key for param in named.values() for key in _elementwise_state(optimizer, param)}
     ends = range(steps + 1) if updates is None else updates
-    told = [sums[start:stop] for start, stop in pairwise(ends)]
+    reported = [sums[start:stop] for start, stop in pairwise(ends)]
     return Reference(
-        losses=[sum(total for total, _ in rows) / sum(count for _, count in rows) for rows in told],
+        losses=[sum(total for total, _ in rows) / sum(count for _, count in rows) for rows in reported],
         parameters={name: param.detach() for name, param in named.items()},
         state={name: _elementwise_state(optimizer, param, keys) for name, param in named.items()},
         buffers=dict(first.model.named_buffers()),
@@ -346,7 +346,7 @@ def move_by_rounding(params: Any, noise: torch.Generator) -> None:
 def _elementwise_state(
     optimizer: torch.optim.Optimizer, param: nn.Parameter, keys: set[str] | None = None
 ) -> dict[str, torch.Tensor]:
-    """State with a value for each element. Of a scalar parameter only `keys` tell it from a number such as the step."""
+    """State with a value for each element. Of a scalar parameter only `keys` separate it from numbers like the step."""
     state: dict[str, Any] = optimizer.state.get(param, {})
     return {
         k: v.to_dense()

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from shoal.comm.ledger import BOOK
 from shoal.launch.join import join, leave
 from shoal.layout.held_outside import Outside
-from shoal.parallel.pipeline.pipedream import micros_told
+from shoal.parallel.pipeline.pipedream import micros_reported
 from shoal.parallel.sync.scheme import Scheme
 from shoal.proof.compare import GradientSums, compare, follows, moves, real
 from shoal.proof.conditions import Conditions, for_proof
@@ -31,7 +31,7 @@ def run_serially(options: ProofOptions) -> dict[str, Any]:
     job, conditions = for_proof(job_from(options)), Conditions()
     strategy, steps = parse(options.strategy), options.num_steps
     micro, unflushed = options.micro_batches, unflushed_ranks(strategy)
-    updates = [micros_told(ranks=unflushed, micro=micro, steps=n) for n in range(steps + 1)] if unflushed else None
+    updates = [micros_reported(ranks=unflushed, micro=micro, steps=n) for n in range(steps + 1)] if unflushed else None
 
     outside = Outside(job)
 
@@ -105,17 +105,17 @@ def train_steps(ready: Prepared, steps: int) -> dict[str, Any]:
     losses, unlike, counter, conditions = [], [], 0, Conditions()
     steady = ready.executor.first_steady_step
     order = ready.runner.order
-    # How often an optimiser with a closure computes the loss, only the numbers say.
+    # How often an optimiser with a closure computes the loss depends on the numbers.
     predictable = not ready.engine.optimizer.needs_closure
     ready.watched = GradientSums(ready.engine)
     for step in range(steps):
         BOOK.take()
         with conditions(), naming_what_cut_it(ready.strategy):
             losses.append(ready.runner.step(step, counter).loss)
-        # What a pipeline tells about shapes that it has not seen before is no part of a step.
+        # Messages about shapes that a pipeline has not seen before are no part of a step.
         counted = BOOK.take().without("shapes")
-        # The first step also settles who has gradients at all; every other one must be as predicted, once a pipeline
-        # without flush is full.
+        # The first step also settles which ranks have gradients at all; every other one must be as predicted, once a
+        # pipeline without flush is full.
         if predictable and (step >= steady or steps == 1):
             unlike += ready.differences(counted)
         counter = order.next(counter)

@@ -2,7 +2,7 @@
 
 Followed from an object: its class, the classes of what it holds, the functions that their code names, also through a
 module (`ops.f`) or a closure, and every value in between. The user's own code counts by its source, a library by the
-file it stands in, torch and Python by their version, which is noted elsewhere.
+file it is in, torch and Python by their version, which is noted elsewhere.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DEEPEST = 12
 WRAPPED = ("__func__", "fget", "func")
 """Where descriptors keep the function that they wrap."""
 CHANGING = frozenset({"training"})
-"""Attributes that say how a module is used, not what it is."""
+"""Attributes that describe how a module is used, not what it is."""
 
 
 class Collected:
@@ -57,7 +57,7 @@ class Collected:
         """Follows an object: its class, and what it holds."""
         self.found[where] = f"{type(value).__module__}.{type(value).__qualname__}"
         self.add(f"class {self.found[where]}", type(value), depth)
-        # Parameters, buffers and submodules of a module stand for themselves.
+        # Parameters, buffers and submodules of a module are added on their own.
         skipped = CHANGING | ({"_parameters", "_modules"} if isinstance(value, nn.Module) else set())
         for name, held in attributes(value):
             if name not in skipped and not isinstance(held, nn.Module):
@@ -91,7 +91,7 @@ class Collected:
         name = f"{thing.__module__}.{thing.__qualname__}"
         file = _file_of(thing)
         if file is not None and "site-packages" in file:
-            self.found[f"file {file}"] = digest_of_file(file)  # A library: its file as a whole.
+            self.found[f"file {file}"] = digest_of_file(file)  # A library: its complete file.
             return
         try:
             self.found[f"source of {name}"] = inspect.getsource(thing)

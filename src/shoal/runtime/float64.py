@@ -22,7 +22,7 @@ NARROWER = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class KeepFloat64(TorchFunctionMode):
-    """While active, nothing narrows float64. `modules` counts who wanted to, by class name."""
+    """While active, nothing narrows float64. `modules` counts the modules that tried to, by class name."""
 
     _paused: ClassVar[int] = 0
 

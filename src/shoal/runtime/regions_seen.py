@@ -2,7 +2,7 @@
 
 Which experts of a mixture are called, and with how many tokens, depends on the data; so the tensors that enter and
 leave regions in such a model are not known before the step. They are observed here where the model calls the
-projections at both ends of a region; what the projections themselves say about their collectives is not asked.
+projections at both ends of a region; what the projections themselves report about their collectives is not used.
 """
 
 from __future__ import annotations

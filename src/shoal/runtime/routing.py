@@ -24,7 +24,7 @@ from shoal.layout.experts.listed import only_tensor
 from shoal.layout.experts.stacked import routed
 from shoal.layout.forward import Forward
 from shoal.layout.routed import Routed
-from shoal.parallel.expert.deal_out import callers
+from shoal.parallel.expert.shard_experts import callers
 from shoal.parallel.recompute import recomputing
 
 
@@ -107,12 +107,12 @@ class Routing:
         """The collectives that these decisions ask for. Collective."""
         ranks, index = self.members.size, self.members.index
         mine = [[rows // run.passes for rows in run.rows] for run in self.runs]
-        said = exchange({"rows": mine, "sizes": [run.itemsize for run in self.runs]})
+        reports = exchange({"rows": mine, "sizes": [run.itemsize for run in self.runs]})
         for number, run in enumerate(self.runs):
             share = run.layer.count // ranks
-            itemsize = run.itemsize or max(said[rank]["sizes"][number] for rank in self.members.ranks)
+            itemsize = run.itemsize or max(reports[rank]["sizes"][number] for rank in self.members.ranks)
             sent = [sum(mine[number][rank * share : (rank + 1) * share]) for rank in range(ranks)]
-            received = [sum(said[rank]["rows"][number][index * share : (index + 1) * share])
+            received = [sum(reports[rank]["rows"][number][index * share : (index + 1) * share])
                         for rank in self.members.ranks]  # fmt: skip
             stacked = run.layer.form == "stacked"
             packed = stacked and not run.weight_itemsize

@@ -62,7 +62,7 @@ class BatchPart:
     """The same where regions of tp gather the samples of several ranks."""
     step: int
     """Counter of the step's first sample."""
-    stand_in: bool
+    placeholder: bool
     """Whether it counts for nothing."""
     everyone: Batch | None = None
     """The micro-batch of all ranks, where the loss is one of the global batch."""
@@ -70,7 +70,7 @@ class BatchPart:
     @property
     def num_samples(self) -> int:
         """How many samples count."""
-        return 0 if self.stand_in else len(next(iter(self.batch.values())))
+        return 0 if self.placeholder else len(next(iter(self.batch.values())))
 
     @property
     def shapes(self) -> tuple[Any, ...]:
@@ -97,7 +97,7 @@ class StepRunner:
         self.strategy = strategy
         self.micro_batches = strategy.micro_batches
         self.last_batches: list[Batch] = []
-        """The micro-batches of the last step: their shapes say what it should send."""
+        """The micro-batches of the last step: their shapes determine what it should send."""
         self.last_total = 0
         """Samples of the last global batch."""
         self.before_step: Callable[[], None] = lambda: None
@@ -151,13 +151,13 @@ class StepRunner:
         mine = share(positions, rank=samples.index, ranks=samples.size, micro=micro, micros=self.micro_batches)
         first = int(mine[0]) if len(mine) else len(indices)
         # A rank without samples (the short batch at an epoch's end) still takes part in every collective. Batch norm
-        # must not see a stand-in, so there it computes on nothing; elsewhere on one sample that counts for nothing.
-        stand_in = not len(mine) and not self.couples_samples
-        batch = self._fetch(self.job.train, indices[:1] if stand_in else indices[mine])
+        # must not see a placeholder, so there it computes on nothing; elsewhere on one sample that counts for nothing.
+        placeholder = not len(mine) and not self.couples_samples
+        batch = self._fetch(self.job.train, indices[:1] if placeholder else indices[mine])
         everyone = self._fetch(self.job.train, indices) if self.global_loss is not None else None
-        start, num = counter + first, 1 if stand_in else len(mine)
+        start, num = counter + first, 1 if placeholder else len(mine)
         seed, over_tensor = seed_at(self.job.seed, start), self._over_tensor(micro, positions, counter)
-        return BatchPart(batch, seed, range(start, start + num), over_tensor, counter, stand_in, everyone)
+        return BatchPart(batch, seed, range(start, start + num), over_tensor, counter, placeholder, everyone)
 
     def _over_tensor(self, micro: int, positions: np.ndarray, counter: int) -> tuple[int, ...]:
         place = self.engine.placement
@@ -180,9 +180,9 @@ class StepRunner:
     def loss(self, part: BatchPart, output: Any) -> tuple[torch.Tensor, Any]:
         with BOOK.during("forward"), self._precision(), self.randomness.resumed():
             if self.global_loss is not None:
-                return self.job.loss_of(*self._gathered(output, part.batch, part.everyone, none=part.stand_in))
+                return self.job.loss_of(*self._gathered(output, part.batch, part.everyone, none=part.placeholder))
             loss, count = self.job.loss_of(output, self._as_the_loss_reads(part.batch))
-        return (loss * 0.0, 0.0) if part.stand_in else (loss, count)
+        return (loss * 0.0, 0.0) if part.placeholder else (loss, count)
 
     def _gathered(self, output: Any, batch: Batch, everyone: Batch | None, *, none: bool) -> tuple[Any, Batch]:
         """The outputs of all ranks, and the batch that they are of."""
@@ -203,13 +203,13 @@ class StepRunner:
         return {k: v.pin_memory().to(self.device, non_blocking=True) for k, v in batch.items()}
 
     def _precision(self) -> Any:
-        # The cache would keep a copy of every weight for the whole forward, also of blocks that ZeRO-3 gave back.
+        # The cache would keep a copy of every weight during all of forward, also of blocks that ZeRO-3 gave back.
         if not self.autocast:
             return nullcontext()
         return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
 
     def evaluate(self, watch: Callable[[], None] = lambda: None) -> dict[str, float]:
-        """The job's validation values over the whole validation set, the same on every rank."""
+        """The job's validation values over the full validation set, the same on every rank."""
         job, engine = self.job, self.engine
         if job.validation is None:
             return {}
@@ -296,7 +296,7 @@ def build_model(job: Job, dtype: torch.dtype | None = None) -> nn.Module:
 
 def draw_from(seed: int, device: torch.device = torch.device("cpu")) -> None:  # noqa: B008
     """Seeds what dropout draws from. Not by `torch.manual_seed`, which formats a stack trace for each kind of device
-    that is not there and keeps it for ever: a millisecond a micro-batch."""
+    that is not there and never frees it: a millisecond a micro-batch."""
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)

@@ -62,7 +62,7 @@ def contract(strategy: Strategy | Term, facts: ModelFacts | None = None) -> Cont
         within = max(promise.within for promise in promises if promise.kind == kind)
         return Contract(kind, None, "; ".join(bands), reasons, within, *pieces)
     if kind == "bounded":
-        # Delays on different axes happen one after the other, so their sum bounds the whole.
+        # Delays on different axes happen one after the other, so their sum bounds the total.
         staleness = sum(promise.staleness for promise in promises)
         return Contract(kind, staleness, f"every gradient at most {staleness} updates late", reasons, 0.05, *pieces)
     reasons = reasons or ("every term leaves the numbers as they are, up to the order of sums",)

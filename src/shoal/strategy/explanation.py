@@ -1,4 +1,4 @@
-"""All that can be said of a strategy without a model or a machine, as one plain dictionary: what `explain`
+"""All that is known of a strategy without a model or a machine, as one plain dictionary: what `explain`
 prints.
 """
 

@@ -15,11 +15,11 @@ class ModelFacts:
     """Facts of a model and of how it is trained; None means unknown."""
 
     layers: int | None = None
-    """Blocks that a pipeline may deal out."""
+    """Blocks that a pipeline may split into stages."""
     layers_why: str = ""
     """What keeps the model from being cut into more of them, if that is known."""
     tensor_parts: tuple[tuple[str, str, int], ...] | None = None
-    """What tensor parallelism may cut, where the model was looked into: (module, what is dealt out, into how many
+    """What tensor parallelism may cut, where the model was looked into: (module, what is split, into how many
     parts it can be cut). Empty if nothing can.
     """
     tensor_why: str = ""
@@ -33,7 +33,7 @@ class ModelFacts:
     context_in_stages_why: str = ""
     """Why it cannot be cut for context parallelism in the stages of a pipeline."""
     experts_why: str = ""
-    """Why what looks like experts cannot be dealt out."""
+    """Why what looks like experts cannot be split among ranks."""
     heads: int | None = None
     """Attention heads (of queries)."""
     kv_heads: int | None = None

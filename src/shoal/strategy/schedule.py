@@ -71,13 +71,13 @@ def actions(term: pp) -> list[list[Action]]:
         return [_interleaved(rank, term) for rank in everyone]
     if term.schedule == "zero-bubble":
         held = [rank_stages(rank, term.n, term.chunks, term.schedule) for rank in everyone]
-        return [[Action(*told) for told in order] for order in zero_bubble(held=held, micro=term.micro)]
+        return [[Action(*action) for action in order] for order in zero_bubble(held=held, micro=term.micro)]
     return [_one_forward_one_backward(rank, term.n, term.micro) for rank in everyone]
 
 
 def steady(term: pp, micros: int, *, drain: bool = False) -> list[list[Action]]:
-    """PipeDream's order for a run of so many micro-batches: rank r goes n - r forwards ahead, then backward and forward
-    take turns for as long as it goes.
+    """PipeDream's order for a run of `micros` micro-batches: rank r goes n - r forwards ahead, then backward and
+    forward take turns for as long as it goes.
 
     The lists end with the last forward of each rank, as the run would go on from there: the order for fewer
     micro-batches is always the beginning of the order for more. With `drain` the backward passes that are still out
@@ -87,11 +87,11 @@ def steady(term: pp, micros: int, *, drain: bool = False) -> list[list[Action]]:
         raise ValueError(f"{term} flushes after each step; only pipedream runs without: use actions({term})")
     if micros < 1:
         raise ValueError(f"micros is {micros}; expected at least one micro-batch")
-    whole = [_one_forward_one_backward(rank, term.n, micros) for rank in range(term.n)]
+    drained = [_one_forward_one_backward(rank, term.n, micros) for rank in range(term.n)]
     if drain:
-        return whole
-    ends = [max(place for place, action in enumerate(order) if action.kind == "F") + 1 for order in whole]
-    return [order[:end] for order, end in zip(whole, ends, strict=True)]
+        return drained
+    ends = [max(place for place, action in enumerate(order) if action.kind == "F") + 1 for order in drained]
+    return [order[:end] for order, end in zip(drained, ends, strict=True)]
 
 
 def last_backward(rank_actions: Sequence[Action], stage: int) -> Action:

@@ -36,7 +36,7 @@ def parse(text: str) -> Strategy:
     return _Reader(text).strategy()
 
 
-_UNQUOTED = "{} is a word here, and words (schedules, methods, precisions) stand in quotes"
+_UNQUOTED = "{} is a word here, and words (schedules, methods, precisions) need quotes"
 
 
 def _words() -> set[str]:

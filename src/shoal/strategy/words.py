@@ -15,7 +15,7 @@ def in_words(strategy: Strategy | Term) -> tuple[tuple[str, str], ...]:
     for term in as_strategy(strategy).terms:
         words = capital(term.words())
         if isinstance(term, dp):
-            # An inner level deals out what one replica of the outer level has received.
+            # An inner level splits what one replica of the outer level has received.
             words = f"Inside each replica: {words[:1].lower()}{words[1:]}" if inside else words
             inside = True
         lines.append((str(term), words if words.endswith(".") else words + "."))

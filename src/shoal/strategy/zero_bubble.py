@@ -106,7 +106,7 @@ class _Scheduler:
         self.micro = micro
         self.rule = rule
         self.stages = len(held) * len(held[0])
-        # How many micro-batches have had each pass at each stage. They go in order, so a count says which.
+        # How many micro-batches have had each pass at each stage. They go in order, so a count identifies them.
         self.forwards = [0] * self.stages
         self.inputs = [0] * self.stages
         self.weights = [0] * self.stages
@@ -119,10 +119,10 @@ class _Scheduler:
         while left:
             # All ranks choose before any of them counts: what is computed in this unit arrives in the next.
             chosen = [self._choice(rank) for rank in range(len(self.held))]
-            for order, told in zip(orders, chosen, strict=True):
-                if told is not None:
-                    order.append(told)
-                    done[told[0]][told[1]] += 1
+            for order, action in zip(orders, chosen, strict=True):
+                if action is not None:
+                    order.append(action)
+                    done[action[0]][action[1]] += 1
                     left -= 1
             units += 1
         return units, orders

@@ -40,7 +40,7 @@ def check(options: TrainOptions, channel: Any) -> dict[str, Any]:
     )
     if len(job.train) < job.global_batch and channel is not None:
         text = f"a global batch of {job.global_batch} is larger than the data set of {len(job.train)} samples"
-        each = "holds some samples several times" if job.last_batch == "wrap" else "is the whole data set"
+        each = "holds some samples several times" if job.last_batch == "wrap" else "is the full data set"
         channel.say(warning(f"{text}: each batch {each}; use a smaller batch or more data"))
     if options.backend is not None:
         choose(options.backend, [devices_here(0)], calibrated=None, emulates=False)

@@ -63,7 +63,7 @@ def train_job(
 
 
 def _require_call(job: Any, strategy: Any, folder: Any, hang_after_s: Any, on_message: Any) -> None:
-    """Refuses what would otherwise be dropped without a word, or fail far away."""
+    """Refuses what would otherwise be dropped silently, or fail far from its cause."""
     if not isinstance(job, str):
         raise CannotTrain(
             f"train_job was given a {type(job).__name__}; ranks are processes of their own and load the job again, so "

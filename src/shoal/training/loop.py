@@ -2,7 +2,7 @@
 
 A stop (Ctrl-C, SIGTERM) reaches one rank first; it travels with the loss to the others, so that all stop
 after the same step, write a checkpoint and end. Nothing of a run depends on when it was interrupted. Islands, which
-average their models only now and then, do these things when they meet (`pace.py`).
+average their models only now and then, do these things when they exchange (`pace.py`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def train(options: TrainOptions, channel: Any) -> dict[str, Any]:
     me = join(backend=None if asked is None else registered(asked), emulate=options.emulate)
     job, strategy = job_from(options), parse("serial" if options.strategy is None else options.strategy)
     if options.gate:
-        # No process stands above the ranks that could have done it.
+        # The ranks have no parent process that could have done it.
         with Outside(job).kept():
             facts = facts_of(job, layout_of(job, strategy))
             gate_here(job, strategy, facts, me, channel, backend=asked)
@@ -73,7 +73,7 @@ def train(options: TrainOptions, channel: Any) -> dict[str, Any]:
 
 
 def _locked(folder: Path, token: str | None, rank: int, channel: Any) -> FolderLock:
-    """This rank's hold on the folder, of the run that holds it by `token`. Where no process stands above the ranks,
+    """This rank's hold on the folder, of the run that holds it by `token`. Where the ranks have no parent process,
     rank 0 takes it for them. All ranks call it alike."""
     if token is not None:
         return lock.join(folder, token)
@@ -98,7 +98,7 @@ def _locked(folder: Path, token: str | None, rank: int, channel: Any) -> FolderL
 
 
 class TrainingRun:
-    """One rank's run: where it stands, and what it has measured."""
+    """One rank's run: its state, and what it has measured."""
 
     def __init__(self, ready: Prepared, options: TrainOptions, folder: Path, channel: Any, *, rank: int) -> None:
         self.ready, self.options, self.folder, self.channel, self.rank = ready, options, folder, channel, rank
@@ -195,7 +195,7 @@ class TrainingRun:
         self.stopping = result.stop
         self.last_loss = result.loss
         counted = BOOK.take()
-        # The first step also settles who has gradients at all.
+        # The first step also settles which ranks have gradients at all.
         self.ledger = counted.without("setup", "shapes", "agreement")
         memory = peak_memory_bytes(self.engine.device)
         row = {

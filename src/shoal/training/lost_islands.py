@@ -1,4 +1,4 @@
-"""A run that goes on without islands that were killed: who they were, and at which step."""
+"""A run that goes on without islands that were killed: which ranks, and at which step."""
 
 from __future__ import annotations
 

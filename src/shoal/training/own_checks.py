@@ -76,10 +76,10 @@ class ReplicaState:
         warning = ""
         for name in sorted({name for row in rows for name in row}):
             same_shape = len({tuple(row[name]) for row in rows if name in row}) == 1
-            apart = self._apart(now[name]) if same_shape and all(name in row for row in rows) else None
-            if apart is not None and not apart:
+            difference = self._difference(now[name]) if same_shape and all(name in row for row in rows) else None
+            if difference is not None and not difference:
                 continue
-            by = "" if apart is None else f", by {apart:.1e} of its size"
+            by = "" if difference is None else f", by {difference:.1e} of its size"
             if name in buffers:
                 raise ReplicasDiffer(
                     f"after step {step} the buffer {name} differs between replicas{by}: each updates it from its own "
@@ -116,7 +116,7 @@ class ReplicaState:
         # What a forward leaves behind for others to read has the shape of the batch, or was not there before.
         return value.shape == before.shape and (value is not before or _version(value) != version)
 
-    def _apart(self, value: Any) -> float:
+    def _difference(self, value: Any) -> float:
         """The largest difference between replicas by the size of the value; 0 if it is no more than rounding."""
         values = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
         dtype = values.dtype
@@ -126,9 +126,9 @@ class ReplicaState:
             dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self.everyone.group)
         most, least = ends[0], -ends[1]
         size = float(ends[ends.isfinite()].abs().max()) if ends.isfinite().any() else 0.0
-        apart = float(torch.where(most == least, 0.0, most - least).abs().max())
+        difference = float(torch.where(most == least, 0.0, most - least).abs().max())
         rounding = torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
-        return 0.0 if apart <= ROUNDINGS * rounding * size else apart / (size or 1.0)
+        return 0.0 if difference <= ROUNDINGS * rounding * size else difference / (size or 1.0)
 
 
 def _version(value: Any) -> int:
@@ -177,8 +177,8 @@ def check_split(model: nn.Module, loss_of: LossOf, batch: tuple[Any, ...]) -> No
         return float(loss), float(count), loss.dtype
 
     if not wrong:
-        (whole, all_of, dtype), (one, some, _), (two, rest, _) = passed(0, num), passed(0, first), passed(first, num)
-        wrong = _what_is_wrong((whole, one, two), (all_of, some, rest), (num, first), TOLERANCES.get(dtype, COARSEST))
+        (full, all_of, dtype), (one, some, _), (two, rest, _) = passed(0, num), passed(0, first), passed(first, num)
+        wrong = _what_is_wrong((full, one, two), (all_of, some, rest), (num, first), TOLERANCES.get(dtype, COARSEST))
     rows = exchange({"wrong": wrong})
     for rank, row in enumerate(rows):
         if row["wrong"]:
@@ -191,16 +191,16 @@ def _what_is_wrong(
     def near(a: float, b: float, size: float) -> bool:
         return abs(a - b) <= tolerance * size
 
-    (whole, one, two), (num, first) = losses, sizes
+    (full, one, two), (num, first) = losses, sizes
     size = max(map(abs, losses)) or 1.0
     of = f"of {num} samples it is {{:.6g}}, of {first} and {num - first} of them {{:.6g}} and {{:.6g}}"
     right = "Pass the sum of the losses and the number of samples or tokens that it is a sum over"
-    adds_up, counts_add_up = near(whole, one + two, size), near(counts[0], counts[1] + counts[2], max(counts) or 1.0)
+    adds_up, counts_add_up = near(full, one + two, size), near(counts[0], counts[1] + counts[2], max(counts) or 1.0)
     if adds_up and counts_add_up:
         return ""
     if adds_up:
         return f"the count is wrong: {of.format(*counts)}, which does not add up. {right}"
-    if near(whole, (first * one + (num - first) * two) / num, size):
+    if near(full, (first * one + (num - first) * two) / num, size):
         return f"the loss is a mean, not a sum: {of.format(*losses)}. {right}"
     return (
         f"the samples of a batch are coupled, by model or loss, which does not add up: {of.format(*losses)}. "

@@ -6,7 +6,7 @@
     engine.step()                         # where optimizer.step() stood
 
 Run it under `shoal launch script.py --ranks 2` or torchrun. `engine.share(len(batch))` is this rank's slice of a batch.
-What the strategy says happens here as in a Job: amp("bf16") around the model's forward, accumulate(k) over k calls of
+The strategy's terms apply here as in a Job: amp("bf16") around the model's forward, accumulate(k) over k calls of
 `backward`, recompute inside the blocks.
 """
 
@@ -211,7 +211,7 @@ class OwnLoop:
             warnings.warn(text, stacklevel=4)
 
     def _watch_forwards(self) -> None:
-        """Before the step's first forward, buffers are noted: by the model itself, or by who holds them."""
+        """Before the step's first forward, buffers are noted: in the model, or in the modules that hold them."""
 
         def root(module: nn.Module, args: Any, kwargs: Any) -> None:
             first = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)), None)

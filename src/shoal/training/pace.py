@@ -2,7 +2,7 @@
 
 Within an island ranks step together, and its own collectives serve its steps. What needs all islands waits for the next
 exchange: an evaluation or a checkpoint that falls between two exchanges is made at the second, and so does a stop that
-one island was asked for. The end of the run is the last such meeting. Without islands every step is one.
+one island was asked for. The end of the run is the last such exchange. Without islands every step is one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Pace:
-    """Islands meet every `period` steps."""
+    """Islands exchange every `period` steps."""
 
     period: int
 

@@ -47,6 +47,6 @@ def rounded_at_random(x: torch.Tensor, levels: int, draw: Draw) -> tuple[torch.T
 
 
 def from_levels(signed: torch.Tensor, scales: torch.Tensor, levels: int) -> torch.Tensor:
-    """The elements that signed levels of their blocks' scales stand for."""
+    """The elements that signed levels of their blocks' scales encode."""
     # In this order nothing overflows and a denormal scale is not lost.
     return in_blocks(signed / levels, BLOCK).mul_(scales[:, None]).view(-1)[: len(signed)]

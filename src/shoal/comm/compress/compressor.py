@@ -1,7 +1,7 @@
 """A compressor that runs: how a tensor becomes bytes, what is kept as error, and how payloads are exchanged.
 
 The base of every file in `technique/compress`. It is a term, a frozen value without memory: what a payload does not
-say, `draw` does, and what is kept from step to step is handed in. A payload that is gathered is bytes (uint8),
+hold, `draw` does, and what is kept from step to step is passed in. A payload that is gathered is bytes (uint8),
 everything needed to read it included. Payloads that add (`adds`) are numbers, so that an all-reduce of payloads is the
 payload of the sum.
 
@@ -29,14 +29,14 @@ class CompressError(ValueError):
 
 
 class Compressor(CompressTerm):
-    """Encode, exchange, settle. A file overrides `encode` and `decode`, or the whole of `total`."""
+    """Encode, exchange, settle. A file overrides `encode` and `decode`, or all of `total`."""
 
     family = "compress"
     adds: ClassVar[bool] = False
     """Whether payloads of ranks may be added."""
 
     extras: ClassVar[tuple[str, ...]] = ()
-    """What it keeps besides, of another size than the parameter, the same on all ranks; part of a checkpoint."""
+    """What else it keeps, of another size than the parameter, the same on all ranks; part of a checkpoint."""
 
     @property
     def keeps(self) -> tuple[str, ...]:
@@ -57,14 +57,14 @@ class Compressor(CompressTerm):
 
     def encode(self, x: torch.Tensor, draw: Draw) -> torch.Tensor:
         """The payload of a flat tensor."""
-        raise TypeError(f"{self} does not say how a tensor becomes a payload")
+        raise TypeError(f"{self} does not define how a tensor becomes a payload")
 
     def decode(self, payload: torch.Tensor, num_elements: int, dtype: torch.dtype, draw: Draw) -> torch.Tensor:
-        """The flat tensor that a payload stands for."""
-        raise TypeError(f"{self} does not say how a payload becomes a tensor")
+        """The flat tensor that a payload encodes."""
+        raise TypeError(f"{self} does not define how a payload becomes a tensor")
 
     def add(self, payload: torch.Tensor, into: torch.Tensor, draw: Draw, *, alpha: int = 1) -> None:
-        """Adds `alpha` times what a payload stands for; cheaper than `decode` where that is mostly zeros."""
+        """Adds `alpha` times what a payload encodes; cheaper than `decode` where that is mostly zeros."""
         into.add_(self.decode(payload, len(into), into.dtype, draw), alpha=alpha)
 
     def settle(self, kept: State, payload: torch.Tensor, draw: Draw) -> None:
@@ -86,7 +86,7 @@ class Compressor(CompressTerm):
         return total
 
     def added(self, payloads: Sequence[torch.Tensor], like: torch.Tensor, draw: Draw) -> torch.Tensor:
-        """The sum of what payloads stand for, in their order."""
+        """The sum of what payloads encode, in their order."""
         total = self.decode(payloads[0], len(like), like.dtype, draw)
         for payload in payloads[1:]:
             self.add(payload, total, draw)
@@ -101,7 +101,7 @@ class SparseCompressor(Compressor):
 
     def choose(self, x: torch.Tensor, draw: Draw) -> torch.Tensor:
         """The places of the elements to send, int64, each once."""
-        raise TypeError(f"{self} does not say which elements are sent")
+        raise TypeError(f"{self} does not define which elements are sent")
 
     def encode(self, x: torch.Tensor, draw: Draw) -> torch.Tensor:
         if len(x) > LARGEST_INDEX:

@@ -1,7 +1,7 @@
 """How payloads are exchanged. A reduction asks for an exchange and goes on with the answer, so that those of many
 tensors run side by side: what they ask for at the same time travels as one message.
 
-Payloads are summed where they add, gathered where they do not, in equal or unequal sizes, dealt out by parts, or sent
+Payloads are summed where they add, gathered where they do not, in equal or unequal sizes, scattered by parts, or sent
 along a tree. What is decoded is summed in the order of ranks, so all ranks end with the same bits. (Where payloads add,
 the order is the all-reduce's own, which is one for all ranks as well.)
 """
@@ -34,7 +34,7 @@ class Gather:
 
 
 @dataclass(frozen=True, slots=True)
-class Deal:
+class AllToAll:
     """Row i of [ranks, size] goes to rank i; the answer holds what came from each."""
 
     rows: torch.Tensor
@@ -70,7 +70,7 @@ class Agree:
     true: torch.Tensor
 
 
-Ask = Sum | Gather | Deal | SendTo | ReceiveFrom | Spread
+Ask = Sum | Gather | AllToAll | SendTo | ReceiveFrom | Spread
 Reduction = Generator[Ask | Agree, Any, torch.Tensor]
 """Yields what it asks for, is sent the answers, and returns the reduced tensor."""
 
@@ -82,7 +82,7 @@ def run(
     reductions: Sequence[Reduction], over: Over, answered: Callable[[list[Any], Over], Iterable[Any]] | None = None
 ) -> list[torch.Tensor]:
     """The results of reductions that run side by side. All ranks give the same ones in the same order. `answered`
-    stands in for the other ranks, where codecs are timed without them."""
+    replaces the other ranks, where codecs are timed without them."""
     answer_all = answered or _answered
     totals: dict[int, torch.Tensor] = {}
     agreeing: dict[int, torch.Tensor] = {}
@@ -118,8 +118,8 @@ def _kind(ask: Ask) -> Hashable:
             return type(ask), payload.dtype
         case Gather(payload, equal):
             return Gather, payload.dtype, equal
-        case Deal(rows):
-            return Deal, rows.dtype
+        case AllToAll(rows):
+            return AllToAll, rows.dtype
         case SendTo(payload, to):
             return SendTo, payload.dtype, to
         case ReceiveFrom(like, source):
@@ -138,7 +138,7 @@ def _answered(asks: Sequence[Any], over: Over) -> list[Any]:
             return _gathered([ask.payload for ask in asks], over)
         case Gather():
             return _gathered_unequal([ask.payload for ask in asks], over)
-        case Deal():
+        case AllToAll():
             rows = torch.cat([ask.rows for ask in asks], dim=1)
             if over.group is not None:
                 rows, going = torch.empty_like(rows), rows

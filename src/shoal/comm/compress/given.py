@@ -56,7 +56,7 @@ class Draw:
         return self._seed("number") % below
 
     def alike(self, count: int, device: torch.device | str) -> torch.Tensor:
-        """Whole numbers below 2**32 (int64), the same on all ranks, computed where they are needed. SplitMix64 (Steele
+        """Integers below 2**32 (int64), the same on all ranks, computed where they are needed. SplitMix64 (Steele
         et al. 2014) of a counter: integers wrap alike on every device, while generators differ between devices."""
         mixed = torch.arange(1, count + 1, device=device).mul_(-0x61C8864680B583EB).add_(_signed(self._seed("shared")))
         for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
@@ -72,8 +72,8 @@ class Draw:
         drawing = torch.Generator(like.device).manual_seed(self._seed(f"rank {self.rank}"))
         return torch.rand(count, generator=drawing, dtype=like.dtype, device=like.device)
 
-    def _seed(self, who: str) -> int:
-        text = f"{self.seed}\n{self.step}\n{who}\n{self.key}"
+    def _seed(self, purpose: str) -> int:
+        text = f"{self.seed}\n{self.step}\n{purpose}\n{self.key}"
         digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
         return int.from_bytes(digest, "little")
 

@@ -1,6 +1,6 @@
 """The largest elements of a tensor, by magnitude.
 
-A sort of the whole tensor is not needed for it: a sample tells a threshold that a few more than k elements exceed, and
+The tensor need not be sorted: a sample gives a threshold that a few more than k elements exceed, and
 the exact choice is made among those. Where the sample misleads, all elements are looked at; the result is the same.
 """
 

@@ -25,7 +25,7 @@ class Method:
         self.keeps = term.keeps if isinstance(term, Compressor) else ()
         """What is kept of each element."""
         self.extras = term.extras if isinstance(term, Compressor) else ()
-        """What is kept besides."""
+        """What else is kept."""
 
     def reduction(self, x: torch.Tensor, state: State, over: Over, draw: Draw) -> Reduction:
         """The sum over ranks of what each sends of `x`, bitwise the same on all of them.

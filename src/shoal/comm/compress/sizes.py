@@ -12,9 +12,9 @@ BLOCK = 512
 TRITS_A_BYTE = 5
 
 
-def divided_up(whole: int, part: int) -> int:
-    """Parts needed for the whole, the last of which may be short."""
-    return -(-whole // part)
+def divided_up(total: int, part: int) -> int:
+    """Parts needed for the total, the last of which may be short."""
+    return -(-total // part)
 
 
 def kept_count(fraction: float, num_elements: int) -> int:

@@ -37,7 +37,7 @@ __all__ = ["CannotConnect", "Connected", "connect", "host_name", "own_address"]
 
 @dataclass(frozen=True)
 class Connected:
-    """The links of one rank to all others, one dictionary for each channel, and who shares a host."""
+    """The links of one rank to all others, one dictionary for each channel, and which ranks share a host."""
 
     channels: tuple[dict[int, Link], ...]
     hosts: tuple[tuple[int, ...], ...]
@@ -105,7 +105,7 @@ def _all_of(signed: SignedStore, what: str, ranks: range, deadline: float) -> li
         found = signed.get_all(keys, deadline - time.monotonic())
     except StoreTimeout as error:
         names = ", ".join(key.rpartition("/")[2] for key in error.keys)
-        raise CannotConnect(f"rank {names} did not say in time where it is to be reached") from error
+        raise CannotConnect(f"rank {names} did not publish its address in time") from error
     return [found[key] for key in keys]
 
 
@@ -138,7 +138,7 @@ def _listen_far() -> socket.socket:
 
 def own_address() -> str:
     """The address under which other hosts reach this one: of the interface named, or of the one that leads to the
-    job's meeting place; loopback where there is no such place."""
+    job's rendezvous; loopback where there is none."""
     interface = os.environ.get("SHOAL_INTERFACE") or os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

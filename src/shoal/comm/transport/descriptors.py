@@ -20,7 +20,7 @@ class NoDescriptorsLeft(OSError):
 
 
 def make_room(needed: int, *, what: str) -> None:
-    """Raises the soft limit where so many more descriptors would not fit under it; `what` needs them."""
+    """Raises the soft limit where `needed` more descriptors would not fit under it; `what` needs them."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     total = _open() + needed + SPARE
     if soft == resource.RLIM_INFINITY or total <= soft:

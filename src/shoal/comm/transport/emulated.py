@@ -26,7 +26,7 @@ MOST_AT_ONCE = 1 << 16
 FRAME_BYTES, FRAME_HEADER_BYTES = 1448, 66
 """What a full Ethernet frame carries of a TCP stream, and the headers around it (Ethernet, IP, TCP, time stamps)."""
 AHEAD_S = 1e-3
-"""How far ahead of time a wire may be reserved, beside the latency: what its queue holds."""
+"""How far ahead of time a wire may be reserved, in addition to the latency: what its queue holds."""
 
 
 class Wires:
@@ -85,7 +85,7 @@ class EmulatedLink(Link):
         return 0 if len(self._pending) else self._taken
 
     def _reserve(self, count: int) -> float | None:
-        """When so many bytes arrive if they leave now; None if the wire is too busy for them."""
+        """When `count` bytes arrive if they leave now; None if the wire is too busy for them."""
         now, ahead_s = time.monotonic(), self._speed.latency_s + AHEAD_S
         if self._wire is not None:
             framed = count + FRAME_HEADER_BYTES * -(-count // FRAME_BYTES)
@@ -131,7 +131,7 @@ class EmulatedLink(Link):
     def arm(self, *, to_write: bool) -> bool:
         if self._left:
             return time.monotonic() >= self._arrives
-        # Who waits for the wire waits for a time: that the link below has room is no news.
+        # Waiting for the wire is waiting for a time: that the link below has room changes nothing.
         return self._link.arm(to_write=to_write and self._again is None)
 
     def disarm(self) -> None:

@@ -1,8 +1,8 @@
 """How two processes recognise each other: each proves that it holds the group's secret, for this connection only.
 
 Both sides are generators that yield the event they wait for, so any number of handshakes run side by side in one
-thread. The answering side speaks first, with a challenge. Whoever cannot answer it learns nothing. What both have said
-becomes the keys of the link.
+thread. The answering side sends a challenge first. A caller that cannot answer it learns nothing. The keys of the link
+are derived from what both have sent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shoal.comm.transport.token import derive
 _NONCE = 16
 _PROOF = 32
 _HELLO = struct.Struct("<III16s")
-"""Who calls, whom, which of the pair's links this is to be, and something fresh to answer."""
+"""The calling rank, the called rank, which of the pair's links this is to be, and a nonce."""
 
 Steps = Generator[int, None, "Recognised"]
 """Yields selectors.EVENT_READ or EVENT_WRITE."""
@@ -33,7 +33,7 @@ class Stranger(ConnectionError):
 
 @dataclass(frozen=True, slots=True)
 class Recognised:
-    """Who is at the other end, and the keys of the two directions."""
+    """The rank at the other end, and the keys of the two directions."""
 
     rank: int
     channel: int
@@ -80,13 +80,13 @@ def _require_own_user(connection: socket.socket) -> None:
         raise Stranger(f"it is a process of another user (uid {user}; this one has {os.geteuid()})")
 
 
-def _keys(secret: bytes, said: bytes) -> tuple[bytes, bytes]:
-    key = hmac.digest(secret, b"link" + said, "sha256")
+def _keys(secret: bytes, transcript: bytes) -> tuple[bytes, bytes]:
+    key = hmac.digest(secret, b"link" + transcript, "sha256")
     return derive(key, "from the caller"), derive(key, "from the called")
 
 
-def _proof(secret: bytes, role: bytes, said: bytes) -> bytes:
-    return hmac.digest(secret, role + said, "sha256")
+def _proof(secret: bytes, role: bytes, transcript: bytes) -> bytes:
+    return hmac.digest(secret, role + transcript, "sha256")
 
 
 def _send(connection: socket.socket, data: bytes) -> Generator[int, None, None]:

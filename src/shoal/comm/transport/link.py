@@ -20,10 +20,10 @@ ALIGN = 16
 
 
 class PeerLost(ConnectionError):
-    """A peer has gone, or has been given up on. Other links are none the worse for it."""
+    """A peer has disconnected, or was given up on. Other links are unaffected."""
 
     def __init__(self, peer: int, why: str = "its process has ended or its connection broke") -> None:
-        super().__init__(f"rank {peer} is gone: {why}")
+        super().__init__(f"rank {peer} disconnected: {why}")
         self.peer = peer
 
 
@@ -47,40 +47,41 @@ class Link(ABC):
 
     peer: int
     polls_writing = False
-    """Whether the descriptor itself tells when there is room to write."""
+    """Whether polling the descriptor shows when there is room to write."""
 
     @abstractmethod
     def write(self, data: Bytes) -> int:
-        """Takes as many bytes as there is room for, and says how many."""
+        """Takes as many bytes as there is room for; returns how many."""
 
     def put(self, header: bytes, payload: Bytes) -> bool:
-        """A whole message at once, padded; False if it has to be written piece by piece."""
+        """A complete message at once, padded; False if it has to be written piece by piece."""
         return False
 
     def lend(self, header: bytes, payload: Bytes) -> bool:
-        """A message by reference: `header`, and where the peer may fetch `payload`; False if it has to be written.
+        """A zero-copy message: `header`, and where the peer may fetch `payload`; False if it has to be written.
         Nothing else may be written, and the payload must stay as it is, until it was `returned`."""
         return False
 
     def returned(self) -> bool:
-        """Whether the peer has what it was lent."""
+        """Whether the peer has fetched the last zero-copy message."""
         return True
 
     def fetch(self, place: Bytes, start: int, into: Bytes) -> None:
-        """Copies from what a peer lends: `place` is what followed its header."""
-        raise ConnectionError(f"rank {self.peer} lends memory over a link that cannot reach it ({type(self).__name__})")
+        """Copies the payload of a zero-copy message: `place` is what followed its header."""
+        raise ConnectionError(f"rank {self.peer} sent a reference to memory that {type(self).__name__} cannot read")
 
     def ask_to_lend(self) -> bool:
-        """Tells the peer to lend from now on; whether that is possible."""
+        """Asks the peer for zero-copy messages from now on; whether that is possible."""
         return False
 
     def take_back(self) -> bool:
-        """What was lent will not stay as it is, and a peer that fetches it yet must know; whether anything was lent."""
+        """Withdraws a zero-copy message whose payload will change, so that the peer does not use it; whether there was
+        one."""
         return False
 
     @abstractmethod
     def window(self, most: int) -> Bytes:
-        """Bytes that have arrived, in order, at most so many; possibly none. Valid until consumed."""
+        """Bytes that have arrived, in order, at most `most`; possibly none. Valid until consumed."""
 
     @abstractmethod
     def consume(self, count: int) -> None:

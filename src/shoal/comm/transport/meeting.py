@@ -1,7 +1,7 @@
 """All handshakes of one rank, side by side: the calls it makes, and those it answers.
 
-Strangers may connect to a port. Those that say nothing have their connections closed after a few seconds, and sooner
-where many hold places; a rank whose connection was closed among theirs calls again. So silence holds nobody up.
+Strangers may connect to a port. Those that send nothing have their connections closed after a few seconds, and sooner
+where many are open; a rank whose connection was closed among theirs calls again. So silence delays no rank.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Talk:
     steps: Steps
     since: float
     to: Peer | None = None
-    """Whom this rank has called; None for a caller."""
+    """The peer that this rank has called; None for a caller."""
 
 
 class Meeting:
@@ -72,7 +72,7 @@ class Meeting:
         self._meanwhile = call
 
     def run(self, calls: dict[Peer, Any], expected: set[Peer], deadline: float) -> dict[Peer, Link]:
-        """`calls`: where each peer that is to be called listens; `expected`: who calls this rank."""
+        """`calls`: where each peer that is to be called listens; `expected`: the peers that call this rank."""
         try:
             for listener in self._listeners:
                 self._selector.register(listener, selectors.EVENT_READ)
@@ -149,7 +149,7 @@ class Meeting:
             try:
                 connection, _ = listener.accept()
             except OSError:
-                return  # Nobody is left, or a caller broke off.
+                return  # No caller is left, or one disconnected.
             connection.setblocking(False)
             talk = _Talk(connection, self._answering(connection, expected), time.monotonic())
             self._talks[connection] = talk

@@ -1,6 +1,6 @@
-"""Reading the memory of another process of this host: a large message is copied once, by the one who wants it.
+"""Reading the memory of another process of this host: a large message is copied once, by its reader.
 
-The kernel permits it among processes of one user unless it was told not to (Yama's ptrace_scope, a container's
+The kernel permits it among processes of one user unless configured otherwise (Yama's ptrace_scope, a container's
 seccomp profile); so it is tried on a known number first, and done without where that fails.
 """
 

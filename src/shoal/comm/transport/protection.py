@@ -2,7 +2,7 @@
 
 HMAC-SHA256 comes with Python. AES-GMAC, ten times as fast on processors with AES instructions, is taken where every
 rank has the package `cryptography`. Ranks name what they have in values signed with the token, so no stranger can
-weaken the choice. SHOAL_LINK_AUTH=off leaves tags out, on networks where nobody else is.
+weaken the choice. SHOAL_LINK_AUTH=off leaves tags out, on private networks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A queue of bytes in a piece of memory, with one writer and one reader, possibly in two processes.
 
     0    head: bytes ever written          (the writer's)
-    8    a word of the writer's own memory: its address, its value; whether what is lent is still there
+    8    a word of the writer's own memory: its address, its value; whether the zero-copy payload is still valid
     64   tail: bytes ever read             (the reader's)
     72   whether the reader can read the writer's memory
     128  the reader sleeps, wake it        192  the writer sleeps, wake it
@@ -43,7 +43,7 @@ class RingBuffer:
         if self.capacity <= 0 or self.capacity & (self.capacity - 1):
             raise ValueError(f"a ring buffer has a power of two of bytes, not {self.capacity}")
         self.words = view[:HEADER].cast("Q")
-        """The counters, and what the link around this puts beside them."""
+        """The counters, and what the link around this stores next to them."""
         self._view = view[HEADER:].cast("B")
         self._bytes: Bytes = np.frombuffer(self._view, dtype=np.uint8)
         self._mine = 0
@@ -61,7 +61,7 @@ class RingBuffer:
         return count
 
     def put(self, header: bytes, payload: Bytes) -> bool:
-        """A message of `header`, which is ALIGN bytes long, and `payload`, padded; False if it does not fit whole."""
+        """A message of `header`, which is ALIGN bytes long, and `payload`, padded; False if it does not fit."""
         head, size = self._mine, len(payload)
         at, end = head & (self.capacity - 1), ALIGN + size + -size % ALIGN
         if end > self.capacity - max(at, head - self.words[TAIL]):
@@ -94,16 +94,16 @@ class RingBuffer:
         """Whether all that was written has been read."""
         return bool(self.words[TAIL] == self._mine)
 
-    def sleeps(self, who: int, yes: bool) -> None:
-        self.words[who] = yes
+    def sleeps(self, side: int, yes: bool) -> None:
+        self.words[side] = yes
         fence()
 
-    def wakes(self, who: int) -> bool:
+    def wakes(self, side: int) -> bool:
         """Whether the other side sleeps; it will be woken once."""
         with _fence:  # A fence, without the call: this is part of every message.
             pass
-        if self.words[who]:
-            self.words[who] = 0
+        if self.words[side]:
+            self.words[side] = 0
             return True
         return False
 

@@ -1,8 +1,8 @@
 """Links between processes of one host: a ring buffer each way in nameless memory, and a socket to wake up by.
 
-What is large is not written but lent: the reader copies it from the writer's memory, where the kernel permits that.
+Large messages are zero-copy: the reader copies the payload from the writer's memory, where the kernel permits that.
 The memory is an anonymous file that only the two processes hold, so the kernel takes it back however they end. The
-socket carries a byte when the other side sleeps, and its end of file tells at once that a process is gone.
+socket carries a byte when the other side sleeps, and its end of file shows at once that a process has exited.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from shoal.comm.transport.ring_buffer import (
 )
 
 _PLACE = Struct("<QQ")
-"""The address of what is lent, and nothing. As long as ALIGN."""
+"""The address of a zero-copy payload, and padding. As long as ALIGN."""
 
 CAPACITY = 1 << 20
 """Bytes on their way, each way. Half of a second-level cache: larger ones cost memory and gain nothing measurable."""
 
 
 class SharedLink(Link):
-    """Both ring buffers lie in one mapping; `first` says which of the two is ours to write."""
+    """Both ring buffers lie in one mapping; `first`: whether this side writes the first of them."""
 
     def __init__(self, peer: int, waker: socket.socket, memory: mmap.mmap, *, first: bool) -> None:
         self.peer = peer

@@ -40,7 +40,7 @@ def job_token(environment: Mapping[str, str] = os.environ) -> bytes:
 
 
 def derive(key: bytes, *names: str) -> bytes:
-    """A key for one purpose; who learns it learns nothing of the others."""
+    """A key for one purpose; it reveals nothing about the others."""
     return hmac.digest(key, "\0".join(names).encode(errors="surrogateescape"), "sha256")
 
 

@@ -1,7 +1,7 @@
 """Attention over a sequence that is cut among ranks: the ways that `cp` may name, each in the place of
 `F.scaled_dot_product_attention`.
 
-Ring and Ulysses give the same numbers as whole sequences on one rank. The ring holds any number of heads and cuts
+Ring and Ulysses give the same numbers as full sequences on one rank. The ring holds any number of heads and cuts
 memory for keys and values by n; Ulysses sends less where there are many ranks, but needs heads to divide by them.
 """
 

@@ -1,6 +1,6 @@
 """What a call of attention over a cut sequence must look like, whichever way the ranks reach across the cuts.
 
-Ring and Ulysses stand in for `F.scaled_dot_product_attention` and take the same arguments; what they cannot do they
+Ring and Ulysses replace `F.scaled_dot_product_attention` and take the same arguments; what they cannot do they
 refuse here, before anything is sent, so that no rank waits for one that has raised.
 """
 

@@ -54,7 +54,7 @@ def attend(
     additive = _additive(mask, q)
     out, lse = _flash(_dense(q), _dense(k), _dense(v), 0.0, causal, attn_mask=additive, scale=scale)
     if mask is not None:
-        # The kernel says 0 for rows that see nothing, which would count as a score when merged.
+        # The kernel returns 0 for rows that see nothing, which would count as a score when merged.
         lse = lse.masked_fill(~seen(mask).any(-1), MINUS_INFINITY)
     return out, lse
 

@@ -1,9 +1,9 @@
 """Context parallelism: the ranks of cp hold the same samples and different positions of each.
 
-The model's code in front of the blocks runs on whole sequences, so positions, rotary tables and masks come out right;
+The model's code in front of the blocks runs on full sequences, so positions, rotary tables and masks come out right;
 at the first block the stream is cut, and with it what blocks are given for each position. Attention reaches across the
 cuts (`attention.py`), the rest of a block need not. Behind the last block the loss is computed on each rank's own
-positions, or, if it needs the whole sequence, on the gathered stream, by everyone alike.
+positions, or, if it needs the full sequence, on the gathered stream, by everyone alike.
 """
 
 from __future__ import annotations
@@ -201,14 +201,14 @@ class SequenceCut:
     def _after(self, block: nn.Module, args: Any, output: Any) -> Any:
         done = False
 
-        def whole(x: Any) -> Any:
+        def gathered(x: Any) -> Any:
             nonlocal done
             if done or not isinstance(x, torch.Tensor) or x.dim() != 3:
                 return x
             done = True
             return self._gather(x, self.plan.dim)
 
-        return tree_map(whole, output)
+        return tree_map(gathered, output)
 
     def _gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         if x.dtype == torch.bool:

@@ -56,10 +56,10 @@ class _Program:
 
 
 class GlobalView(TorchFunctionMode):
-    """Active while a module that holds attention runs; `cuts` are the cut tensors that it has met."""
+    """Active while a module that holds attention runs; `cuts` are the cut tensors that it has seen."""
 
     by_library = False
-    """Whether attention is called for a module of PyTorch's, which hides the call from who watches the model."""
+    """Whether attention is called for a module of PyTorch's, which hides the call from hooks on the model."""
     active: list[GlobalView] = []  # noqa: RUF012  (One stack for the process: modules call each other.)
 
     def __init__(self, cut: SequenceCut, length: int, programs: dict[Any, _Program | None]) -> None:

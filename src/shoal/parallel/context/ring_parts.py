@@ -27,19 +27,19 @@ class RingPart:
 
 def part_of(*, source: int, index: int, length: int, causal: bool, balanced: bool) -> RingPart | None:
     """What rank `index` computes with the keys of rank `source`, both holding `length` positions; None for nothing."""
-    whole = slice(0, length)
+    full = slice(0, length)
     if not causal:
-        return RingPart(rows=whole, columns=whole)
+        return RingPart(rows=full, columns=full)
     if source == index:
         # What a rank holds ascends, so its own keys are one diagonal, whether they are one chunk or two.
-        return RingPart(rows=whole, columns=whole, causal=True)
+        return RingPart(rows=full, columns=full, causal=True)
     if not balanced:
-        return RingPart(rows=whole, columns=whole) if source < index else None
+        return RingPart(rows=full, columns=full) if source < index else None
     # Of two ranks the lower one holds the earlier first chunk and the later second chunk.
     half = length // 2
     if source < index:
-        return RingPart(rows=whole, columns=slice(0, half))
-    return RingPart(rows=slice(half, length), columns=whole)
+        return RingPart(rows=full, columns=slice(0, half))
+    return RingPart(rows=slice(half, length), columns=full)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,9 +87,9 @@ class RingPlan:
             return None
         hidden = None
         if self.causal:
-            whole = self.ranks * self.length
-            rows = positions(whole, self.ranks, self.index, balanced=self.balanced, device=mask.device)
-            hidden = torch.arange(whole, device=mask.device) > rows[:, None]
+            full = self.ranks * self.length
+            rows = positions(full, self.ranks, self.index, balanced=self.balanced, device=mask.device)
+            hidden = torch.arange(full, device=mask.device) > rows[:, None]
         if mask.dtype == torch.bool:
             return mask if hidden is None else mask & ~hidden
         mask = mask if hidden is None else mask.masked_fill(hidden, MINUS_INFINITY)
@@ -98,7 +98,7 @@ class RingPlan:
         return mask.masked_fill((mask < lowest) & sees_more, MINUS_INFINITY)
 
     def add_mask_gradient(self, total: torch.Tensor, source: int, work: Work, grad_scores: torch.Tensor) -> None:
-        """Adds the gradient of a part's scores [B, H, rows, columns] to that of the whole mask."""
+        """Adds the gradient of a part's scores [B, H, rows, columns] to that of the full mask."""
         rows = work.part.rows if total.shape[2] > 1 else slice(0, 1)
         target = total[:, :, rows]
         held = positions(self.ranks * self.length, self.ranks, source, balanced=self.balanced, device=total.device)

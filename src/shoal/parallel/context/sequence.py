@@ -3,7 +3,7 @@
 Under a causal mask late positions see more than early ones, so one contiguous chunk each would leave the last rank with
 most of the work. The balanced cut makes two chunks a rank and pairs an early with a late one: rank i of n holds chunks
 i and 2n-1-i, and every rank does the same number of chunk products. Where work does not depend on the position (no
-causal mask, or whole sequences per head) one contiguous chunk serves.
+causal mask, or full sequences per head) one contiguous chunk serves.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 
 def chunks_of(length: int, ranks: int, index: int, *, balanced: bool) -> tuple[slice, ...]:
-    """The positions that rank `index` of `ranks` holds, as slices of the whole sequence in the order it holds them."""
+    """The positions that rank `index` of `ranks` holds, as slices of the full sequence in the order it holds them."""
     if ranks < 1 or not 0 <= index < ranks:
         raise ValueError(f"There is no rank {index} among {ranks}; give an index from 0 to ranks - 1.")
     parts = 2 * ranks if balanced else ranks

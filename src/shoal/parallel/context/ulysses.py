@@ -1,4 +1,4 @@
-"""Ulysses attention: an all-to-all turns a part of every sequence into whole sequences of some heads, and back.
+"""Ulysses attention: an all-to-all turns a part of every sequence into full sequences of some heads, and back.
 
 In between the library's own attention runs, with whatever mask (Jacobs et al. 2023). Heads must divide by the ranks;
 queries, keys and values travel in one message, the output in another, and in backward their gradients likewise.
@@ -55,7 +55,7 @@ def ulysses_attention(
     q, k, v = as_autocast(q, k, v)
     if attn_mask is not None:
         length, own = q.shape[2] * members.size, q.shape[1] // members.size
-        attn_mask = mask_in_four(attn_mask, q, rows=length, columns=length, whose="the rows of the whole sequence")
+        attn_mask = mask_in_four(attn_mask, q, rows=length, columns=length, whose="the rows of the full sequence")
         if attn_mask.shape[1] > 1:
             attn_mask = attn_mask[:, members.index * own : (members.index + 1) * own]
     whole_q, whole_k, whole_v = _Swap.apply(members, _heads_out, _heads_back, q, k, v)

@@ -1,1 +1,1 @@
-"""Expert parallelism: experts dealt out, and tokens that travel to them and back."""
+"""Expert parallelism: experts split among ranks, and tokens that travel to them and back."""

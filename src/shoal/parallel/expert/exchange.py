@@ -84,7 +84,7 @@ class Round:
         self.path = path
 
     def announce(self, rows: list[int], calls: list[int], dtype: torch.dtype | None, device: torch.device) -> None:
-        """Tells every rank what is coming: rows for each expert, and whether it is called at all, if for no row."""
+        """Sends every rank what is coming: rows for each expert, and whether it is called at all, if for no row."""
         ranks, share = self.members.size, self.share
         if dtype is not None and dtype not in DTYPES:
             raise ExpertError(f"{self.path}: tokens are {dtype}, but must be one of {', '.join(map(str, DTYPES))}")

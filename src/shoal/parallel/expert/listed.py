@@ -35,8 +35,8 @@ class Elsewhere(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise ExpertError(
-            f"{self.path} is on another rank and was called from outside the module that routes to it; experts that "
-            "are dealt out can be called by that module only"
+            f"{self.path} is on another rank and was called from outside the module that routes to it; experts under "
+            "ep can be called by that module only"
         )
 
 
@@ -48,12 +48,12 @@ class Asked:
     tokens: list[torch.Tensor] = field(default_factory=list)
 
 
-class _StandIn(nn.Module):
+class _ExpertPlaceholder(nn.Module):
     """Takes an expert's calls while its owner runs."""
 
     def __init__(self, experts: ListedExperts, place: int) -> None:
         super().__init__()
-        # Past Module's own bookkeeping: the experts are no child of their stand-in.
+        # Past Module's own bookkeeping: the experts are no child of their placeholder.
         object.__setattr__(self, "experts", experts)
         self.place = place
 
@@ -79,7 +79,7 @@ class ListedExperts:
                 self.mine.append(expert)
             else:
                 self.container._modules[key] = Elsewhere(f"{layer.path}.{key}" if layer.path else key)
-        self.stand_ins = {key: _StandIn(self, place) for place, key in enumerate(layer.members)}
+        self.placeholders = {key: _ExpertPlaceholder(self, place) for place, key in enumerate(layer.members)}
         self.asked = Asked()
         self.answers: list[torch.Tensor] | None = None
         self.is_proven = False
@@ -92,7 +92,7 @@ class ListedExperts:
         tokens = only_tensor(args, kwargs)
         if tokens is None or tokens.shape[-1] != self.layer.width:
             raise ExpertError(
-                f"{self.layer.path}.{self.layer.members[place]}: an expert that is dealt out is called with one tensor "
+                f"{self.layer.path}.{self.layer.members[place]}: an expert under ep is called with one tensor "
                 f"of tokens [..., {self.layer.width}] and nothing else; leave out other arguments, or leave out ep"
             )
         number = len(self.asked.experts)
@@ -150,7 +150,7 @@ class ListedExperts:
         return thread
 
     def _computed(self, arrived: torch.Tensor, trip: Round) -> torch.Tensor:
-        """This rank's experts on the rows of all ranks, each expert once; one that nobody calls is left alone."""
+        """This rank's experts on the rows of all ranks, each expert once; one that no rank calls is left alone."""
         ranks, share = self.members.size, self.share
         pieces = arrived.split([rows for line in trip.arriving for rows in line])
         answers: list[torch.Tensor] = [arrived.new_zeros(0, self.layer.result_width)] * (ranks * share)
@@ -212,7 +212,7 @@ class ListedForward:
         with ExitStack() as stack:
             for experts in self.lists:
                 experts.begin_pass()
-                stack.enter_context(replaced(experts.container, experts.stand_ins))
+                stack.enter_context(replaced(experts.container, experts.placeholders))
             return self.plain_forward(*args, **kwargs)
 
     def _tied(self, thread: torch.Tensor, output: Any) -> Any:

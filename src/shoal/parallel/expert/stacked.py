@@ -1,4 +1,4 @@
-"""Stacked experts over ranks: the module keeps the rows of its own experts and is asked about everybody's tokens.
+"""Stacked experts over ranks: the module keeps the rows of its own experts and computes on tokens of all ranks.
 
 Each (token, slot) becomes a row. Rows travel to the rank of their expert, sorted, with the weight as one more column;
 there the module's own forward runs on them as tokens with one slot each, and home each token adds up its slots.

@@ -74,7 +74,7 @@ class Owner(ABC):
 
     def _lay_out(self, model: nn.Module, bucket_bytes: int) -> None:
         params = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-        # Backward meets parameters in the reverse of their order, so buckets are filled from the end.
+        # Backward reaches parameters in the reverse of their order, so buckets are filled from the end.
         for group in self._groups(params[::-1], bucket_bytes):
             self._add(group)
 
@@ -123,7 +123,7 @@ class Owner(ABC):
         """Frees what was gathered for forward and backward; `root` also what all blocks share."""
 
     def explaining(self) -> AbstractContextManager[None]:
-        """Around collectives that fail where ranks have called different parts of the model: says so."""
+        """Around collectives that fail where ranks have called different parts of the model: names the cause."""
         return nullcontext()
 
     def collect(self) -> None:  # noqa: B027
@@ -136,8 +136,8 @@ class Owner(ABC):
         loss and gradients again, for an optimiser that asks for that."""
         for observe in self.before_update:
             observe(gradients)
-        if self.recipe.elementwise and not gradients.unused <= self.optimizer.apart:
-            self.optimizer.regroup(self.optimizer.apart | gradients.unused)
+        if self.recipe.elementwise and not gradients.unused <= self.optimizer.unfused:
+            self.optimizer.regroup(self.optimizer.unfused | gradients.unused)
         self.optimizer.step(lr_factor=lr_factor, without=gradients.unused, closure=closure, around=self.around_step)
 
     @abstractmethod
@@ -217,6 +217,6 @@ class Owner(ABC):
     def load(self, saved: SavedState) -> None:
         """The optimiser's state from a checkpoint."""
         mine = [slot.name for bucket in self.buckets for slot in bucket.buffer.slots]
-        apart = unlike_the_rest(saved, mine) if self.recipe.elementwise else frozenset()
-        self.optimizer = SlicedOptimizer(self.recipe, self.buckets, apart=apart)
+        unfused = unlike_the_rest(saved, mine) if self.recipe.elementwise else frozenset()
+        self.optimizer = SlicedOptimizer(self.recipe, self.buckets, unfused=unfused)
         self.optimizer.load(saved)

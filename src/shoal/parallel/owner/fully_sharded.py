@@ -81,7 +81,7 @@ class FullySharded(ShardedOwner):
 
     def full_values(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         for unit in self.gathering.units:
-            gathered = unit.whole
+            gathered = unit.gathered
             self.gathering.gather(unit, "checkpoint")
             for shard in unit.shards:
                 for slot in shard.buffer.slots:

@@ -38,7 +38,7 @@ class SharedBuffers:
         self._step = 1
 
     def __call__(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Room for the parameters, and for as many gradients as there are replicas. A page that nobody touches takes
+        """Room for the parameters, and for as many gradients as there are replicas. An untouched page takes
         no memory: gradients exist that are in use."""
         size = count * dtype.itemsize
         pieces = self._slots + 2 * count // LOCKED_AT_ONCE
@@ -97,7 +97,7 @@ class SharedBuffers:
         self._step += 1
 
     def sum_slice(self, part: slice) -> None:
-        """The sum over replicas, in their order, where this one writes. Only who owns the slice reads it."""
+        """The sum over replicas, in their order, where this one writes. Only the owner of the slice reads it."""
         if len(self.in_use) == 1:
             return
         for start in range(part.start, part.stop, AT_ONCE):

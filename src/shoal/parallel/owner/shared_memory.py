@@ -1,7 +1,7 @@
-"""One shared memory: the replicas of a host hold parameters once, and each updates its slice (`dp(n, via=shared())`).
+"""Shared memory: the replicas of a host hold parameters once, and each updates its slice (`dp(n, via=shared())`).
 
-Nothing is sent: one barrier says that the gradients of all replicas are there, another that the parameters are
-updated. `shared_buffers.py` says where the gradients lie.
+Nothing is sent: one barrier waits for the gradients of all replicas, another for the updated
+parameters. `shared_buffers.py` lays out the gradients.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class SharedMemoryBucket(ShardedBucket):
 
 
 class SharedMemoryOwner(Owner):
-    """Replicas in one memory."""
+    """Replicas in shared memory."""
 
     buckets: list[SharedMemoryBucket]  # type: ignore[assignment]
     _locks: SharedBlock | None = None

@@ -115,7 +115,7 @@ class Borders:
         return found
 
     def send(self, stage: int, micro: int, key: Any, tensors: Sequence[torch.Tensor]) -> None:
-        """Activations to the stage behind. `key` tells micro-batches of different shapes apart."""
+        """Activations to the stage behind. `key` distinguishes micro-batches of different shapes."""
         border = stage + 1
         learning = torch.is_grad_enabled()
         specs = [Spec(tuple(t.shape), t.dtype, learning and t.requires_grad) for t in tensors]

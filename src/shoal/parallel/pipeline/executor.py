@@ -134,8 +134,8 @@ class Pipeline(Executor):
                 self.borders.send_gradients(stage, micro, given)
 
         reach("stage: backward")
-        whole = action.kind == "BW"
-        if self.deferred is not None and not whole:
+        unsplit = action.kind == "BW"
+        if self.deferred is not None and not unsplit:
             try:
                 self.deferred.collect(run, part=self.parts[stage])
             except CheckpointError as error:

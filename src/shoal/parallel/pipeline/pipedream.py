@@ -5,8 +5,8 @@ backward there is done, and the next one follows at once, also across steps. The
 weights of its forward (`stash.py`). With n stages, stage s makes n - 1 - s updates between the two.
 
 The loss and the count of a micro-batch travel back with its gradient, so that every stage divides by the count over
-all replicas without waiting for anybody else. What a step tells of itself is summed over all ranks while the pipeline
-goes on: its loss is that of the micro-batches which came back to the first stage in it (`micros_told`).
+all replicas without waiting for other ranks. What a step reports is summed over all ranks while the pipeline
+goes on: its loss is that of the micro-batches which came back to the first stage in it (`micros_reported`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from shoal.strategy import pp
 from shoal.strategy.schedule import Action
 
 
-def micros_told(*, ranks: int, micro: int, steps: int) -> int:
-    """Of how many micro-batches, from the start, the loss has been told at the end of so many steps.
+def micros_reported(*, ranks: int, micro: int, steps: int) -> int:
+    """Of how many micro-batches, from the start, the loss has been reported at the end of `steps` steps.
 
     Those of the last n - 1 are still on their way back to the first rank, which goes ahead without waiting for them.
     With fewer than n micro-batches in a step it waits for the loss of the step's first.
@@ -80,7 +80,7 @@ class PipeDream(Pipeline):
         """The ranks that work on this stage: its replicas, and those that hold other parts of it."""
         parts = {place.tensor.axis, place.experts.axis}
         self.norm = mesh.along(*(name for name, _ in mesh.axes if name in parts))
-        """Those of them who hold different parts."""
+        """Those of them that hold different parts."""
         self.names = [name for name in engine.names if self.stage in staged.holders(name)]
         self.stash = WeightStash(engine, predict=term.predict)
         self.updates = 0
@@ -98,8 +98,8 @@ class PipeDream(Pipeline):
 
     def step(self, micro_batches: MicroBatches, *, lr_factor: float) -> StepResult:
         """The forwards of a step's micro-batches, and as many backwards and updates, of earlier ones at first."""
-        # The last micro-batch whose loss this step tells, counted from the start of training.
-        last = self._begun - 1 + micros_told(ranks=self.term.n, micro=self.term.micro, steps=1)
+        # The last micro-batch whose loss this step reports, counted from the start of training.
+        last = self._begun - 1 + micros_reported(ranks=self.term.n, micro=self.term.micro, steps=1)
         for micro in range(self.term.micro):
             self._begin(micro, micro_batches, lr_factor)
             if len(self._underway) > self.updates_ahead:
@@ -197,7 +197,7 @@ class PipeDream(Pipeline):
         reduction.clear()
 
     def _of_this_stage(self, numbers: torch.Tensor) -> list[float]:
-        """Loss, count, and who has a gradient for each of the stage's parameters: sums over all who work on it."""
+        """Loss, count, and the number of ranks with a gradient for each of the stage's parameters: sums over them."""
         used = torch.tensor([float(name in self.engine.reduction.used) for name in self.names], dtype=torch.float64)
         everything = torch.cat([numbers, used.to(numbers.device)])
         if self.update_group.group is not None:
@@ -206,7 +206,7 @@ class PipeDream(Pipeline):
         return [float(value) for value in everything.tolist()]
 
     def _begin_exchange(self) -> None:
-        """Starts the sum over all ranks of what the step tells: loss, count, whether to stop, mean squared norm."""
+        """Starts the sum over all ranks of what the step reports: loss, count, whether to stop, mean squared norm."""
         squares = sum(norm * norm for norm in self._norms) / max(1, len(self._norms)) / self.update_group.size
         self._norms = []
         squared = torch.tensor([squares], dtype=torch.float64, device=self.borders.device)

@@ -1,6 +1,6 @@
 """One stage of a model: the model's own forward, with the pieces of other stages left out.
 
-Nothing of the user's model is rewritten or traced into a graph. Each stage calls the whole forward: pieces before the
+Nothing of the user's model is rewritten or traced into a graph. Each stage calls the full forward: pieces before the
 stage hand something of the right shape through, the stage's first piece gets what the stage before sent in place of
 it, and the first piece behind the stage ends the forward. What lies between pieces and depends on no parameter (masks,
 rotary tables, positions) is thus computed by the model's own code, where it is needed.
@@ -86,17 +86,17 @@ class StagedModel:
 
     def _drop(self) -> frozenset[str]:
         """Lets go of what belongs to other stages: a zero of the same shape takes its place, without memory."""
-        held, gone = set(self.held), {}
+        held, dropped = set(self.held), {}
         absent = set()
         for name, param in self.model.named_parameters():
             if name not in held:
                 nothing = torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape)
-                gone[id(param)] = nn.Parameter(nothing, requires_grad=False)
+                dropped[id(param)] = nn.Parameter(nothing, requires_grad=False)
                 absent.add(name)
         for module in self.model.modules():
             for name, param in module._parameters.items():
-                if param is not None and id(param) in gone:
-                    module._parameters[name] = gone[id(param)]
+                if param is not None and id(param) in dropped:
+                    module._parameters[name] = dropped[id(param)]
         local = {n for stage in self.mine for n in range(*self.stages[stage])}
         for number, link in enumerate(self.chain.links):
             if number not in local:

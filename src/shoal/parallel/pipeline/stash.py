@@ -1,7 +1,7 @@
 """Versions of a stage's weights, for a pipeline that updates them while micro-batches are under way.
 
-A version is a whole copy of the stage's flat buffers. A forward holds the version it ran with until its backward is
-done; an update writes into buffers that nobody holds. Parameters are made views of a version before they are used:
+A version is a full copy of the stage's flat buffers. A forward holds the version it ran with until its backward is
+done; an update writes into buffers that no forward holds. Parameters are made views of a version before they are used:
 what autograd has saved is partly the parameter itself, which shows whatever it is a view of now, so a backward needs
 its own version in place as much as a recomputation does.
 """
@@ -41,7 +41,7 @@ class WeightStash:
         """How far the last update went; None while none has been made, or since it was forgotten."""
 
     def hold(self, *, updates_ahead: int) -> Version:
-        """The version for a forward, in place. With prediction: the weights after so many more updates, each as long
+        """The version for a forward, in place. With prediction: the weights after that many more updates, each as long
         as the last one (Chen et al. 2018, SpecTrain: w - s * lr * v; here lr * v is what the optimiser did last, so
         that any optimiser with momentum will do)."""
         version = self.newest
@@ -72,7 +72,7 @@ class WeightStash:
         self._attached = version
 
     def update(self, apply: Callable[[], None]) -> None:
-        """Runs the optimiser on the newest weights; those that somebody holds stay as they are."""
+        """Runs the optimiser on the newest weights; versions that are still held stay as they are."""
         with torch.no_grad():
             if self.newest.holders:
                 successor = self._fresh()
@@ -86,7 +86,7 @@ class WeightStash:
                 self._velocity = [now - old for now, old in zip(self.newest.values, before, strict=True)]
 
     def forget_velocity(self) -> None:
-        """Where training may be taken up again from a checkpoint, which knows no velocity: it is gone here too."""
+        """Where training may be taken up again from a checkpoint, which has no velocity: it is dropped here too."""
         self._velocity = None
 
     def _fresh(self) -> Version:

@@ -2,7 +2,7 @@
 
 The engine of an island calls `after_update` once a step, after its own update and before the updated parameters are
 published. What is evaluated and saved is the consensus of all islands: `agree` makes it of the islands' values,
-`take_back` gives each island its own again. A scheme (`technique/sync`) says when islands exchange, and what; what that
+`take_back` gives each island its own again. A scheme (`technique/sync`) sets when islands exchange, and what; what that
 sends is predicted by `estimate/outer_calls.py`.
 """
 

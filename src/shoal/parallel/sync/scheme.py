@@ -29,7 +29,7 @@ class Scheme(SyncTerm):
     @property
     def period(self) -> int:
         """Steps from one exchange to the next."""
-        raise TypeError(f"{self} does not say when islands exchange")
+        raise TypeError(f"{self} does not define when islands exchange")
 
     def begin(self, parameters: Sequence[torch.Tensor]) -> dict[str, list[torch.Tensor]]:
         """What it keeps for each element of the parameters, by name, as it is at the start. An exchange
@@ -38,7 +38,7 @@ class Scheme(SyncTerm):
 
     def exchange(self, level: OuterLevel, weight: float) -> None:
         """Brings the islands together; `weight` is this island's part of all that they learned from."""
-        raise TypeError(f"{self} does not say what islands exchange")
+        raise TypeError(f"{self} does not define what islands exchange")
 
     def simulate(
         self, islands: Sequence[Sequence[torch.Tensor]], weights: Sequence[float],
@@ -46,4 +46,4 @@ class Scheme(SyncTerm):
     ) -> None:  # fmt: skip
         """The same in one process, for proofs: plain PyTorch, nothing of the engine. `islands` are the parameters of
         each, `kept` what `begin` gave for each. Buffers are averaged by the proof itself."""
-        raise TypeError(f"{self} does not say what an exchange does in one process")
+        raise TypeError(f"{self} does not define what an exchange does in one process")

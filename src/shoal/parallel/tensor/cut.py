@@ -1,10 +1,10 @@
-"""Tensor parallelism: a model cut as its plan says, and its forwards changed to compute on parts.
+"""Tensor parallelism: a model cut as planned, and its forwards changed to compute on parts.
 
 The model's own code stays in charge. Parameters are replaced by this rank's parts, sizes that the code reads or
 names are divided, and the projections at both ends of a region are wrapped: columns bring their input in, rows add up
 what all ranks have. What lies between needs no change, for it treats the cut dimension part by part.
 
-`between` says how the stream lies between regions: whole on every rank; cut along the sequence, so that norms and
+`between` is the layout of the stream between regions: full on every rank; cut along the sequence, so that norms and
 residuals are shared out too (Korthikanti et al. 2022); or by samples, where convolutions train data-parallel and the
 wide layers behind them tensor-parallel on the same ranks (Krizhevsky 2014).
 """
@@ -42,7 +42,7 @@ class Applied:
     cuts: dict[str, Cut] = field(default_factory=dict)
     """By the names of parameters and buffers."""
     partial: frozenset[str] = frozenset()
-    """Whole parameters of which each rank gets part of the gradient, to be summed over the ranks after backward."""
+    """Uncut parameters of which each rank gets part of the gradient, to be summed over the ranks after backward."""
     tally: Tally = field(default_factory=Tally)
     """What crossed between the ranks since the last `take`, from which the ledger of a step follows."""
 
@@ -106,7 +106,7 @@ def split_stream(
     members: Members,
     tally: Tally | None = None,
 ) -> list[RemovableHandle]:
-    """Cuts the stream along `dim` where it enters the first block, and makes it whole where it leaves the last;
+    """Cuts the stream along `dim` where it enters the first block, and gathers it where it leaves the last;
     None where another rank runs that block."""
     if members.size == 1:
         return []
@@ -138,13 +138,13 @@ def split_stream(
     if first_block is not None:
         hooks.append(model.get_submodule(first_block).register_forward_pre_hook(before, with_kwargs=True))
     if last_block is not None:
-        # First made whole what was cut last: cp has cut the stream before.
+        # First gathered what was cut last: cp has cut the stream before.
         hooks.append(model.get_submodule(last_block).register_forward_hook(after, prepend=True))
     return hooks
 
 
 def require_even_batch(samples: int, members: Members) -> None:
-    """With `between="batch"` every rank must bring equally many samples; call it where the whole count is known."""
+    """With `between="batch"` every rank must bring equally many samples; call it where the full count is known."""
     require_even(samples, members, what="the samples of a batch")
 
 

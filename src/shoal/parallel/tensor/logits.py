@@ -1,7 +1,7 @@
-"""Logits that stay cut along the vocabulary, and to everybody look whole.
+"""Logits that stay cut along the vocabulary, and look complete to all code.
 
 A model may hand its logits to any code: the job's loss, a metric, a dataclass of its library. This tensor answers
-questions about its shape for the whole vocabulary, goes through views and slices of its other dimensions as it is,
+questions about its shape for the full vocabulary, goes through views and slices of its other dimensions as it is,
 computes a cross entropy on the parts, and is gathered first for anything else: never wrong, at worst slower.
 """
 
@@ -41,7 +41,7 @@ class CutLogits(torch.Tensor):
         return self
 
     def __repr__(self, **_: Any) -> str:
-        # Sends nothing: somebody may print on one rank only.
+        # Sends nothing: user code may print on one rank only.
         return f"CutLogits(shape={tuple(self.whole_shape())}, part={self.part()!r})"
 
     def __format__(self, spec: str) -> str:
@@ -60,7 +60,7 @@ class CutLogits(torch.Tensor):
         shape[self.vocabulary_dim] = self.vocabulary
         return torch.Size(shape)
 
-    def whole(self) -> torch.Tensor:
+    def gathered(self) -> torch.Tensor:
         """All ranks' parts as an ordinary tensor, gathered once."""
         known = self._whole.get(torch.is_grad_enabled())
         if known is None:
@@ -89,7 +89,7 @@ class CutLogits(torch.Tensor):
                 "use the form that gives a new tensor"
             )
         with torch._C.DisableTorchFunctionSubclass():
-            plain = tree_map(lambda leaf: leaf.whole() if isinstance(leaf, CutLogits) else leaf, (args, kwargs))
+            plain = tree_map(lambda leaf: leaf.gathered() if isinstance(leaf, CutLogits) else leaf, (args, kwargs))
             return func(*plain[0], **plain[1])
 
 
@@ -106,7 +106,7 @@ Handler = Callable[[CutLogits, Any, Any, Any], Any]
 
 
 def _on_part(logits: CutLogits, func: Any, args: Any, kwargs: Any) -> Any:
-    """A question whose answer is the same for a part as for the whole."""
+    """A question whose answer is the same for a part as for the full tensor."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(logits.part(), *args[1:], **kwargs)
 
@@ -217,7 +217,7 @@ def _numel(logits: CutLogits, func: Any, args: Any, kwargs: Any) -> int:
 ALIKE = (
     "ndim dtype device layout requires_grad is_leaf grad_fn is_cuda is_sparse is_nested is_quantized is_meta _version"
 ).split()
-"""Properties that a part shares with the whole."""
+"""Properties that a part shares with the full tensor."""
 
 HANDLERS: dict[Any, Handler] = {
     F.cross_entropy: _cross_entropy,

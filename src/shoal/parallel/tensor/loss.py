@@ -38,7 +38,7 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """As `F.cross_entropy` on whole logits. `part` is [N, this rank's classes, ...] (or one sample without N), `target`
+    """As `F.cross_entropy` on full logits. `part` is [N, this rank's classes, ...] (or one sample without N), `target`
     holds class numbers."""
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction!r} is not a valid value for reduction; it is 'none', 'mean' or 'sum'")

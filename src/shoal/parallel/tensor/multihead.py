@@ -30,7 +30,7 @@ def require_plain(module: nn.MultiheadAttention, path: str) -> None:
 
 
 class WeightsNotKept:
-    """Stands where attention weights would be. Most callers drop them; who does not is told what to do."""
+    """Returned in place of attention weights. Most callers drop them; using them raises what to do instead."""
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         _no_weights()

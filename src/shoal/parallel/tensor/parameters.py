@@ -1,7 +1,7 @@
 """Parameters and buffers replaced by this rank's parts of them.
 
 A tied parameter is cut once and stays tied. Modules that remember the sizes of their parameters (in_features,
-num_groups, ...) are told the new ones, so that they still describe and compute what they hold.
+num_groups, ...) get the new ones, so that they still describe and compute what they hold.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def cut_parameters(
 ) -> dict[str, Cut]:
     """Replaces what `cuts` names by this rank's part; returns the cuts by the names that the model itself gives.
 
-    `even` demands that every segment divides among the ranks. `keep` are attributes that somebody else scales.
+    `even` demands that every segment divides among the ranks. `keep` are attributes that other code scales.
     """
     places: dict[int, list[tuple[str, nn.Module, str]]] = {}
     tensors: dict[str, torch.Tensor] = {}
@@ -47,15 +47,15 @@ def cut_parameters(
     for name, cut in cuts.items():
         if name not in tensors:
             raise PlanDoesNotFit(f"the plan cuts {name!r}, but the model has no parameter or buffer of that name")
-        whole = tensors[name]
-        first = places[id(whole)][0][0]
+        full = tensors[name]
+        first = places[id(full)][0][0]
         if first in done:
             if done[first] != cut:
                 raise PlanDoesNotFit(f"{name!r} and {first!r} are one tensor, but the plan cuts them in different ways")
             continue
         done[first] = cut
-        part = _part(name, whole, cut, members, even=even)
-        for _, module, attribute in places[id(whole)]:
+        part = _part(name, full, cut, members, even=even)
+        for _, module, attribute in places[id(full)]:
             held = module._parameters if attribute in module._parameters else module._buffers
             held[attribute] = part  # type: ignore[assignment]
     kept = {(id(module), attribute) for module, attribute in keep}
@@ -65,11 +65,11 @@ def cut_parameters(
     return done
 
 
-def _part(name: str, whole: torch.Tensor, cut: Cut, members: Members, *, even: bool) -> Any:
-    if not 0 <= cut.dim < whole.dim() or whole.shape[cut.dim] != cut.size:
+def _part(name: str, full: torch.Tensor, cut: Cut, members: Members, *, even: bool) -> Any:
+    if not 0 <= cut.dim < full.dim() or full.shape[cut.dim] != cut.size:
         raise PlanDoesNotFit(
             f"the plan cuts {name!r} into {cut.segments} along dimension {cut.dim}, "
-            f"but its shape is {list(whole.shape)}"
+            f"but its shape is {list(full.shape)}"
         )
     uneven = [size for size in cut.segments if size % members.size]
     if even and uneven:
@@ -79,10 +79,10 @@ def _part(name: str, whole: torch.Tensor, cut: Cut, members: Members, *, even: b
             f"{name!r}: {min(cut.segments)} is too little for the {members.size} ranks of {members.axis}"
         )
     with torch.no_grad():
-        part = cut.part(whole.detach(), members.size, members.index).clone(memory_format=torch.contiguous_format)
-    if isinstance(whole, nn.Parameter):
-        part = nn.Parameter(part, requires_grad=whole.requires_grad)
-        part.__dict__.update(whole.__dict__)  # What others noted on it, for example for their optimiser.
+        part = cut.part(full.detach(), members.size, members.index).clone(memory_format=torch.contiguous_format)
+    if isinstance(full, nn.Parameter):
+        part = nn.Parameter(part, requires_grad=full.requires_grad)
+        part.__dict__.update(full.__dict__)  # What others noted on it, for example for their optimiser.
     return part
 
 
@@ -94,7 +94,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def _remember_sizes(module: nn.Module, cut: Cut, members: Members, kept: set[tuple[int, str]]) -> None:
-    def tell(**sizes: int) -> None:
+    def resize(**sizes: int) -> None:
         for attribute, size in sizes.items():
             if (id(module), attribute) not in kept:
                 setattr(module, attribute, size)
@@ -109,17 +109,17 @@ def _remember_sizes(module: nn.Module, cut: Cut, members: Members, kept: set[tup
 
     weight: Any = getattr(module, "weight", None)
     if isinstance(module, nn.Linear):
-        tell(out_features=weight.shape[0], in_features=weight.shape[1])
+        resize(out_features=weight.shape[0], in_features=weight.shape[1])
     elif isinstance(module, _ConvNd):
         if module.groups > 1 and cut.dim == 0:
-            tell(groups=divided("groups"))
+            resize(groups=divided("groups"))
         inner, outer = weight.shape[1] * module.groups, weight.shape[0]
-        tell(in_channels=outer if module.transposed else inner, out_channels=inner if module.transposed else outer)
+        resize(in_channels=outer if module.transposed else inner, out_channels=inner if module.transposed else outer)
     elif isinstance(module, nn.GroupNorm):
-        tell(num_groups=divided("num_groups"), num_channels=divided("num_channels"))
+        resize(num_groups=divided("num_groups"), num_channels=divided("num_channels"))
     elif isinstance(module, _NormBase):
-        tell(num_features=divided("num_features"))
+        resize(num_features=divided("num_features"))
     elif isinstance(module, nn.Embedding):
-        tell(num_embeddings=weight.shape[0], embedding_dim=weight.shape[1])
+        resize(num_embeddings=weight.shape[0], embedding_dim=weight.shape[1])
     elif is_transposed(module):
-        tell(nx=weight.shape[0], nf=weight.shape[1])
+        resize(nx=weight.shape[0], nf=weight.shape[1])

@@ -1,10 +1,10 @@
 """A region at work: how tensors get into its columns and out of its rows.
 
-Between regions the stream is whole on every rank, or cut along the sequence, or along the samples. Columns that are
+Between regions the stream is full on every rank, or cut along the sequence, or along the samples. Columns that are
 given the same tensor share its way in, so that their gradients are summed on this rank before anything is sent.
 
-Whole parameters that meet cut values inside a region (a norm over the width of a head) get part of their gradient on
-each rank. Which they are shows in the graph of the first forward; unless the caller sums them anyway, a hook does.
+Uncut parameters applied to cut values inside a region (a norm over the width of a head) get part of their gradient
+on each rank. Which they are shows in the graph of the first forward; unless the caller sums them anyway, a hook does.
 """
 
 from __future__ import annotations
@@ -111,18 +111,18 @@ class RunningRegion:
 
     def _dim_of(self, x: torch.Tensor) -> int:
         """Where the stream is cut. Samples and positions may have been flattened into one: features are computed row
-        by row, so that rows come and go in any order; heads need them apart."""
+        by row, so that rows come and go in any order; heads need them separate."""
         if self.between != "sequence" or x.dim() >= 3:
             return self.dim
         if self.kind == "features":
             return 0
         raise ValueError(
             f"{self.name}: it was given {list(x.shape)}, but with sequence=True positions must have a dimension of "
-            "their own beside samples and features; the model flattens them"
+            "their own besides samples and features; the model flattens them"
         )
 
     def _look_into(self, result: torch.Tensor) -> None:
-        """Finds whole parameters that meet cut values, from the graph between the ways in and a row's product."""
+        """Finds uncut parameters applied to cut values, from the graph between the ways in and a row's product."""
         self._looked_into = True
         producers, self._producers = self._producers, []
         nodes = _ancestors([result.grad_fn], stop=WAYS_IN)
@@ -136,7 +136,7 @@ class RunningRegion:
             names = sorted(self._whole[id(param)] for param in found)
             origin = f" that depends on {names[0]!r}" if names else ""
             raise ValueError(
-                f"{self.name}: a whole value{origin} meets the cut values of the region, so that each rank would get "
+                f"{self.name}: an uncut value{origin} enters the region's cut values, so that each rank would get "
                 "only part of its gradient; declare the region's projections whole"
             )
         for param in found:
@@ -185,7 +185,7 @@ def note(tally: Tally, how: str, x: torch.Tensor, *, times: int = 1, gradient: b
 
 
 def with_first_tensor(args: Any, kwargs: Any, change: Callable[[Any], Any], *, dims: int) -> tuple[Any, Any]:
-    """The arguments with the first floating-point tensor of at least so many dimensions changed."""
+    """The arguments with the first floating-point tensor of at least `dims` dimensions changed."""
     for place, value in [*enumerate(args), *kwargs.items()]:
         if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() >= dims:
             if isinstance(place, int):

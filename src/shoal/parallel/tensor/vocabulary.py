@@ -1,7 +1,7 @@
 """An embedding and a head cut by words: each rank holds some rows of the table and computes their logits.
 
 The embedding looks up the words it has, gives zeros for the others, and the ranks add up. The head's logits stay cut
-(`cut_logits.py`) where the plan says that nothing but a cross entropy reads them, and are gathered otherwise.
+(`cut_logits.py`) where, by the plan, nothing but a cross entropy reads them, and are gathered otherwise.
 """
 
 from __future__ import annotations
@@ -107,4 +107,4 @@ def project(
     args, kwargs = with_first_tensor(args, kwargs, enter, dims=1)
     part = product(*args, **kwargs)
     cut = CutLogits.around(part, dim=part.dim() - 1, vocabulary=words, members=members, tally=tally)
-    return cut if keep_cut else cut.whole()
+    return cut if keep_cut else cut.gathered()

@@ -24,7 +24,7 @@ class Refusal(NamedTuple):
     """One reason why a strategy is not legal."""
 
     term: Term | Strategy
-    """The term at fault, or the whole strategy where no single term is."""
+    """The term at fault, or the full strategy where no single term is."""
     rule: str
     """The name of the rule in the table."""
     reason: str

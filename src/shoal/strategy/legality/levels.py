@@ -18,7 +18,7 @@ LOOSE = (softsync, ssp, asp)
 
 @rule(
     dp,
-    why="A replica that steps by itself must be whole: levels that are not bsp lie outside all levels that are.",
+    why="A replica that steps by itself must be complete: levels that are not bsp lie outside all levels that are.",
 )
 def loose_levels_lie_outside(case: Case, index: int, level: dp) -> Breach | None:
     outer = next((place for place, other in case.levels() if place < index and isinstance(other.sync, bsp)), None)
@@ -46,7 +46,7 @@ def shards_step_together(case: Case, index: int, level: dp) -> Breach | None:
 @rule(
     dp,
     why="A shard is reduced to its owner, which is half of an all-reduce; servers and shared memory own "
-    "the whole already.",
+    "all parameters already.",
 )
 def shards_need_allreduce(case: Case, index: int, level: dp) -> Breach | None:
     if not level.zero or isinstance(level.via, allreduce):
@@ -197,14 +197,14 @@ def periods_nest(case: Case, index: int, level: dp) -> Breach | None:
 
 @rule(
     ensemble,
-    why="Members never speak to each other, so nothing may span several of them: an ensemble is the outermost axis.",
+    why="Members never communicate, so nothing may span several of them: an ensemble is the outermost axis.",
 )
 def ensembles_stand_outside(case: Case, index: int, members: ensemble) -> Breach | None:
     if index == 0:
         return None
     return Breach(
         members,
-        f"{case.strategy.terms[0]} outside it would join members that train apart; an ensemble stands outermost",
+        f"{case.strategy.terms[0]} outside it would join members that train separately; an ensemble must be outermost",
         lambda: [case.moved(index, 0)],
     )
 
@@ -222,7 +222,7 @@ def distillation_needs_teachers(case: Case, index: int, members: ensemble) -> Br
 
 @rule(
     amp,
-    why="fp16 skips a step whose gradients overflow and rescales the loss, and all who share a model must "
+    why="fp16 skips a step whose gradients overflow and rescales the loss, and all ranks that share a model must "
     "skip together.",
 )
 def fp16_skips_together(case: Case, index: int, precision: amp) -> Breach | None:

@@ -76,7 +76,7 @@ def tp_sequence_lies_within_context(case: Case, index: int, cut: tp) -> Breach |
     why = case.facts.sequence_under_cp_why
     if not (cut.sequence and cut.n > 1 and context is not None and context.n > 1 and why):
         return None
-    return Breach(cut, f"the tokens cannot be cut between layers beside cp: {why}",
+    return Breach(cut, f"the tokens cannot be cut between layers together with cp: {why}",
                   lambda: [case.changed(index, sequence=False)])  # fmt: skip
 
 
@@ -126,7 +126,7 @@ def cp_in_stages_needs_blocks(case: Case, index: int, context: cp) -> Breach | N
     )
 
 
-@rule(tp, why="Attention heads are dealt out whole, the same number to every rank.")
+@rule(tp, why="Attention heads are not cut; every rank gets the same number.")
 def tp_divides_heads(case: Case, index: int, cut: tp) -> Breach | None:
     # Where the model was looked into, it is known what is cut: `tp_divides_regions`.
     if case.facts.tensor_parts is not None:
@@ -136,7 +136,7 @@ def tp_divides_heads(case: Case, index: int, cut: tp) -> Breach | None:
 
 @rule(
     tp,
-    why="Heads of keys and values are dealt out whole as well, or ranks would attend to keys they do not have.",
+    why="Heads of keys and values are not cut either, or ranks would attend to keys they do not have.",
 )
 def tp_divides_kv_heads(case: Case, index: int, cut: tp) -> Breach | None:
     if case.facts.tensor_parts is not None:
@@ -144,14 +144,14 @@ def tp_divides_kv_heads(case: Case, index: int, cut: tp) -> Breach | None:
     return _divide_tensor(case, index, cut, case.facts.kv_heads, "key-value heads")
 
 
-@rule(tp, why="Columns and rows of the matrices are dealt out evenly.")
+@rule(tp, why="Columns and rows of the matrices are split evenly.")
 def tp_divides_hidden(case: Case, index: int, cut: tp) -> Breach | None:
     if case.facts.tensor_parts is not None:
         return None
     return _divide_tensor(case, index, cut, case.facts.hidden, "hidden units")
 
 
-@rule(tp, why="Filters of a convolution are dealt out whole, the same number to every rank.")
+@rule(tp, why="Filters of a convolution are not cut; every rank gets the same number.")
 def tp_divides_channels(case: Case, index: int, cut: tp) -> Breach | None:
     if case.facts.tensor_parts is not None:
         return None
@@ -183,12 +183,12 @@ def cp_divides_tokens(case: Case, index: int, context: cp) -> Breach | None:
     if tokens is None or tokens % parts == 0:
         return None
     paired = " (two parts per rank, so that causal work is even)" if parts > context.n else ""
-    whole = tokens // 2 if context.method == "ring" and tokens % 2 == 0 else tokens
+    divisible = tokens // 2 if context.method == "ring" and tokens % 2 == 0 else tokens
     return Breach(
         context,
         f"a sequence of {tokens} tokens does not divide by {parts}{paired}",
         lambda: [
-            *case.resized(index, around(whole, context.n)),
+            *case.resized(index, around(divisible, context.n)),
             *([case.changed(index, method="ulysses")] if context.method == "ring" else []),
         ],
     )
@@ -196,7 +196,7 @@ def cp_divides_tokens(case: Case, index: int, context: cp) -> Breach | None:
 
 @rule(
     cp,
-    why="Ulysses gives each rank whole sequences of some heads, after tensor parallelism has taken its share of them.",
+    why="Ulysses gives each rank full sequences of some heads, after tensor parallelism has taken its share of them.",
 )
 def ulysses_divides_heads(case: Case, index: int, context: cp) -> Breach | None:
     cut = case.strategy.term(tp)
@@ -227,13 +227,13 @@ def cp_needs_a_sequence(case: Case, index: int, context: cp) -> Breach | None:
     )
 
 
-@rule(ep, why="Expert parallelism deals out experts.")
+@rule(ep, why="Expert parallelism splits experts among ranks.")
 def ep_needs_experts(case: Case, index: int, experts: ep) -> Breach | None:
     if case.facts.experts != 0:
         return None
     return Breach(
         experts,
-        "the model has no experts to deal out" + (f": {case.facts.experts_why}" if case.facts.experts_why else ""),
+        "the model has no experts to split" + (f": {case.facts.experts_why}" if case.facts.experts_why else ""),
         lambda: [case.put(index, dp(experts.n)), case.put(index)],
     )
 

@@ -114,7 +114,7 @@ def distance(one: Strategy, other: Strategy) -> float:
 
 
 def _named(strategy: Strategy) -> dict[str, Term]:
-    """Terms by a name that tells levels of dp and kinds of offload apart."""
+    """Terms by a name that distinguishes levels of dp and kinds of offload."""
     named: dict[str, Term] = {}
     for term in strategy.terms:
         name = type(term).__name__

@@ -58,7 +58,7 @@ def interleaving_goes_in_rounds(case: Case, index: int, pipeline: pp) -> Breach 
     rounds = [micro for micro in (below, below + pipeline.n) if 1 <= micro <= 10**9]
     return Breach(
         pipeline,
-        f"{counted(pipeline.micro, 'micro-batch', 'micro-batches')} do not make whole rounds of {pipeline.n}",
+        f"{counted(pipeline.micro, 'micro-batch', 'micro-batches')} do not make full rounds of {pipeline.n}",
         lambda: [case.changed(index, micro=micro) for micro in rounds],
     )
 
@@ -84,7 +84,7 @@ def zero_bubble_keeps_activations(case: Case, index: int, pipeline: pp) -> Breac
 @rule(
     pp,
     dp,
-    why="PipeDream keeps several whole versions of a stage's weights, and a sharded stage has no whole "
+    why="PipeDream keeps several full versions of a stage's weights, and a sharded stage has no full "
     "version to keep.",
 )
 def stashed_weights_stay_whole(case: Case, index: int, pipeline: pp) -> Breach | None:
@@ -94,14 +94,14 @@ def stashed_weights_stay_whole(case: Case, index: int, pipeline: pp) -> Breach |
     place, level = sharded[0]
     return Breach(
         pipeline,
-        f"pipedream stashes whole weights for every micro-batch in flight, and {level} splits what belongs to them",
+        f"pipedream stashes full weights for every micro-batch in flight, and {level} splits what belongs to them",
         lambda: [case.changed(place, zero=0), case.changed(index, schedule="1f1b")],
     )
 
 
 @rule(
     pp,
-    why="Without a flush each stage steps at its own time, so the norm of the whole gradient never exists.",
+    why="Without a flush each stage steps at its own time, so the norm of the full gradient never exists.",
 )
 def a_global_norm_needs_a_flush(case: Case, index: int, pipeline: pp) -> Breach | None:
     if not case.facts.clips or pipeline.schedule != "pipedream" or pipeline.n == 1:
@@ -116,7 +116,7 @@ def a_global_norm_needs_a_flush(case: Case, index: int, pipeline: pp) -> Breach 
 @rule(
     pp,
     why="Without a flush the first and the last stage step at different times, so a weight they share "
-    "would come apart.",
+    "would diverge.",
 )
 def tied_weights_need_a_flush(case: Case, index: int, pipeline: pp) -> Breach | None:
     if not case.facts.tied or pipeline.schedule != "pipedream" or pipeline.n == 1:

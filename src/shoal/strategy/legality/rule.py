@@ -76,7 +76,7 @@ class Breach(NamedTuple):
 
 
 Finder = Callable[[Case, int, Any], Breach | None]
-"""Looks at one term, given by its index and itself, and says whether it breaks the rule."""
+"""Looks at one term, given by its index and itself; returns how it breaks the rule, if it does."""
 
 
 class Rule(NamedTuple):

@@ -82,8 +82,8 @@ def _one_or_hybrid(names: dict[str, str], axes: list[AxisTerm], *, nothing: str)
 
 
 def _optimisation(strategy: Strategy) -> str:
-    apart = any(level.sync.exchanges == "model" for level in strategy.dp_levels) or strategy.term(ensemble) is not None
-    return "decentralised" if apart else "centralised"
+    loose = any(level.sync.exchanges == "model" for level in strategy.dp_levels) or strategy.term(ensemble) is not None
+    return "decentralised" if loose else "centralised"
 
 
 def _scheduling(strategy: Strategy) -> str:
@@ -93,7 +93,7 @@ def _scheduling(strategy: Strategy) -> str:
         found.add(level.sync.scheduling)
         served = isinstance(level.via, ps) and isinstance(level.sync, elastic)
         if served or (isinstance(level.sync, gossip) and level.sync.mode == "async"):
-            found.add("asynchronous")  # Replicas meet a centre or a neighbour one at a time, whenever they are ready.
+            found.add("asynchronous")  # Replicas average with a centre or a neighbour one at a time, when ready.
     pipeline = strategy.term(pp)
     if pipeline is not None and pipeline.schedule == "pipedream":
         found.add("bounded asynchronous")

@@ -96,12 +96,12 @@ SYSTEMS: tuple[System, ...] = tuple(
         # Averaging and gossip.
         ("Local SGD", 2019, "Stich, ICLR", "dp(8, sync=local(8))", "periodic averaging"),
         ("D-PSGD", 2017, "Lian et al., NIPS", 'dp(8, sync=gossip("ring"))', "averaging with two neighbours"),
-        ("AD-PSGD", 2018, "Lian et al., ICML", 'dp(8, sync=gossip("ring", "async"))', "averaging with one neighbour at a time, nobody waits"),
+        ("AD-PSGD", 2018, "Lian et al., ICML", 'dp(8, sync=gossip("ring", "async"))', "averaging with one neighbour at a time, no replica waits"),
         ("SGP (push-sum)", 2019, "Assran et al., ICML", 'dp(8, sync=gossip("exponential", "push-sum"))', "push-sum on a directed graph"),
         ("DiLoCo", 2023, "Douillard et al.", 'dp(8, sync=diloco(500)) * dp(8, zero=2) * amp("bf16")',
          "islands of accelerators, an outer step every few hundred"),
         ("AlexNet ensemble", 2012, "Krizhevsky, Sutskever and Hinton, NIPS", "ensemble(5) * tp(2)",
-         "five networks, each over two devices, trained apart; predictions averaged"),
+         "five networks, each over two devices, trained separately; predictions averaged"),
         ("Distillation", 2015, "Hinton, Vinyals and Dean", "ensemble(10, distill=True)", "one network learns from an ensemble"),
         # Pipelines.
         ("GPipe", 2019, "Huang et al., NeurIPS", 'pp(8, "gpipe", micro=32) * recompute("full")', "micro-batches, a flush, recomputation"),
@@ -152,7 +152,7 @@ SYSTEMS: tuple[System, ...] = tuple(
 
 
 class Likeness(NamedTuple):
-    """A known system beside a strategy."""
+    """A known system compared with a strategy."""
 
     system: System
     same: bool

@@ -86,11 +86,11 @@ class Argument:
     @property
     def expects(self) -> str:
         """What the argument accepts, in words that complete "expected ..."."""
-        raise TypeError(f"{type(self).__name__} does not say what it expects")
+        raise TypeError(f"{type(self).__name__} does not define what it expects")
 
     def accept(self, value: Any) -> Any:
         """The value in its normal form, or a TermError."""
-        raise TypeError(f"{type(self).__name__} does not say what it accepts")
+        raise TypeError(f"{type(self).__name__} does not define what it accepts")
 
     def refuse(self, value: object, *, suggestion: str | None = None) -> TermError:
         return TermError(
@@ -100,7 +100,7 @@ class Argument:
         )
 
 
-class Whole(Argument):
+class Integer(Argument):
     """A whole number between two bounds. Anything with `__index__` will do, except a truth value."""
 
     def __init__(self, low: int, high: int, *, default: Any, kw_only: bool, sample: int | None = None) -> None:
@@ -213,16 +213,16 @@ class Nested(Argument):
         raise self.refuse(value)
 
 
-def whole(
+def integer(
     low: int, high: int = LARGEST_COUNT, *, default: Any = REQUIRED, kw_only: bool = False, sample: int | None = None
 ) -> Any:
     """A whole number from `low` to `high`."""
-    return Whole(low, high, default=default, kw_only=kw_only, sample=sample)
+    return Integer(low, high, default=default, kw_only=kw_only, sample=sample)
 
 
 def size() -> Any:
     """The number of parts of an axis."""
-    return Whole(1, LARGEST_SIZE, default=REQUIRED, kw_only=False)
+    return Integer(1, LARGEST_SIZE, default=REQUIRED, kw_only=False)
 
 
 def real(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from shoal.strategy.terms.arguments import choice, flag, nested, size, whole
+from shoal.strategy.terms.arguments import choice, flag, integer, nested, size
 from shoal.strategy.terms.compress import CompressTerm, none
 from shoal.strategy.terms.numerals import capital, count, counted, share, shares
 from shoal.strategy.terms.sync import SAME_TARGET, SyncTerm, asp, bsp, gossip, hogwild, softsync, ssp
@@ -35,7 +35,7 @@ class AxisTerm(Term):
 
 
 def _natural_path(values: Mapping[str, Any]) -> ViaTerm:
-    """The path that a synchronisation takes if none is named: a server where nobody waits for all, else an
+    """The path that a synchronisation takes if none is named: a server where no replica waits for all, else an
     all-reduce.
     """
     if isinstance(values["sync"], hogwild):
@@ -53,7 +53,7 @@ class dp(AxisTerm):
     """
 
     n: int = size()
-    zero: int = whole(0, 3, default=0, kw_only=True)
+    zero: int = integer(0, 3, default=0, kw_only=True)
     sync: SyncTerm = nested("sync", default=bsp(), kw_only=True)
     via: ViaTerm = nested("via", default=_natural_path, kw_only=True)
     compress: CompressTerm = nested("compress", default=none(), kw_only=True)
@@ -78,7 +78,7 @@ class dp(AxisTerm):
                 "reduce-scattered",
             }
             parts.append(moved[self.zero])
-        what = "gradients meet" if self.sync.exchanges == "gradient" else "models meet"
+        what = "gradients are summed" if self.sync.exchanges == "gradient" else "models are averaged"
         path = "neighbour to neighbour" if isinstance(self.sync, gossip) else self.via.words()
         if not self.zero:
             parts.append(f"{what} {path}")
@@ -98,15 +98,15 @@ class dp(AxisTerm):
 class pp(AxisTerm):
     """Pipeline parallelism: consecutive layers form stages, and micro-batches flow through them.
 
-    `micro` is the number of micro-batches in a step, as many as stages unless told; `chunks` the number of
+    `micro` is the number of micro-batches in a step, as many as stages by default; `chunks` the number of
     pieces of the model on each rank. `predict` lets pipedream run forward with the weights that it expects at the
     time of the backward pass.
     """
 
     n: int = size()
     schedule: str = choice("gpipe", "1f1b", "interleaved", "zero-bubble", "pipedream", default="1f1b")
-    micro: int = whole(1, default=lambda values: values["n"], kw_only=True)
-    chunks: int = whole(1, 1024, default=1, kw_only=True)
+    micro: int = integer(1, default=lambda values: values["n"], kw_only=True)
+    chunks: int = integer(1, 1024, default=1, kw_only=True)
     predict: bool = flag(default=False, kw_only=True)
 
     title = "pipeline parallelism: GPipe, 1F1B, interleaved, zero-bubble, PipeDream"
@@ -142,7 +142,7 @@ class pp(AxisTerm):
 class tp(AxisTerm):
     """Tensor parallelism: the matrices (or channels) of each layer are cut by columns and rows.
 
-    Between the cut layers activations are whole, or cut along the `sequence`, or along the `batch`: then only fully
+    Between the cut layers activations are full, or cut along the `sequence`, or along the `batch`: then only fully
     connected layers are cut, and for the rest of the model these ranks are replicas ("one weird trick").
     """
 
@@ -160,7 +160,7 @@ class tp(AxisTerm):
             return (
                 f"The matrices of the fully connected layers are cut {shares(self.n)}, by columns and then by rows; "
                 "for the other layers these ranks are replicas, each with its part of the batch, which is gathered "
-                "before a pair of cut layers and dealt out again behind it."
+                "before a pair of cut layers and split again after it."
             )
         return (
             f"The matrices of every layer are cut {shares(self.n)}, by columns and then by rows; "
@@ -181,7 +181,7 @@ class cp(AxisTerm):
     def words(self) -> str:
         how = {
             "ring": "keys and values travel around a ring, and every rank attends to each part as it passes",
-            "ulysses": "an all-to-all turns parts of the sequence into whole sequences of some heads, and "
+            "ulysses": "an all-to-all turns parts of the sequence into full sequences of some heads, and "
             "back after attention",
         }[self.method]
         return f"The sequence is cut {shares(self.n)}; {how}."
@@ -191,7 +191,7 @@ class cp(AxisTerm):
 
 
 class ep(AxisTerm):
-    """Expert parallelism: the experts are dealt out, and tokens travel to theirs. For the dense part its
+    """Expert parallelism: the experts are split among ranks, and tokens travel to theirs. For the dense part its
     ranks are replicas.
     """
 
@@ -203,7 +203,7 @@ class ep(AxisTerm):
 
     def words(self) -> str:
         return (
-            f"The experts are dealt out to {counted(self.n, 'rank')}; tokens travel to their experts and "
+            f"The experts are split among {counted(self.n, 'rank')}; tokens travel to their experts and "
             "back by all-to-all. "
             "For the rest of the model these ranks are replicas, each with its part of the batch."
         )
@@ -257,7 +257,8 @@ class ensemble(AxisTerm):
 
     def words(self) -> str:
         after = "then one network learns from all of them" if self.distill else "and their predictions are averaged"
-        return f"{capital(count(self.n))} independent {'member' if self.n == 1 else 'members'} train apart, {after}."
+        members = "member" if self.n == 1 else "members"
+        return f"{capital(count(self.n))} independent {members} train separately, {after}."
 
     def promises(self) -> tuple[Promise, ...]:
         reason = (

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from shoal.strategy.terms.arguments import choice, whole
+from shoal.strategy.terms.arguments import choice, integer
 from shoal.strategy.terms.numerals import counted
 from shoal.strategy.terms.term import Promise, Term
 
@@ -72,7 +72,7 @@ class offload(ModifierTerm):
 class accumulate(ModifierTerm):
     """Gradients of k micro-batches are added up before a step."""
 
-    k: int = whole(1)
+    k: int = integer(1)
 
     title = "gradient accumulation"
 

@@ -46,12 +46,12 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
 
 
 def share(parts: int) -> str:
-    """One part of so many: "an eighth" for 8."""
+    """One part of this number: "an eighth" for 8."""
     return _SHARES[parts][0] if parts in _SHARES else f"1/{parts}"
 
 
 def shares(parts: int) -> str:
-    """Cut into so many parts: "in eighths" for 8."""
+    """Cut into this number of parts: "in eighths" for 8."""
     return "not at all" if parts == 1 else f"in {_SHARES[parts][1] if parts in _SHARES else f'{parts:,} parts'}"
 
 

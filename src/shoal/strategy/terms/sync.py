@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
-from shoal.strategy.terms.arguments import choice, real, whole
+from shoal.strategy.terms.arguments import choice, integer, real
 from shoal.strategy.terms.numerals import count, counted, every, percent
 from shoal.strategy.terms.term import REGISTRY, Promise, Term
 
@@ -48,14 +48,14 @@ class SyncTerm(Term):
         return [("all_reduce", size) for size in (*slices, buffers) if size]
 
     def drift(self, replicas: int) -> Promise | None:
-        """How so many replicas under this rule differ from the serial run; None when they do not."""
+        """How this number of replicas under this rule differ from the serial run; None when they do not."""
         return None
 
 
 class bsp(SyncTerm):
     """Bulk-synchronous: every step uses the gradients of all replicas, or of all but the slowest few."""
 
-    backup: int = whole(0, default=0, kw_only=True)
+    backup: int = integer(0, default=0, kw_only=True)
 
     title = "bulk-synchronous, with backup workers"
 
@@ -76,7 +76,7 @@ class bsp(SyncTerm):
 class softsync(SyncTerm):
     """n-softsync (Rudra): the server steps as soon as n/k gradients have come, from whichever replicas."""
 
-    k: int = whole(1)
+    k: int = integer(1)
 
     title = "n-softsync"
     scheduling = "bounded asynchronous"
@@ -99,7 +99,7 @@ class softsync(SyncTerm):
 class ssp(SyncTerm):
     """Stale-synchronous: a replica may run ahead of the slowest by at most s steps."""
 
-    s: int = whole(0, sample=3)
+    s: int = integer(0, sample=3)
 
     title = "stale-synchronous"
     scheduling = "bounded asynchronous"
@@ -118,14 +118,14 @@ class ssp(SyncTerm):
 
 
 class asp(SyncTerm):
-    """Asynchronous: every gradient is applied when it comes; nobody waits."""
+    """Asynchronous: every gradient is applied when it arrives; no replica waits."""
 
     title = "asynchronous (Downpour)"
     scheduling = "asynchronous"
     spectrum = "asynchronous / HOGWILD"
 
     def words(self) -> str:
-        return "every gradient is applied when it comes, however old the weights it was computed from; nobody waits"
+        return "every gradient is applied when it arrives, however old its weights are; no replica waits"
 
     def drift(self, replicas: int) -> Promise | None:
         if replicas == 1:
@@ -150,6 +150,56 @@ class hogwild(SyncTerm):
         return Promise("statistical", "hogwild() lets replicas overwrite each other's updates", band=SAME_TARGET)
 
 
+<<<<<<< HEAD
+=======
+class diloco(SyncTerm):
+    """DiLoCo: every h steps the mean change of the replicas is taken as a gradient by an outer Nesterov
+    optimiser.
+    """
+
+    h: int = integer(1, sample=50)
+
+    title = "DiLoCo, outer Nesterov momentum"
+    exchanges = "model"
+    spectrum = "model averaging / elastic averaging"
+    where = "slow links"
+
+    def words(self) -> str:
+        return (
+            f"replicas step by themselves; {every(self.h, 'step')} the mean of how far they moved "
+            "is taken as a gradient by an outer optimiser with Nesterov momentum"
+        )
+
+    def drift(self, replicas: int) -> Promise | None:
+        reason = (
+            f"diloco({self.h}) steps an outer optimiser {every(self.h, 'step')}, which the serial run does not have"
+        )
+        return Promise("statistical", reason, band=SAME_TARGET)
+
+
+class bmuf(SyncTerm):
+    """Blockwise model-update filtering: every h steps the averaged change is smoothed by block momentum."""
+
+    h: int = integer(1, sample=50)
+
+    title = "BMUF, block momentum"
+    exchanges = "model"
+    spectrum = "model averaging / elastic averaging"
+    where = "slow links"
+
+    def words(self) -> str:
+        return (
+            f"replicas step by themselves through a block of {counted(self.h, 'step')}; the averaged "
+            "change of the block "
+            "is filtered with a momentum of its own"
+        )
+
+    def drift(self, replicas: int) -> Promise | None:
+        reason = f"bmuf({self.h}) filters the change of every block with momentum, which the serial run does not have"
+        return Promise("statistical", reason, band=SAME_TARGET)
+
+
+>>>>>>> words3
 class elastic(SyncTerm):
     """Elastic averaging (EASGD): every h steps each replica and a centre pull at each other by a part of
     their difference.
@@ -157,7 +207,7 @@ class elastic(SyncTerm):
     `rho` is that part, the moving rate of the paper (its learning rate times its elastic coefficient).
     """
 
-    h: int = whole(1, sample=50)
+    h: int = integer(1, sample=50)
     rho: float = real(0.0, 1.0, sample=0.1)
 
     title = "elastic averaging (EASGD)"
@@ -173,7 +223,7 @@ class elastic(SyncTerm):
         )
 
     def drift(self, replicas: int) -> Promise | None:
-        reason = f"elastic({self.h}, {self.rho}) ties replicas to a centre by a force only, so they explore apart"
+        reason = f"elastic({self.h}, {self.rho}) ties replicas to a centre by a force only, so they explore separately"
         return Promise("statistical", reason, band=SAME_TARGET)
 
 
@@ -188,7 +238,7 @@ class gossip(SyncTerm):
     spectrum = "model averaging / elastic averaging"
 
     def words(self) -> str:
-        met = {
+        averaged = {
             "sync": "after every step each replica averages its weights with its neighbours'",
             "async": "each replica steps when it can, and averages its weights with one neighbour at a "
             "time, waiting for no other",
@@ -197,7 +247,7 @@ class gossip(SyncTerm):
             "and divides by the weight it has gathered",
         }
         article = "an" if self.graph == "exponential" else "a"
-        return f"{met[self.mode]}, in {article} {self.graph} graph"
+        return f"{averaged[self.mode]}, in {article} {self.graph} graph"
 
     def drift(self, replicas: int) -> Promise | None:
         if replicas == 1:

@@ -19,11 +19,11 @@ from shoal.strategy.terms.arguments import (
     TermError,
     choice,
     flag,
+    integer,
     nested,
     real,
     shortened,
     size,
-    whole,
 )
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class Techniques(Mapping[str, Any]):
         return name in self._made
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(whole, size, real, choice, flag, nested))
+@dataclass_transform(frozen_default=True, field_specifiers=(integer, size, real, choice, flag, nested))
 class Term:
     """A frozen value with a name and checked arguments. Equal arguments make equal terms."""
 

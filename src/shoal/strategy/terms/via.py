@@ -4,7 +4,7 @@ memory they share.
 
 from __future__ import annotations
 
-from shoal.strategy.terms.arguments import LARGEST_SIZE, choice, flag, whole
+from shoal.strategy.terms.arguments import LARGEST_SIZE, choice, flag, integer
 from shoal.strategy.terms.numerals import counted
 from shoal.strategy.terms.term import Techniques, Term
 
@@ -48,7 +48,7 @@ class allreduce(ViaTerm):
 class ps(ViaTerm):
     """Parameter servers: the model in `shards` parts, on ranks of their own or `colocated` with workers."""
 
-    shards: int = whole(1, LARGEST_SIZE, sample=1)
+    shards: int = integer(1, LARGEST_SIZE, sample=1)
     colocated: bool = flag(default=False, kw_only=True)
 
     title = "parameter server: single, sharded, co-located"

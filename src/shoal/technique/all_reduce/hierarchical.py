@@ -4,7 +4,7 @@
     between    all-reduce of part i among the ranks i of all hosts
     inside     all-gather
 
-Hosts of unequal size have no rank i each; then the first rank of a host speaks for it.
+Hosts of unequal size have no rank i each; then the first rank of a host exchanges for all of it.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ without momentum of its own. In its first steps it sends more: a quarter of the 
 to its fraction (`warm_up_fraction`).
 
 Before that each rank clips its part of the gradient at clip / sqrt(ranks) (local clipping): independent parts of that
-size sum to one of size `clip`. The paper takes the norm of the whole gradient; here every tensor is clipped alone,
+size sum to one of size `clip`. The paper takes the norm of the full gradient; here every tensor is clipped alone,
 which is never stricter.
 
 Masking momentum where elements were sent is not linear in the gradient. Where ranks see alike data that is harmless;
@@ -32,8 +32,8 @@ MOMENTUM = 0.9
 """The factor m, as in the paper."""
 WARM_UP_RATIO = 0.25
 WARM_UP_STEPS = 25
-"""A quarter, a sixteenth, ... of the elements is sent, each for so many steps. The paper changes it every epoch, four
-times; here an epoch is not known."""
+"""A quarter, a sixteenth, ... of the elements is sent, each for this number of steps. The paper changes it every
+epoch, four times; here an epoch is not known."""
 
 
 class dgc(SparseCompressor):

@@ -70,11 +70,11 @@ class fp16(Compressor):
         import torch
 
         from shoal.comm.compress.blocks import filled_up
-        from shoal.comm.compress.exchange import Deal, Gather
+        from shoal.comm.compress.exchange import AllToAll, Gather
 
         size = divided_up(len(value), over.size)
         parts = filled_up(value, over.size * size).view(over.size, size)
-        arrived = yield Deal(torch.stack([self.encode(part, draw) for part in parts]))
+        arrived = yield AllToAll(torch.stack([self.encode(part, draw) for part in parts]))
         mine = self.added(list(arrived), parts[0], draw)
         sums = yield Gather(self.encode(mine, draw))
         return torch.cat([self.decode(each, size, value.dtype, draw) for each in sums])[: len(value)]

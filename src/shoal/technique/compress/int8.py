@@ -1,4 +1,4 @@
-"""int8: blocks of 256 elements as whole numbers from -127 to 127 and one scale, the block's largest over 127."""
+"""int8: blocks of 256 elements as integers from -127 to 127 and one scale, the block's largest over 127."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class int8(Compressor):
         blocks = in_blocks(x, BLOCK)
         scales = blocks.abs().amax(1) / LARGEST
         # Divided, not multiplied by an inverse: that of a denormal scale is infinite.
-        whole = (blocks / divisors(scales)).round_().clamp_(-LARGEST, LARGEST)
-        return laid_out(scales, whole.to(torch.int8).view(-1)[: len(x)])
+        levels = (blocks / divisors(scales)).round_().clamp_(-LARGEST, LARGEST)
+        return laid_out(scales, levels.to(torch.int8).view(-1)[: len(x)])
 
     def decode(self, payload: torch.Tensor, num_elements: int, dtype: torch.dtype, draw: Draw) -> torch.Tensor:
         import torch
@@ -52,5 +52,5 @@ class int8(Compressor):
 
         reader = Reader(payload)
         scales = reader.take(divided_up(num_elements, BLOCK), dtype)
-        whole = in_blocks(reader.take(num_elements, torch.int8).to(dtype), BLOCK)
-        return whole.mul_(scales[:, None]).view(-1)[:num_elements]
+        levels = in_blocks(reader.take(num_elements, torch.int8).to(dtype), BLOCK)
+        return levels.mul_(scales[:, None]).view(-1)[:num_elements]

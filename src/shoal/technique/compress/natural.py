@@ -38,10 +38,10 @@ class natural(Compressor):
         words, narrow, shift, largest = _layout(x.dtype)
         bits = x.abs().view(words)
         exponents = bits >> shift
-        # The part of the way to the next power that an element has gone; denormals lie between 0 and the smallest.
-        gone = bits.bitwise_and_((1 << shift) - 1).to(x.dtype).mul_(2.0**-shift)
+        # Where an element lies between its power of two and the next; denormals lie between 0 and the smallest.
+        fraction = bits.bitwise_and_((1 << shift) - 1).to(x.dtype).mul_(2.0**-shift)
         # What is finite stays so: beyond the largest power there is none to round to. Infinity and NaN stay infinite.
-        up = (draw.chances(len(x), x) < gone).logical_and_(exponents < largest)
+        up = (draw.chances(len(x), x) < fraction).logical_and_(exponents < largest)
         return laid_out(exponents.add_(up).to(narrow), packed_bits(x < 0))
 
     def decode(self, payload: torch.Tensor, num_elements: int, dtype: torch.dtype, draw: Draw) -> torch.Tensor:

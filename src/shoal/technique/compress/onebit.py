@@ -1,4 +1,4 @@
-"""1-bit SGD (Seide et al. 2014): one bit says on which side of zero an element lies, and it is read back as the mean of
+"""1-bit SGD (Seide et al. 2014): one bit holds the sign of an element, and it is read back as the mean of
 those of its block that lie there. (The paper's blocks are columns of a layer.) With error feedback, without which it
 does not converge.
 """
@@ -25,7 +25,10 @@ class onebit(Compressor):
     passes = (39, 9.8)
 
     def words(self) -> str:
-        return "one bit per element says above or below zero; two means say how far; the error waits for the next step"
+        return (
+            "sends one sign bit per element and the means of the positive and of the negative values; the residual is "
+            "added to the next gradient"
+        )
 
     def payload_bytes(self, num_elements: int, itemsize: int, *, step: int = 0) -> int | None:
         return divided_up(num_elements, 8) + 2 * itemsize * divided_up(num_elements, BLOCK)

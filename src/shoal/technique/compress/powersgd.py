@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.comm.compress.compressor import Compressor
 from shoal.comm.compress.sizes import matrix_of
-from shoal.strategy.terms.arguments import LARGEST_SIZE, whole
+from shoal.strategy.terms.arguments import LARGEST_SIZE, integer
 from shoal.strategy.terms.compress import CompressTerm, Transfer
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class powersgd(Compressor):
     """PowerSGD: each gradient matrix as a product of two thin ones, by one step of power iteration."""
 
-    rank: int = whole(1, LARGEST_SIZE, sample=4)
+    rank: int = integer(1, LARGEST_SIZE, sample=4)
 
     title = "PowerSGD"
     sends = "(a + b) rank s of an a x b matrix (the first dimension by all others)"
@@ -81,7 +81,7 @@ def effective_rank(rank: int, shape: Sequence[int]) -> int:
 
 
 def _query(matrix: torch.Tensor, rank: int, state: State, draw: Draw) -> torch.Tensor:
-    """[columns, rank]: the last product, with random columns where it has none that say anything."""
+    """[columns, rank]: the last product, with random columns where it has none of use."""
     import torch
 
     columns, before = matrix.shape[1], state.get("query")

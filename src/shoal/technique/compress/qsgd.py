@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from shoal.comm.compress.compressor import Compressor
 from shoal.comm.compress.sizes import BLOCK, divided_up
-from shoal.strategy.terms.arguments import whole
+from shoal.strategy.terms.arguments import integer
 from shoal.strategy.terms.numerals import counted
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class qsgd(Compressor):
     """QSGD: random rounding to a few levels of the norm."""
 
-    bits: int = whole(1, 16, sample=4)
+    bits: int = integer(1, 16, sample=4)
 
     title = "QSGD"
     sends = "(bits + 1) n/8 + s n/512"
@@ -32,7 +32,7 @@ class qsgd(Compressor):
     passes = (78, 24)
 
     def words(self) -> str:
-        return f"every element is rounded at random to one of the levels that {counted(self.bits, 'bit')} can say"
+        return f"every element is rounded at random to one of the levels that {counted(self.bits, 'bit')} can encode"
 
     def payload_bytes(self, num_elements: int, itemsize: int, *, step: int = 0) -> int | None:
         return (self.bits + 1) * divided_up(num_elements, 8) + itemsize * divided_up(num_elements, BLOCK)

@@ -1,6 +1,6 @@
 """Random-k: elements at places that all ranks draw alike, so places need not be sent and values add.
 
-One place is drawn in each of k equal strata, and the whole is rotated by a random distance: every element is sent with
+One place is drawn in each of k equal strata, and all are rotated by a random distance: every element is sent with
 the same probability k/n, no place twice, at the cost of k draws. The choice of neighbours is not independent, which
 error feedback does not ask for: E|x - sent|^2 = (1 - k/n)|x|^2, as with independent draws.
 """

@@ -1,8 +1,8 @@
-"""Count sketch, as in Sketched-SGD (Ivkin et al. 2019): a table of rows x columns signed sums stands for the gradient.
+"""Count sketch, as in Sketched-SGD (Ivkin et al. 2019): a table of rows x columns signed sums represents the gradient.
 
 Sketches add: the all-reduced table is the sketch of the sum. Every rank reads the same estimates off it (the median
 over rows), takes the columns / 4 largest of them, and the exact values at these places are summed in a second, small
-all-reduce. Each rank's error is then what it did not send. The estimates themselves cannot stand in for the second
+all-reduce. Each rank's error is then what it did not send. The estimates themselves cannot replace the second
 round: their noise, the norm of the gradient over sqrt(columns), would enter the residuals, and grow there from step to
 step wherever the gradient is not sparse.
 
@@ -16,7 +16,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from shoal.comm.compress.compressor import Compressor
-from shoal.strategy.terms.arguments import whole
+from shoal.strategy.terms.arguments import integer
 from shoal.strategy.terms.compress import Transfer
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ class sketch(Compressor):
     them.
     """
 
-    rows: int = whole(1, 1024, sample=3)
-    columns: int = whole(1, sample=4000)
+    rows: int = integer(1, 1024, sample=3)
+    columns: int = integer(1, sample=4000)
 
     title = "count sketch"
     sends = "(rows columns + columns/4) s"
@@ -44,7 +44,7 @@ class sketch(Compressor):
 
     def words(self) -> str:
         return (
-            f"a count sketch of {self.rows:,} x {self.columns:,} sums stands for the gradient; sketches add, "
+            f"a count sketch of {self.rows:,} x {self.columns:,} sums represents the gradient; sketches add, "
             "and the heavy elements are read back from the sum"
         )
 
@@ -81,14 +81,14 @@ class sketch(Compressor):
 
 class CountSketch:
     """The linear map to a table and the estimates back, for one draw of hash functions. It works row by row, so that
-    the hashes of one row are all that it holds. A sign is part of the cell: sums of plus and minus lie apart."""
+    the hashes of one row are all that it holds. A sign is part of the cell: sums of plus and minus are separate."""
 
     def __init__(self, *, rows: int, columns: int, num_elements: int, draw: Draw, device: torch.device) -> None:
         import torch
 
         self.rows, self.columns = rows, columns
-        whole = torch.iinfo(torch.int64)
-        numbers = torch.randint(whole.min, whole.max, (2, rows), generator=draw.shared(), dtype=torch.int64)
+        limits = torch.iinfo(torch.int64)
+        numbers = torch.randint(limits.min, limits.max, (2, rows), generator=draw.shared(), dtype=torch.int64)
         self._factors, self._shifts = numbers.bitwise_or(torch.tensor([[1], [0]])).tolist()
         self._elements = torch.arange(num_elements, device=device)
 

@@ -41,7 +41,7 @@ class ternary(Compressor):
         blocks = in_blocks(x.abs(), BLOCK)
         scales = blocks.amax(1)
         exact = blocks.div_(divisors(scales)).view(-1)[: len(x)]
-        # In bytes, which is faster than in the tensor's type: 1, plus or minus one where the dice say so.
+        # In bytes, which is faster than in the tensor's type: 1, plus or minus one where the random draw selects it.
         chosen = (draw.chances(len(x), x) < exact).view(torch.uint8)
         return laid_out(scales, packed_trits(1 + chosen - 2 * (chosen * (x < 0).view(torch.uint8))))
 

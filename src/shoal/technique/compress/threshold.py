@@ -33,5 +33,5 @@ class threshold(SparseCompressor):
 
         # A threshold too small for the tensor's type would become zero, and send the zeros, too.
         least = max(self.t, torch.finfo(x.dtype).smallest_normal * torch.finfo(x.dtype).eps)
-        # Not "is at least t": what is no number must be sent, or it would stay in the residual for ever.
+        # Not "is at least t": what is no number must be sent, or it would stay in the residual permanently.
         return places_where((x.abs() < least).logical_not_())

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shoal.parallel.sync.scheme import Scheme
-from shoal.strategy.terms.arguments import flag, real, whole
+from shoal.strategy.terms.arguments import flag, integer, real
 from shoal.strategy.terms.numerals import counted
 from shoal.strategy.terms.sync import SAME_TARGET
 from shoal.strategy.terms.term import Promise
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class bmuf(Scheme):
     """Blockwise model-update filtering: every h steps the averaged change is smoothed by block momentum."""
 
-    h: int = whole(1, sample=50)
+    h: int = integer(1, sample=50)
     momentum: float = real(0.0, 1.0, default=0.5, kw_only=True, inclusive=True)
     lr: float = real(0.0, 10.0, default=1.0, kw_only=True)
     nesterov: bool = flag(default=False, kw_only=True)

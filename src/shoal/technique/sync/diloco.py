@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shoal.parallel.sync.scheme import Scheme
-from shoal.strategy.terms.arguments import choice, real, whole
+from shoal.strategy.terms.arguments import choice, integer, real
 from shoal.strategy.terms.numerals import every
 from shoal.strategy.terms.sync import SAME_TARGET
 from shoal.strategy.terms.term import Promise
@@ -34,7 +34,7 @@ class diloco(Scheme):
     momentum.
     """
 
-    h: int = whole(1, sample=50)
+    h: int = integer(1, sample=50)
     lr: float = real(0.0, 10.0, default=0.7, kw_only=True)
     momentum: float = real(0.0, 1.0, default=0.9, kw_only=True, inclusive=True)
     form: str = choice("nesterov", "heavy-ball", default="nesterov", kw_only=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shoal.parallel.sync.scheme import Scheme
-from shoal.strategy.terms.arguments import whole
+from shoal.strategy.terms.arguments import integer
 from shoal.strategy.terms.numerals import every
 from shoal.strategy.terms.sync import SAME_TARGET
 from shoal.strategy.terms.term import Promise
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class local(Scheme):
     """Local SGD: replicas step by themselves and average their weights every h steps."""
 
-    h: int = whole(1, sample=50)
+    h: int = integer(1, sample=50)
 
     title = "local SGD, periodic averaging"
 
@@ -41,7 +41,7 @@ class local(Scheme):
                 "momentum or Adam"
             )
         else:
-            reason = f"local({self.h}) lets replicas drift apart for {self.h:,} steps before they are averaged"
+            reason = f"local({self.h}) lets replicas diverge for {self.h:,} steps before they are averaged"
         return Promise("statistical", reason, band=SAME_TARGET)
 
     @property

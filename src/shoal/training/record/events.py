@@ -1,7 +1,7 @@
 """The curves of a run for TensorBoard, written in the caller's thread.
 
 tensorboardX's own writer hands events to a thread through a short queue; when that thread dies of a full
-disk, the queue fills and training stands still. Its file format without its thread is what is used here.
+disk, the queue fills and training stops. Its file format without its thread is what is used here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Events:
             folder.mkdir(exist_ok=True)
             self._writer = EventsWriter(str(folder / "events"), f".{os.getpid()}")
             if resumed_at is not None:
-                # TensorBoard drops what earlier files of this folder say of these steps.
+                # TensorBoard drops what earlier files of this folder hold of these steps.
                 start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
                 self._writer.write_event(self._event(wall_time=time.time(), step=resumed_at + 1, session_log=start))
             self._writer.flush()

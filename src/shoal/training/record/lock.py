@@ -2,7 +2,7 @@
 
 Ranks of a killed parent may still be writing when the next run starts in the same folder. So each process that may
 write holds a shared lock (flock) on one file in it; a new run needs it exclusively for a moment, which it gets only
-when the last of them has ended, however it ended. The file says whose it is: a process joins only its own run. It
+when the last of them has ended, however it ended. The file names its run: a process joins only its own run. It
 stays behind, and blocks nothing.
 """
 
@@ -62,7 +62,7 @@ def take(folder: Path, *, say: Callable[[str], None], wait_s: float | None = Non
     """
     file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
-        started, said = time.monotonic(), False
+        started, reported = time.monotonic(), False
         while not _flock(file, fcntl.LOCK_EX):
             waited = time.monotonic() - started
             if waited > (WAIT_S if wait_s is None else wait_s):
@@ -70,9 +70,9 @@ def take(folder: Path, *, say: Callable[[str], None], wait_s: float | None = Non
                     f"the folder {folder} is in use by another run ({_holders(file)}); wait for its end, or give "
                     "another --folder"
                 )
-            if not said and waited > SILENT_S:
+            if not reported and waited > SILENT_S:
                 say(f"waiting for {folder}, which another run is using ({_holders(file)})")
-                said = True
+                reported = True
             time.sleep(EVERY_S)
         token = secrets.token_hex(8)
         content = json.dumps({"token": token, "pid": os.getpid(), "host": socket.gethostname()}).encode()
@@ -125,7 +125,7 @@ def _content(file: int) -> dict[str, Any]:
 
 
 def _holders(file: int) -> str:
-    """Who holds the lock: by the kernel's table, or by what the file says."""
+    """The processes that hold the lock: by the kernel's table, or by the file's content."""
     about = os.fstat(file)
     inode = f"{os.major(about.st_dev):02x}:{os.minor(about.st_dev):02x}:{about.st_ino}"
     try:
@@ -133,8 +133,8 @@ def _holders(file: int) -> str:
     except OSError:
         rows = []
     pids = sorted({int(row[4]) for row in rows if row[1] == "FLOCK" and row[5] == inode and int(row[4]) > 0})
-    said = _content(file)
-    host = f" on {said['host']}" if said.get("host") not in (None, socket.gethostname()) else ""
-    if isinstance(said.get("pid"), int) and (not pids or said["pid"] in pids):
-        return f"process {said['pid']}{host}"
+    content = _content(file)
+    host = f" on {content['host']}" if content.get("host") not in (None, socket.gethostname()) else ""
+    if isinstance(content.get("pid"), int) and (not pids or content["pid"] in pids):
+        return f"process {content['pid']}{host}"
     return f"process{'es' if len(pids) > 1 else ''} {', '.join(map(str, pids))}" if pids else "unknown"

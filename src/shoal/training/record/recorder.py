@@ -181,7 +181,7 @@ def _now() -> str:
 
 
 def environment() -> dict[str, Any]:
-    """What a run's speed and numbers depend on beside its job and strategy. Not who ran it, nor where."""
+    """What a run's speed and numbers depend on besides its job and strategy. Not the user, nor the place."""
     import torch
 
     return {

@@ -9,7 +9,7 @@
     checkpoints/
     .lock              held by every process of the run (lock.py)
 
-A Run has the fields of an Estimate, so that a measurement can be laid beside its prediction. Reading it needs
+A Run has the fields of an Estimate, so that a measurement can be compared with its prediction. Reading it needs
 no torch.
 """
 
@@ -176,7 +176,7 @@ def plain(value: Any) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replaces a file in one go: a reader sees the old one or the new one, whole."""
+    """Replaces a file in one go: a reader sees the old one or the new one, complete."""
     fresh = path.with_name(path.name + ".new")
     try:
         discard(fresh)

@@ -1,9 +1,9 @@
-"""Expert parallelism: the experts of each mixture are dealt out over ranks, and tokens travel to them and back.
+"""Expert parallelism: the experts of each mixture are split among ranks, and tokens travel to them and back.
 
-The model is not rewritten. `deal_out` leaves each rank the experts [i*E/n, (i+1)*E/n) of each layer that
+The model is not rewritten. `shard_experts` leaves each rank the experts [i*E/n, (i+1)*E/n) of each layer that
 `layout/experts/find.py` found, under the names they had, and puts the exchange of tokens around the layer's own code.
 What is routed stays the model's business: a model that drops tokens beyond a capacity does so before its experts are
-called, so the capacity is counted by rank (`strategy/contract.py` says `statistical` then), and a load-balancing loss
+called, so the capacity is counted by rank (the contract is `statistical` then), and a load-balancing loss
 that the model computes from its router is a mean over the tokens of each rank.
 
 Gradients of experts are complete over the ranks that share them: what is left is their sum over replicas of the same
@@ -30,11 +30,11 @@ _HISTORY = "_shoal_routed"
 _CALLERS = "_shoal_callers"
 
 
-def deal_out(model: nn.Module, layers: Sequence[ExpertLayer], members: Members) -> list[str]:
+def shard_experts(model: nn.Module, layers: Sequence[ExpertLayer], members: Members) -> list[str]:
     """Keeps this rank's experts of each layer only, and makes the layers exchange tokens among `members`.
 
     Returns the names of the parameters that are cut (stacked: fewer rows, same name) or absent here (listed: a module
-    without parameters stands in the expert's place). All ranks must hold the same values when they call it.
+    without parameters takes the expert's place). All ranks must hold the same values when they call it.
     """
     if members.size == 1:
         return []
@@ -56,7 +56,7 @@ def deal_out(model: nn.Module, layers: Sequence[ExpertLayer], members: Members) 
         ListedForward(model.get_submodule(owner), lists)
     setattr(model, _HISTORY, history)
     setattr(model, _CALLERS, {
-        each.layer.path: list(each.stand_ins.values()) for lists in by_owner.values() for each in lists
+        each.layer.path: list(each.placeholders.values()) for lists in by_owner.values() for each in lists
     })  # fmt: skip
     after = dict(model.named_parameters())
     return [name for name, param in before.items() if after.get(name) is not param]
