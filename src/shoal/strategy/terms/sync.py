@@ -150,56 +150,6 @@ class hogwild(SyncTerm):
         return Promise("statistical", "hogwild() lets replicas overwrite each other's updates", band=SAME_TARGET)
 
 
-<<<<<<< HEAD
-=======
-class diloco(SyncTerm):
-    """DiLoCo: every h steps the mean change of the replicas is taken as a gradient by an outer Nesterov
-    optimiser.
-    """
-
-    h: int = integer(1, sample=50)
-
-    title = "DiLoCo, outer Nesterov momentum"
-    exchanges = "model"
-    spectrum = "model averaging / elastic averaging"
-    where = "slow links"
-
-    def words(self) -> str:
-        return (
-            f"replicas step by themselves; {every(self.h, 'step')} the mean of how far they moved "
-            "is taken as a gradient by an outer optimiser with Nesterov momentum"
-        )
-
-    def drift(self, replicas: int) -> Promise | None:
-        reason = (
-            f"diloco({self.h}) steps an outer optimiser {every(self.h, 'step')}, which the serial run does not have"
-        )
-        return Promise("statistical", reason, band=SAME_TARGET)
-
-
-class bmuf(SyncTerm):
-    """Blockwise model-update filtering: every h steps the averaged change is smoothed by block momentum."""
-
-    h: int = integer(1, sample=50)
-
-    title = "BMUF, block momentum"
-    exchanges = "model"
-    spectrum = "model averaging / elastic averaging"
-    where = "slow links"
-
-    def words(self) -> str:
-        return (
-            f"replicas step by themselves through a block of {counted(self.h, 'step')}; the averaged "
-            "change of the block "
-            "is filtered with a momentum of its own"
-        )
-
-    def drift(self, replicas: int) -> Promise | None:
-        reason = f"bmuf({self.h}) filters the change of every block with momentum, which the serial run does not have"
-        return Promise("statistical", reason, band=SAME_TARGET)
-
-
->>>>>>> words3
 class elastic(SyncTerm):
     """Elastic averaging (EASGD): every h steps each replica and a centre pull at each other by a part of
     their difference.
