@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shoal.parallel.sync.scheme import Scheme
-from shoal.strategy.terms.arguments import whole
+from shoal.strategy.terms.arguments import integer
 from shoal.strategy.terms.numerals import every
 from shoal.strategy.terms.sync import SAME_TARGET
 from shoal.strategy.terms.term import Promise
@@ -23,7 +23,7 @@ MOMENTUM = 0.5
 class slowmo(Scheme):
     """SlowMo: the average's change is taken with momentum."""
 
-    h: int = whole(1, sample=50)
+    h: int = integer(1, sample=50)
 
     title = "SlowMo, slow momentum"
 
