@@ -102,6 +102,7 @@ def test_regions_of(family: str) -> None:
     assert regions(plan(family)) == WANTED[family]
 
 
+@pytest.mark.long
 def test_every_projection_is_cut_or_stays_whole_for_a_reason() -> None:
     for family in WANTED:
         found = plan(family)
