@@ -31,7 +31,7 @@ def period(strategy: Strategy) -> int:
         return 1
     if sync.period is None:
         raise ValueError(f"{strategy}: when replicas exchange under sync={sync} is not known in advance, so its step "
-                         "cannot be estimated; sync=bsp() and sync=local(h) can")  # fmt: skip
+                         "cannot be estimated; that of bsp(), local(h), diloco(h) and bmuf(h) can")  # fmt: skip
     return sync.period
 
 

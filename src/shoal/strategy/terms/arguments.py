@@ -140,7 +140,9 @@ class Real(Argument):
 
     @property
     def expects(self) -> str:
-        return f"a number {'from' if self.inclusive else 'above'} {self.above:g} and at most {self.high:g}"
+        if self.inclusive:
+            return f"a number from {self.above:g} to {self.high:g}"
+        return f"a number above {self.above:g} and at most {self.high:g}"
 
     def accept(self, value: Any) -> float:
         if isinstance(value, (bool, str, bytes)):
