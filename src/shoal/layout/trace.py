@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.job import Job
 from shoal.job.facts import build_without_memory
+from shoal.job.gradient_hooks import keep_hooks
 from shoal.job.own_code import built, naming_the_line
 from shoal.layout.recorded import Op, Ref, Trace, TracedAttention, TracedCall, Value, ValueRead
 from shoal.layout.tensor.sized_calls import SizedCalls
@@ -251,6 +252,7 @@ def faked(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
                 like = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
             is_param = isinstance(tensor, nn.Parameter)
             made[id(tensor)] = nn.Parameter(like, requires_grad=tensor.requires_grad) if is_param else like
+            keep_hooks(tensor, made[id(tensor)])
         return made[id(tensor)]
 
     for module in model.modules():

@@ -8,7 +8,6 @@ statistics here): engines synchronise them by name. The answer names what is wro
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from contextlib import nullcontext, suppress
@@ -24,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.job import Batch, Job
 from shoal.job.errors import JobError
+from shoal.job.gradient_hooks import copied, hooks_of
 from shoal.job.randomness import CannotPlace
 from shoal.layout.held_outside import Outside
 from shoal.layout.held_state import HeldNow, results_held
@@ -34,9 +34,12 @@ from shoal.runtime.draws import serial_randomness
 from shoal.runtime.float64 import KeepFloat64, model_in_float64, to_float64
 from shoal.strategy import Strategy
 
-Kind = Literal["none", "mean", "count", "count-gradient", "coupled", "padding", "data", "random", "unchecked"]
+Kind = Literal[
+    "none", "mean", "count", "count-gradient", "backward", "coupled", "padding", "data", "random", "unchecked"
+]  # fmt: skip
 """none: samples are independent. mean, count: the loss is no sum, or the count is not what it is a sum over.
-count-gradient: the count depends on the parameters. coupled: samples see each other in the model or in the loss.
+count-gradient: the count depends on the parameters. backward: gradients are not proportional to the loss. coupled:
+samples see each other in the model or in the loss.
 padding: the numbers depend on which samples are read together. data: two reads of the same samples differ.
 random: the model draws numbers that are not dropout. unchecked: it could not be computed."""
 
@@ -49,6 +52,8 @@ SAMPLES = 8
 mining that keeps a minimum, for example, couples samples only above it."""
 ORDERED = 32
 """Samples that are ordered by their loss, at most."""
+EIGHTH = 0.125
+"""A power of two: linear functions of it round alike."""
 START = 0.02
 """Standard deviation of what parameters that start at zero are set to: behind a zero nothing could be seen."""
 
@@ -94,7 +99,7 @@ def splits_batches(strategy: Strategy) -> bool:
 
 def refusal(found: Coupling, strategy: Strategy) -> str:
     """Why a job of which this was found cannot be trained under a strategy as in one process; empty if it can be."""
-    if found.kind == "count-gradient":
+    if found.kind in ("count-gradient", "backward"):
         return found.reason
     if found.kind in ("none", "unchecked") or not splits_batches(strategy):
         return ""
@@ -164,7 +169,7 @@ class _Trial:
             torch.manual_seed(job.seed)
             model = job.model()
         known: dict[int, Any] = {id(result): result.detach().clone() for result in results_held(model)}
-        self.start = _prepared(copy.deepcopy(model, known))
+        self.start = _prepared(copied(model, known))
         self.seconds = 0.0
         """That a batch at once and in parts takes."""
 
@@ -188,6 +193,8 @@ class _Trial:
             return self._found(
                 "unchecked", math.inf, f"the loss of its first {len(self.indices)} samples is {full.loss}"
             )
+        if wrong := self._not_proportional(full, batch):
+            return self._found("backward", math.inf, wrong)
         difference = _difference(full, repeated)
         if difference > TOLERANCE:
             # It draws numbers: then each sample draws its own, as in training.
@@ -206,6 +213,22 @@ class _Trial:
                 "over a batch are alike; only a strategy that leaves the batch in one piece can be compared",
             )  # fmt: skip
         return self._in_parts(full, batch, state)
+
+    def _not_proportional(self, full: _Pass, batch: Batch) -> str:
+        """What is wrong if the gradients of a part of the loss are not that part of its gradients."""
+        part = self._pass(batch, scale=EIGHTH)
+        assert isinstance(part, _Pass)
+        for name, param in self.start.named_parameters():
+            one, other = (found.gradients.get(name) for found in (full, part))
+            if one is not None and other is not None and _gradients_differ(EIGHTH * one, other):
+                hooked = "a hook on it, or " if hooks_of(param) else ""
+                return (
+                    f"its backward is not linear: for an eighth of the loss the gradient of {name} is not an eighth of "
+                    f"what it was ({hooked}a backward that clips, normalises or the like). Gradients are those of a "
+                    "sum of losses, on each rank of its own samples, and are divided by the count in the end; limit "
+                    "them by Job.clip, or change them in the optimizer's step"
+                )
+        return ""
 
     def of_more(self, indices: np.ndarray, found: Coupling) -> Coupling:
         """The same for more samples, after `found` was found for the first."""
@@ -262,14 +285,14 @@ class _Trial:
 
     def later(self, indices: np.ndarray, found: Coupling) -> Coupling:
         """The same where the model has counted further, after `found` was found at its start."""
-        model = copy.deepcopy(self.start)
+        model = copied(self.start)
         before = numbers(model)
         with self.outside.kept(), KeepFloat64(), Undropped(), FixedStatistics():
             self.job.run_model(model, self._read(indices))
         names = counters(before, numbers(model))
         start = self.start
         for value in LATER if names else ():
-            self.indices, self.start = indices, copy.deepcopy(start)
+            self.indices, self.start = indices, copied(start)
             for name in names:
                 set_counter(self.start, name, value)
             try:
@@ -372,11 +395,12 @@ class _Trial:
 
     def _pass(
         self, batch: Batch, *, seed: int = 1, at: int = 0, samples: range | None = None, backward: bool = True,
-        norms: bool = False,
+        norms: bool = False, scale: float = 1.0,
     ) -> _Pass | str:  # fmt: skip
         """On a copy of the model, so that no pass sees what another left behind; text says what is wrong. `at`: the
-        place of its first sample among all, or `samples`: the places of all. `norms`: batch norm as in training."""
-        model = copy.deepcopy(self.start)
+        place of its first sample among all, or `samples`: the places of all. `norms`: batch norm as in training.
+        `scale`: gradients are those of so much of the loss."""
+        model = copied(self.start)
         if norms:
             model.train()
         drawn: Any = nullcontext()
@@ -394,13 +418,13 @@ class _Trial:
                 return COUNT_WITH_GRADIENT
             if loss.requires_grad and backward:
                 with in_backward:
-                    loss.backward()
+                    (loss if scale == 1.0 else loss * scale).backward()
         gradients = {name: param.grad.to_dense() for name, param in model.named_parameters() if param.grad is not None}
         return _Pass(float(loss.detach()), float(count), gradients, _detached(output))
 
     def _state(self) -> tuple[str, ...]:
         """What one forward changes in the model, batch norm's statistics aside."""
-        model = copy.deepcopy(self.start)
+        model = copied(self.start)
         params = {name: param.detach().clone() for name, param in model.named_parameters()}
         before = HeldNow(module for module in model.modules() if not isinstance(module, _BatchNorm))
         with self.outside.kept(), KeepFloat64(), Undropped(), FixedStatistics() as norms:
@@ -464,6 +488,10 @@ def _equal(one: Batch, other: Batch) -> bool:
         else torch.equal(one[name], other[name])
         for name in one
     )
+
+
+def _gradients_differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool((one - other).abs().max() > TOLERANCE * other.abs().max()) if one.numel() else False
 
 
 def _sum(one: _Pass, two: _Pass) -> _Pass:

@@ -88,6 +88,20 @@ class LayerDrop(Residual):
         return x if self.training and float(torch.rand(())) < 0.4 else super().through(block, x)
 
 
+def thrice(param: Tensor) -> None:
+    assert param.grad is not None
+    param.grad.mul_(3.0)
+
+
+class Hooked(Residual):
+    """Scales gradients of two parameters by hooks of both kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0][0].weight.register_hook(lambda gradient: 0.1 * gradient)
+        self.blocks[3][2].weight.register_post_accumulate_grad_hook(thrice)
+
+
 class Recomputing(Residual):
     """Recomputes its blocks by itself."""
 
@@ -114,5 +128,6 @@ frozen = partial(job_of, Frozen)
 penalised = partial(job_of, Penalised, penalised_loss)
 half = partial(job_of, Half)
 layer_drop = partial(job_of, LayerDrop)
+hooked = partial(job_of, Hooked)
 recomputing = partial(job_of, Recomputing)
 reentrant = partial(job_of, Reentrant)
