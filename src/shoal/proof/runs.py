@@ -18,7 +18,8 @@ from shoal.proof.compare import GradientSums, compare, follows, moves, real
 from shoal.proof.conditions import Conditions, for_proof
 from shoal.proof.model_fails import naming_what_cut_it
 from shoal.proof.options import ProofOptions
-from shoal.proof.reference import Disturbed, Islands, Reference, train_serially
+from shoal.proof.reference import Islands, Reference, train_serially
+from shoal.proof.rounding import Disturbed
 from shoal.proof.tolerance import GRADIENT
 from shoal.runtime.compiled import running_eagerly
 from shoal.runtime.setup import Prepared, job_from, prepare
