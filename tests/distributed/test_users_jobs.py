@@ -21,6 +21,7 @@ JOBS = Path(__file__).parent / "jobs" / "users.py"
         ("frozen", ("dp(2)", "dp(2) * recompute('full')", "dp(2, zero=3)")),
         ("penalised", ("dp(2)", "dp(2, zero=2) * accumulate(2)")),
         ("half", ("dp(2)",)),
+        ("packed", ("dp(2)", "dp(2, zero=3) * accumulate(2)", "pp(2, 'zero-bubble', micro=2)")),
         ("hooked", ("dp(2)", "dp(2, zero=3) * accumulate(2)", "tp(2)")),
         ("hooked", ("pp(2, '1f1b', micro=2)", "pp(2, 'zero-bubble', micro=2)")),
         ("layer_drop", ("dp(2)", "dp(2, zero=3)", "dp(2, zero=3) * accumulate(2)")),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 from shoal.job import Job, TensorData, cross_entropy
@@ -102,6 +103,19 @@ class Hooked(Residual):
         self.blocks[3][2].weight.register_post_accumulate_grad_hook(thrice)
 
 
+class Packed(nn.Module):
+    """A recurrent network on sequences of different lengths, packed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.out = nn.GRU(2, 6, batch_first=True), nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = 1 + (x[:, 0] > 0).long() * (WIDTH // 2 - 1)
+        packed = pack_padded_sequence(x.unflatten(-1, (-1, 2)), lengths, batch_first=True, enforce_sorted=False)
+        return self.out(self.rnn(packed)[1][0])
+
+
 class Recomputing(Residual):
     """Recomputes its blocks by itself."""
 
@@ -128,6 +142,7 @@ frozen = partial(job_of, Frozen)
 penalised = partial(job_of, Penalised, penalised_loss)
 half = partial(job_of, Half)
 layer_drop = partial(job_of, LayerDrop)
+packed = partial(job_of, Packed)
 hooked = partial(job_of, Hooked)
 recomputing = partial(job_of, Recomputing)
 reentrant = partial(job_of, Reentrant)
