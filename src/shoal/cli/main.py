@@ -8,6 +8,7 @@ import sys
 
 import typer
 
+import shoal.cli.verbs_of_runs  # noqa: F401  (adds its verbs to the app)
 from shoal.cli.verbs import app
 
 

@@ -58,8 +58,6 @@ def summed(so_far: torch.Tensor, gradient: torch.Tensor) -> None:
     so_far.mul_(FADING).add_(gradient)
 
 
-
-
 def train_serially(
     job: Job, *, steps: int, micro_batches: int = 1, parts: int = 1, dtype: torch.dtype | None = torch.float64,
     conditions: Callable[[], AbstractContextManager[None]] = nullcontext, updates: Sequence[int] | None = None,
