@@ -24,6 +24,7 @@ from torch import nn
 from shoal.job import Job, JobError
 from shoal.job.probe_run import needs_closure
 from shoal.job.random_optimizer import UpdateDraws, draws_numbers
+from shoal.proof.islands import Islands, agree, exchange
 from shoal.proof.rounding import Disturbed, move_by_rounding
 from shoal.runtime.draws import serial_randomness, serial_update
 
@@ -57,34 +58,6 @@ def summed(so_far: torch.Tensor, gradient: torch.Tensor) -> None:
     so_far.mul_(FADING).add_(gradient)
 
 
-Exchange = Callable[[list[list[torch.Tensor]], list[float], list[dict[str, list[torch.Tensor]]]], None]
-
-
-@dataclass(frozen=True)
-class Islands:
-    """Copies of the model that step by themselves and exchange their parameters now and then (local SGD)."""
-
-    num: int
-    every: int
-    """Steps from one average to the next."""
-    replicas: int
-    """Parts of a micro-batch, over all islands; each island has as many."""
-    micro_batches: int
-    """Pieces that a batch is cut into before it is split among replicas."""
-    exchange: Exchange
-    """What an exchange does to the parameters of all, given their weights and what each keeps."""
-    begin: Callable[[list[torch.Tensor]], dict[str, list[torch.Tensor]]]
-    """What each keeps for every element of its parameters, as it is at the start."""
-
-    def share(self, positions: np.ndarray, island: int, *, separate: bool, parts: int) -> list[np.ndarray]:
-        """An island's pieces of a batch: of each micro-batch its part, joined unless they are computed separately."""
-        each = self.replicas // self.num
-        mine = slice(island * each, (island + 1) * each)
-        micros = [np.array_split(piece, self.replicas)[mine] for piece in np.array_split(positions, self.micro_batches)]
-        if parts > 1:
-            return [part for pieces in micros for part in pieces]
-        joined = [np.concatenate(pieces) for pieces in micros]
-        return joined if separate else [np.concatenate(joined)]
 
 
 def train_serially(
@@ -139,9 +112,9 @@ def train_serially(
         ]
         sums.append(found[0])
         if islands is not None and (step + 1) % islands.every == 0:
-            _average_copies(copies, islands.exchange)
+            exchange(copies, islands)
     if islands is not None:
-        _average_copies(copies)
+        agree(copies, islands)
     named, optimizer, largest = first.named, first.optimizer, first.largest
     top = max((float(peak.max()) for peak in largest.values() if peak.numel()), default=0.0)
     keys = {key for param in named.values() for key in _elementwise_state(optimizer, param)}
@@ -179,7 +152,7 @@ class _Copy:
         self.noise = torch.Generator().manual_seed(disturbed.seed) if disturbed is not None else None
         self.counted = 0.0
         """Samples or tokens since the last exchange."""
-        self.kept: dict[str, list[torch.Tensor]] = {}
+        self.kept: Any = {}
         """Of a scheme that ties islands together."""
 
     def update(
@@ -252,28 +225,6 @@ class _Copy:
 
 def _copied(rate: Any) -> Any:
     return rate.detach().clone() if isinstance(rate, torch.Tensor) else float(rate)
-
-
-def _average_copies(copies: Sequence[_Copy], exchange: Exchange | None = None) -> None:
-    """Parameters and floating-point buffers become the mean of all copies, weighted by what each learned from; with
-    `exchange`, parameters what that makes of them."""
-    total = sum(copy.counted for copy in copies)
-    if not total:
-        return
-    weights = [copy.counted / total for copy in copies]
-    with torch.no_grad():
-        if exchange is not None:
-            exchange([[*copy.named.values()] for copy in copies], weights, [copy.kept for copy in copies])
-        parameters = [[] if exchange else [*copy.named.values()] for copy in copies]
-        held = [[*params, *copy.model.buffers()] for params, copy in zip(parameters, copies, strict=True)]
-        for tensors in zip(*held, strict=True):
-            if tensors[0].is_floating_point() or tensors[0].is_complex():
-                mean = torch.stack([weight * t.double() if not t.is_complex() else weight * t
-                                    for weight, t in zip(weights, tensors, strict=True)]).sum(0)  # fmt: skip
-                for tensor in tensors:
-                    tensor.copy_(mean)
-    for copy in copies:
-        copy.counted = 0.0
 
 
 def _average(named: Mapping[str, nn.Parameter], largest: Mapping[str, torch.Tensor], count: float) -> None:
