@@ -11,8 +11,7 @@ runtime so far.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from shoal.strategy.terms.arguments import choice, integer, real
 from shoal.strategy.terms.numerals import count, counted, every, percent
@@ -30,8 +29,7 @@ was from the mean at the last exchange."""
 NUMBER_BYTES = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Sendable:
+class Sendable(NamedTuple):
     """What one rank holds, as far as exchanges of islands send it."""
 
     names: Sequence[str]
