@@ -19,6 +19,8 @@ from torch import nn
 from shoal.comm.ledger import BOOK
 from shoal.comm.losses import Losses
 from shoal.comm.mesh import Members
+from shoal.comm.wire import sent
+from shoal.parallel.consistency import Consistency
 from shoal.parallel.placement import Placement
 from shoal.parallel.sync.scheme import Kept, Scheme
 
@@ -46,6 +48,12 @@ class OuterLevel:
         """Its updates since then."""
         self.losses: Losses | None = None
         """Where an island may be lost while the others go on."""
+        self.consistency = Consistency()
+        self.apart = 0.0
+        """Square of the distance of this island's slices from the mean of all at the last exchange. It is sent with the
+        numbers of the next one."""
+        self.spread: float | None = None
+        """The root mean square of these distances over all islands, relative to the norm of the slices."""
         self.on_loss: Callable[[list[int], str], None] = lambda ranks, reason: None
         """Called when islands were lost, with their ranks and the reason."""
 
@@ -64,13 +72,21 @@ class OuterLevel:
         """Floating-point buffers of the model, which follow each island's own samples."""
         return [b for b in self.model.buffers() if b.numel() and (b.is_floating_point() or b.is_complex())]
 
+    @property
+    def synchronous_bytes(self) -> int:
+        """What this rank would send to other islands in a step if their gradients were all-reduced."""
+        sizes = [master.numel() * master.element_size() for master in self.masters]
+        return sum(sent("all_reduce", payload_bytes=size, ranks=self.islands.size).bytes for size in sizes)
+
     def after_update(self, clock: int, *, count: float, stop: bool) -> bool:
         """After the island's update of step `clock` (from 0), which learned from `count` samples or tokens. Returns
         whether all islands stop here. `stop`: whether this island was asked to."""
         self.count += count
         self.steps += 1
-        if (clock + 1) % self.term.period:
-            return False
+        return self.term.act(self, clock, stop=stop)
+
+    def meet(self, stop: bool) -> bool:
+        """One exchange of all islands, in which they also agree on whether to stop. Collective over islands."""
         changes = [*self.values, *(tensor for kept in self.kept.values() for tensor in kept)]
         own = [tensor.clone() for tensor in changes] if self.losses is not None else []
         numbers = dict(self.kept.numbers)
@@ -88,6 +104,7 @@ class OuterLevel:
 
         stopping = self.together(exchange, undo=undo)
         self.count, self.steps = 0.0, 0
+        self.consistency.exchanged(self.spread)
         return stopping
 
     def together(self, act: Callable[[], T], *, undo: Callable[[], None] = lambda: None) -> T:
@@ -134,12 +151,15 @@ class OuterLevel:
             return
         buffers = self.buffers
         joined = [torch.cat([buffer.reshape(-1).to(self._wide) for buffer in buffers])] if buffers else []
+        own = [flat.clone() for flat in masters]
         works = []
         for flat in (*masters, *joined):
             flat.mul_(weight)
             works.append(dist.all_reduce(flat, group=self.islands.group, async_op=True))
         for work in works:
             work.wait()
+        if own:
+            self.apart = sum(float(torch.linalg.vector_norm(a.sub_(b))) ** 2 for a, b in zip(own, masters, strict=True))
         if buffers:
             for buffer, mean in zip(buffers, joined[0].split([b.numel() for b in buffers]), strict=True):
                 buffer.copy_((mean if buffer.is_complex() else mean.real).view(buffer.shape))
@@ -150,10 +170,13 @@ class OuterLevel:
         return torch.complex128 if complex_too else torch.float64
 
     def _sums(self, stop: bool) -> tuple[float, bool]:
-        numbers: Any = torch.tensor([self.count, float(stop)], dtype=torch.float64, device=self._device)
+        numbers: Any = torch.tensor([self.count, float(stop), self.apart], dtype=torch.float64, device=self._device)
         if self.islands.group is not None:
             dist.all_reduce(numbers, group=self.islands.group)
-        total, stopping = numbers.tolist()
+        total, stopping, apart = numbers.tolist()
+        if self.consistency.rounds:
+            norm = sum(float(torch.linalg.vector_norm(master)) ** 2 for master in self.masters)
+            self.spread = (apart / self.islands.size / norm) ** 0.5 if norm else 0.0
         return total, stopping > 0
 
     @property

@@ -10,8 +10,8 @@ runtime so far.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from shoal.strategy.terms.arguments import choice, integer, real
 from shoal.strategy.terms.numerals import count, counted, every, percent
@@ -21,6 +21,25 @@ Exchange = Literal["gradient", "model"]
 
 SAME_TARGET = "reaches the target of the synchronous run, validation loss within 5%"
 """The band of what has no bound of its own: judged by the target, not by the trajectory."""
+
+
+NUMBERS = 3
+"""An exchange of islands begins with as many sums: what each learned from, whether it was asked to stop, and how far it
+was from the mean at the last exchange."""
+NUMBER_BYTES = 8
+
+
+class Sendable(NamedTuple):
+    """What one rank holds, as far as exchanges of islands send it."""
+
+    names: Sequence[str]
+    """The trainable parameters of the full model, in its order."""
+    slices: Sequence[int]
+    """Bytes of each of its slices of the parameters."""
+    buffers: int
+    """Bytes of all floating-point buffers together."""
+    exchanged: Callable[[Collection[str]], list[tuple[str, int]]]
+    """The collectives that exchange its slices of these parameters: kinds and payload bytes."""
 
 
 class SyncTerm(Term):
@@ -41,11 +60,23 @@ class SyncTerm(Term):
         None for all others."""
         return None
 
+    @property
+    def moments(self) -> Sequence[int]:
+        """The steps of a period, counted from 1, after which islands send something."""
+        return () if self.period is None else (self.period,)
+
     def sends(self, slices: Sequence[int], buffers: int) -> list[tuple[str, int]]:
-        """The collectives of one exchange of islands on one rank, as kinds and payload bytes, after the two numbers
+        """The collectives of one exchange of islands on one rank, as kinds and payload bytes, after the numbers
         that every exchange begins with. `slices`: bytes of each of its slices of the parameters; `buffers`: bytes of
         all floating-point buffers together."""
         return [("all_reduce", size) for size in (*slices, buffers) if size]
+
+    def calls(self, clock: int, held: Sendable) -> list[tuple[str, int]]:
+        """The collectives between islands after the update of step `clock` (from 0) on one rank. What most rules send
+        every `period` steps is `sends`, after the numbers that an exchange begins with."""
+        if self.period is None or (clock + 1) % self.period:
+            return []
+        return [("all_reduce", NUMBERS * NUMBER_BYTES), *self.sends(held.slices, held.buffers)]
 
     def drift(self, replicas: int) -> Promise | None:
         """How this number of replicas under this rule differ from the serial run; None when they do not."""
