@@ -110,9 +110,10 @@ class Expected:
             unused=() if compression is None else compression.unused,
             method=None if compression is None else compression.method,
         )  # fmt: skip
-        if self.engine.clock % period(self.strategy):
+        rounds, left = divmod(self.engine.clock, period(self.strategy))
+        if left:
             return found
-        return replace(found, calls=(*found.calls, *outer_calls(self.held, found)))
+        return replace(found, calls=(*found.calls, *outer_calls(self.held, found, round=max(0, rounds - 1))))
 
     def _calls(self, forwards: Sequence[Forward], total: int) -> Iterator[Call]:
         placed = axis_calls(self.held, forwards, total=total, regions=self.regions is None)

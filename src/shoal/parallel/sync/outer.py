@@ -20,7 +20,9 @@ from shoal.comm.ledger import BOOK
 from shoal.comm.losses import Losses
 from shoal.comm.mesh import Members
 from shoal.parallel.placement import Placement
+from shoal.parallel.sync.neighbours import NeighbourMessages
 from shoal.parallel.sync.scheme import Kept, Scheme
+from shoal.strategy.terms.sync import Turn
 
 T = TypeVar("T")
 
@@ -46,6 +48,8 @@ class OuterLevel:
         """Its updates since then."""
         self.losses: Losses | None = None
         """Where an island may be lost while the others go on."""
+        self.messages = NeighbourMessages(self)
+        """To and from neighbours, where a scheme has them."""
         self.on_loss: Callable[[list[int], str], None] = lambda ranks, reason: None
         """Called when islands were lost, with their ranks and the reason."""
 
@@ -71,6 +75,8 @@ class OuterLevel:
         self.steps += 1
         if (clock + 1) % self.term.period:
             return False
+        if self.term.neighbours:
+            return self._among_neighbours(stop)
         changes = [*self.values, *(tensor for kept in self.kept.values() for tensor in kept)]
         own = [tensor.clone() for tensor in changes] if self.losses is not None else []
         numbers = dict(self.kept.numbers)
@@ -90,6 +96,16 @@ class OuterLevel:
         self.count, self.steps = 0.0, 0
         return stopping
 
+    def _among_neighbours(self, stop: bool) -> bool:
+        """An exchange without a collective: a lost island is missed by its neighbours only, until all islands meet."""
+        round = int(self.kept.numbers["round"])
+        if stop:
+            self.messages.stop_after(self.term.known_to_all(Turn(round, self.islands.index, self.islands.size)))
+        with BOOK.during(PHASE):
+            self.term.exchange(self, 1 / self.islands.size)
+        self.count, self.steps = 0.0, 0
+        return self.messages.stops(round)
+
     def together(self, act: Callable[[], T], *, undo: Callable[[], None] = lambda: None) -> T:
         """Does what all islands take part in. Where one is lost meanwhile, those that are left undo it and do it again
         among themselves. Collective over all ranks."""
@@ -99,6 +115,7 @@ class OuterLevel:
 
     def _lose(self, ranks: list[int], reason: str) -> None:
         self.placement.lose(ranks)
+        self.messages = NeighbourMessages(self)
         self.on_loss(ranks, reason)
 
     def agree(self) -> list[torch.Tensor]:
@@ -123,16 +140,19 @@ class OuterLevel:
 
     def average(self, weight: float) -> None:
         """Parameters and buffers become their weighted mean over islands."""
-        self._average(self.masters, weight)
+        self._average(self.masters, self.buffers, weight)
+
+    def average_parameters(self, weight: float) -> None:
+        """Parameters become their weighted mean over islands."""
+        self._average(self.masters, [], weight)
 
     def average_buffers(self, weight: float) -> None:
         """Buffers become their weighted mean over islands."""
-        self._average((), weight)
+        self._average([], self.buffers, weight)
 
-    def _average(self, masters: Sequence[torch.Tensor], weight: float) -> None:
+    def _average(self, masters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], weight: float) -> None:
         if self.islands.group is None:
             return
-        buffers = self.buffers
         joined = [torch.cat([buffer.reshape(-1).to(self._wide) for buffer in buffers])] if buffers else []
         works = []
         for flat in (*masters, *joined):
@@ -149,13 +169,20 @@ class OuterLevel:
         complex_too = any(buffer.is_complex() for buffer in self.buffers)
         return torch.complex128 if complex_too else torch.float64
 
+    def total(self, number: float) -> float:
+        """The sum of a number over islands. Collective."""
+        found: Any = torch.tensor([number], dtype=torch.float64, device=self.device)
+        if self.islands.group is not None:
+            dist.all_reduce(found, group=self.islands.group)
+        return float(found)
+
     def _sums(self, stop: bool) -> tuple[float, bool]:
-        numbers: Any = torch.tensor([self.count, float(stop)], dtype=torch.float64, device=self._device)
+        numbers: Any = torch.tensor([self.count, float(stop)], dtype=torch.float64, device=self.device)
         if self.islands.group is not None:
             dist.all_reduce(numbers, group=self.islands.group)
         total, stopping = numbers.tolist()
         return total, stopping > 0
 
     @property
-    def _device(self) -> torch.device:
+    def device(self) -> torch.device:
         return next(self.model.parameters()).device

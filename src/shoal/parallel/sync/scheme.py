@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from shoal.parallel.sync.outer import OuterLevel
+    from shoal.strategy.terms.sync import Turn
 
 
 class Kept(dict[str, "list[torch.Tensor]"]):
@@ -46,6 +47,10 @@ class Scheme(SyncTerm):
         """What it keeps for each element of the parameters, by name, as it is at the start. An exchange
         changes it in place (it is undone where an island is lost meanwhile). It is part of a checkpoint."""
         return {}
+
+    def known_to_all(self, turn: Turn) -> int:
+        """Among neighbours: the round after which all islands know what one says in this turn."""
+        raise TypeError(f"{self} has no neighbours")
 
     def numbers(self) -> dict[str, float]:
         """Numbers that it keeps for each island, by name, as they are at the start (`Kept.numbers`)."""
