@@ -18,7 +18,7 @@ from shoal.technique.sync.gossip import gossip
 
 
 def kept_sums(arguments: list[str], channel: Any) -> list[dict[str, Any]]:
-    """For each strategy, over 6 steps: how far exchanges moved this rank, and how far what they must keep, relatively."""
+    """For each strategy, over 6 steps: how far exchanges moved this rank, and by which fraction what they must keep."""
     me, rows = join(), []
     for text in arguments:
         ready, seen = _ready(me, "plain", text), list[tuple[float, float]]()
