@@ -1,9 +1,9 @@
 """The serial run that proofs compare with: the model that one process would have trained, in plain PyTorch.
 
 Nothing here is shared with what is judged, but the job and the rule for random numbers (`runtime/draws.py`): the model
-is built and seeded, batches are taken in the
-documented order, and the optimiser steps on full parameters, each in a few lines of their own. A global batch is one
-forward and one backward. It is cut only where the contract says "per micro-batch", in the pieces that the caller names.
+is built and seeded, batches are taken in the documented order, and the optimiser steps on full parameters, each in a
+few lines of their own. A global batch is one forward and one backward. It is cut only where the contract says "per
+micro-batch", in the pieces that the caller names.
 
 It also watches each element's gradient: where the true gradient is zero (the bias of an attention key, a bias before
 batch norm) what is left is rounding, and Adam divides rounding by its epsilon. Such elements are marked.
@@ -25,6 +25,7 @@ from shoal.job import Job, JobError
 from shoal.job.probe_run import needs_closure
 from shoal.job.random_optimizer import UpdateDraws, draws_numbers
 from shoal.proof.islands import Islands, agree, exchange
+from shoal.proof.rounding import Disturbed, move_by_rounding
 from shoal.runtime.draws import serial_randomness, serial_update
 
 ROUNDING = 1e-12
@@ -57,13 +58,6 @@ def summed(so_far: torch.Tensor, gradient: torch.Tensor) -> None:
     so_far.mul_(FADING).add_(gradient)
 
 
-@dataclass(frozen=True)
-class Disturbed:
-    """Another rounding of the same numbers: each step, parameters move by less than their last digit, and the samples
-    of a batch are summed in reverse (unless their order means something)."""
-
-    seed: int
-    reverse: bool = True
 
 
 def train_serially(
@@ -281,15 +275,6 @@ def _batch_at(job: Job, counter: int) -> np.ndarray:
     ]
     first = epochs[0] * num
     return np.concatenate(orders)[counter - first : stop - first]
-
-
-def move_by_rounding(params: Any, noise: torch.Generator) -> None:
-    """Moves every element by less than its last digit."""
-    with torch.no_grad():
-        for param in params:
-            real = torch.view_as_real(param) if param.is_complex() else param
-            unit = torch.finfo(real.dtype).eps
-            real.mul_(1 + unit * (2 * torch.rand(real.shape, generator=noise, dtype=real.dtype) - 1))
 
 
 def _elementwise_state(

@@ -20,7 +20,8 @@ from shoal.proof.conditions import Conditions, for_proof
 from shoal.proof.islands import Islands
 from shoal.proof.model_fails import naming_what_cut_it
 from shoal.proof.options import ProofOptions
-from shoal.proof.reference import Disturbed, Reference, train_serially
+from shoal.proof.reference import Reference, train_serially
+from shoal.proof.rounding import Disturbed
 from shoal.proof.tolerance import GRADIENT
 from shoal.runtime.compiled import running_eagerly
 from shoal.runtime.setup import Prepared, job_from, prepare
