@@ -24,7 +24,7 @@ from torch import nn
 from shoal.job import Job, JobError
 from shoal.job.probe_run import needs_closure
 from shoal.job.random_optimizer import UpdateDraws, draws_numbers
-from shoal.proof.islands import Islands, agree, exchange
+from shoal.proof.islands import Islands, after_step, agree
 from shoal.proof.rounding import Disturbed, move_by_rounding
 from shoal.runtime.draws import serial_randomness, serial_update
 
@@ -111,8 +111,8 @@ def train_serially(
             for copy, pieces in zip(copies, shares, strict=True)
         ]
         sums.append(found[0])
-        if islands is not None and (step + 1) % islands.every == 0:
-            exchange(copies, islands)
+        if islands is not None:
+            after_step(step, copies, islands)
     if islands is not None:
         agree(copies, islands)
     named, optimizer, largest = first.named, first.optimizer, first.largest

@@ -6,7 +6,7 @@ wherever a strategy names one, so what needs torch is imported inside functions.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from shoal.strategy.terms.sync import SyncTerm
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     import torch
 
     from shoal.parallel.sync.outer import OuterLevel
-    from shoal.strategy.terms.sync import Turn
 
 
 class Kept(dict[str, "list[torch.Tensor]"]):
@@ -48,10 +47,6 @@ class Scheme(SyncTerm):
         changes it in place (it is undone where an island is lost meanwhile). It is part of a checkpoint."""
         return {}
 
-    def known_to_all(self, turn: Turn) -> int:
-        """Among neighbours: the round after which all islands know what one says in this turn."""
-        raise TypeError(f"{self} has no neighbours")
-
     def numbers(self) -> dict[str, float]:
         """Numbers that it keeps for each island, by name, as they are at the start (`Kept.numbers`)."""
         return {}
@@ -60,6 +55,11 @@ class Scheme(SyncTerm):
         """Makes this island's values what is evaluated and saved; the level restores its own afterwards. `weight` is as
         in `exchange`, and the same for all islands where they are not equal after an exchange."""
         level.average(weight)
+
+    def act(self, level: OuterLevel, clock: int, *, stop: bool) -> bool:
+        """After each update, of step `clock` (from 0). Returns whether all islands stop here; `stop`: whether this one
+        was asked to. Most schemes do nothing but an `exchange` every `period` steps."""
+        return level.meet(stop) if (clock + 1) % self.period == 0 else False
 
     def exchange(self, level: OuterLevel, weight: float) -> None:
         """Brings the islands together; `weight` is this island's part of all that they learned from."""
@@ -71,6 +71,11 @@ class Scheme(SyncTerm):
         """The same in one process, for proofs: plain PyTorch, nothing of the engine. `islands` are the parameters of
         each, `kept` what `begin` gave for each. Buffers are averaged by the proof itself."""
         raise TypeError(f"{self} does not define what an exchange does in one process")
+
+    def simulate_step(self, clock: int, islands: Sequence[Any]) -> bool:
+        """What `act` does, in one process: for schemes that act at other steps than the last of a period. `islands` are
+        those of `proof/islands.py`. Returns False where `simulate` describes all that is done."""
+        return False
 
     def simulate_agreed(self, islands: Sequence[Sequence[torch.Tensor]], kept: Sequence[Kept]) -> list[torch.Tensor]:
         """The parameters that are evaluated, where islands are not equal after an exchange: their mean, or the

@@ -10,7 +10,7 @@ runtime so far.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from shoal.strategy.terms.arguments import integer
@@ -23,12 +23,27 @@ SAME_TARGET = "reaches the target of the synchronous run, validation loss within
 """The band of what has no bound of its own: judged by the target, not by the trajectory."""
 
 
-class Turn(NamedTuple):
-    """Which exchange it is, counted from 0, and of which of how many islands."""
+NUMBERS = 3
+"""An exchange of islands begins with as many sums: what each learned from, whether it was asked to stop, and how far it
+was from the mean at the last exchange."""
+NUMBER_BYTES = 8
 
-    round: int
+
+class Sendable(NamedTuple):
+    """What one rank holds, as far as exchanges of islands send it."""
+
+    names: Sequence[str]
+    """The trainable parameters of the full model, in its order."""
+    slices: Sequence[int]
+    """Bytes of each of its slices of the parameters."""
+    buffers: int
+    """Bytes of all floating-point buffers together."""
+    exchanged: Callable[[Collection[str]], list[tuple[str, int]]]
+    """The collectives that exchange its slices of these parameters: kinds and payload bytes."""
     island: int
+    """The number of its island, from 0,"""
     islands: int
+    """of how many."""
 
 
 class SyncTerm(Term):
@@ -53,11 +68,23 @@ class SyncTerm(Term):
         None for all others."""
         return None
 
-    def sends(self, slices: Sequence[int], buffers: int, turn: Turn) -> list[tuple[str, int]]:
-        """The collectives of one exchange of islands on one rank, as kinds and payload bytes, after the two numbers
-        that every exchange begins with (unless it is one of neighbours). `slices`: bytes of each of its slices of the
-        parameters; `buffers`: bytes of all floating-point buffers together."""
+    @property
+    def moments(self) -> Sequence[int]:
+        """The steps of a period, counted from 1, after which islands send something."""
+        return () if self.period is None else (self.period,)
+
+    def sends(self, slices: Sequence[int], buffers: int) -> list[tuple[str, int]]:
+        """The collectives of one exchange of islands on one rank, as kinds and payload bytes, after the numbers
+        that every exchange begins with. `slices`: bytes of each of its slices of the parameters; `buffers`: bytes of
+        all floating-point buffers together."""
         return [("all_reduce", size) for size in (*slices, buffers) if size]
+
+    def calls(self, clock: int, held: Sendable) -> list[tuple[str, int]]:
+        """The collectives between islands after the update of step `clock` (from 0) on one rank. What most rules send
+        every `period` steps is `sends`, after the numbers that an exchange begins with."""
+        if self.period is None or (clock + 1) % self.period:
+            return []
+        return [("all_reduce", NUMBERS * NUMBER_BYTES), *self.sends(held.slices, held.buffers)]
 
     def drift(self, replicas: int) -> Promise | None:
         """How this number of replicas under this rule differ from the serial run; None when they do not."""

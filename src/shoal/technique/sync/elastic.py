@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from shoal.parallel.sync.scheme import Kept, Scheme
 from shoal.strategy.terms.arguments import choice, integer, real
 from shoal.strategy.terms.numerals import every, percent
-from shoal.strategy.terms.sync import SAME_TARGET, Turn
+from shoal.strategy.terms.sync import SAME_TARGET
 from shoal.strategy.terms.term import Promise
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ class elastic(Scheme):
     def period(self) -> int | None:  # type: ignore[override]
         return self.h if self.mode == "sync" else None
 
-    def sends(self, slices: Sequence[int], buffers: int, turn: Turn) -> list[tuple[str, int]]:
-        return super().sends(slices, 0, turn)
+    def sends(self, slices: Sequence[int], buffers: int) -> list[tuple[str, int]]:
+        return super().sends(slices, 0)
 
     def begin(self, parameters: Sequence[torch.Tensor]) -> dict[str, list[torch.Tensor]]:
         return {"centre": [p.clone() for p in parameters]}

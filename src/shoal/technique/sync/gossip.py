@@ -25,13 +25,13 @@ y over all a).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.parallel.sync.scheme import Kept, Scheme
 from shoal.strategy.graphs import GRAPHS, rounds_to_all, targets
 from shoal.strategy.terms.arguments import choice, integer, real
 from shoal.strategy.terms.numerals import every
-from shoal.strategy.terms.sync import SAME_TARGET, Turn
+from shoal.strategy.terms.sync import SAME_TARGET, Sendable
 from shoal.strategy.terms.term import Promise
 
 if TYPE_CHECKING:
@@ -43,6 +43,14 @@ if TYPE_CHECKING:
 
 NUMBERS_BYTES = 16
 """That travel with each model: when to stop, and a weight."""
+
+
+class Turn(NamedTuple):
+    """Which exchange it is, counted from 0, and of which of how many islands."""
+
+    round: int
+    island: int
+    islands: int
 
 
 class gossip(Scheme):
@@ -99,19 +107,24 @@ class gossip(Scheme):
         directed = self.mode == "push-sum"
         return targets(self.graph, turn.islands, round=turn.round, seed=self.seed, directed=directed)
 
-    def known_to_all(self, turn: Turn) -> int:
-        directed = self.mode == "push-sum"
-        return rounds_to_all(
-            self.graph, turn.islands, origin=turn.island, round=turn.round, seed=self.seed, directed=directed
-        )
-
-    def sends(self, slices: Sequence[int], buffers: int, turn: Turn) -> list[tuple[str, int]]:
-        sending = self.targets(turn)
-        message = [*(size for size in slices if size), NUMBERS_BYTES]
+    def calls(self, clock: int, held: Sendable) -> list[tuple[str, int]]:
+        if (clock + 1) % self.h:
+            return []
+        sending = self.targets(Turn((clock + 1) // self.h - 1, held.island, held.islands))
+        message = [*held.slices, NUMBERS_BYTES]
         if self.outer and self.lr != self.pull:
-            message = [*message[:-1], *message]
-        times = {"send": len(sending[turn.island]), "recv": sum(turn.island in to for to in sending)}
+            message = [*held.slices, *message]
+        times = {"send": len(sending[held.island]), "recv": sum(held.island in to for to in sending)}
         return [(kind, size) for kind, number in times.items() for _ in range(number) for size in message]
+
+    def act(self, level: OuterLevel, clock: int, *, stop: bool) -> bool:
+        if (clock + 1) % self.h:
+            return False
+        known = rounds_to_all(
+            self.graph, level.islands.size, origin=level.islands.index, round=int(level.kept.numbers["round"]),
+            seed=self.seed, directed=self.mode == "push-sum",
+        ) if stop else 0  # fmt: skip
+        return level.meet_neighbours(known, stop)
 
     def begin(self, parameters: Sequence[torch.Tensor]) -> dict[str, list[torch.Tensor]]:
         if self.mode == "push-sum":
