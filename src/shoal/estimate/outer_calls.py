@@ -32,7 +32,8 @@ def period(strategy: Strategy) -> int:
         return 1
     if sync.period is None:
         raise ValueError(f"{strategy}: when replicas exchange under sync={sync} is not known in advance, so its step "
-                         "cannot be estimated; that of bsp(), local(h), diloco(h) and bmuf(h) can")  # fmt: skip
+                         "cannot be estimated; that of bsp(), local(h), diloco(h), bmuf(h), elastic(h, rho) and "
+                         "gossip(graph) can")  # fmt: skip
     return sync.period
 
 
@@ -64,5 +65,5 @@ def _sent(held: Held, table: ShardTable) -> Sendable:
     return Sendable(
         names=[each.name for each in held.shapes.parameters if each.trains],
         slices=[buffer.padded_bytes // buffer.sharding.ranks for buffer in table.buffers], buffers=floats,
-        exchanged=exchanged,
+        exchanged=exchanged, island=held.placing.islands.index, islands=held.placing.islands.ranks,
     )  # fmt: skip

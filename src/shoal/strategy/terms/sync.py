@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from shoal.strategy.terms.arguments import choice, integer, real
-from shoal.strategy.terms.numerals import count, counted, every, percent
+from shoal.strategy.terms.arguments import integer
+from shoal.strategy.terms.numerals import count, counted
 from shoal.strategy.terms.term import REGISTRY, Promise, Term
 
 Exchange = Literal["gradient", "model"]
@@ -40,6 +40,10 @@ class Sendable(NamedTuple):
     """Bytes of all floating-point buffers together."""
     exchanged: Callable[[Collection[str]], list[tuple[str, int]]]
     """The collectives that exchange its slices of these parameters: kinds and payload bytes."""
+    island: int
+    """The number of its island, from 0,"""
+    islands: int
+    """of how many."""
 
 
 class SyncTerm(Term):
@@ -53,6 +57,10 @@ class SyncTerm(Term):
     spectrum: ClassVar[str] = "synchronous"
     """The place on the spectrum from consistent to inconsistent."""
     where = "any links"
+    neighbours: ClassVar[bool] = False
+    """Whether islands send to their neighbours in a graph and to no others, so that an exchange has no collective."""
+    path: ClassVar[str] = ""
+    """The way that models take, for explanations, where it is not that of `via`."""
 
     @property
     def period(self) -> int | None:
@@ -179,62 +187,6 @@ class hogwild(SyncTerm):
         if replicas == 1:
             return None
         return Promise("statistical", "hogwild() lets replicas overwrite each other's updates", band=SAME_TARGET)
-
-
-class elastic(SyncTerm):
-    """Elastic averaging (EASGD): every h steps each replica and a centre pull at each other by a part of
-    their difference.
-
-    `rho` is that part, the moving rate of the paper (its learning rate times its elastic coefficient).
-    """
-
-    h: int = integer(1, sample=50)
-    rho: float = real(0.0, 1.0, sample=0.1)
-
-    title = "elastic averaging (EASGD)"
-    exchanges = "model"
-    spectrum = "model averaging / elastic averaging"
-    where = "slow links"
-
-    def words(self) -> str:
-        return (
-            f"replicas explore by themselves; {every(self.h, 'step')} each moves {percent(self.rho)} of "
-            "the way towards "
-            "a common centre, and the centre as much towards it"
-        )
-
-    def drift(self, replicas: int) -> Promise | None:
-        reason = f"elastic({self.h}, {self.rho}) ties replicas to a centre by a force only, so they explore separately"
-        return Promise("statistical", reason, band=SAME_TARGET)
-
-
-class gossip(SyncTerm):
-    """Gossip: no replica knows all others; each averages its weights with its neighbours in a graph."""
-
-    graph: str = choice("ring", "torus", "exponential", "complete")
-    mode: str = choice("sync", "async", "push-sum", default="sync")
-
-    title = "gossip: D-PSGD, AD-PSGD, push-sum"
-    exchanges = "model"
-    spectrum = "model averaging / elastic averaging"
-
-    def words(self) -> str:
-        averaged = {
-            "sync": "after every step each replica averages its weights with its neighbours'",
-            "async": "each replica steps when it can, and averages its weights with one neighbour at a "
-            "time, waiting for no other",
-            "push-sum": "after every step each replica pushes a weighted share of its weights to its "
-            "successors, "
-            "and divides by the weight it has gathered",
-        }
-        article = "an" if self.graph == "exponential" else "a"
-        return f"{averaged[self.mode]}, in {article} {self.graph} graph"
-
-    def drift(self, replicas: int) -> Promise | None:
-        if replicas == 1:
-            return None
-        reason = f'gossip("{self.graph}") mixes neighbours only, so replicas agree on average and not exactly'
-        return Promise("statistical", reason, band=SAME_TARGET)
 
 
 REGISTRY.find("sync")
