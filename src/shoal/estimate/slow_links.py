@@ -90,7 +90,8 @@ def with_sources(rows: Sequence[Row]) -> list[Row]:
 def _source(row: Row) -> str:
     scheme = row["strategy"].rpartition("sync=")[2].partition("(")[0] if "sync=" in row["strategy"] else "bsp"
     try:
-        return f"{scheme}, {float(f'{float(row["link_mbps"]):.2g}'):g} Mb/s"
+        rate = float(row["link_mbps"])
+        return f"{scheme}, {float(f'{rate:.2g}'):g} Mb/s"
     except ValueError:
         return scheme
 
