@@ -20,8 +20,8 @@ from shoal.proof.certify import verify
 from shoal.proof.fingerprint import fingerprint
 from shoal.proof.gate import LayoutWrong, require_right
 from shoal.proof.gate_model import gate_model
+from shoal.proof.gate_question import question
 from shoal.proof.gate_serial import serial_steps
-from shoal.proof.one_step import question
 from shoal.proof.proven import is_proven, proven_file, remember, secret_file
 from shoal.runtime.float64 import model_in_float64
 from shoal.strategy import parse

@@ -15,7 +15,7 @@ from torch import nn
 
 from shoal.job import Job, param_groups, share
 from shoal.job.facts import has_batch_norm
-from shoal.proof.reference import move_by_rounding
+from shoal.proof.rounding import move_by_rounding
 from shoal.runtime.draws import serial_randomness
 from shoal.runtime.float64 import to_float64
 from shoal.strategy import Strategy

@@ -15,7 +15,7 @@ from shoal.launch.agree import choose
 from shoal.launch.devices import devices_here
 from shoal.layout.layout import facts_of, layout_of
 from shoal.parallel.runnable import require_runnable
-from shoal.proof.one_step import question, require_independent
+from shoal.proof.gate_question import question, require_independent
 from shoal.proof.proven import is_proven
 from shoal.proof.resumable import require_resumable, require_state_in_pieces
 from shoal.runtime.setup import job_from, try_job

@@ -2,8 +2,9 @@
 
 The engine of an island calls `after_update` once a step, after its own update and before the updated parameters are
 published. What is evaluated and saved is the consensus of all islands: `agree` makes it of the islands' values,
-`take_back` gives each island its own again. A scheme (`technique/sync`) sets when islands exchange, and what; what that
-sends is predicted by `estimate/outer_calls.py`.
+`take_back` gives each island its own again. Under most schemes islands are equal after an exchange; under others the
+consensus is their mean, or a centre that the scheme keeps. A scheme (`technique/sync`) sets when islands exchange, and
+what; what that sends is predicted by `estimate/outer_calls.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from shoal.comm.ledger import BOOK
 from shoal.comm.losses import Losses
 from shoal.comm.mesh import Members
 from shoal.parallel.placement import Placement
-from shoal.parallel.sync.scheme import Scheme
+from shoal.parallel.sync.scheme import Kept, Scheme
 
 T = TypeVar("T")
 
@@ -37,7 +38,7 @@ class OuterLevel:
         self.masters = masters
         """This rank's slices of the parameters."""
         self.model = model
-        self.kept = term.begin(masters)
+        self.kept = Kept(term, masters)
         """What the scheme keeps, laid out as the masters are."""
         self.count = 0.0
         """Samples or tokens that this island learned from since the last exchange."""
@@ -72,6 +73,7 @@ class OuterLevel:
             return False
         changes = [*self.values, *(tensor for kept in self.kept.values() for tensor in kept)]
         own = [tensor.clone() for tensor in changes] if self.losses is not None else []
+        numbers = dict(self.kept.numbers)
 
         def exchange() -> bool:
             with BOOK.during(PHASE):
@@ -82,6 +84,7 @@ class OuterLevel:
         def undo() -> None:
             for tensor, mine in zip(changes, own, strict=True):
                 tensor.copy_(mine)
+            self.kept.numbers = dict(numbers)
 
         stopping = self.together(exchange, undo=undo)
         self.count, self.steps = 0.0, 0
@@ -99,15 +102,15 @@ class OuterLevel:
         self.on_loss(ranks, reason)
 
     def agree(self) -> list[torch.Tensor]:
-        """The islands' weighted mean becomes this rank's values; gives back what it had, for `take_back`. Nothing is
+        """What is evaluated and saved becomes this rank's values; gives back what it had, for `take_back`. Nothing is
         sent where islands are equal. Collective over islands."""
-        if not self.steps:
+        if self.term.equal and not self.steps:
             return []
         own = [tensor.clone() for tensor in self.values]
         try:
             with BOOK.during(PHASE):
-                total, _ = self._sums(False)
-                self.average(self.count / total)
+                weight = self.count / self._sums(False)[0] if self.term.equal else 1 / self.islands.size
+                self.term.agree(self, weight)
         except BaseException:
             self.take_back(own)
             raise
@@ -120,12 +123,19 @@ class OuterLevel:
 
     def average(self, weight: float) -> None:
         """Parameters and buffers become their weighted mean over islands."""
+        self._average(self.masters, weight)
+
+    def average_buffers(self, weight: float) -> None:
+        """Buffers become their weighted mean over islands."""
+        self._average((), weight)
+
+    def _average(self, masters: Sequence[torch.Tensor], weight: float) -> None:
         if self.islands.group is None:
             return
         buffers = self.buffers
         joined = [torch.cat([buffer.reshape(-1).to(self._wide) for buffer in buffers])] if buffers else []
         works = []
-        for flat in (*self.masters, *joined):
+        for flat in (*masters, *joined):
             flat.mul_(weight)
             works.append(dist.all_reduce(flat, group=self.islands.group, async_op=True))
         for work in works:
