@@ -28,6 +28,7 @@ STRATEGY = typer.Option("--strategy", "-s", help="How to train, for example 'dp(
 SIZE = typer.Option("--size", help="Size of a built-in task: tiny, small, or a real shape.")
 BATCH = typer.Option(min=1, help="Global batch, instead of the job's own.")
 SEED = typer.Option(min=0, help="Seed, instead of the job's own.")
+STRAGGLER = typer.Option(help='Slow ranks: "rank 2: 3x", "random 10%: 5x", "all: 20 ms". May be given again.')
 JSON = typer.Option("--json", help="One JSON object on standard output.")
 
 
@@ -151,6 +152,10 @@ def train(
     emulate: Annotated[
         str | None, typer.Option(help='Behave like a slower cluster: "4x2, 10us, 20GB/s | 100us, 1Gb/s".')
     ] = None,
+    straggler: Annotated[list[str] | None, STRAGGLER] = None,
+    fail: Annotated[
+        list[str] | None, typer.Option(help='Kill a rank on purpose: "rank 3 at step 40". May be given again.')
+    ] = None,
     no_gate: Annotated[
         bool, typer.Option("--no-gate", help="Do not check a strategy by two steps in float64 before its first use.")
     ] = False,
@@ -163,7 +168,7 @@ def train(
     options = TrainOptions(
         job=job, strategy=strategy, size=size, steps=steps, global_batch=batch, seed=seed, folder=folder, resume=resume,
         checkpoint_every=checkpoint_every, trace=trace, stop_at_target=not full, backend=backend, gate=not no_gate,
-        emulate=emulate,
+        emulate=emulate, straggler="; ".join(straggler or ()) or None, fail="; ".join(fail or ()) or None,
     )  # fmt: skip
     sys.exit(train_command(options, ranks=ranks, hang_after_s=hang_after, as_json=as_json))
 
@@ -286,7 +291,7 @@ def simulate(
         str | None, typer.Option(help="Global batch, sequences or tokens (default: micro-batches of one).")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to simulate.")] = 1,
-    straggler: Annotated[list[str] | None, typer.Option(help="RANK:FACTOR, slow this rank down by FACTOR.")] = None,
+    straggler: Annotated[list[str] | None, STRAGGLER] = None,
     link: Annotated[list[str] | None, typer.Option(help="RANK:FRACTION, fraction of bandwidth its links keep.")] = None,
     noise: Annotated[float, typer.Option(min=0.0, help="Random slow-downs: a fraction of a step, such as 0.02.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of random slow-downs.")] = 0,
