@@ -58,8 +58,8 @@ def test_mpi_on_several_hosts_needs_the_address_of_rank_0() -> None:
 
 @pytest.mark.parametrize(
     ("nodes", "first"),
-    [("n1", "n1"), ("n1,n2", "n1"), ("gpu[03-05,9],x", "gpu03"), ("a[1]-ib", "a1-ib"), ("rack-2-node[10,12]", "rack-2-node10")],
-)  # fmt: skip
+    [("n1", "n1"), ("n1,n2", "n1"), ("gpu[03-05,9],x", "gpu03"), ("a[1]-ib", "a1-ib"), ("r-2-n[10,12]", "r-2-n10")],
+)
 def test_the_first_host_of_a_node_list(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
 

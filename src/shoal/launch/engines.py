@@ -65,7 +65,7 @@ def _adopt_mpi(environment: MutableMapping[str, str], names: Names) -> None:
                 "mpirun -x MASTER_ADDR=HOST ... (-genv MASTER_ADDR HOST under MPICH)"
             )
         environment["MASTER_ADDR"] = LOOPBACK
-    job = environment.get("PMIX_NAMESPACE") or environment.get("PMI_ID_NAMESPACE") or environment.get("SLURM_JOB_ID", "")
+    job = environment.get("PMIX_NAMESPACE") or environment.get("SLURM_JOB_ID", "")
     _set(environment, environment[names.rank], world, environment.get(names.local_rank, "0"), job)
 
 
@@ -80,7 +80,7 @@ def _adopt_slurm(environment: MutableMapping[str, str]) -> None:
 
 
 def _set(environment: MutableMapping[str, str], rank: str, world: int, local_rank: str, job: str) -> None:
-    environment |= {"RANK": rank, "WORLD_SIZE": str(world), "LOCAL_RANK": local_rank}
+    environment.update({"RANK": rank, "WORLD_SIZE": str(world), "LOCAL_RANK": local_rank})
     # All ranks of a job compute the same port, and two jobs of a host hardly ever do.
     environment.setdefault("MASTER_PORT", str(20_000 + zlib.crc32(job.encode()) % 20_000))
 
@@ -89,7 +89,7 @@ def first_host(nodes: str) -> str:
     """The first host of a Slurm node list: `node[03-05,9]` -> `node03`."""
     found = re.match(r"([^\[\],]+)(?:\[(\d+)[^\]]*\]([^,]*))?", nodes)
     if found is None:
-        raise EngineError(f"SLURM_STEP_NODELIST is {nodes!r}: expected names of hosts; set MASTER_ADDR to that of rank 0")
+        raise EngineError(f"SLURM_STEP_NODELIST is {nodes!r}: expected hosts; set MASTER_ADDR to that of rank 0")
     return "".join(part or "" for part in found.groups())
 
 

@@ -1,8 +1,8 @@
 """Becoming a rank: from the environment a process was started in to an initialised torch.distributed.
 
-Three ways lead in: the launcher's private rendezvous file, the variables that torchrun sets (`engines.py` sets them for
-MPI and Slurm), or nothing at all, which is a world of one. All keys of a job lie under its token and all values are signed
-with it, so that a process with another token cannot join the job or impersonate its ranks.
+Three ways lead in: the launcher's private rendezvous file, the variables that torchrun sets (`engines.py` sets them
+for MPI and Slurm), or nothing at all, which is a world of one. All keys of a job lie under its token and all values are
+signed with it, so that a process with another token cannot join the job or impersonate its ranks.
 """
 
 from __future__ import annotations

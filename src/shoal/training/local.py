@@ -146,7 +146,7 @@ def require_hindrances(options: TrainOptions, world: int) -> None:
 def require_go_on(options: TrainOptions) -> None:
     """Refuses to go on with a run that is not named."""
     if options.folder is None:
-        raise CannotTrain("--go-on resumes the run in a folder, or starts it there; name the folder: --folder runs/NAME")
+        raise CannotTrain("--go-on resumes the run in a folder, or starts it there; name it: --folder runs/NAME")
     if options.resume is not None:
         raise CannotTrain(f"--go-on finds the checkpoint by itself; leave out --resume {options.resume}")
 
