@@ -44,8 +44,11 @@ def outer_calls(held: Held, table: ShardTable, clock: int) -> Iterator[Call]:
         return
     sync = loose_sync(held.strategy)
     assert sync is not None
-    for kind, size in sync.calls(clock, _sent(held, table)):
+    sendable = _sent(held, table)
+    for kind, size in sync.calls(clock, sendable):
         yield group.axis, "outer", kind, size, group.ranks
+    for size in sync.island_calls(clock, sendable.names):
+        yield held.placing.norm.group.axis, "outer", "all_reduce", size, held.placing.norm.ranks
 
 
 def period_calls(held: Held, table: ShardTable) -> Iterator[Call]:
@@ -59,7 +62,11 @@ def _sent(held: Held, table: ShardTable) -> Sendable:
     floats = held.float_numbers() * NUMBER_BYTES * (2 if held.shapes.complex_floats else 1)
 
     def exchanged(names: Collection[str]) -> list[tuple[str, int]]:
-        sizes = (sum(size for name, size in buffer.parts if name in names) for buffer in table.buffers)
+        chosen = set(names)
+        sizes = (
+            max(4, buffer.itemsize) * sum(elements for name, elements in buffer.parts if name in chosen)
+            for buffer in table.buffers
+        )
         return [("all_reduce", size) for size in sizes if size]
 
     return Sendable(

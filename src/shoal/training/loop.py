@@ -32,7 +32,7 @@ from shoal.layout.held_outside import Outside
 from shoal.layout.layout import facts_of, layout_of
 from shoal.parallel.batch_norm import batch_norms
 from shoal.parallel.result import NOTHING_COUNTED, NonFinite
-from shoal.parallel.sync.outer import PHASE as OUTER
+from shoal.parallel.sync.streams import PHASE as OUTER
 from shoal.proof.one_step import gate_here
 from shoal.runtime.setup import Prepared, job_from, prepare, staleness
 from shoal.strategy import parse
