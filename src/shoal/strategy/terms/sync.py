@@ -44,6 +44,16 @@ class Sendable(NamedTuple):
     """The number of its island, from 0,"""
     islands: int
     """of how many."""
+    asked: int = 1
+    """Times that other islands asked it since its last update, where they do so at any time."""
+
+
+def pair_calls(held: Sendable, times: int) -> list[tuple[str, int]]:
+    """Exchanges of two islands, on either side: one message each way, with two numbers."""
+    from shoal.comm.wire import packed_bytes
+
+    size = packed_bytes(held.slices, numbers=2)
+    return [(kind, size) for kind in ("recv", "send") for _ in range(times)]
 
 
 class SyncTerm(Term):
