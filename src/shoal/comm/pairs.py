@@ -14,7 +14,7 @@ import torch
 from shoal.comm.point_to_point import ANY, PointToPoint
 from shoal.comm.progress import Task
 from shoal.comm.vector import Vector
-from shoal.comm.wire import packed_bytes
+from shoal.common.numbers import packed_bytes
 
 ASK, ANSWER = 1 << 24, (1 << 24) + 1
 """Tags that nothing else in a group uses."""

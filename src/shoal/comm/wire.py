@@ -12,7 +12,7 @@ An all-to-all with uneven parts is exact for each rank: its payload is that of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, log2
@@ -90,15 +90,6 @@ FORMULAS: dict[str, Callable[[int, int], Sent]] = {
     "send": _one_message,
     "recv": _nothing,
 }
-
-
-ALIGNED = 16
-"""Every tensor of a packed message begins at a multiple of as many bytes."""
-
-
-def packed_bytes(sizes: Sequence[int], *, numbers: int = 0) -> int:
-    """Bytes of one message of some float64 numbers and of tensors with these sizes in bytes."""
-    return sum(-(-size // ALIGNED) * ALIGNED for size in (8 * numbers, *sizes))
 
 
 def even_payload(*, bytes_to_others: int, ranks: int) -> int:

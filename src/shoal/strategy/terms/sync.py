@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from shoal.common.numbers import packed_bytes
 from shoal.strategy.terms.arguments import integer
 from shoal.strategy.terms.numerals import count, counted
 from shoal.strategy.terms.term import REGISTRY, Promise, Term
@@ -50,8 +51,6 @@ class Sendable(NamedTuple):
 
 def pair_calls(held: Sendable, times: int) -> list[tuple[str, int]]:
     """Exchanges of two islands, on either side: one message each way, with two numbers."""
-    from shoal.comm.wire import packed_bytes
-
     size = packed_bytes(held.slices, numbers=2)
     return [(kind, size) for kind in ("recv", "send") for _ in range(times)]
 
