@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.app import BATCH, JOB, JSON, SEED, SIZE, STRATEGY, app
+from shoal.cli.app import BATCH, JOB, JSON, SEED, SIZE, STRAGGLER, STRATEGY, app
 
 
 @app.command()
@@ -47,6 +47,10 @@ def train(
     emulate: Annotated[
         str | None, typer.Option(help='Behave like a slower cluster: "4x2, 10us, 20GB/s | 100us, 1Gb/s".')
     ] = None,
+    straggler: Annotated[list[str] | None, STRAGGLER] = None,
+    fail: Annotated[
+        list[str] | None, typer.Option(help='Kill a rank on purpose: "rank 3 at step 40". May be given again.')
+    ] = None,
     no_gate: Annotated[
         bool, typer.Option("--no-gate", help="Do not check a strategy by two steps in float64 before its first use.")
     ] = False,
@@ -59,7 +63,7 @@ def train(
     options = TrainOptions(
         job=job, strategy=strategy, size=size, steps=steps, global_batch=batch, seed=seed, folder=folder, resume=resume,
         checkpoint_every=checkpoint_every, trace=trace, stop_at_target=not full, backend=backend, gate=not no_gate,
-        emulate=emulate,
+        emulate=emulate, straggler="; ".join(straggler or ()) or None, fail="; ".join(fail or ()) or None,
     )  # fmt: skip
     sys.exit(train_command(options, ranks=ranks, hang_after_s=hang_after, as_json=as_json))
 

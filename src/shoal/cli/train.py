@@ -16,7 +16,14 @@ from typing import Any, NoReturn
 
 from shoal.cli.output import echoed, emitter
 from shoal.cli.progress import LiveProgress, plain_lines, summary
-from shoal.training.local import CannotTrain, checkpoints_every, require_emulation, require_free, train_locally
+from shoal.training.local import (
+    CannotTrain,
+    checkpoints_every,
+    require_emulation,
+    require_free,
+    require_hindrances,
+    train_locally,
+)
 from shoal.training.options import TrainOptions
 
 INHERITED = {"strategy": str, "size": str, "steps": int, "global_batch": int, "seed": int, "checkpoint_every": int}
@@ -115,6 +122,7 @@ def _as_one_rank(options: TrainOptions, world: int, *, hang_after_s: float, as_j
 
     if options.emulate is not None:
         require_emulation(options.emulate, world, options.backend)
+    require_hindrances(options, world)
     with emitter(summary, as_json=as_json) as show:
         # The ranks look for the checkpoint, and check the layout, together, once all have joined.
         checked = check(replace(options, resume=None, gate=False), None)

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.app import JSON, SIZE, STRATEGY, app
+from shoal.cli.app import JSON, SIZE, STRAGGLER, STRATEGY, app
 
 
 @app.command()
@@ -158,7 +158,7 @@ def simulate(
         str | None, typer.Option(help="Global batch, sequences or tokens (default: micro-batches of one).")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to simulate.")] = 1,
-    straggler: Annotated[list[str] | None, typer.Option(help="RANK:FACTOR, slow this rank down by FACTOR.")] = None,
+    straggler: Annotated[list[str] | None, STRAGGLER] = None,
     link: Annotated[list[str] | None, typer.Option(help="RANK:FRACTION, fraction of bandwidth its links keep.")] = None,
     noise: Annotated[float, typer.Option(min=0.0, help="Random slow-downs: a fraction of a step, such as 0.02.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of random slow-downs.")] = 0,

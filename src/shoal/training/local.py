@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.common.hindrance import BadHindrance, read_killed_ranks, read_slow_ranks
 from shoal.launch import RankFailed, run_ranks, warm_up
 from shoal.proof.gate import gate_locally
 from shoal.runtime.options import WrongOption
@@ -130,6 +131,15 @@ def require_emulation(described: str, world: int, backend: str | None) -> None:
         raise CannotTrain(f"--emulate needs the shoal backend, and --backend {backend} was given; leave one out")
 
 
+def require_hindrances(options: TrainOptions, world: int) -> None:
+    """Refuses slow or failing ranks that cannot be meant, before any rank starts."""
+    try:
+        read_slow_ranks(options.straggler, world=world)
+        read_killed_ranks(options.fail, world=world)
+    except BadHindrance as error:
+        raise CannotTrain(str(error)) from None
+
+
 def require_free(folder: Path) -> None:
     """Refuses a folder that holds a run, or runs."""
     if (folder / "run.json").exists():
@@ -148,6 +158,7 @@ def train_locally(options: TrainOptions, world: int, *, hang_after_s: float, on_
     """Checks, chooses the folder, runs; returns rank 0's outcome with the memory of the rank that needed most."""
     if options.emulate is not None:
         require_emulation(options.emulate, world, options.backend)
+    require_hindrances(options, world)
     warm_up(*MODULES)
     with contextlib.ExitStack() as held:
         # Before a checkpoint in it is chosen: ranks of a killed run may still be writing one.

@@ -37,6 +37,7 @@ from shoal.proof.one_step import gate_here
 from shoal.runtime.setup import Prepared, job_from, prepare, staleness
 from shoal.strategy import parse
 from shoal.training.check import TrainingStopped, require_job_of, resume_point, warning
+from shoal.training.hindered import Hindered
 from shoal.training.lost_islands import LostIslands
 from shoal.training.options import TrainOptions
 from shoal.training.pace import Pace
@@ -116,6 +117,7 @@ class TrainingRun:
         self.stopping = False
         self.pace = Pace(period(ready.strategy))
         self.lost = LostIslands(ready, channel, rank=rank)
+        self.hindered = Hindered(options, rank=rank, world=ready.strategy.world, seed=self.job.seed)
         if options.resume is not None:
             self._resume(Path(options.resume))
         self.recorder: Recorder | None = None
@@ -177,6 +179,7 @@ class TrainingRun:
 
     def _one_step(self) -> None:
         started = time.perf_counter()
+        self.hindered.before_step(self.step + 1)
         self.engine.stop_requested = bool(self.channel.stop_requested)
         lr_factor = self.job.schedule(self.step)
         self.lost.in_step = True
@@ -187,6 +190,7 @@ class TrainingRun:
             raise self._no_number(self.step + 1, error.what, read) from error
         finally:
             self.lost.in_step = False
+        self.hindered.after_step()
         seconds = time.perf_counter() - started
         samples = self.runner.order.next(self.counter) - self.counter
         self.counter += samples
