@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from distributed.island_targets import _ready, prove_islands
+from distributed.island_targets import _ready, _run, prove_islands
 from distributed.proofs import JOBS, _from_rank_0
+from shoal.checkpoint.restore import restore
+from shoal.checkpoint.save import open_checkpoint, save
 from shoal.comm.json_exchange import exchange as exchange_json
 from shoal.comm.ledger import BOOK
 from shoal.comm.points import on_reach
@@ -214,3 +217,31 @@ def overwritten(arguments: dict[str, Any], channel: Any) -> Any:
 
     Pairs.step = step  # type: ignore[method-assign]
     return prove_async(arguments, channel)
+
+
+def restored(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
+    """What an island keeps when it is saved, and after it was restored; and a few steps from there on."""
+    me = join()
+    ready = _ready(me, "norm", arguments["strategy"])
+    _, counter = _run(ready, 0, 5, 0)
+    folder = Path(arguments["folder"])
+    save(folder, ready.engine, step=5, progress={"counter": counter})
+    before = _held(ready)
+    ready.close()
+    again = _ready(me, "norm", arguments["strategy"])
+    restore(again.engine, open_checkpoint(folder / "step-00000005"))
+    same = all(map(torch.equal, before, _held(again)))
+    losses, _ = _run(again, 5, 8, counter)
+    clock = again.engine.outer.kept.numbers["clock"]  # type: ignore[union-attr]
+    again.close()
+    leave()
+    return {"same": same, "losses": losses, "clock": clock}
+
+
+def _held(ready: Any) -> list[torch.Tensor]:
+    """An island's own values, once no other asks."""
+    outer = ready.engine.outer
+    with BOOK.during("setup"):
+        outer.total(0.0)
+    kept = [tensor.clone() for name in sorted(outer.kept) for tensor in outer.kept[name]]
+    return [*(master.clone() for master in outer.masters), *kept, torch.tensor([outer.kept.numbers["clock"]])]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from distributed.test_lost_islands import lose
 from shoal.proof.replay import ContradictoryLog, in_order
 
 Ranks = Callable[..., list[Any]]
@@ -50,6 +52,29 @@ def test_no_rank_waits_for_a_slow_one_and_staleness_is_recorded(ranks: Ranks) ->
 def test_a_wrong_exchange_is_found(ranks: Ranks, fault: str, strategy: str) -> None:
     (rows,) = proven(ranks, [("plain", strategy)], target=f"{TARGETS}:{fault}", slow=2)
     assert max(row["difference"] for row in rows) > 1e-6
+
+
+@pytest.mark.parametrize("strategy", ['dp(2, sync=gossip("ring", "async"))', "dp(2, sync=elastic(2, 0.4, 'async'))"])
+def test_an_island_goes_on_from_what_it_was_saved_with(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
+    for row in ranks(f"{TARGETS}:restored", {"strategy": strategy, "folder": str(tmp_path)}, ranks=2):
+        assert row["same"]
+        assert len(row["losses"]) == 3
+        assert row["clock"] == 8
+
+
+@pytest.mark.parametrize(
+    ("strategy", "killed"),
+    [('dp(4, sync=gossip("ring", "async"))', 2), ('dp(4, sync=gossip("ring", "async"))', 3),
+     ("dp(3, sync=elastic(2, 0.3, 'async'))", 2)],
+)  # fmt: skip
+def test_the_others_go_on_when_one_that_asks_or_answers_is_killed(
+    ranks: Ranks, tmp_path: Path, strategy: str, killed: int
+) -> None:
+    results, _, values = lose(ranks, tmp_path, [(killed, "step: forward", 6)], strategy)
+    assert [number for number, result in enumerate(results) if result is None] == [killed]
+    assert results[0]["status"] == "finished"
+    assert [loss["ranks"] for loss in results[0]["lost"]] == [[killed]]
+    assert all(bool(value.isfinite().all()) for value in values.values())
 
 
 def test_logs_that_contradict_each_other_are_refused() -> None:

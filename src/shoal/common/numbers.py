@@ -1,4 +1,4 @@
-"""Small arithmetic that several rooms need: parts of a range, divisors, products, bytes, and where a function is zero."""
+"""Small arithmetic that several rooms need: parts of a range, divisors, bytes, and where a function is zero."""
 
 from __future__ import annotations
 
