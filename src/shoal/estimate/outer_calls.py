@@ -37,14 +37,15 @@ def period(strategy: Strategy) -> int:
     return sync.period
 
 
-def outer_calls(held: Held, table: ShardTable, clock: int) -> Iterator[Call]:
-    """What follows the update of step `clock` (from 0); nothing where there is one island."""
+def outer_calls(held: Held, table: ShardTable, clock: int, *, asked: int = 1) -> Iterator[Call]:
+    """What follows the update of step `clock` (from 0); nothing where there is one island. `asked`: how often others
+    asked this one, where they do so at any time."""
     group = held.placing.islands.group
     if group.ranks == 1:
         return
     sync = loose_sync(held.strategy)
     assert sync is not None
-    sendable = _sent(held, table)
+    sendable = _sent(held, table)._replace(asked=asked)
     for kind, size in sync.calls(clock, sendable):
         yield group.axis, "outer", kind, size, group.ranks
     for size in sync.island_calls(clock, sendable.names):

@@ -25,6 +25,7 @@ from shoal.parallel.consistency import Consistency
 from shoal.parallel.placement import Placement
 from shoal.parallel.sync.fragments import Portion
 from shoal.parallel.sync.neighbours import NeighbourMessages
+from shoal.parallel.sync.pairs import Pairs
 from shoal.parallel.sync.rounds import Round
 from shoal.parallel.sync.scheme import Kept, Scheme
 from shoal.parallel.sync.streams import PHASE, settle
@@ -66,6 +67,9 @@ class OuterLevel:
         """The root mean square of these distances over all islands, relative to the norm of the slices."""
         self.messages = NeighbourMessages(self)
         """To and from neighbours, where a scheme has them."""
+        rule = term.pairs(self.islands.index, self.islands.size)
+        self.pairs = None if rule is None else Pairs(self, rule)
+        """Exchanges of two islands at a time, where a scheme has them."""
         self.on_loss: Callable[[list[int], str], None] = lambda ranks, reason: None
         """Called when islands were lost, with their ranks and the reason."""
 
@@ -143,6 +147,8 @@ class OuterLevel:
         self.messages = NeighbourMessages(self)
         for flight in self.flights.values():
             flight.works = None  # Its group is no more; those that are left send it again.
+        if self.pairs is not None:
+            self.pairs.close()
         self.on_loss(ranks, reason)
 
     def agree(self) -> list[torch.Tensor]:
@@ -154,6 +160,8 @@ class OuterLevel:
         try:
             with BOOK.during(PHASE):
                 weight = self.count / self._sums(False)[0] if self.term.equal else 1 / self.islands.size
+                if self.pairs is not None:
+                    self.pairs.meet()
                 self.term.agree(self, weight)
                 if not self.term.equal:
                     self._measure(own)
@@ -217,6 +225,13 @@ class OuterLevel:
     def settle(self) -> None:
         """Waits for what is on the wire. Collective over islands."""
         settle(self)
+
+    def close(self) -> None:
+        """Ends what runs in the background, once no island needs it. Collective over islands."""
+        if self.pairs is not None:
+            with BOOK.during("setup"):
+                self.total(0.0)
+            self.pairs.close()
 
     def total(self, number: float) -> float:
         """The sum of a number over islands. Collective."""
