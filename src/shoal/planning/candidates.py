@@ -205,8 +205,6 @@ def _row(strategy: Strategy) -> dict[str, Any]:
     if term not in COMPRESSORS:
         some = ", ".join(str(each) for each in COMPRESSORS[1:])
         raise ValueError(f"{strategy}: there is no estimate for {term}; there is one for {some}")
-    if loose is not None and not isinstance(term, none):
-        raise ValueError(f"{strategy}: there is no estimate for compressed averages; leave compress or sync out")
     pipeline, tensor, context, experts = strategy.term(pp), strategy.term(tp), strategy.term(cp), strategy.term(ep)
     kept, precise = strategy.term(recompute), strategy.term(amp)
     placed = [axis.name for axis in reversed(strategy.axes) if axis.term is not outer and axis.term.n > 1]

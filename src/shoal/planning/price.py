@@ -220,11 +220,13 @@ def _between_groups_s(rows: Candidates, inputs: Inputs, split: Mapping[str, Colu
         if isinstance(term, none) or not here.any():
             continue
         streams = inputs.memory_bytes_per_s * PHYSICS.memory
-        work_s = codec_s(term, elements, ranks=rows.outer, stream_bytes_per_s=streams)
+        encoded = np.where(rows.local > 0, held, elements)
+        work_s = codec_s(term, encoded, ranks=rows.outer, stream_bytes_per_s=streams)
         sides = _borders(inputs, rows, profile) if term.whole_rows else None
-        sent = term.ring_bytes(elements, sides, ranks=rows.outer, itemsize=SCALE_BYTES)
+        sent = term.ring_bytes(encoded, sides, ranks=rows.outer, itemsize=SCALE_BYTES)
         assert sent is not None, f"{term} has no estimate"
-        found = np.where(here, links.ring_s(sent[0], rounds=sent[1]) + work_s, found)
+        exchange_s = links.ring_s(sent[0], rounds=sent[1]) + work_s
+        found = np.where(here, exchange_s / np.maximum(1, rows.local), found)
     return found
 
 
