@@ -8,7 +8,8 @@ import sys
 
 import typer
 
-from shoal.cli.verbs import app
+from shoal.cli import running_verbs, verbs  # noqa: F401 (they register themselves)
+from shoal.cli.app import app
 
 
 def run() -> None:

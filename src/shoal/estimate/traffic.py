@@ -75,6 +75,8 @@ class Buffer:
     forward_gathers: int = 0
     backward_gathers: int = 0
     """Stage 3: how often it is gathered in a step."""
+    parts: tuple[tuple[str, int], ...] = ()
+    """Parameters of which this rank's shard holds elements, and their bytes, with the padding that follows them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

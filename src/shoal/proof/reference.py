@@ -24,7 +24,7 @@ from torch import nn
 from shoal.job import Job, JobError
 from shoal.job.probe_run import needs_closure
 from shoal.job.random_optimizer import UpdateDraws, draws_numbers
-from shoal.proof.islands import Islands, agree, exchange
+from shoal.proof.islands import Islands, after_step, agree
 from shoal.proof.rounding import Disturbed, move_by_rounding
 from shoal.runtime.draws import serial_randomness, serial_update
 
@@ -56,8 +56,6 @@ FADING = 0.9
 def summed(so_far: torch.Tensor, gradient: torch.Tensor) -> None:
     """Adds a step's gradient to the sum that a proof compares."""
     so_far.mul_(FADING).add_(gradient)
-
-
 
 
 def train_serially(
@@ -111,8 +109,8 @@ def train_serially(
             for copy, pieces in zip(copies, shares, strict=True)
         ]
         sums.append(found[0])
-        if islands is not None and (step + 1) % islands.every == 0:
-            exchange(copies, islands)
+        if islands is not None:
+            after_step(step, copies, islands)
     if islands is not None:
         agree(copies, islands)
     named, optimizer, largest = first.named, first.optimizer, first.largest
@@ -203,6 +201,7 @@ class _Copy:
         """The sum of the losses and their count; gradients become those of the mean, clipped."""
         job, total, count = self.job, 0.0, 0.0
         self.optimizer.zero_grad(set_to_none=True)
+        alone = sum(len(piece) > 0 for piece in pieces) == 1
         for positions in (piece for piece in pieces if len(piece)):
             ordered = positions[::-1] if self.disturbed is not None and self.disturbed.reverse else positions
             batch = job.train.batch(indices[ordered])
@@ -214,10 +213,11 @@ class _Copy:
                     loss, counted = job.loss_of(job.run_model(self.model, batch), batch)
                 if loss.requires_grad:
                     with self.randomness.backward():
-                        loss.backward()
+                        # As a script has it: of the mean, where the batch is in one piece.
+                        (loss / float(counted) if alone and counted else loss).backward()
             total, count = total + float(loss.detach()), count + float(counted)
         if count:
-            _average(self.named, self.largest, count)
+            _average(self.named, self.largest, 1.0 if alone else count)
             if job.clip is not None:
                 nn.utils.clip_grad_norm_(self.named.values(), job.clip)
         return total, count
