@@ -8,10 +8,13 @@ from functools import cache
 import pytest
 
 from shoal.cluster import cluster
+from shoal.estimate.outer_calls import exchange_volume
+from shoal.planning.candidates import of_strategies
 from shoal.planning.link_words import link_words, server_shards
+from shoal.planning.price import price_candidates
 from shoal.planning.rank import Plan, make_plan, question_for
 from shoal.shapes.presets import preset
-from shoal.strategy import diloco
+from shoal.strategy import SyncTerm, diloco, gossip, local, parse
 
 PERIODS = (8, 32, 128, 512)
 
@@ -68,3 +71,20 @@ def test_muon_bears_local_steps_better() -> None:
 def test_servers_take_in_and_give_out_all_models_while_workers_compute() -> None:
     assert server_shards(1e9, 8, bytes_per_s=1e9, compute_s=4.0) == 4
     assert server_shards(1e9, 8, bytes_per_s=1e12, compute_s=4.0) == 1
+
+
+@pytest.mark.parametrize(
+    ("rule", "volume"),
+    [(local(8), 1.0), (diloco(8), 1.0), (gossip("ring", h=4), 2 / 1.75), (gossip("random", h=4), 1 / 1.75)],
+)
+def test_a_rule_sends_what_it_says_in_a_period(rule: SyncTerm, volume: float) -> None:
+    assert exchange_volume(rule, 8) == pytest.approx(volume, rel=1e-3)
+
+
+@pytest.mark.parametrize("sync", ["local(8)", "diloco(8)", "bmuf(8)", "elastic(8, 0.1)", 'gossip("ring", h=8)'])
+def test_islands_of_every_rule_have_an_estimate(sync: str) -> None:
+    rows = of_strategies([parse(f"dp(2, sync={sync}) * dp(8)")], global_batch=64)
+    place = cluster("dgx-a100", devices=16)
+    assert rows.strategy(0) == parse(f"dp(2, sync={sync}) * dp(8)")
+    (data_s,) = price_candidates(rows, shape=preset("gpt2:medium"), cluster=place).split_s["data"]
+    assert data_s > 0
