@@ -8,7 +8,7 @@ equivalent: of those that would be, the simplest is kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -18,7 +18,7 @@ from shoal.common.numbers import divisors
 from shoal.estimate.cost.inputs import RECOMPUTE, SCHEDULES
 from shoal.planning.candidates import COLUMNS, ORDERS, SEARCHED, Candidates, Column
 from shoal.planning.legal import legal
-from shoal.strategy import ModelFacts, SyncTerm
+from shoal.strategy import ModelFacts, Strategy, SyncTerm, dp, is_legal
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 """Samples in a micro-batch; the full share of a replica is tried too where it is smaller."""
@@ -135,10 +135,15 @@ def compressed(rows: Candidates, *, node: int) -> Candidates:
     return rows.put(_crossed(columns, compress=np.arange(1, 1 + len(SEARCHED))))
 
 
-def averaged(rows: Candidates, *, node: int, sync: SyncTerm) -> Candidates:
-    """`compressible` rows with what of dp lies between nodes as islands that are averaged."""
+def averaged(rows: Candidates, *, node: int, sync: SyncTerm, periods: Sequence[int] = ()) -> Candidates:
+    """`compressible` rows with what of dp lies between nodes as islands that are averaged: dense, and where the rules
+    allow it under each of SEARCHED."""
     outer = _between_nodes(rows, node=node)
-    return rows.put({"outer": outer, "dp": rows.dp // outer, "local": np.full(len(rows), sync.period), "sync": sync})
+    columns = {name: getattr(rows, name) for name in COLUMNS if name not in ("local", "compress")}
+    columns |= {"outer": outer, "dp": rows.dp // outer}
+    codes = [0, *(code for code, term in enumerate(SEARCHED, 1) if is_legal(Strategy(dp(2, sync=sync, compress=term))))]
+    columns = _crossed(columns, local=np.array(periods or [sync.period or 1], dtype=np.int64))
+    return rows.put({**_crossed(columns, compress=np.array(codes)), "sync": sync})
 
 
 def _between_nodes(rows: Candidates, *, node: int) -> Column:

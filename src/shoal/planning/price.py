@@ -21,6 +21,7 @@ from shoal.estimate.cost.price import SPLIT, step_split_s
 from shoal.estimate.cost.schedule import stages
 from shoal.estimate.cost.weights import weights
 from shoal.estimate.errors import MEMORY_ERROR
+from shoal.estimate.outer_calls import exchange_volume
 from shoal.estimate.simulate.costs import StepCosts, step_costs
 from shoal.planning.candidates import COLUMNS, COMPRESSORS, ORDERS, Candidates, Column
 from shoal.shapes.shape import Transformer
@@ -214,18 +215,31 @@ def _between_groups_s(rows: Candidates, inputs: Inputs, split: Mapping[str, Colu
     )
     # Islands average all that a rank holds of the parameters, with nothing to hide behind, once in `local` steps.
     held = elements * np.where(rows.zero == 0, rows.dp, 1)
-    average_s = links.ring_s(SCALE_BYTES * held, rounds=2.0)
+    volume = _volume(rows)
+    average_s = links.ring_s(SCALE_BYTES * held, rounds=2.0) * volume
     found = np.where(rows.local > 0, average_s / np.maximum(1, rows.local), shown_s)
     for code, term in enumerate(COMPRESSORS):
         here = rows.compress == code
         if isinstance(term, none) or not here.any():
             continue
         streams = inputs.memory_bytes_per_s * PHYSICS.memory
-        work_s = codec_s(term, elements, ranks=rows.outer, stream_bytes_per_s=streams)
+        encoded = np.where(rows.local > 0, held, elements)
+        work_s = codec_s(term, encoded, ranks=rows.outer, stream_bytes_per_s=streams)
         sides = _borders(inputs, rows, profile) if term.whole_rows else None
-        sent = term.ring_bytes(elements, sides, ranks=rows.outer, itemsize=SCALE_BYTES)
+        sent = term.ring_bytes(encoded, sides, ranks=rows.outer, itemsize=SCALE_BYTES)
         assert sent is not None, f"{term} has no estimate"
-        found = np.where(here, links.ring_s(sent[0], rounds=sent[1]) + work_s, found)
+        exchange_s = links.ring_s(sent[0], rounds=sent[1]) + work_s
+        found = np.where(here, exchange_s * volume / np.maximum(1, rows.local), found)
+    return found
+
+
+def _volume(rows: Candidates) -> Column:
+    """What islands send in a period, relative to one all-reduce: a rule may send to neighbours only, or twice."""
+    found = np.ones(len(rows))
+    if rows.sync is not None:
+        for islands in np.unique(rows.outer[rows.local > 0]).tolist():
+            if islands > 1:
+                found[(rows.local > 0) & (rows.outer == islands)] = exchange_volume(rows.sync, islands)
     return found
 
 
