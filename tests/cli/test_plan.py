@@ -59,7 +59,7 @@ def test_json_and_page_tell_the_same_plans(place: Place) -> None:
     (("gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--batch", "many"), "expected sequences"),
     (("gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--by", "luck"), "expected one of time, step, cost"),
     (("gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--precision", "fp4"), "expected bf16"),
-    (("gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--sync", "ssp(8)"), "try bmuf(50), diloco(50), local(50)"),
+    (("gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--sync", "ssp(8)"), "try bmuf(50), diloco(50)"),
     (("gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--pilot", "nothing.csv"), "nothing.csv"),
     (("gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--run"), "--run trains a job"),
     (("gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--watts", "-3"), "--watts -3"),
