@@ -40,15 +40,19 @@ def period(strategy: Strategy) -> int:
     return sync.period
 
 
-def outer_calls(held: Held, table: ShardTable, clock: int) -> Iterator[Call]:
-    """What follows the update of step `clock` (from 0); nothing where there is one island."""
+def outer_calls(held: Held, table: ShardTable, clock: int, *, asked: int = 1) -> Iterator[Call]:
+    """What follows the update of step `clock` (from 0); nothing where there is one island. `asked`: how often others
+    asked this one, where they do so at any time."""
     group = held.placing.islands.group
     if group.ranks == 1:
         return
     sync = loose_sync(held.strategy)
     assert sync is not None
-    for kind, size in sync.calls(clock, _sent(held, table)):
+    sendable = _sent(held, table)._replace(asked=asked)
+    for kind, size in sync.calls(clock, sendable):
         yield group.axis, "outer", kind, size, group.ranks
+    for size in sync.island_calls(clock, sendable.names):
+        yield held.placing.norm.group.axis, "outer", "all_reduce", size, held.placing.norm.ranks
 
 
 def period_calls(held: Held, table: ShardTable) -> Iterator[Call]:
@@ -77,7 +81,11 @@ def _sent(held: Held, table: ShardTable) -> Sendable:
     floats = held.float_numbers() * NUMBER_BYTES * (2 if held.shapes.complex_floats else 1)
 
     def exchanged(names: Collection[str]) -> list[tuple[str, int]]:
-        sizes = (sum(size for name, size in buffer.parts if name in names) for buffer in table.buffers)
+        chosen = set(names)
+        sizes = (
+            max(4, buffer.itemsize) * sum(elements for name, elements in buffer.parts if name in chosen)
+            for buffer in table.buffers
+        )
         return [("all_reduce", size) for size in sizes if size]
 
     return Sendable(

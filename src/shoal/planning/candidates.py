@@ -128,6 +128,8 @@ class Candidates:
 
     def rows(self, chosen: Any) -> Candidates:
         """Some of the rows."""
+        if isinstance(chosen, np.ndarray) and chosen.dtype == bool:
+            chosen = np.flatnonzero(chosen)  # Found once, not for each column.
         return self.put({name: getattr(self, name)[chosen] for name in COLUMNS})
 
     def put(self, columns: Mapping[str, Any]) -> Candidates:

@@ -74,7 +74,7 @@ def enumerate_legal(
     )  # fmt: skip
     columns = _crossed(columns, recompute=np.array([RECOMPUTE.index(each) for each in space.recomputes]))
     columns["schedule"], columns["chunks"] = (
-        np.array(each)[columns["pipeline"]] for each in zip(*schedules, strict=True)
+        np.array(each, dtype=np.int32)[columns["pipeline"]] for each in zip(*schedules, strict=True)
     )
     found = Candidates(
         **{name: columns[name] for name in COLUMNS}, global_batch=facts.global_batch, precision=precision, sync=None
@@ -103,7 +103,7 @@ def _degrees(*, world: int, facts: ModelFacts, node: int | None) -> dict[str, Co
     if node is not None:
         # Its replicas are on separate nodes; otherwise the level would not be slow.
         columns = _kept(columns, (columns["outer"] == 1) | ((world // columns["outer"]) % node == 0))
-    return columns
+    return {name: column.astype(np.int32) for name, column in columns.items()}
 
 
 def _divides(size: int, parts: int | None) -> bool:
@@ -179,7 +179,7 @@ class _Crossed(Mapping[str, Column]):
 
     def __init__(self, columns: dict[str, Column], name: str, values: Column) -> None:
         size = len(next(iter(columns.values())))
-        self.columns, self.name, self.fresh = columns, name, np.tile(values, size)
+        self.columns, self.name, self.fresh = columns, name, np.tile(values.astype(np.int32), size)
         self.rows = np.repeat(np.arange(size), len(values))
 
     def __getitem__(self, name: str) -> Column:
@@ -200,10 +200,11 @@ def _crossed(
     crossed = _Crossed(columns, name, values)
     if keep is None:
         return dict(crossed)
-    mask = keep(crossed)
-    crossed.rows, crossed.fresh = crossed.rows[mask], crossed.fresh[mask]
+    places = np.flatnonzero(keep(crossed))
+    crossed.rows, crossed.fresh = crossed.rows[places], crossed.fresh[places]
     return dict(crossed)
 
 
 def _kept(columns: dict[str, Column], mask: Column) -> dict[str, Column]:
-    return {name: column[mask] for name, column in columns.items()}
+    places = np.flatnonzero(mask)
+    return {name: column[places] for name, column in columns.items()}

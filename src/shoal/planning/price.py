@@ -142,13 +142,14 @@ def step_costs_of(rows: Candidates, *, shape: Transformer, cluster: Cluster, pro
 
 
 def _strides(rows: Candidates) -> dict[str, Column]:
+    """The stride of an axis: the product of the axes that lie inside it."""
+    places = {axis: np.array([order.index(axis) for order in ORDERS])[rows.order] for axis in ORDERS[0]}
+    sizes = {axis: getattr(rows, axis) for axis in ORDERS[0]}
     found = {axis: np.ones(len(rows)) for axis in ORDERS[0]}
-    for code in np.unique(rows.order):
-        here = rows.order == code
-        inside = np.ones(int(here.sum()))
-        for axis in ORDERS[code]:
-            found[axis][here] = inside
-            inside = inside * getattr(rows, axis)[here]
+    for axis, stride in found.items():
+        for other, size in sizes.items():
+            if other != axis:
+                np.multiply(stride, size, out=stride, where=places[other] < places[axis])
     return found
 
 
@@ -165,10 +166,10 @@ def _priced(
     total = sum(kept.values()) + np.zeros(size)
     # A plan must fit also where its memory is measured at the end of its error range.
     limit_bytes = min(float(np.min(held.limit_bytes)), (1 - MEMORY_ERROR) * cluster.device.memory_bytes)
-    timed = np.ones(size, dtype=bool) if everything else total <= limit_bytes
+    timed = np.arange(size) if everything else np.flatnonzero(total <= limit_bytes)
     step_s = np.full(size, np.inf)
     split_s = {name: np.full(size, np.inf) for name in SPLIT}
-    if timed.any():
+    if len(timed):
         chosen = rows.rows(timed)
         found = _split(chosen, inputs.rows(timed) if size > 1 else inputs, profile=profile, simulate=simulate)
         for name in SPLIT:
