@@ -122,6 +122,8 @@ def main() -> None:
                 "predicted_step_s": predicted[name]["step_s"], "assumed_steps": predicted[name]["slowdown"],
                 "to_target_s": to_target.get(name),
             })  # fmt: skip
+        if not to_target:
+            sys.exit(f"no contestant reached the target of {asked.job}; give a job that has one")
         first = next(row["strategy"] for row in plans[link] if row["strategy"] in names)
         best = min(to_target, key=lambda name: to_target[name])
         regret = to_target.get(first, float("inf")) / to_target[best]
