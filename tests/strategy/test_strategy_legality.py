@@ -48,6 +48,17 @@ SAMPLES: dict[str, list[Sample]] = {
         Sample("dp(2) * dp(2, sync=diloco(5))", "dp(2, sync=diloco(5)) * dp(2)"),
         Sample("dp(2) * pp(2) * dp(2, sync=asp())", "dp(2, sync=asp()) * pp(2) * dp(2)"),
     ],
+    "fragments-have-steps-of-their-own": [
+        Sample("dp(2, sync=diloco(3, fragments=4))", "dp(2, sync=diloco(4, fragments=4))"),
+    ],
+    "rounds-do-not-overtake": [Sample("dp(2, sync=diloco(3, overlap=3))", "dp(2, sync=diloco(3, overlap=2))")],
+    "eager-rounds-are-late-already": [
+        Sample("dp(2, sync=diloco(3, overlap=1, eager=True))", "dp(2, sync=diloco(3, eager=True))"),
+    ],
+    "compressed-rounds-are-not-late": [
+        Sample("dp(2, sync=diloco(3, eager=True), compress=topk(0.1))", "dp(2, sync=diloco(3), compress=topk(0.1))"),
+        Sample('dp(2, sync=diloco(3, merge="radial"), compress=topk(0.1))', 'dp(2, sync=diloco(3, merge="radial"))'),
+    ],
     "shards-step-together": [Sample("dp(4, zero=1, sync=local(4))", "dp(4, sync=local(4)) * dp(2, zero=1)")],
     "shards-need-allreduce": [Sample("dp(4, zero=2, via=ps(1))", "dp(4, zero=0, via=ps(1))")],
     "one-level-shards": [Sample("dp(2, zero=1) * dp(2, zero=3)", "dp(2) * dp(2, zero=3)")],
@@ -63,6 +74,14 @@ SAMPLES: dict[str, list[Sample]] = {
         Sample('dp(5, sync=gossip("ring", "async"))', 'dp(6, sync=gossip("ring", "async"))'),
         Sample('dp(8, sync=gossip("exponential", "async"))', 'dp(8, sync=gossip("exponential", "push-sum"))'),
         Sample('dp(12, sync=gossip("torus", "async"))', 'dp(16, sync=gossip("torus", "async"))'),
+    ],
+    "a-centre-stays-between-its-replicas": [
+        Sample("dp(4, sync=elastic(8, 0.3))", "dp(4, sync=elastic(8, 0.25))"),
+        Sample("dp(2, sync=elastic(8, 0.6))", 'dp(2, sync=elastic(8, 0.6, "async"))'),
+    ],
+    "outer-momentum-is-synchronous": [
+        Sample('dp(4, sync=gossip("random", "push-sum", momentum=0.5))', 'dp(4, sync=gossip("random", momentum=0.5))'),
+        Sample('dp(4, sync=gossip("ring", "async", lr=0.7))', 'dp(4, sync=gossip("ring", "async"))'),
     ],
     "gossip-members-agree": [
         Sample('dp(4, sync=gossip("ring")) * dp(2, sync=local(4))', 'dp(4, sync=gossip("ring")) * dp(2)')

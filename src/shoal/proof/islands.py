@@ -48,6 +48,14 @@ class Islands:
     agreed: Callable[[list[list[torch.Tensor]], list[Any]], list[torch.Tensor]] | None = None
     """The parameters that are evaluated, where islands are not equal after an exchange; each then keeps its buffers."""
 
+    at: Callable[[int, Sequence[Island]], bool] | None = None
+    """What the scheme does after a step (from 0), if that is not an exchange every few steps."""
+
+    logs: Sequence[Sequence[Sequence[Any]]] | None = None
+    """Of each island, where timing decides the order of exchanges (`replay.py`),"""
+    pair: Callable[[Any, Any], None] | None = None
+    """and what an exchange of two does to what they keep."""
+
     def share(self, positions: np.ndarray, island: int, *, separate: bool, parts: int) -> list[np.ndarray]:
         """An island's pieces of a batch: of each micro-batch its part, joined unless they are computed separately."""
         each = self.replicas // self.num
@@ -59,8 +67,16 @@ class Islands:
         return joined if separate else [np.concatenate(joined)]
 
 
-def exchange(copies: Sequence[Island], islands: Islands) -> None:
-    """What islands do every few steps; those that are equal afterwards average their buffers, too."""
+def after_step(step: int, copies: Sequence[Island], islands: Islands) -> None:
+    """What islands do after a step (from 0)."""
+    with torch.no_grad():
+        done = islands.at is not None and islands.at(step, copies)
+    if not done and (step + 1) % islands.every == 0:
+        _exchange(copies, islands)
+
+
+def _exchange(copies: Sequence[Island], islands: Islands) -> None:
+    """What most islands do every few steps; those that are equal afterwards average their buffers, too."""
     weights = _weights(copies)
     with torch.no_grad():
         islands.exchange([[*copy.named.values()] for copy in copies], weights, [copy.kept for copy in copies])

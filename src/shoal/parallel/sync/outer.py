@@ -19,25 +19,38 @@ from torch import nn
 from shoal.comm.ledger import BOOK
 from shoal.comm.losses import Losses
 from shoal.comm.mesh import Members
+from shoal.comm.wire import sent
+from shoal.parallel.bucket import Bucket
+from shoal.parallel.consistency import Consistency
 from shoal.parallel.placement import Placement
+from shoal.parallel.sync.fragments import Portion
+from shoal.parallel.sync.neighbours import NeighbourMessages
+from shoal.parallel.sync.pairs import Pairs
+from shoal.parallel.sync.rounds import Round
 from shoal.parallel.sync.scheme import Kept, Scheme
+from shoal.parallel.sync.streams import PHASE, settle
 
 T = TypeVar("T")
-
-PHASE = "outer"
 
 
 class OuterLevel:
     """One loose level of dp, as one rank sees it."""
 
     def __init__(
-        self, term: Scheme, placement: Placement, masters: Sequence[torch.Tensor], model: nn.Module
+        self, term: Scheme, placement: Placement, buckets: Sequence[Bucket], model: nn.Module, names: Sequence[str]
     ) -> None:
         self.term = term
         self.placement = placement
-        self.masters = masters
+        self.buckets = buckets
+        self.masters = masters = [bucket.master for bucket in buckets]
         """This rank's slices of the parameters."""
         self.model = model
+        self.names = names
+        """The trainable parameters of the full model."""
+        self.portions: list[Portion] = []
+        """What of the slices belongs to each fragment, where a scheme has fragments."""
+        self.flights: dict[int, Round] = {}
+        """The rounds of fragments that are on the wire."""
         self.kept = Kept(term, masters)
         """What the scheme keeps, laid out as the masters are."""
         self.count = 0.0
@@ -46,6 +59,17 @@ class OuterLevel:
         """Its updates since then."""
         self.losses: Losses | None = None
         """Where an island may be lost while the others go on."""
+        self.consistency = Consistency()
+        self.apart = 0.0
+        """Square of the distance of this island's slices from the mean of all at the last exchange. It is sent with the
+        numbers of the next one."""
+        self.spread: float | None = None
+        """The root mean square of these distances over all islands, relative to the norm of the slices."""
+        self.messages = NeighbourMessages(self)
+        """To and from neighbours, where a scheme has them."""
+        rule = term.pairs(self.islands.index, self.islands.size)
+        self.pairs = None if rule is None else Pairs(self, rule)
+        """Exchanges of two islands at a time, where a scheme has them."""
         self.on_loss: Callable[[list[int], str], None] = lambda ranks, reason: None
         """Called when islands were lost, with their ranks and the reason."""
 
@@ -64,13 +88,21 @@ class OuterLevel:
         """Floating-point buffers of the model, which follow each island's own samples."""
         return [b for b in self.model.buffers() if b.numel() and (b.is_floating_point() or b.is_complex())]
 
+    @property
+    def synchronous_bytes(self) -> int:
+        """What this rank would send to other islands in a step if their gradients were all-reduced."""
+        sizes = [master.numel() * master.element_size() for master in self.masters]
+        return sum(sent("all_reduce", payload_bytes=size, ranks=self.islands.size).bytes for size in sizes)
+
     def after_update(self, clock: int, *, count: float, stop: bool) -> bool:
         """After the island's update of step `clock` (from 0), which learned from `count` samples or tokens. Returns
         whether all islands stop here. `stop`: whether this island was asked to."""
         self.count += count
         self.steps += 1
-        if (clock + 1) % self.term.period:
-            return False
+        return self.term.act(self, clock, stop=stop)
+
+    def meet(self, stop: bool) -> bool:
+        """One exchange of all islands, in which they also agree on whether to stop. Collective over islands."""
         changes = [*self.values, *(tensor for kept in self.kept.values() for tensor in kept)]
         own = [tensor.clone() for tensor in changes] if self.losses is not None else []
         numbers = dict(self.kept.numbers)
@@ -88,7 +120,20 @@ class OuterLevel:
 
         stopping = self.together(exchange, undo=undo)
         self.count, self.steps = 0.0, 0
+        self.consistency.exchanged(self.spread)
         return stopping
+
+    def meet_neighbours(self, known: int, stop: bool) -> bool:
+        """One exchange without a collective: a lost island is missed by its neighbours only, until all islands meet.
+        `known`: the round after which all islands know what this one says now."""
+        round = int(self.kept.numbers["round"])
+        if stop:
+            self.messages.stop_after(known)
+        with BOOK.during(PHASE):
+            self.term.exchange(self, 1 / self.islands.size)
+        self.count, self.steps = 0.0, 0
+        self.consistency.exchanged(self.spread)
+        return self.messages.stops(round)
 
     def together(self, act: Callable[[], T], *, undo: Callable[[], None] = lambda: None) -> T:
         """Does what all islands take part in. Where one is lost meanwhile, those that are left undo it and do it again
@@ -99,6 +144,11 @@ class OuterLevel:
 
     def _lose(self, ranks: list[int], reason: str) -> None:
         self.placement.lose(ranks)
+        self.messages = NeighbourMessages(self)
+        for flight in self.flights.values():
+            flight.works = None  # Its group is no more; those that are left send it again.
+        if self.pairs is not None:
+            self.pairs.close()
         self.on_loss(ranks, reason)
 
     def agree(self) -> list[torch.Tensor]:
@@ -110,11 +160,23 @@ class OuterLevel:
         try:
             with BOOK.during(PHASE):
                 weight = self.count / self._sums(False)[0] if self.term.equal else 1 / self.islands.size
+                if self.pairs is not None:
+                    self.pairs.meet()
                 self.term.agree(self, weight)
+                if not self.term.equal:
+                    self._measure(own)
         except BaseException:
             self.take_back(own)
             raise
         return own
+
+    def _measure(self, own: Sequence[torch.Tensor]) -> None:
+        """How far islands are from what is evaluated, where that is known only when they meet."""
+        pairs = list(zip(own, self.masters, strict=False))
+        norm = sum(float(torch.linalg.vector_norm(agreed)) ** 2 for _, agreed in pairs)
+        apart = self.total(sum(float(torch.linalg.vector_norm(mine - agreed)) ** 2 for mine, agreed in pairs))
+        self.spread = (apart / self.islands.size / norm) ** 0.5 if norm else 0.0
+        self.consistency.measured(self.spread)
 
     def take_back(self, own: Sequence[torch.Tensor]) -> None:
         if own:
@@ -123,39 +185,75 @@ class OuterLevel:
 
     def average(self, weight: float) -> None:
         """Parameters and buffers become their weighted mean over islands."""
-        self._average(self.masters, weight)
+        self._average(self.masters, self.buffers, weight)
+
+    def average_parameters(self, weight: float) -> None:
+        """Parameters become their weighted mean over islands."""
+        self._average(self.masters, [], weight)
 
     def average_buffers(self, weight: float) -> None:
         """Buffers become their weighted mean over islands."""
-        self._average((), weight)
+        self._average([], self.buffers, weight)
 
-    def _average(self, masters: Sequence[torch.Tensor], weight: float) -> None:
+    def _average(self, masters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], weight: float) -> None:
         if self.islands.group is None:
             return
-        buffers = self.buffers
-        joined = [torch.cat([buffer.reshape(-1).to(self._wide) for buffer in buffers])] if buffers else []
+        joined = [self.joined_buffers()] if buffers else []
+        own = [flat.clone() for flat in masters]
         works = []
         for flat in (*masters, *joined):
             flat.mul_(weight)
             works.append(dist.all_reduce(flat, group=self.islands.group, async_op=True))
         for work in works:
             work.wait()
+        if own:
+            self.apart = sum(float(torch.linalg.vector_norm(a.sub_(b))) ** 2 for a, b in zip(own, masters, strict=True))
         if buffers:
-            for buffer, mean in zip(buffers, joined[0].split([b.numel() for b in buffers]), strict=True):
-                buffer.copy_((mean if buffer.is_complex() else mean.real).view(buffer.shape))
+            self.put_buffers(joined[0])
 
-    @property
-    def _wide(self) -> torch.dtype:
-        complex_too = any(buffer.is_complex() for buffer in self.buffers)
-        return torch.complex128 if complex_too else torch.float64
+    def joined_buffers(self) -> torch.Tensor:
+        """All floating-point buffers, end to end, in double precision."""
+        wide = torch.complex128 if any(buffer.is_complex() for buffer in self.buffers) else torch.float64
+        return torch.cat([buffer.reshape(-1).to(wide) for buffer in self.buffers])
+
+    def put_buffers(self, joined: torch.Tensor) -> None:
+        """Gives buffers the values of a tensor that is laid out as `joined_buffers`."""
+        buffers = self.buffers
+        for buffer, mean in zip(buffers, joined.split([b.numel() for b in buffers]), strict=True):
+            buffer.copy_((mean if buffer.is_complex() else mean.real).view(buffer.shape))
+
+    def settle(self) -> None:
+        """Waits for what is on the wire. Collective over islands."""
+        settle(self)
+
+    def close(self) -> None:
+        """Ends what runs in the background, once no island needs it. Collective over islands."""
+        if self.pairs is not None:
+            with BOOK.during("setup"):
+                self.total(0.0)
+            self.pairs.close()
+
+    def total(self, number: float) -> float:
+        """The sum of a number over islands. Collective."""
+        found: Any = torch.tensor([number], dtype=torch.float64, device=self.device)
+        if self.islands.group is not None:
+            dist.all_reduce(found, group=self.islands.group)
+        return float(found)
 
     def _sums(self, stop: bool) -> tuple[float, bool]:
-        numbers: Any = torch.tensor([self.count, float(stop)], dtype=torch.float64, device=self._device)
+        numbers: Any = torch.tensor([self.count, float(stop), self.apart], dtype=torch.float64, device=self.device)
         if self.islands.group is not None:
             dist.all_reduce(numbers, group=self.islands.group)
-        total, stopping = numbers.tolist()
+        total, stopping, apart = numbers.tolist()
+        self.note_spread(apart)
         return total, stopping > 0
 
+    def note_spread(self, apart: float) -> None:
+        """The sum of `apart` over all islands has arrived."""
+        if self.consistency.rounds:
+            norm = sum(float(torch.linalg.vector_norm(master)) ** 2 for master in self.masters)
+            self.spread = (apart / self.islands.size / norm) ** 0.5 if norm else 0.0
+
     @property
-    def _device(self) -> torch.device:
+    def device(self) -> torch.device:
         return next(self.model.parameters()).device
