@@ -291,6 +291,7 @@ class Engine:
         call it alike, with nothing in flight (`Executor.settle`)."""
         reach("close: begun")
         if self.outer is not None:
+            self.outer.settle()
             self.outer.close()
         self.reduction.remove()
         self.owner.close()

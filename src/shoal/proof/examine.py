@@ -10,7 +10,7 @@ from shoal.job.facts import build_without_memory
 from shoal.layout.layout import facts_of, layout_of
 from shoal.proof.coupling import SamplesCoupled, couples_samples, refusal
 from shoal.proof.options import ProofOptions
-from shoal.proof.resumable import require_state_averaged, require_state_in_pieces
+from shoal.proof.resumable import follow_samples, require_state_averaged, require_state_in_pieces
 from shoal.proof.runs import by_timing, unflushed_ranks
 from shoal.runtime.compiled import compiled_parts, running_eagerly
 from shoal.runtime.setup import job_from, try_job
@@ -50,7 +50,7 @@ def examined(options: ProofOptions) -> dict[str, Any]:
         "reverse": bool(reversible and not found.state and job.loss_over == "samples"),
         "contract": asdict(contract(strategy, replace(facts, forward_state=tuple(found.state)))), "notes": notes,
         "by_timing": by_timing(strategy),
-        "undeclared": list(found.state) if strategy.replicas > 1 and job.buffers is None else [],
+        "undeclared": follow_samples(job, found.state) if strategy.replicas > 1 and job.buffers is None else [],
     }  # fmt: skip
 
 

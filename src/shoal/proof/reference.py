@@ -127,7 +127,7 @@ def train_serially(
         state={name: _elementwise_state(optimizer, param, keys) for name, param in named.items()},
         buffers=dict(first.model.named_buffers()),
         gradients={name: gradient.detach() for name, gradient in first.gradients.items()},
-        frozen={name: param.detach() for name, param in first.model.named_parameters() if not param.requires_grad},
+        frozen={name: param.detach() for name, param in first.model.named_parameters() if name not in named},
         rounding={name: (peak > 0) & (peak <= ROUNDING * top) for name, peak in largest.items()},
     )
 

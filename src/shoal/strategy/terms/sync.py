@@ -95,6 +95,11 @@ class SyncTerm(Term):
             return []
         return [("all_reduce", NUMBERS * NUMBER_BYTES), *self.sends(held.slices, held.buffers)]
 
+    def island_calls(self, clock: int, names: Sequence[str]) -> list[int]:
+        """Likewise the all-reduces among the ranks of an island that hold different parts of the model, in bytes.
+        `names`: the trainable parameters of the full model."""
+        return []
+
     def drift(self, replicas: int) -> Promise | None:
         """How this number of replicas under this rule differ from the serial run; None when they do not."""
         return None
