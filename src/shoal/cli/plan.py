@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.cli.output import print_json, write_file
 from shoal.cluster import Cluster, cluster, read_cluster
-from shoal.cluster.calibrated import THIS
+from shoal.cluster.presets import THIS
 from shoal.job import names
 from shoal.planning.counterfactual import changes, what_would_fit
 from shoal.planning.quantities import amount, gigabytes
