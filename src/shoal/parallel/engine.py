@@ -188,11 +188,14 @@ class Engine:
         closure = closure_for(self, again, result.loss) if self.optimizer.needs_closure else None
         with BOOK.during("optimizer"), torch.no_grad():
             self.owner.update(gradients, lr_factor=lr_factor, closure=closure)
+            if self.owner.remote is not None:
+                result = replace(result, grad_norm=self.owner.remote.norm)
             reach("step: updated")
             if self.outer is not None:
                 stop = self.outer.after_update(self.clock, count=result.count, stop=result.stop)
                 result = replace(result, stop=stop)
-            self.owner.publish()
+            if self.owner.remote is None:
+                self.owner.publish()
         self.clock += 1
         reach("step: published")
         self.reduction.clear()
@@ -222,6 +225,8 @@ class Engine:
         if self.compression is not None:
             with BOOK.during("gradient"), torch.no_grad():
                 self.compression.reduce(count, unused)
+        if self.owner.remote is not None:  # The servers divide and clip.
+            return StepResult(loss, count, float("nan"), stop > 0), Gradients(count, float("nan"), unused)
         with BOOK.during("optimizer"), torch.no_grad():
             reach("step: gradients reduced")
             norm = self.scale(count)

@@ -123,6 +123,7 @@ class StepRunner:
         if engine.update_draws is not None:
             engine.update_draws.begin(counter)
         parts = [self.part(micro, indices, counter) for micro in range(self.micro_batches)]
+        engine.owner.settle()  # Parameters that servers send arrive while samples are fetched.
         if engine.buffers is not None:
             engine.buffers.begin(sum(part.num_samples for part in parts))
         result = self.executor.step(_MicroBatches(self, parts), lr_factor=job.schedule(step))
