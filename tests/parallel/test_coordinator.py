@@ -115,7 +115,7 @@ def test_backup_workers_do_not_wait_for_the_slowest(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("rule", [asp(), softsync(2), ssp(3), bsp(backup=1)], ids=str)
 def test_a_killed_worker_stops_no_other(rule: Served, seed: int) -> None:
-    run = Simulated(rule, SLOW[:3] + [2.0], seed, killed=(3, 3.1))
+    run = Simulated(rule, [*SLOW[:3], 2.0], seed, killed=(3, 3.1))
     if rule.by_tickets:
         assert run.tickets == EVERY_TICKET
     assert run.coordinator.clocks.members == {0, 1, 2}

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 from shoal.comm.compress import traffic as compressed
 from shoal.comm.compress.sizes import matrix_of
 from shoal.estimate.held import Held
-from shoal.estimate.placing import PredictedFamily, PredictedReplicas
+from shoal.estimate.placing import ALONE, PredictedFamily, PredictedReplicas
 from shoal.estimate.traffic import Buffer, Call, Compressed, Norm, ShardTable
 from shoal.layout.forward import Forward, ParameterShape
 from shoal.strategy import Strategy, pp
@@ -124,7 +124,7 @@ def shard_table(
         micro_batches=strategy.micro_batches,
         num_parameters=len(names),
         world=placing.island.group,
-        norm=placing.parts_of_stage().group if unflushed else placing.norm.group,
+        norm=placing.parts_of_stage().group if unflushed else ALONE if placing.seats else placing.norm.group,
         stage=placing.colleagues().group if unflushed else None,
         samples=placing.samples.group,
         buffers=tuple(_buffers(held, strategy, forward, now, bucket_bytes or BUCKET_BYTES)),
@@ -205,10 +205,22 @@ def _buffer(
     parts = replicas.route.inside.ranks if replicas.route is not None else 1
     padded = _up(start, ALIGN * lcm(replicas.sharding.ranks, parts))
     return Buffer(
-        padded_bytes=padded * itemsize, replicas=replicas.everyone.group, sharding=replicas.sharding.group,
+        padded_bytes=padded * itemsize, itemsize=itemsize, replicas=replicas.everyone.group, sharding=replicas.sharding.group,
         copies=replicas.copies.group, compressed=_compressed(held, replicas, slots, padded, itemsize, now),
         reductions=reductions, forward_gathers=forward_gathers, backward_gathers=backward_gathers,
+        parts=tuple(_parts(slots, padded, replicas, itemsize)),
     )  # fmt: skip
+
+
+def _parts(
+    slots: Sequence[_Slot], padded: int, replicas: PredictedReplicas, itemsize: int
+) -> Iterator[tuple[str, int]]:
+    size = padded // replicas.sharding.ranks
+    low = replicas.sharding.index * size
+    for slot, end in zip(slots, [*(slot.start for slot in slots[1:]), padded], strict=True):
+        inside = min(end, low + size) - max(slot.start, low)
+        if inside > 0:
+            yield slot.name, inside * itemsize
 
 
 def _compressed(

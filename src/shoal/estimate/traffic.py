@@ -65,6 +65,7 @@ class Buffer:
     """One flat buffer of parameters and gradients."""
 
     padded_bytes: int
+    itemsize: int = 4
     replicas: Group
     sharding: Group
     copies: Group
@@ -75,6 +76,8 @@ class Buffer:
     forward_gathers: int = 0
     backward_gathers: int = 0
     """Stage 3: how often it is gathered in a step."""
+    parts: tuple[tuple[str, int], ...] = ()
+    """Parameters of which this rank's shard holds elements, and their bytes, with the padding that follows them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -148,10 +148,12 @@ def _outer(strategy: Strategy, engine: Engine) -> OuterLevel | None:
     if level is None:
         return None
     if engine.placement.seats is not None:
-        return ServedLevel(level.sync, engine.placement, engine.model)
+        return ServedLevel(engine.placement, engine.model)
     term = level.sync
     assert isinstance(term, Scheme), f"{term} has no runtime"
-    return OuterLevel(term, engine.placement, engine.owner.masters, engine.model)
+    level = OuterLevel(term, engine.placement, engine.owner.masters, engine.model)
+    level.consistency = engine.consistency
+    return level
 
 
 def _compression(

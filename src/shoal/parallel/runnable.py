@@ -15,11 +15,10 @@ def cannot_run(strategy: Strategy) -> str | None:
     """Why the engine cannot run a strategy, as a sentence; None if it can."""
     for term in strategy.terms:
         if isinstance(term, dp):
-            served = isinstance(term.via, ps) and isinstance(term.sync, Served)
-            if term.sync.period is None and term.sync != bsp() and not served:
+            if term.sync.period is None and term.sync != bsp() and not isinstance(term.via, ps):
                 return (
                     f"{term}: sync={term.sync} cannot be trained yet; use sync=bsp(), ssp(s), softsync(k), asp(), "
-                    "local(h), diloco(h) or bmuf(h)"
+                    "local(h), diloco(h), bmuf(h), elastic(h, rho) or gossip(graph)"
                 )
             if isinstance(term.via, ps) and (reason := _cannot_serve(strategy, term)):
                 return reason

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shoal.comm.json_exchange import exchange
+from shoal.comm.json_exchange import exchange, only_among
 from shoal.comm.ledger import Ledger
 from shoal.comm.transport.emulated import host_of
 from shoal.estimate.traffic import ShardTable, predict
@@ -59,6 +59,7 @@ class Prepared:
         """Gives the model back. All ranks call it alike."""
         self.executor.settle()
         self.engine.close()
+        only_among(None)
 
     @property
     def table(self) -> ShardTable:

@@ -18,7 +18,8 @@ import torch
 from shoal.estimate.attention_traffic import attention_calls
 from shoal.estimate.axis_calls import axis_calls, buffer_calls
 from shoal.estimate.held import Held
-from shoal.estimate.outer_calls import outer_calls, period
+from shoal.estimate.outer_calls import outer_calls
+from shoal.estimate.server_calls import server_calls
 from shoal.estimate.shard_table import shard_table
 from shoal.estimate.tensor_traffic import crossing_calls
 from shoal.estimate.traffic import Call, Group, ShardTable
@@ -116,9 +117,10 @@ class Expected:
             method=None if compression is None else compression.method,
             gathers=self.blocks.gathers if self.blocks is not None and self.blocks.any else None,
         )  # fmt: skip
-        if self.engine.clock % period(self.strategy):
-            return found
-        return replace(found, calls=(*found.calls, *outer_calls(self.held, found)))
+        if self.held.placing.seats is not None:
+            return replace(found, calls=(*found.calls, *server_calls(self.held, found)))
+        last = max(0, self.engine.clock - 1)
+        return replace(found, calls=(*found.calls, *outer_calls(self.held, found, last)))
 
     def _calls(self, forwards: Sequence[Forward], total: int) -> Iterator[Call]:
         placed = axis_calls(self.held, forwards, total=total, regions=self.regions is None)

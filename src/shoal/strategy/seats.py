@@ -1,7 +1,7 @@
 """Which ranks are workers and which are servers, and which part of the model each server has.
 
-The level with servers is the outermost axis: replica i is the ranks from i * Q on, Q of them, and the rank at position q
-of each replica holds the same slices. Each position's slices are cut into as many parts as there are shards, equal to
+The level with servers is the outermost axis: replica i is the ranks from i * Q on, Q of them, and the rank at position
+q of each replica holds the same slices. Each position's slices are cut into as many parts as there are shards, equal to
 a cache line; part j of position q is at server (j, q):
 
     colocated    the rank at position q of replica j, which serves in a thread
@@ -19,6 +19,8 @@ from typing import NamedTuple
 from shoal.strategy.expression import Strategy
 from shoal.strategy.terms import dp, pp, ps
 
+HEADER_NUMBERS = 16
+"""Numbers at the beginning of a message to a server; four for each replica and one for each parameter follow."""
 LINE = 16
 """Elements: no shard begins in the middle of a cache line."""
 

@@ -32,6 +32,7 @@ from shoal.layout.held_outside import Outside
 from shoal.layout.layout import facts_of, layout_of
 from shoal.parallel.batch_norm import batch_norms
 from shoal.parallel.result import NOTHING_COUNTED, NonFinite
+from shoal.parallel.sync.outer import PHASE as OUTER
 from shoal.proof.one_step import gate_here
 from shoal.runtime.setup import Prepared, job_from, prepare, staleness
 from shoal.strategy import parse
@@ -204,6 +205,10 @@ class TrainingRun:
             "samples_per_s": samples / seconds, "memory_bytes": memory,
             "train_s": self.train_s, "sent_bytes": counted.bytes,
         }  # fmt: skip
+        if self.engine.outer is not None:
+            sent = sum(entry.bytes for key, entry in counted.entries.items() if key.phase == OUTER)
+            self.engine.consistency.sent(sent, self.engine.outer.synchronous_bytes)
+        row |= self.engine.consistency.row()
         if self.recorder is not None:
             self.recorder.step(row, counted)
             self.channel.say({"event": "step", "steps": self.job.steps, **row})
@@ -304,6 +309,8 @@ class TrainingRun:
             "ledger": self.ledger.to_json(), "predicted": self.ready.predicted.to_json(),
             "folder": str(self.folder), **self.lost.report(), **staleness(self.ready.executor),
         }  # fmt: skip
+        if measured := self.engine.consistency.summary():
+            outcome["consistency"] = measured
         if self.recorder is not None:
             self.recorder.close(status, outcome)
         return outcome

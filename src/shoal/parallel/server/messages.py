@@ -1,4 +1,4 @@
-"""What workers and servers send each other: short vectors of numbers, and tensors of agreed sizes. Nothing is unpickled.
+"""What workers and servers send each other: short vectors of numbers, and tensors of agreed sizes; no pickle.
 
 Messages go through two groups of all ranks, one for each direction, since a thread that waits for the messages of a
 group also moves those of other threads. What a server waits for has one tag, INBOX, and one size; tensors have a tag
@@ -43,7 +43,7 @@ FIELDS = (
     "kind", "worker", "step", "share", "version", "number", "count", "limit", "stop", "lr_factor", "squares",
     "missing", "scale", "has_ticket", "position", "norm",
 )  # fmt: skip
-"""Of a message; the numbers of the pushes of an update and the mask of used parameters follow."""
+"""Of a message (HEADER_NUMBERS of them); the numbers of the pushes of an update and the mask of used parameters follow."""
 
 
 class Message(dict[str, float]):

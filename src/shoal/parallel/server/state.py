@@ -1,7 +1,7 @@
 """Parameters and optimiser state on their way between a worker and a server: a JSON table, and its tensors.
 
-A checkpoint is written and read by workers, as for every other owner; so the state of the servers travels to those of the
-first replica before a save, and back after a restore.
+A checkpoint is written and read by workers, as for every other owner; so the state of the servers travels to those of
+the first replica before a save, and back after a restore.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def _packed(value: Any, tensors: list[torch.Tensor]) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise ValueError(
-        f"the optimiser keeps a {type(value).__name__}, and what servers keep is numbers, text, lists, dicts and tensors; "
-        "train with via=allreduce()"
+        f"the optimiser keeps a {type(value).__name__}, and what servers keep is numbers, text, lists, dicts and "
+        "tensors; train with via=allreduce()"
     )
 
 

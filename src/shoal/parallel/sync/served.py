@@ -16,9 +16,8 @@ from shoal.parallel.sync.outer import OuterLevel
 class ServedLevel(OuterLevel):
     """A loose level of dp with servers, as one rank sees it."""
 
-    def __init__(self, term: Any, placement: Placement, model: nn.Module) -> None:
-        super().__init__(_NothingKept(), placement, [], model)  # type: ignore[arg-type]
-        self.term = term
+    def __init__(self, placement: Placement, model: nn.Module) -> None:
+        super().__init__(_OnlyBuffers(), placement, [], model)  # type: ignore[arg-type]
 
     def after_update(self, clock: int, *, count: float, stop: bool) -> bool:
         """Servers have made the update, or will."""
@@ -28,8 +27,16 @@ class ServedLevel(OuterLevel):
         return stop
 
 
-class _NothingKept:
-    """A level with servers has no state of its own."""
+class _OnlyBuffers:
+    """Nothing is kept and nothing exchanged; what is evaluated has the mean of the buffers."""
+
+    equal = True
 
     def begin(self, parameters: Any) -> dict[str, Any]:
         return {}
+
+    def numbers(self) -> dict[str, float]:
+        return {}
+
+    def agree(self, level: OuterLevel, weight: float) -> None:
+        level.average(weight)
