@@ -19,7 +19,9 @@ STEPS = 23
 class Simulated:
     """Workers of different speeds under a coordinator; what it decided."""
 
-    def __init__(self, rule: Served, speeds: list[float], seed: int, *, killed: tuple[int, float] | None = None) -> None:
+    def __init__(
+        self, rule: Served, speeds: list[float], seed: int, *, killed: tuple[int, float] | None = None
+    ) -> None:
         self.coordinator = Coordinator(rule, len(speeds))
         self.updates: list[Update] = []
         self.dropped: list[Push] = []

@@ -184,7 +184,11 @@ class PointToPoint(TaskQueue):
 
     def _lose(self, lost: PeerLost) -> None:
         self._lost[lost.peer] = lost
-        self._peers[lost.peer].outgoing.clear()
+        queue = self._peers[lost.peer]
+        queue.outgoing.clear()
+        # No longer listened to: that it is disconnected must not be taken for the cause of other waits.
+        self._links = [link for link in self._links if link is not queue.link]
+        queue.link.take_back()
         for task in list(self._tasks):
             if isinstance(task, PostedSend | PostedReceive) and task.peer == lost.peer:
                 self.end(task, lost)

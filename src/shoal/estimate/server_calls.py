@@ -15,9 +15,9 @@ def server_calls(held: Held, table: ShardTable) -> Iterator[Call]:
     if seats is None:
         return
     position, ranks = held.rank % seats.positions, held.strategy.world
-    slices = [
-        (buffer.padded_bytes // buffer.sharding.ranks // buffer.itemsize, buffer.itemsize) for buffer in table.buffers
-    ]
+    # Stage 3 lays blocks out from the last to the first, and the root behind them; the table has the reverse.
+    buffers = table.buffers if table.zero < 3 else table.buffers[::-1]
+    slices = [(b.padded_bytes // b.sharding.ranks // b.itemsize, b.itemsize) for b in buffers]
     for shard, parts in enumerate(parts_of(slices, seats.shards)):
         if seats.server(shard, position) != held.rank:
             for part in parts:

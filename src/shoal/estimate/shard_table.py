@@ -205,8 +205,8 @@ def _buffer(
     parts = replicas.route.inside.ranks if replicas.route is not None else 1
     padded = _up(start, ALIGN * lcm(replicas.sharding.ranks, parts))
     return Buffer(
-        padded_bytes=padded * itemsize, itemsize=itemsize, replicas=replicas.everyone.group, sharding=replicas.sharding.group,
-        copies=replicas.copies.group, compressed=_compressed(held, replicas, slots, padded, itemsize, now),
+        padded_bytes=padded * itemsize, itemsize=itemsize, replicas=replicas.everyone.group,
+        sharding=replicas.sharding.group, copies=replicas.copies.group, compressed=_compressed(held, replicas, slots, padded, itemsize, now),
         reductions=reductions, forward_gathers=forward_gathers, backward_gathers=backward_gathers,
         parts=tuple(_parts(slots, padded, replicas, itemsize)),
     )  # fmt: skip

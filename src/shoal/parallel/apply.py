@@ -144,12 +144,11 @@ def _require_host_memory(model: nn.Module, strategy: Strategy) -> None:
 
 def _outer(strategy: Strategy, engine: Engine) -> OuterLevel | None:
     """What ties this rank's island to others, where a level of dp is loose."""
-    level = next((level for level in strategy.dp_levels if is_loose(level)), None)
-    if level is None:
+    term = next((level.sync for level in strategy.dp_levels if is_loose(level)), None)
+    if term is None:
         return None
     if engine.placement.seats is not None:
         return ServedLevel(engine.placement, engine.model)
-    term = level.sync
     assert isinstance(term, Scheme), f"{term} has no runtime"
     level = OuterLevel(term, engine.placement, engine.owner.masters, engine.model)
     level.consistency = engine.consistency

@@ -190,9 +190,12 @@ class Engine:
         result, gradients = self.reduce()
         closure = closure_for(self, again, result.loss) if self.optimizer.needs_closure else None
         with BOOK.during("optimizer"), torch.no_grad():
+            remote = self.owner.remote
+            if remote is not None:
+                remote.stop = result.stop
             self.owner.update(gradients, lr_factor=lr_factor, closure=closure)
-            if self.owner.remote is not None:
-                result = replace(result, grad_norm=self.owner.remote.norm)
+            if remote is not None:
+                result = replace(result, grad_norm=remote.norm)
             reach("step: updated")
             if self.outer is not None:
                 stop = self.outer.after_update(self.clock, count=result.count, stop=result.stop)
@@ -261,6 +264,8 @@ class Engine:
     def consensus(self) -> Iterator[list[torch.Tensor]]:
         """Parameters and buffers are what all islands agree on, to be evaluated or saved; then each island's own
         again. Yields the own ones, empty where islands are equal. All ranks call it alike."""
+        if self.owner.remote is not None:
+            self.owner.settle()
         if self.outer is None:
             yield []
             return

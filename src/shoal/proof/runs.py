@@ -4,6 +4,7 @@ compared with it slice by slice."""
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -22,10 +23,14 @@ from shoal.proof.model_fails import naming_what_cut_it
 from shoal.proof.options import ProofOptions
 from shoal.proof.reference import Reference, train_serially
 from shoal.proof.rounding import Disturbed
+from shoal.proof.served import NOTHING, run_and_replay
 from shoal.proof.tolerance import GRADIENT
 from shoal.runtime.compiled import running_eagerly
+from shoal.runtime.servers import is_server, serve_here
 from shoal.runtime.setup import Prepared, job_from, prepare
 from shoal.strategy import Strategy, parse, pp
+from shoal.strategy.islands import is_loose
+from shoal.strategy.seats import seats_of
 
 
 @running_eagerly()
@@ -48,14 +53,8 @@ def run_serially(options: ProofOptions) -> dict[str, Any]:
 
     reference = run()
     widened = dict(conditions.modules)
-    tensors = {f"parameter:{name}": value for name, value in reference.parameters.items()}
-    tensors |= {f"rounding:{name}": mask for name, mask in reference.rounding.items()}
-    tensors |= {f"gradient:{name}": value for name, value in reference.gradients.items()}
-    replicated = {("buffer", name): value for name, value in reference.buffers.items()}
-    replicated |= {("frozen", name): value for name, value in reference.frozen.items()}
-    tensors |= {f"{kind}:{name}": value for (kind, name), value in replicated.items()}
-    for name, state in reference.state.items():
-        tensors |= {f"{key}:{name}": value for key, value in state.items()}
+    more: dict[str, torch.Tensor] = {}
+    replicated = _replicated(reference)
     elements = dict.fromkeys(("parameter", GRADIENT), sum(value.numel() for value in reference.parameters.values()))
     for state in reference.state.values():
         for key, value in state.items():
@@ -66,14 +65,32 @@ def run_serially(options: ProofOptions) -> dict[str, Any]:
         for kind, moved in moves(reference, other):
             conditioning[kind] = max(conditioning.get(kind, 0.0), moved)
         for key, drift in follows(reference, other).items():
-            tensors[f"follows:{key}"] = torch.maximum(tensors.get(f"follows:{key}", drift), drift)
-    save_file({key: real(value).contiguous().clone() for key, value in tensors.items()}, options.reference)
+            more[f"follows:{key}"] = torch.maximum(more.get(f"follows:{key}", drift), drift)
+    left_behind(reference, options.reference, more)
+    if seats_of(strategy) is not None:
+        del elements[GRADIENT]  # Gradients are averaged on the servers; the optimiser's state shows them.
     described = _described(micro, options.parts, exact=options.exact, islands=islands_of(strategy))
     return {
         "losses": reference.losses, "described": described, "widened": widened, "elements": elements,
         "conditioning": conditioning,
         "replicated": {f"{kind}:{name}": v.numel() for (kind, name), v in replicated.items() if v.numel()},
     }  # fmt: skip
+
+
+def _replicated(reference: Reference) -> dict[tuple[str, str], torch.Tensor]:
+    found = {("buffer", name): value for name, value in reference.buffers.items()}
+    return found | {("frozen", name): value for name, value in reference.frozen.items()}
+
+
+def left_behind(reference: Reference, path: str, more: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Writes the tensors that ranks compare with."""
+    tensors = {f"parameter:{name}": value for name, value in reference.parameters.items()}
+    tensors |= {f"rounding:{name}": mask for name, mask in reference.rounding.items()}
+    tensors |= {f"gradient:{name}": value for name, value in reference.gradients.items()}
+    tensors |= {f"{kind}:{name}": value for (kind, name), value in _replicated(reference).items()} | dict(more or {})
+    for name, state in reference.state.items():
+        tensors |= {f"{key}:{name}": value for key, value in state.items()}
+    save_file({key: real(value).contiguous().clone() for key, value in tensors.items()}, path)
 
 
 @running_eagerly()
@@ -83,7 +100,14 @@ def run_in_parallel(options: ProofOptions) -> dict[str, Any]:
     job, strategy = for_proof(job_from(options)), parse(options.strategy)
     report: dict[str, Any] = {"rank": me.rank, "float32_drift": None}
     steps = options.num_steps
-    if options.exact:
+    seats, loose = seats_of(strategy), is_loose(strategy.terms[0]) if strategy.terms else False
+    if is_server(strategy, me.rank):
+        for dtype in (torch.float64, None) if options.exact and not loose else (torch.float64,):
+            serve_here(job, strategy, rank=me.rank, backend=me.backend, dtype=dtype)
+        report |= NOTHING
+    elif seats is not None and loose:
+        report |= run_and_replay(options, job, strategy, me)
+    elif options.exact:
         ready = prepare(job, strategy, rank=me.rank, backend=me.backend, device=me.device, dtype=torch.float64)
         with Outside(job).kept():
             report |= train_steps(ready, steps)
@@ -96,6 +120,7 @@ def run_in_parallel(options: ProofOptions) -> dict[str, Any]:
         with narrow.engine.consensus():
             rows = compare(narrow, options.reference, zero_gradient=math.inf)["worst"]
         report["float32_drift"] = max((row[0] for row in rows), default=0.0)
+        narrow.close()
     else:
         ready = prepare(job, strategy, rank=me.rank, backend=me.backend, device=me.device)
         report |= train_steps(ready, steps) | {"worst": [], "zero_gradient": [], "declared": {}}

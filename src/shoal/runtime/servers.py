@@ -66,7 +66,7 @@ def connect(engine: Engine, strategy: Strategy) -> None:
     posts = [Post(group, BOOK) for group in groups]
     remote = RemoteOptimizer(
         seats, mesh.rank, owner.buckets, list(owner.recipe.labels), *posts,
-        together=not is_loose(strategy.axes[0].term), server=server,
+        together=not is_loose(strategy.axes[0].term), by_tickets=_rule(strategy).by_tickets, server=server,
         times=lambda bucket: engine.placement.multiplicity(bucket.family),
     )  # fmt: skip
     owner.serve(remote)

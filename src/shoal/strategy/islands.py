@@ -6,6 +6,7 @@ from itertools import product
 from typing import Any
 
 from shoal.strategy.expression import Strategy
+from shoal.strategy.seats import seats_of
 from shoal.strategy.terms.axes import dp
 from shoal.strategy.terms.sync import bsp
 
@@ -24,3 +25,11 @@ def islands(strategy: Strategy) -> list[tuple[int, ...]]:
     for rank, place in enumerate(product(*(range(axis.size) for axis in axes))):
         found.setdefault(tuple(at for at, apart in zip(place, loose, strict=True) if apart), []).append(rank)
     return [tuple(ranks) for ranks in found.values()]
+
+
+def losable(strategy: Strategy) -> list[tuple[int, ...]]:
+    """Islands of which any but the first may be killed. Those that serve a shard of the model are one with it."""
+    found, seats = islands(strategy), seats_of(strategy)
+    if seats is None or not seats.colocated or len(found) == 1:
+        return found
+    return [tuple(rank for island in found[: seats.shards] for rank in island), *found[seats.shards :]]

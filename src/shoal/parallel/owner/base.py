@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shoal.comm.ledger import BOOK
@@ -164,7 +165,7 @@ class Owner(ABC):
         """From now on servers run the optimiser; they begin with the parameters of the first replica. Collective."""
         self.remote = remote
         self.reduction.on_reduced = remote.push
-        remote.load(None, 0)
+        self._load_servers(None, 0)
 
     def gather_state(self) -> None:
         """Where servers hold the optimiser's state: fetches it, to be saved."""
@@ -175,7 +176,14 @@ class Owner(ABC):
     def resume(self, step: int, saved: SavedState) -> None:
         """After a checkpoint of `step` was loaded: servers get what was. Collective."""
         if self.remote is not None:
-            self.remote.load(saved, step)
+            self._load_servers(saved, step)
+
+    def _load_servers(self, saved: SavedState | None, step: int) -> None:
+        assert self.remote is not None
+        self.remote.load(saved, step)
+        if self.placement.world.group is not None:
+            with BOOK.during("setup"):  # No replica pushes before the servers hold the model.
+                dist.barrier(group=self.placement.world.group)
 
     def close(self) -> None:
         """Leaves every rank with full parameters of its own. Collective."""

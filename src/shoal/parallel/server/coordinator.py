@@ -200,7 +200,7 @@ class Coordinator:
                 return None
             ticket = self._take()
             return None if ticket is None else Answer(worker, ticket, ticket[0], False)
-        mine = clocks.clocks[worker]
+        mine = clocks.clocks[worker] = max(clocks.clocks[worker], clocks.version)
         if mine >= self.limit or clocks.version >= self.limit:
             done = clocks.version >= self.limit
             return Answer(worker, None, self.limit, self.stopping) if done else None

@@ -43,7 +43,7 @@ FIELDS = (
     "kind", "worker", "step", "share", "version", "number", "count", "limit", "stop", "lr_factor", "squares",
     "missing", "scale", "has_ticket", "position", "norm",
 )  # fmt: skip
-"""Of a message (HEADER_NUMBERS of them); the numbers of the pushes of an update and the mask of used parameters follow."""
+"""HEADER_NUMBERS of them. The pushes of an update, four numbers each, and the mask of used parameters follow."""
 
 
 class Message(dict[str, float]):
@@ -55,7 +55,7 @@ class Message(dict[str, float]):
         super().__init__(dict.fromkeys(FIELDS, 0.0) | {"kind": float(kind)} | {k: float(v) for k, v in fields.items()})
         self.rest = list(rest)
 
-    def int(self, name: str) -> int:
+    def whole(self, name: str) -> int:
         return int(self[name])
 
     def tensor(self, size: int) -> torch.Tensor:

@@ -31,13 +31,14 @@ class RemoteOptimizer:
 
     def __init__(
         self, seats: Seats, rank: int, buckets: Sequence[Bucket], names: Sequence[str], up: Post, down: Post,
-        *, together: bool, times: Callable[[Bucket], int], server: Server | None,
+        *, together: bool, by_tickets: bool, times: Callable[[Bucket], int], server: Server | None,
     ) -> None:  # fmt: skip
-        """`together`: replicas step together and know the count of all; `times`: how many ranks of a replica hold the
+        """`together`: replicas step together and know the count of all; `by_tickets`: they take shares of the data as
+        they are free; `times`: how many ranks of a replica hold the
         same bucket; `server`: what this process serves in a thread."""
         self.seats, self.buckets, self.names, self.up, self.down = seats, list(buckets), list(names), up, down
         self.replica, self.position = divmod(rank, seats.positions)
-        self.together, self._times = together, times
+        self.together, self.by_tickets, self._times = together, by_tickets, times
         sizes = [(bucket.master.numel(), bucket.master.element_size()) for bucket in self.buckets]
         self.parts = parts_of(sizes, seats.shards)
         self.servers = [seats.server(shard, self.position) for shard in range(seats.shards)]
@@ -123,9 +124,9 @@ class RemoteOptimizer:
                 self._arriving.append(self.down.receive(server, DATA + tag, into))
         self._wait(self.down, task)
         answer = Message.of(reply)
-        if answer.int("missing"):
+        if answer.whole("missing"):
             raise NonFinite("the norm of the gradient is not finite")
-        self.step, self.share, self.version = (answer.int(field) for field in ("step", "share", "version"))
+        self.step, self.share, self.version = (answer.whole(field) for field in ("step", "share", "version"))
         self.norm, self.paused, self.stopping = answer["norm"], not answer["has_ticket"], bool(answer["stop"])
 
     def settle(self) -> bool:

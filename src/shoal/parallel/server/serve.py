@@ -142,7 +142,7 @@ class Server:
         self.coordinator.lose(replica)
 
     def _handle(self, message: Message) -> None:
-        kind, worker = Kind(message.int("kind")), message.int("worker")
+        kind, worker = Kind(message.whole("kind")), message.whole("worker")
         if kind == Kind.LOAD:
             self._load(message)
         elif kind == Kind.FETCH:
@@ -151,7 +151,7 @@ class Server:
             self._left.add(self.first if self.coordinator is None else worker)
         elif kind == Kind.ASK:
             assert self.coordinator is not None
-            self.coordinator.ask(worker, message.int("limit"))
+            self.coordinator.ask(worker, message.whole("limit"))
         elif kind == Kind.PUSH:
             self._pushed(message)
         elif kind == Kind.PREPARE:
@@ -166,29 +166,29 @@ class Server:
             self._answer(message)
 
     def _load(self, message: Message) -> None:
-        table, tensors = self.up.receive_table(message.int("source"))
-        self.shards[message.int("position")].load(table, tensors)
-        self.down.send(message.int("source"), REPLY, Message(Kind.LOAD).tensor(self.size))
-        if self.coordinator is not None and message.int("position") == 0:
-            self.coordinator.begin(message.int("step"))
+        table, tensors = self.up.receive_table(message.whole("source"))
+        self.shards[message.whole("position")].load(table, tensors)
+        self.down.send(message.whole("source"), REPLY, Message(Kind.LOAD).tensor(self.size))
+        if self.coordinator is not None and message.whole("position") == 0:
+            self.coordinator.begin(message.whole("step"))
 
     def _fetch(self, message: Message) -> None:
-        source = message.int("source")
-        if message.int("stop"):  # The report of the coordinator.
+        source = message.whole("source")
+        if message.whole("stop"):  # The report of the coordinator.
             assert self.coordinator is not None
             report = self.coordinator.report() | {"log": self.coordinator.log}
             self.down.send_table(source, report | ({"lost_workers": self.lost} if self.lost else {}), [])
         else:
-            self.down.send_table(source, *self.shards[message.int("position")].state())
+            self.down.send_table(source, *self.shards[message.whole("position")].state())
 
     def _pushed(self, message: Message) -> None:
         assert self.coordinator is not None
-        worker, number = message.int("worker"), message.int("number")
+        worker, number = message.whole("worker"), message.whole("number")
         for shard in self.shards.values():
             shard.take(worker, number)
         self._used[worker, number] = message.rest[4 * self.seats.replicas :]
         push = Push(
-            worker, message.int("step"), message.int("share"), message.int("version"), number, message["count"],
+            worker, message.whole("step"), message.whole("share"), message.whole("version"), number, message["count"],
             message["lr_factor"],
         )
         for dropped in self.coordinator.push(push, stop=bool(message["stop"]), now_s=time.monotonic()):
@@ -237,7 +237,7 @@ class Server:
             for _ in self.others:
                 ready = self._next_ready()
                 squares += ready["squares"]
-                absent |= {ready.int("missing") - 1} - {-1}
+                absent |= {ready.whole("missing") - 1} - {-1}
             if not absent:
                 break
             for worker in absent:
@@ -258,14 +258,14 @@ class Server:
     def _next_ready(self) -> Message:
         while True:
             message = self._wait()
-            if message is not None and message.int("kind") == Kind.READY:
+            if message is not None and message.whole("kind") == Kind.READY:
                 return message
             if message is not None:
                 self._backlog.append(message)
 
     def _order(self, message: Message) -> tuple[list[Push], frozenset[str]]:
         numbers, used = message.rest[: 4 * self.seats.replicas], message.rest[4 * self.seats.replicas :]
-        rows = [numbers[4 * at : 4 * at + 4] for at in range(message.int("number"))]
+        rows = [numbers[4 * at : 4 * at + 4] for at in range(message.whole("number"))]
         pushes = [Push(int(w), 0, 0, int(version), int(number), count) for w, number, version, count in rows]
         return pushes, frozenset(name for name, times in zip(self.names, used, strict=True) if not times)
 
@@ -285,7 +285,7 @@ class Server:
             shard.forget(self._pushes)
 
     def _answer(self, read: Message) -> None:
-        worker = read.int("worker")
+        worker = read.whole("worker")
         for shard in self.shards.values():
             if shard.index == 0:
                 self.down.send(shard.ranks[worker], REPLY, read.tensor(self.size))

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
-class Push(NamedTuple):
+@dataclass(frozen=True, order=True, slots=True)
+class Push:
     """One gradient that has arrived: a sum over `count` samples or tokens."""
 
     worker: int
