@@ -21,4 +21,5 @@ STRATEGY = typer.Option("--strategy", "-s", help="How to train, for example 'dp(
 SIZE = typer.Option("--size", help="Size of a built-in task: tiny, small, or a real shape.")
 BATCH = typer.Option(min=1, help="Global batch, instead of the job's own.")
 SEED = typer.Option(min=0, help="Seed, instead of the job's own.")
+STRAGGLER = typer.Option(help='Slow ranks: "rank 2: 3x", "random 10%: 5x", "all: 20 ms". May be given again.')
 JSON = typer.Option("--json", help="One JSON object on standard output.")

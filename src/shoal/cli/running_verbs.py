@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.app import BATCH, JOB, JSON, SEED, SIZE, STRATEGY, app
+from shoal.cli.app import BATCH, JOB, JSON, SEED, SIZE, STRAGGLER, STRATEGY, app
 
 
 @app.command()
@@ -31,6 +31,9 @@ def train(
         str | None,
         typer.Option(help="A run's folder or a checkpoint to go on from, by default with its settings."),
     ] = None,
+    go_on: Annotated[
+        bool, typer.Option("--go-on", help="Resume the run in --folder, or start it if there is none yet.")
+    ] = False,
     checkpoint_every: Annotated[
         int | None, typer.Option(min=0, help="Steps between checkpoints; 0 writes none.")
     ] = None,
@@ -47,6 +50,10 @@ def train(
     emulate: Annotated[
         str | None, typer.Option(help='Behave like a slower cluster: "4x2, 10us, 20GB/s | 100us, 1Gb/s".')
     ] = None,
+    straggler: Annotated[list[str] | None, STRAGGLER] = None,
+    fail: Annotated[
+        list[str] | None, typer.Option(help='Kill a rank on purpose: "rank 3 at step 40". May be given again.')
+    ] = None,
     no_gate: Annotated[
         bool, typer.Option("--no-gate", help="Do not check a strategy by two steps in float64 before its first use.")
     ] = False,
@@ -58,8 +65,9 @@ def train(
 
     options = TrainOptions(
         job=job, strategy=strategy, size=size, steps=steps, global_batch=batch, seed=seed, folder=folder, resume=resume,
+        go_on=go_on,
         checkpoint_every=checkpoint_every, trace=trace, stop_at_target=not full, backend=backend, gate=not no_gate,
-        emulate=emulate,
+        emulate=emulate, straggler="; ".join(straggler or ()) or None, fail="; ".join(fail or ()) or None,
     )  # fmt: skip
     sys.exit(train_command(options, ranks=ranks, hang_after_s=hang_after, as_json=as_json))
 

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.app import JSON, SIZE, STRATEGY, app
+from shoal.cli.app import JSON, SIZE, STRAGGLER, STRATEGY, app
 
 
 @app.command()
@@ -128,8 +128,15 @@ def plan(
     ] = None,
     profile: Annotated[str | None, typer.Option(help="Framework profile: name or TOML file (default: good).")] = None,
     sync: Annotated[
-        str | None, typer.Option(help="Also plan islands that are averaged now and then, such as local(8).")
+        str | None,
+        typer.Option(help="Also plan islands that exchange now and then: local(8), or auto for several periods."),
     ] = None,
+    link: Annotated[
+        str | None, typer.Option(help='A job on this machine: what to do over this link to another host, "50 Mb/s".')
+    ] = None,
+    optimizer: Annotated[
+        str, typer.Option(help="sgd, adamw or muon: what staleness and local steps cost it (stated assumptions).")
+    ] = "adamw",
     size: Annotated[str | None, SIZE] = None,
     html: Annotated[str | None, typer.Option("--html", help="Write a page that works offline.")] = None,
     run: Annotated[bool, typer.Option("--run", help="Train the job by the best plan, on this machine.")] = False,
@@ -143,7 +150,7 @@ def plan(
         plan_command(
             what, cluster_name=cluster, devices=devices, batch=batch, by=by, top=top, as_json=as_json, html_file=html,
             run=run, sequence=sequence, precision=precision, price=price, watts=watts, kwh_price=kwh_price, pilot=pilot,
-            size=size, profile=profile, sync=sync,
+            size=size, profile=profile, sync=sync, optimizer=optimizer, link=link,
         )
     )  # fmt: skip
 
@@ -158,7 +165,7 @@ def simulate(
         str | None, typer.Option(help="Global batch, sequences or tokens (default: micro-batches of one).")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to simulate.")] = 1,
-    straggler: Annotated[list[str] | None, typer.Option(help="RANK:FACTOR, slow this rank down by FACTOR.")] = None,
+    straggler: Annotated[list[str] | None, STRAGGLER] = None,
     link: Annotated[list[str] | None, typer.Option(help="RANK:FRACTION, fraction of bandwidth its links keep.")] = None,
     noise: Annotated[float, typer.Option(min=0.0, help="Random slow-downs: a fraction of a step, such as 0.02.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of random slow-downs.")] = 0,

@@ -186,6 +186,7 @@ class PointToPoint(TaskQueue):
         self._lost[lost.peer] = lost
         queue = self._peers[lost.peer]
         queue.outgoing.clear()
+        queue.break_off()
         # No longer listened to: that it is disconnected must not be taken for the cause of other waits.
         self._links = [link for link in self._links if link is not queue.link]
         queue.link.take_back()
@@ -213,6 +214,11 @@ class _PeerQueue:
         self._tag = self._size = 0
         self._place: Bytes = self._header
         self._message: PostedReceive | None = None
+
+    def break_off(self) -> None:
+        """The peer is lost: a receive from any rank that its message was for waits for another one."""
+        if self._message is not None and self._message.peer == ANY:
+            self._message.taken = False
 
     def read(self) -> bool:
         """Reads what has arrived."""

@@ -65,7 +65,6 @@ class Buffer:
     """One flat buffer of parameters and gradients."""
 
     padded_bytes: int
-    itemsize: int = 4
     replicas: Group
     sharding: Group
     copies: Group
@@ -76,8 +75,9 @@ class Buffer:
     forward_gathers: int = 0
     backward_gathers: int = 0
     """Stage 3: how often it is gathered in a step."""
+    itemsize: int = 4
     parts: tuple[tuple[str, int], ...] = ()
-    """Parameters of which this rank's shard holds elements, and their bytes, with the padding that follows them."""
+    """Parameters of which this rank's shard holds elements, and how many, with the padding that follows them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -150,7 +150,7 @@ def _outer(strategy: Strategy, engine: Engine) -> OuterLevel | None:
     if engine.placement.seats is not None:
         return ServedLevel(engine.placement, engine.model)
     assert isinstance(term, Scheme), f"{term} has no runtime"
-    level = OuterLevel(term, engine.placement, engine.owner.masters, engine.model)
+    level = OuterLevel(term, engine.placement, engine.buckets, engine.model, engine.names)
     level.consistency = engine.consistency
     return level
 

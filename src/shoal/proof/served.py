@@ -14,7 +14,7 @@ from shoal.proof.compare import compare
 from shoal.proof.conditions import Conditions
 from shoal.proof.islands import Islands
 from shoal.proof.options import ProofOptions
-from shoal.proof.replay import Rule, replay
+from shoal.proof.replay_updates import Rule, replay
 from shoal.runtime.setup import Prepared, prepare
 from shoal.strategy import Strategy
 from shoal.strategy.terms.sync import Served
@@ -92,5 +92,5 @@ def _replayed(
     return {
         "serial_losses": [losses.get(ticket, float("nan")) for ticket in mine],
         "described": f"one process, plain PyTorch, float64: the {len(log)} updates of this run repeated from the "
-        f"servers' log, each of its {len(ages)} gradients at the version it was computed with (staleness up to {max(ages)})",
+        f"servers' log, each of {len(ages)} gradients at the version it was computed with (age up to {max(ages)})",
     }  # fmt: skip

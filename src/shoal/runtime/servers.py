@@ -53,6 +53,10 @@ def connect(engine: Engine, strategy: Strategy) -> None:
     seats, mesh, owner = engine.placement.seats, engine.placement.mesh, engine.owner
     if seats is None:
         return
+    if engine.update_draws is not None or engine.optimizer.needs_closure:
+        why = "draws random numbers" if engine.update_draws is not None else "computes the loss again"
+        name = type(engine.optimizer.optimizer).__name__
+        raise NotRunnable(f"{strategy}: {name} {why} in its step, and servers only have gradients; use via=allreduce()")
     if strategy.servers:
         only_among(engine.placement.world)
     groups = [mesh.of_all_ranks(AXIS) for _ in range(2)]

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.common.hindrance import BadHindrance, read_killed_ranks, read_slow_ranks
 from shoal.launch import RankFailed, run_ranks, warm_up
 from shoal.proof.gate import gate_locally
 from shoal.runtime.options import WrongOption
@@ -82,7 +83,10 @@ def train_job(
     except WrongOption as error:
         raise CannotTrain(f"train_job: {error}") from error
     require_legal(chosen)
-    if folder is not None and given.resume is None:
+    if given.go_on:
+        require_go_on(given)
+        given = replace(given, resume=given.folder if can_go_on(Path(given.folder or "")) else None)
+    elif folder is not None and given.resume is None:
         require_free(Path(folder))
     outcome = train_locally(given, chosen.world, hang_after_s=hang_after_s, on_message=on_message)
     return read_run(Path(outcome["folder"]))
@@ -130,6 +134,28 @@ def require_emulation(described: str, world: int, backend: str | None) -> None:
         raise CannotTrain(f"--emulate needs the shoal backend, and --backend {backend} was given; leave one out")
 
 
+def require_hindrances(options: TrainOptions, world: int) -> None:
+    """Refuses slow or failing ranks that cannot be meant, before any rank starts."""
+    try:
+        read_slow_ranks(options.straggler, world=world)
+        read_killed_ranks(options.fail, world=world)
+    except BadHindrance as error:
+        raise CannotTrain(str(error)) from None
+
+
+def require_go_on(options: TrainOptions) -> None:
+    """Refuses to go on with a run that is not named."""
+    if options.folder is None:
+        raise CannotTrain("--go-on resumes the run in a folder, or starts it there; name it: --folder runs/NAME")
+    if options.resume is not None:
+        raise CannotTrain(f"--go-on finds the checkpoint by itself; leave out --resume {options.resume}")
+
+
+def can_go_on(folder: Path) -> bool:
+    """Whether there is a checkpoint to go on from; those that are broken are found out later."""
+    return any((folder / "checkpoints").glob("step-*/checkpoint.json"))
+
+
 def require_free(folder: Path) -> None:
     """Refuses a folder that holds a run, or runs."""
     if (folder / "run.json").exists():
@@ -148,6 +174,7 @@ def train_locally(options: TrainOptions, world: int, *, hang_after_s: float, on_
     """Checks, chooses the folder, runs; returns rank 0's outcome with the memory of the rank that needed most."""
     if options.emulate is not None:
         require_emulation(options.emulate, world, options.backend)
+    require_hindrances(options, world)
     warm_up(*MODULES)
     with contextlib.ExitStack() as held:
         # Before a checkpoint in it is chosen: ranks of a killed run may still be writing one.

@@ -2,7 +2,7 @@
 
 Pure bookkeeping: it is handed what workers send and yields what to do. The rule of the level (`strategy/terms/sync.py`)
 decides which gradients make an update and who may read. All shards follow the same order, so a read is one version
-of the full model, and the log of updates is enough to repeat a run in one process (`proof/replay.py`).
+of the full model, and the log of updates is enough to repeat a run in one process (`proof/replay_updates.py`).
 
 Workers stop at a *limit*, a step at which all of them evaluate, save or end: no ticket beyond it is handed out, and who
 asks for one is answered once all gradients before it are in the model.

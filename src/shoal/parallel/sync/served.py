@@ -5,19 +5,24 @@ What is evaluated and saved has the mean of their floating-point buffers, as wit
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
 from shoal.parallel.placement import Placement
 from shoal.parallel.sync.outer import OuterLevel
+from shoal.parallel.sync.scheme import Scheme
+
+
+class OnlyBuffers(Scheme):
+    """Nothing is kept and nothing exchanged: not a term, the scheme of a level that has servers."""
+
+    family = "sync"
 
 
 class ServedLevel(OuterLevel):
     """A loose level of dp with servers, as one rank sees it."""
 
     def __init__(self, placement: Placement, model: nn.Module) -> None:
-        super().__init__(_OnlyBuffers(), placement, [], model)  # type: ignore[arg-type]
+        super().__init__(object.__new__(OnlyBuffers), placement, [], model, [])
 
     def after_update(self, clock: int, *, count: float, stop: bool) -> bool:
         """Servers have made the update, or will."""
@@ -25,18 +30,3 @@ class ServedLevel(OuterLevel):
             self.count += count
             self.steps += 1
         return stop
-
-
-class _OnlyBuffers:
-    """Nothing is kept and nothing exchanged; what is evaluated has the mean of the buffers."""
-
-    equal = True
-
-    def begin(self, parameters: Any) -> dict[str, Any]:
-        return {}
-
-    def numbers(self) -> dict[str, float]:
-        return {}
-
-    def agree(self, level: OuterLevel, weight: float) -> None:
-        level.average(weight)
