@@ -89,6 +89,7 @@ def restore(engine: Engine, checkpoint: Checkpoint) -> None:
         reach("restore: optimizer read")
         compare(engine, checkpoint.sums, checkpoint.shapes_by_sum(), str(checkpoint.path))
         load_island(engine, saved)
+        engine.owner.resume(checkpoint.step, saved)
         engine.clock = checkpoint.step
 
 

@@ -14,7 +14,7 @@ from shoal.comm.wire import sent
 from shoal.estimate.held import Held
 from shoal.estimate.traffic import NUMBER_BYTES, Call, ShardTable
 from shoal.strategy import Strategy, bsp
-from shoal.strategy.terms.sync import Sendable, SyncTerm
+from shoal.strategy.terms.sync import Sendable, Served, SyncTerm
 
 MANY, PART_BYTES = 64, 1 << 24
 """Parameters of a model whose names are not known, and the bytes of each."""
@@ -47,7 +47,8 @@ def outer_calls(held: Held, table: ShardTable, clock: int, *, asked: int = 1) ->
     if group.ranks == 1:
         return
     sync = loose_sync(held.strategy)
-    assert sync is not None
+    if sync is None or isinstance(sync, Served):
+        return
     sendable = _sent(held, table)._replace(asked=asked)
     for kind, size in sync.calls(clock, sendable):
         yield group.axis, "outer", kind, size, group.ranks

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 from shoal.comm.compress import traffic as compressed
 from shoal.comm.compress.sizes import matrix_of
 from shoal.estimate.held import Held
-from shoal.estimate.placing import PredictedFamily, PredictedReplicas
+from shoal.estimate.placing import ALONE, PredictedFamily, PredictedReplicas
 from shoal.estimate.traffic import Buffer, Call, Compressed, Norm, ShardTable
 from shoal.layout.forward import Forward, ParameterShape
 from shoal.strategy import Strategy, pp
@@ -124,7 +124,7 @@ def shard_table(
         micro_batches=strategy.micro_batches,
         num_parameters=len(names),
         world=placing.island.group,
-        norm=placing.parts_of_stage().group if unflushed else placing.norm.group,
+        norm=placing.parts_of_stage().group if unflushed else ALONE if placing.seats else placing.norm.group,
         stage=placing.colleagues().group if unflushed else None,
         samples=placing.samples.group,
         buffers=tuple(_buffers(held, strategy, forward, now, bucket_bytes or BUCKET_BYTES)),

@@ -36,7 +36,9 @@ from shoal.parallel.recompute import recompute_blocks
 from shoal.parallel.runnable import NotRunnable, require_runnable
 from shoal.parallel.sync.outer import OuterLevel
 from shoal.parallel.sync.scheme import Scheme
-from shoal.strategy import Strategy, bsp, dp, pp, recompute, shared, tp
+from shoal.parallel.sync.served import ServedLevel
+from shoal.strategy import Strategy, dp, pp, recompute, shared, tp
+from shoal.strategy.islands import is_loose
 
 Options = Callable[[str, torch.Tensor], dict[str, Any]]
 
@@ -70,14 +72,8 @@ def parallelize(
     _require_host_memory(model, strategy)
     tensor = strategy.term(tp)
     placement = Placement(strategy, mesh, batch_over_tp=tensor is not None and tensor.batch)
-    known: list[dict[str, Any]] = []
-    labels: dict[str, int] = {}
-    for name, param in model.named_parameters():
-        mine = options(name, param)
-        if mine not in known:
-            known.append(mine)
-        labels[name] = known.index(mine)
-    names = [name for name, param in model.named_parameters() if param.requires_grad]
+    recipe = recipe_of(model, optimizer, options, elementwise=elementwise)
+    names = list(recipe.labels)
     shapes = {name: (tuple(param.shape), param.dtype) for name, param in model.named_parameters()}
     same_start(model, placement.world)
     reach("start: same values")
@@ -97,9 +93,6 @@ def parallelize(
     for family in cut.families():
         placement.replicas(family)
 
-    recipe = Recipe(
-        factory=optimizer, options=known, labels={name: labels[name] for name in names}, elementwise=elementwise
-    )
     owner = owner_kind(placement)(model, placement, cut, recipe, bucket_bytes=bucket_bytes)
     alike = placement.first_of_tensor or placement.batch_over_tp
     gathers = cut.sequence is not None and cut.sequence.gathers
@@ -114,6 +107,19 @@ def parallelize(
     owner.barrier()  # Ranks that share memory have each written their part of the start.
     reach("start: engine ready")
     return engine
+
+
+def recipe_of(model: nn.Module, optimizer: Factory, options: Options, *, elementwise: bool) -> Recipe:
+    """How the optimiser of a model is built, from the model before it is cut."""
+    known: list[dict[str, Any]] = []
+    labels: dict[str, int] = {}
+    for name, param in model.named_parameters():
+        mine = options(name, param)
+        if mine not in known:
+            known.append(mine)
+        if param.requires_grad:
+            labels[name] = known.index(mine)
+    return Recipe(factory=optimizer, options=known, labels=labels, elementwise=elementwise)
 
 
 def executor_for(engine: Engine, strategy: Strategy) -> Executor:
@@ -138,9 +144,11 @@ def _require_host_memory(model: nn.Module, strategy: Strategy) -> None:
 
 def _outer(strategy: Strategy, engine: Engine) -> OuterLevel | None:
     """What ties this rank's island to others, where a level of dp is loose."""
-    term = next((level.sync for level in strategy.dp_levels if not isinstance(level.sync, bsp)), None)
+    term = next((level.sync for level in strategy.dp_levels if is_loose(level)), None)
     if term is None:
         return None
+    if engine.placement.seats is not None:
+        return ServedLevel(engine.placement, engine.model)
     assert isinstance(term, Scheme), f"{term} has no runtime"
     level = OuterLevel(term, engine.placement, engine.buckets, engine.model, engine.names)
     level.consistency = engine.consistency

@@ -190,12 +190,18 @@ class Engine:
         result, gradients = self.reduce()
         closure = closure_for(self, again, result.loss) if self.optimizer.needs_closure else None
         with BOOK.during("optimizer"), torch.no_grad():
+            remote = self.owner.remote
+            if remote is not None:
+                remote.stop = result.stop
             self.owner.update(gradients, lr_factor=lr_factor, closure=closure)
+            if remote is not None:
+                result = replace(result, grad_norm=remote.norm)
             reach("step: updated")
             if self.outer is not None:
                 stop = self.outer.after_update(self.clock, count=result.count, stop=result.stop)
                 result = replace(result, stop=stop)
-            self.owner.publish()
+            if self.owner.remote is None:
+                self.owner.publish()
         self.clock += 1
         reach("step: published")
         self.reduction.clear()
@@ -225,6 +231,8 @@ class Engine:
         if self.compression is not None:
             with BOOK.during("gradient"), torch.no_grad():
                 self.compression.reduce(count, unused)
+        if self.owner.remote is not None:  # The servers divide and clip.
+            return StepResult(loss, count, float("nan"), stop > 0), Gradients(count, float("nan"), unused)
         with BOOK.during("optimizer"), torch.no_grad():
             reach("step: gradients reduced")
             norm = self.scale(count)
@@ -256,6 +264,8 @@ class Engine:
     def consensus(self) -> Iterator[list[torch.Tensor]]:
         """Parameters and buffers are what all islands agree on, to be evaluated or saved; then each island's own
         again. Yields the own ones, empty where islands are equal. All ranks call it alike."""
+        if self.owner.remote is not None:
+            self.owner.settle()
         if self.outer is None:
             yield []
             return

@@ -70,6 +70,7 @@ def compare(ready: Prepared, path: str, *, zero_gradient: float = ZERO_GRADIENT)
         zero_gradient: Largest absolute drift of elements whose true gradient is zero.
     """
     engine = ready.engine
+    engine.owner.gather_state()
     rows: list[tuple[float, str]] = []
     noisy: set[str] = set()
     compared: dict[str, int] = {}

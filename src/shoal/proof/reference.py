@@ -116,13 +116,20 @@ def train_serially(
             after_step(step, copies, islands)
     if islands is not None:
         agree(copies, islands)
+    ends = range(steps + 1) if updates is None else updates
+    reported = [sums[start:stop] for start, stop in pairwise(ends)]
+    return reference_of(
+        first, [sum(total for total, _ in rows) / sum(count for _, count in rows) for rows in reported]
+    )
+
+
+def reference_of(first: _Copy, losses: list[float]) -> Reference:
+    """Where a model stands now."""
     named, optimizer, largest = first.named, first.optimizer, first.largest
     top = max((float(peak.max()) for peak in largest.values() if peak.numel()), default=0.0)
     keys = {key for param in named.values() for key in _elementwise_state(optimizer, param)}
-    ends = range(steps + 1) if updates is None else updates
-    reported = [sums[start:stop] for start, stop in pairwise(ends)]
     return Reference(
-        losses=[sum(total for total, _ in rows) / sum(count for _, count in rows) for rows in reported],
+        losses=losses,
         parameters={name: param.detach() for name, param in named.items()},
         state={name: _elementwise_state(optimizer, param, keys) for name, param in named.items()},
         buffers=dict(first.model.named_buffers()),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shoal.comm.json_exchange import exchange
+from shoal.comm.json_exchange import exchange, only_among
 from shoal.comm.ledger import Ledger
 from shoal.comm.transport.emulated import host_of
 from shoal.estimate.traffic import ShardTable, predict
@@ -30,6 +30,7 @@ from shoal.parallel.placement import mesh_of
 from shoal.runtime.compiled import require_uncompiled, running_eagerly
 from shoal.runtime.draws import cuts_of, places_of
 from shoal.runtime.options import JobOptions
+from shoal.runtime.servers import announcer, connect
 from shoal.runtime.step import StepRunner, build_model
 from shoal.runtime.traffic import Expected
 from shoal.strategy import Strategy, amp
@@ -58,6 +59,7 @@ class Prepared:
         """Gives the model back. All ranks call it alike."""
         self.executor.settle()
         self.engine.close()
+        only_among(None)
 
     @property
     def table(self) -> ShardTable:
@@ -111,7 +113,7 @@ def prepare(job: Job, strategy: Strategy, *, rank: int, backend: str | None, dev
     job's code keeps outside of the model is left as it was when the job was loaded."""
     if asks_for_hosts(strategy):
         strategy = by_hosts(strategy, [row["host"] for row in exchange({"host": host_of(rank)})])
-    mesh = mesh_of(strategy, rank=rank, backend=backend)
+    mesh = mesh_of(strategy, rank=rank, backend=backend, announce=announcer(strategy))
     model = build_model(job, dtype).to(device)
     tried = probe(without_draws(job.optimizer), model, job.options)
     _require_schedule(job, tried)
@@ -129,6 +131,7 @@ def prepare(job: Job, strategy: Strategy, *, rank: int, backend: str | None, dev
     randomness.numbers.cuts = cuts_of(engine)
     executor = executor_for(engine, strategy)
     runner = StepRunner(job, executor, strategy, randomness, autocast=strategy.term(amp) is not None, dtype=dtype)
+    connect(engine, strategy)
     expected = Expected(job, strategy, layout, executor, dtype)
     expected.watch()
     runner.before_step = expected.forget

@@ -20,6 +20,7 @@ from shoal.estimate.attention_traffic import attention_calls
 from shoal.estimate.axis_calls import axis_calls, buffer_calls
 from shoal.estimate.held import Held
 from shoal.estimate.outer_calls import outer_calls
+from shoal.estimate.server_calls import server_calls
 from shoal.estimate.shard_table import shard_table
 from shoal.estimate.tensor_traffic import crossing_calls
 from shoal.estimate.traffic import Call, Group, ShardTable
@@ -117,6 +118,8 @@ class Expected:
             method=None if compression is None else compression.method,
             gathers=self.blocks.gathers if self.blocks is not None and self.blocks.any else None,
         )  # fmt: skip
+        if self.held.placing.seats is not None:
+            return replace(found, calls=(*found.calls, *server_calls(self.held, found)))
         last = max(0, self.engine.clock - 1)
         pairs = None if self.engine.outer is None else self.engine.outer.pairs
         asked = 0 if pairs is None else pairs.asked

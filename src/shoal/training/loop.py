@@ -10,6 +10,7 @@ from __future__ import annotations
 import socket
 import statistics
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,14 +35,15 @@ from shoal.parallel.batch_norm import batch_norms
 from shoal.parallel.result import NOTHING_COUNTED, NonFinite
 from shoal.parallel.sync.streams import PHASE as OUTER
 from shoal.proof.one_step import gate_here
+from shoal.runtime.servers import is_server, serve_here
 from shoal.runtime.setup import Prepared, job_from, prepare, staleness
 from shoal.strategy import parse
 from shoal.training.check import TrainingStopped, require_job_of, resume_point, warning
 from shoal.training.hindered import Hindered
 from shoal.training.local import can_go_on
-from shoal.training.lost_islands import LostIslands
+from shoal.training.lost_islands import LostIslands, lost_ranks
 from shoal.training.options import TrainOptions
-from shoal.training.pace import Pace
+from shoal.training.pace import Counters, Pace, next_limit
 from shoal.training.record import lock
 from shoal.training.record.lock import FolderBusy, FolderLock
 from shoal.training.record.recorder import Recorder, new_folder, tracing
@@ -53,7 +55,7 @@ def train(options: TrainOptions, channel: Any) -> dict[str, Any]:
     asked = options.backend
     me = join(backend=None if asked is None else registered(asked), emulate=options.emulate)
     job, strategy = job_from(options), parse("serial" if options.strategy is None else options.strategy)
-    if options.gate:
+    if options.gate and not strategy.servers:
         # The ranks have no parent process that could have done it.
         with Outside(job).kept():
             facts = facts_of(job, layout_of(job, strategy))
@@ -66,6 +68,11 @@ def train(options: TrainOptions, channel: Any) -> dict[str, Any]:
     if options.go_on and options.resume is None and exchange({"found": can_go_on(folder)})[0]["found"]:
         options = replace(options, resume=str(folder))
     with _locked(folder, options.lock, me.rank, channel):
+        if is_server(strategy, me.rank):
+            channel.allow_loss()
+            served = serve_here(job, strategy, rank=me.rank, backend=me.backend, watch=beat)
+            leave(lost=lost_ranks())
+            return {**served, "memory_bytes": peak_memory_bytes(me.device)}
         ready = prepare(job, strategy, rank=me.rank, backend=me.backend, device=me.device)
         run = TrainingRun(ready, options, folder, channel, rank=me.rank)
         try:
@@ -118,7 +125,7 @@ class TrainingRun:
         self.last_loss: float | None = None
         self.evaluated_step: int | None = None
         self.stopping = False
-        self.pace = Pace(period(ready.strategy))
+        self.pace = Pace(1 if ready.engine.placement.seats is not None else period(ready.strategy))
         self.lost = LostIslands(ready, channel, rank=rank)
         self.hindered = Hindered(options, rank=rank, world=ready.strategy.world, seed=self.job.seed)
         if options.resume is not None:
@@ -155,7 +162,7 @@ class TrainingRun:
         self.lost.allow()
         self._evaluate_if_due()  # A stop comes before the evaluation of its step.
         while self.step < job.steps and not self._done():
-            self._one_step()
+            self._advance(every)
             if trace is not None:
                 trace.step()
             if self.stopping:
@@ -172,6 +179,22 @@ class TrainingRun:
         if every and self.saved_step != self.step:
             self._save(final=True)
         return self._close(status)
+
+    def _advance(self, every: int) -> None:
+        """One step; where servers let replicas run at their own speed, tickets until all stand at one step again."""
+        remote = self.engine.owner.remote
+        if remote is None or remote.together:
+            self._one_step()
+            return
+        limit = next_limit(self.step, self.job.steps, self.job.evaluate_every or 0, every)
+        counters = Counters(self.runner.order.next, {self.step: self.counter})
+        remote.ask(limit)
+        while not remote.paused:
+            self.step, self.counter = remote.step, counters.at(remote.step)
+            self.runner.share = remote.share if remote.by_tickets else None
+            self._one_step()
+        self.step, self.counter, self.stopping = remote.step, counters.at(remote.step), remote.stopping
+        self.engine.clock = self.step
 
     def _evaluate_if_due(self) -> None:
         due = self.pace.due(self.step, self.job.evaluate_every or 0)
@@ -306,6 +329,7 @@ class TrainingRun:
 
     def _close(self, status: Status) -> dict[str, Any]:
         self._settle()
+        served = self._leave_servers()
         steady = self.step_times[1:] or self.step_times
         outcome = {
             "status": status, "strategy": str(self.ready.strategy), "world": self.ready.strategy.world,
@@ -315,13 +339,27 @@ class TrainingRun:
             "memory_bytes": peak_memory_bytes(self.engine.device),
             "steps_to_target": self.reached_step, "time_to_target_s": self.reached_s,
             "ledger": self.ledger.to_json(), "predicted": self.ready.predicted.to_json(),
-            "folder": str(self.folder), **self.lost.report(), **staleness(self.ready.executor),
+            "folder": str(self.folder), **self.lost.report(), **staleness(self.ready.executor), **served,
         }  # fmt: skip
         if measured := self.engine.consistency.summary():
             outcome["consistency"] = measured
         if self.recorder is not None:
             self.recorder.close(status, outcome)
         return outcome
+
+    def _leave_servers(self) -> dict[str, Any]:
+        """Takes leave of parameter servers; what they have counted, on rank 0."""
+        remote, report = self.engine.owner.remote, {}
+        if remote is None:
+            return {}
+        if self.rank == 0:
+            report = remote.report()
+            del report["log"]
+            for name, seen in (("staleness", "staleness"), ("ahead", "clocks_apart")):
+                counted = Counter({int(key): times for key, times in report.pop(seen, {}).items()})
+                setattr(self.engine.consistency, name, counted)
+        remote.close()
+        return {"servers": report} if report else {}
 
     def failed(self, error: BaseException) -> None:
         if self.recorder is not None:
