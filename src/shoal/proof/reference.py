@@ -229,7 +229,6 @@ class _Copy:
         """The sum of the losses and their count; gradients become those of the mean, clipped."""
         job, total, count = self.job, 0.0, 0.0
         self.optimizer.zero_grad(set_to_none=True)
-        alone = sum(len(piece) > 0 for piece in pieces) == 1
         for positions in (piece for piece in pieces if len(piece)):
             ordered = positions[::-1] if self.disturbed is not None and self.disturbed.reverse else positions
             batch = job.train.batch(indices[ordered])
@@ -241,11 +240,10 @@ class _Copy:
                     loss, counted = job.loss_of(job.run_model(self.model, batch), batch)
                 if loss.requires_grad:
                     with self.randomness.backward():
-                        # As a script has it: of the mean, where the batch is in one piece.
-                        (loss / float(counted) if alone and counted else loss).backward()
+                        loss.backward()
             total, count = total + float(loss.detach()), count + float(counted)
         if count:
-            _average(self.named, self.largest, 1.0 if alone else count)
+            _average(self.named, self.largest, count)
             if job.clip is not None:
                 nn.utils.clip_grad_norm_(self.named.values(), job.clip)
         return total, count
