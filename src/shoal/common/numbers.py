@@ -1,8 +1,8 @@
-"""Small arithmetic that several rooms need: parts of a range, divisors, products, and where a function is zero."""
+"""Small arithmetic that several rooms need: parts of a range, balanced shares, divisors, products, and roots."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 
 def even_part(total: int, parts: int, index: int) -> tuple[int, int]:
@@ -43,3 +43,13 @@ def falls_to_zero(
         else:
             high, below, above = middle, here, above / 2
     return low
+
+
+def balanced(sizes: Sequence[int], parts: int) -> list[int]:
+    """For each size the part that it goes to: the largest first, each to the part that has least so far (Graham 1969,
+    at most 4/3 of the best). Equal sizes go in their order."""
+    loads, found = [0] * parts, [0] * len(sizes)
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        found[place] = loads.index(min(loads))
+        loads[found[place]] += sizes[place]
+    return found

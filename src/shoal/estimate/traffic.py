@@ -21,6 +21,7 @@ For k micro-batches and a buffer of n bytes, sharded over S ranks with C copies,
               counts over those who work on the stage; loss: sum, count, stop flag and squared norm over all ranks
     batch norm of c channels, synchronised: all-gather of 2c+1 in forward, all-reduce of 2c in backward, k times each
               (recomputed: the all-gather a second time, in backward)
+    optimisers of full parameters, where ranks hold pieces: two all-to-alls (`full_parameters.py`)
     buffers that the job declares: all-reduce of 1 and of each averaged or summed number, broadcast of the others
 """
 
@@ -75,6 +76,8 @@ class Buffer:
     forward_gathers: int = 0
     backward_gathers: int = 0
     """Stage 3: how often it is gathered in a step."""
+    pieces: tuple[tuple[str, int], ...] = ()
+    """Parameters in this rank's shard of it, and how many elements of each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +106,8 @@ class ShardTable:
     one_memory: bool = False
     """Whether those that shard see each other's memory: they meet, and send nothing."""
     norms: tuple[Norm, ...] = field(default=())
+    update: tuple[Call, ...] = field(default=())
+    """What an optimiser of full parameters sends (`full_parameters.py`), in each update."""
     calls: tuple[Call, ...] = field(default=())
     """What the other axes send in a step, by their own formulas."""
     stage: Group | None = None
@@ -119,7 +124,7 @@ def calls_of(table: ShardTable) -> list[Call]:
     """Every collective of a steady-state step, those of the other axes included."""
     found = (
         *loss_calls(table), *gradient_calls(table), *parameter_calls(table), *norm_calls(table),
-        *batch_norm_calls(table), *table.calls,
+        *update_calls(table), *batch_norm_calls(table), *table.calls,
     )  # fmt: skip
     return [call for call in found if call[-1] > 1]
 
@@ -189,6 +194,12 @@ def norm_calls(table: ShardTable) -> Iterator[Call]:
     """Of the norm of the gradient."""
     for _ in range(table.micro_batches if table.stage is not None else 1):
         yield table.norm.axis, "optimizer", "all_reduce", NUMBER_BYTES, table.norm.ranks
+
+
+def update_calls(table: ShardTable) -> Iterator[Call]:
+    """Of an optimiser of full parameters."""
+    for _ in range(table.micro_batches if table.stage is not None else 1):
+        yield from table.update
 
 
 def batch_norm_calls(table: ShardTable) -> Iterator[Call]:

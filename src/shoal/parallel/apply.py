@@ -61,7 +61,7 @@ def parallelize(
     """Makes the model train by the strategy. All ranks call it alike; rank 0's values are everyone's start. The mesh is
     the engine's from then on, and is closed with it. `seed` is that of what compression draws; `randomness` has the
     rule for what the model draws, `update_draws` that for what the optimiser draws."""
-    require_runnable(strategy, elementwise=elementwise, coupled=coupled)
+    require_runnable(strategy, coupled=coupled)
     cutting = next((axis for axis in strategy.axes if not axis.name.startswith("dp")), None)
     if layout is None and cutting is not None:
         raise NotRunnable(f"{cutting.term}: a model is cut by its layout, and none was given; train a Job instead")
@@ -98,8 +98,9 @@ def parallelize(
         placement.replicas(family)
 
     recipe = Recipe(
-        factory=optimizer, options=known, labels={name: labels[name] for name in names}, elementwise=elementwise
-    )
+        factory=optimizer, options=known, labels={name: labels[name] for name in names}, elementwise=elementwise,
+        shapes={name: shapes[name][0] for name in names},
+    )  # fmt: skip
     owner = owner_kind(placement)(model, placement, cut, recipe, bucket_bytes=bucket_bytes)
     alike = placement.first_of_tensor or placement.batch_over_tp
     gathers = cut.sequence is not None and cut.sequence.gathers

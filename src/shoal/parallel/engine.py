@@ -34,6 +34,7 @@ from shoal.parallel.buffers import BufferExchange
 from shoal.parallel.compression import Compression
 from shoal.parallel.cutting import CutModel
 from shoal.parallel.data import GradientReduction
+from shoal.parallel.flat_slice import Piece
 from shoal.parallel.optimizer import SlicedOptimizer
 from shoal.parallel.optimizer_needs import closure_for, drawn_slices
 from shoal.parallel.owner.base import Gradients, Owner
@@ -273,8 +274,12 @@ class Engine:
         cut = self.cut.cuts.get(name)
         if cut is None:
             return None
-        members = self.placement.experts if name in self.cut.stacks else self.placement.tensor
+        members = self.placement.cutting(name in self.cut.stacks)
         return TensorPart(cut, members.size, members.index)
+
+    def part_of_piece(self, piece: Piece) -> TensorPart | None:
+        """Which part of a parameter a piece is a range of; None if of the full one."""
+        return None if piece.full else self.part_of(piece.name)
 
     def speaks_for(self, name: str, *, of_island: bool = False) -> bool:
         """Whether this rank writes what is not sharded (a buffer, a frozen parameter) to a checkpoint; for its own

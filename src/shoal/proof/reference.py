@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from shoal.job import Job, JobError
+from shoal.job.kept import state_of
 from shoal.job.probe_run import needs_closure
 from shoal.job.random_optimizer import UpdateDraws, draws_numbers
 from shoal.runtime.draws import serial_randomness, serial_update
@@ -130,9 +131,7 @@ def train_serially(
         indices = _batch_at(job, counter)
         positions = np.arange(len(indices))
         if islands is not None:
-            shares = [
-                islands.share(positions, n, separate=micro_batches > 1, parts=parts) for n in range(len(copies))
-            ]
+            shares = [islands.share(positions, n, separate=micro_batches > 1, parts=parts) for n in range(len(copies))]
         else:
             shares = [[part for piece in np.array_split(positions, micro_batches)
                        for part in np.array_split(piece, parts)]]  # fmt: skip
@@ -347,7 +346,7 @@ def _elementwise_state(
     optimizer: torch.optim.Optimizer, param: nn.Parameter, keys: set[str] | None = None
 ) -> dict[str, torch.Tensor]:
     """State with a value for each element. Of a scalar parameter only `keys` separate it from numbers like the step."""
-    state: dict[str, Any] = optimizer.state.get(param, {})
+    state = state_of(optimizer, param)
     return {
         k: v.to_dense()
         for k, v in state.items()

@@ -35,9 +35,7 @@ def check(options: TrainOptions, channel: Any) -> dict[str, Any]:
     layout = layout_of(job, strategy)
     facts = facts_of(job, layout)
     require_legal(strategy, facts=facts)
-    require_runnable(
-        strategy, elementwise=facts.elementwise_optimizer is not False, coupled=bool(facts.coupled_optimizer)
-    )
+    require_runnable(strategy, coupled=bool(facts.coupled_optimizer))
     if len(job.train) < job.global_batch and channel is not None:
         text = f"a global batch of {job.global_batch} is larger than the data set of {len(job.train)} samples"
         each = "holds some samples several times" if job.last_batch == "wrap" else "is the full data set"
