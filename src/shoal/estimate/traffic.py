@@ -15,7 +15,8 @@ For k micro-batches and a buffer of n bytes, sharded over S ranks with C copies,
     compress  inside the level: reduce-scatter and all-gather of n (stage 0), as above (sharded there), or all-reduce n
               (the level shards itself); between: payloads (`comm/compress/traffic.py`) and an all-reduce of what is not
               compressed; outside: all-reduce of this rank's part
-    loss      all-reduce of sum, count, stop flag and one use count for each parameter over all ranks
+    loss      all-reduce of sum, count, stop flag, two numbers for the noise of gradients and one use count for each
+              parameter over all ranks
     norm      all-reduce of one squared norm over the ranks that hold different parts of the model
     PipeDream as stage 0, gradients and norm k times; for each of the k updates an all-reduce of sum, count and use
               counts over those who work on the stage; loss: sum, count, stop flag and squared norm over all ranks
@@ -130,9 +131,9 @@ def calls_of(table: ShardTable) -> list[Call]:
 
 
 def loss_calls(table: ShardTable) -> Iterator[Call]:
-    """Of what steers a step: loss, count, stop flag."""
+    """Of what steers a step: loss, count, stop flag, noise."""
     if table.stage is None:
-        yield table.world.axis, "loss", "all_reduce", (3 + table.num_parameters) * NUMBER_BYTES, table.world.ranks
+        yield table.world.axis, "loss", "all_reduce", (5 + table.num_parameters) * NUMBER_BYTES, table.world.ranks
         return
     yield table.world.axis, "loss", "all_reduce", 4 * NUMBER_BYTES, table.world.ranks
     for _ in range(table.micro_batches):

@@ -197,10 +197,10 @@ class _Copy:
         if self.noise is not None:
             move_by_rounding(self.named.values(), self.noise)
         for group, lr in zip(optimizer.param_groups, self.base, strict=True):
-            if job.schedule(step) != self.factor:
+            if job.lr_factor(step) != self.factor:
                 # A tensor keeps its own precision, as PyTorch's schedulers leave it.
-                group["lr"] = lr * job.schedule(step)
-        self.factor = job.schedule(step)
+                group["lr"] = lr * job.lr_factor(step)
+        self.factor = job.lr_factor(step)
         if needs_closure(optimizer):
             return self._with_closure(lambda: self._compute(indices, pieces, started))
         total, count = self._compute(indices, pieces, started)
@@ -320,9 +320,9 @@ def _groups(job: Job, model: nn.Module) -> list[dict[str, Any]]:
 def _batch_at(job: Job, counter: int) -> np.ndarray:
     """The samples of the global batch that starts at a counter, by the documented rule: epoch e visits the samples in
     the order PCG64(SeedSequence([seed, e])).permutation; epochs follow each other, and a batch goes on into the next
-    one ("wrap") or ends with its own ("short")."""
+    one ("wrap") or ends with its own ("short"). It has the size that it has grown to at its first sample."""
     num = len(job.train)
-    stop = counter + job.global_batch
+    stop = counter + ([job.global_batch] + [size for start, size in job.growth if start <= counter])[-1]
     if job.last_batch == "short":
         stop = min(stop, (counter // num + 1) * num)
     epochs = range(counter // num, (stop - 1) // num + 1)

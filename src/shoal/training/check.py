@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ def check(options: TrainOptions, channel: Any) -> dict[str, Any]:
     layout = layout_of(job, strategy)
     facts = facts_of(job, layout)
     require_legal(strategy, facts=facts)
+    for _, batch in job.growth:
+        require_legal(strategy, facts=replace(facts, global_batch=batch))
     require_runnable(strategy, coupled=bool(facts.coupled_optimizer))
     if len(job.train) < job.global_batch and channel is not None:
         text = f"a global batch of {job.global_batch} is larger than the data set of {len(job.train)} samples"
