@@ -1,7 +1,7 @@
 """The gradient noise scale of a run, smoothed over its steps: the critical batch size (McCandlish et al. 2018).
 
-Noise and signal are averaged separately, since the ratio of single steps is biased: over all steps at first, then over
-about the last `MEMORY` of them.
+Noise and signal are averaged separately, since the ratio of single steps is biased. The noise scale grows while a model
+learns, by orders of magnitude at first, so that averages forget: a step has the weight 1 - 1/MEMORY of the one after it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from shoal.parallel.noise import MeasuredNoise
 
-MEMORY = 100
+MEMORY = 25
 """Steps that an average remembers."""
 ENOUGH = 10
 """Steps before which an average says nothing."""
@@ -32,7 +32,7 @@ class NoiseScale:
         if found is None:
             return
         self.steps += 1
-        weight = max(1 / self.steps, 1 / MEMORY)
+        weight = 1 / (MEMORY * (1 - (1 - 1 / MEMORY) ** self.steps))  # Weights of all steps so far add up to 1.
         self.noise += weight * (found.noise * samples_per_count - self.noise)
         self.signal += weight * (found.signal - self.signal)
 
