@@ -39,7 +39,8 @@ STRATEGIES = [
     "dp(3, via=shared())", "dp(2, via=shared()) * accumulate(2)", "dp(2) * dp(2, via=shared())",
     'pp(2, "1f1b", micro=2)',
     'pp(2, "gpipe", micro=2) * dp(2, zero=1)', 'pp(2, "1f1b", micro=2) * dp(2, via=shared())', "tp(2)",
-    "dp(2, zero=1) * tp(2)", "dp(2, compress=topk(0.1))", "dp(2) * recompute(\"full\")",
+    "dp(2, zero=1) * tp(2)", "dp(2, compress=topk(0.1))", "dp(2) * recompute(\"full\")", "dp(2, sync=local(3))",
+    "dp(2, sync=diloco(3)) * dp(2, zero=3)",
 ]  # fmt: skip
 
 
@@ -55,9 +56,11 @@ def settings(strategy: str, folder: Path) -> dict[str, Any]:
 class Killer:
     """Kills one rank or all of them: a moment after their start, or in or after one of the next steps."""
 
-    def __init__(self, world: int, chance: random.Random) -> None:
-        self.world, self.pids, self.victims = world, {}, chance.choice(["one rank", "all ranks"])
-        self.which = chance.randrange(world)
+    def __init__(self, strategy: str, chance: random.Random) -> None:
+        self.world, self.pids, self.victims = parse(strategy).world, {}, chance.choice(["one rank", "all ranks"])
+        if "sync=" in strategy:
+            self.victims = "all ranks"  # The loss of one island does not end a run (test_lost_islands.py).
+        self.which = chance.randrange(self.world)
         self.steps = chance.randint(1, MOST_STEPS) if chance.random() < 0.7 else None
         """After so many steps; None: while ranks start and restore."""
         self.after_s = chance.uniform(0.0, 0.03 if self.steps else 0.6)
@@ -92,7 +95,7 @@ class Killer:
 def life(asked: dict[str, Any], chance: random.Random | None) -> str:
     """One start of a run: how it ended."""
     world = parse(asked["strategy"]).world
-    killer = Killer(world, chance) if chance is not None else None
+    killer = Killer(asked["strategy"], chance) if chance is not None else None
     try:
         run_ranks(TARGET, asked, ranks=world, on_message=killer.message if killer else None, hang_after_s=120.0)
         return "finished"

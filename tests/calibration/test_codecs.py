@@ -15,8 +15,12 @@ VIEWS = {"view", "_unsafe_view", "slice", "split", "split_with_sizes", "unbind",
          "select", "unsqueeze", "transpose", "empty", "empty_like", "new_empty"}  # fmt: skip
 
 
+MULTIPLY_ADDS = 5
+"""That a core makes in the time in which it reads one element: large products are computing, not reading."""
+
+
 class Touched(TorchDispatchMode):
-    """Bytes that kernels read and write."""
+    """Bytes that kernels read and write, and what products compute in the same unit."""
 
     nbytes = 0
 
@@ -25,6 +29,8 @@ class Touched(TorchDispatchMode):
         if kernel.__name__.partition(".")[0] not in VIEWS:
             tensors = [each for each in tree_leaves((args, kwargs or {}, result)) if isinstance(each, torch.Tensor)]
             self.nbytes += sum(each.numel() * each.element_size() for each in tensors)
+            if kernel.__name__.startswith("mm."):
+                self.nbytes += args[0].numel() * args[1].shape[1] * args[0].element_size() // MULTIPLY_ADDS
         return result
 
 

@@ -102,7 +102,7 @@ def test_a_reader_that_goes_away_is_no_error(place: Place) -> None:
 
 
 def test_a_strategy_is_shown_as_understood_and_as_typed() -> None:
-    from shoal.cli.echo import echoed
+    from shoal.cli.output import echoed
     from shoal.strategy import parse
 
     assert echoed(parse("dp(2)"), " dp( 2 ) ") == "dp(2)"

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from comm.compressors import ALL, FEEDBACK, LOSSY, term_of
+from shoal.comm.compress.compressor import Compressor
 from shoal.comm.compress.given import CompressError, Draw, Over, State
 from shoal.comm.compress.method import Method
 from shoal.strategy.terms import compress as terms
@@ -57,6 +58,7 @@ def close(a: torch.Tensor, b: torch.Tensor, scale: float) -> bool:
 @pytest.mark.parametrize("term", [t for t in FEEDBACK if not isinstance(t, terms.dgc)], ids=str)
 def test_sent_and_residual_are_the_gradient(term: terms.CompressTerm, dtype: torch.dtype) -> None:
     for name, x in gradients(dtype).items():
+        assert isinstance(term, Compressor)
         method, state = Method(term), State()
         for step in range(3):
             before, given_x = take(state, "residual", x).clone(), x.clone()
@@ -64,8 +66,9 @@ def test_sent_and_residual_are_the_gradient(term: terms.CompressTerm, dtype: tor
             assert total.shape == x.shape
             assert total.dtype == dtype
             assert torch.equal(x, given_x), "the gradient was changed"
-            scale = max(float((x + before).abs().max()), float(total.abs().max()))
-            assert close(total + take(state, "residual", x), x + before, scale), (name, step)
+            value = torch.add(x, before, alpha=term.memory())
+            scale = max(float(value.abs().max()), float(total.abs().max()))
+            assert close(total + take(state, "residual", x), value, scale), (name, step)
 
 
 @pytest.mark.parametrize(
@@ -251,6 +254,7 @@ RATES = {
     "int8": ("int8()", 0.5), "topk": ("topk(0.1)", 0.2), "mstopk": ("mstopk(0.1)", 0.2),
     "hitopk": ("hitopk(0.1)", 0.2), "randomk": ("randomk(0.25)", 0.1), "threshold": ("threshold(0.01)", 0.2),
     "dgc": ("dgc(0.1)", 0.02), "gtopk": ("gtopk(0.1)", 0.2), "sketch": ("sketch(3, 400)", 0.1),
+    "chunktopk": ("chunktopk(0.1)", 0.2), "demo": ("demo(0.1)", 0.2),
     "powersgd": ("powersgd(4)", 0.2), "qsgd": ("qsgd(2)", 0.3), "fp16": ("fp16()", 0.5),
 }  # fmt: skip
 """Where another rate than 0.2, or another term than that of the other tests, is needed."""

@@ -77,7 +77,8 @@ def reduce_and_account(arguments: dict[str, Any], channel: Channel) -> list[dict
         for step in range(3):
             x = gradient(kind, shape, dtype, rank, step)
             residual, velocity = kept(state, "residual", x), kept(state, "velocity", x)
-            value = torch.add(x, velocity, alpha=0.9) + residual
+            decay = term.memory() if isinstance(term, Compressor) else 1.0
+            value = torch.add(x, velocity, alpha=0.9).add_(residual, alpha=decay)
             oracle = expected_by_hand(method, value, step, text)
             BOOK.take()
             with BOOK.during("gradient"):

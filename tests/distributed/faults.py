@@ -30,6 +30,7 @@ SEAM = {
     "GradientReduction": ("reduce", "arrived"),
     "Bucket": ("receive",),
     "ShardedOwner": ("publish",),
+    "ParameterGathering": ("gather", "finish"),
     "SlicedOptimizer": ("step",),
     "Pipeline": ("backward",),
     "Borders": ("crossings",),

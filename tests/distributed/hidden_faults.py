@@ -1,6 +1,6 @@
-"""Collectives that nobody counts, planted on purpose: what crosses the ranks crosses them past the ledger, and what the
-engine keeps of it for its own account is missing too. The numbers come out right and the engine's account agrees with
-the ledger, so that only traffic predicted before the run can give them away.
+"""Traffic that changes no number, planted on purpose: collectives past the ledger, which the engine's own account lacks
+too, and gathers that no one needs. The engine's account agrees with the ledger, so that only traffic predicted without
+the engine can give them away.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import shoal.parallel.tensor.regions as regions
 from shoal.comm.ledger import BOOK
 from shoal.parallel.context.cut import SequenceCut
 from shoal.parallel.pipeline.borders import Borders
+from shoal.parallel.zero import ParameterGathering, ShardedUnit
 from shoal.proof.entry import parallel_run
 
 
@@ -80,4 +81,32 @@ def activations(arguments: dict[str, Any], channel: Any) -> Any:
     """All messages between stages."""
     Borders.crossings = lambda self, stages, before: {}  # type: ignore[method-assign]
     _leave_out("pp", "send", "recv")
+    return parallel_run(arguments, channel)
+
+
+def gathers_twice(arguments: dict[str, Any], channel: Any) -> Any:
+    """Blocks are gathered, given back, and gathered again."""
+    gather = ParameterGathering.gather
+
+    def faulty(self: ParameterGathering, unit: ShardedUnit, phase: str) -> None:
+        gather(self, unit, phase)
+        if not unit.is_root:
+            self.free(unit)
+            gather(self, unit, phase)
+
+    ParameterGathering.gather = faulty  # type: ignore[method-assign]
+    return parallel_run(arguments, channel)
+
+
+def gathers_what_is_left_out(arguments: dict[str, Any], channel: Any) -> Any:
+    """Every micro-batch also gathers the blocks that it has not called."""
+    finish = ParameterGathering.finish
+
+    def faulty(self: ParameterGathering, *, root: bool = True) -> None:
+        for unit in self.units:
+            if not unit.called and not unit.is_root and any(other.called for other in self.units):
+                self.gather(unit, "backward")
+        finish(self, root=root)
+
+    ParameterGathering.finish = faulty  # type: ignore[method-assign]
     return parallel_run(arguments, channel)

@@ -7,6 +7,7 @@ import os
 import signal
 import tempfile
 from collections import Counter
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from shoal.job import load_job
 from shoal.launch.join import join, leave
 from shoal.parallel import apply
 from shoal.parallel.sync.outer import OuterLevel
+from shoal.parallel.sync.scheme import Kept
 from shoal.proof.compare import compare
 from shoal.proof.conditions import Conditions, for_proof
 from shoal.proof.entry import serial_run
@@ -127,11 +129,14 @@ def forgetful(arguments: dict[str, Any], channel: Any) -> Any:
     """A checkpoint's slow momentum is not taken up."""
     class Forgets(OuterLevel):
         @property
-        def kept(self) -> dict[str, list[torch.Tensor]]:
-            return {} if inspect.stack()[1].function == "load_island" else self._kept
+        def kept(self) -> Kept:
+            kept = copy(self._kept)
+            if inspect.stack()[1].function == "load_island":
+                kept.clear()
+            return kept
 
         @kept.setter
-        def kept(self, kept: dict[str, list[torch.Tensor]]) -> None:
+        def kept(self, kept: Kept) -> None:
             self._kept = kept
 
     apply.OuterLevel = Forgets  # type: ignore[misc]

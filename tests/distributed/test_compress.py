@@ -129,6 +129,8 @@ def test_200_steps_come_near_the_common_optimum(ranks: Ranks, number: int) -> No
         "mstopk(0.1)": (0.2, 0.05), "randomk(0.25)": (0.2, 0.05), "threshold(0.1)": (0.2, 0.05),
         "dgc(0.1)": (0.02, 0.3), "gtopk(0.1)": (0.2, 0.1), "hitopk(0.1)": (0.2, 0.05), "sketch(3, 400)": (0.2, 0.05),
         "powersgd(4)": (0.2, 0.05), "ternary()": (0.1, 0.15),
+        # What is forgotten does not quite cancel where ranks want different things.
+        "chunktopk(0.1)": (0.2, 0.15), "demo(0.1)": (0.2, 0.05),
     }  # fmt: skip
     named = {text.partition("(")[0] for text in special}
     usual = {str(term): (0.2, 0.05) for term in ALL if type(term).__name__ not in named}

@@ -83,3 +83,20 @@ def test_a_collective_that_is_neither_counted_nor_noted_is_rejected_by_the_ledge
     assert not found.passed
     assert found.max_rel_diff <= EXACT
     assert any(axis in line for line in found.ledger_differences), found.ledger_differences
+
+
+@pytest.mark.parametrize(
+    ("name", "job", "strategy"),
+    [
+        ("gathers_twice", "users:recomputing", "dp(2, zero=3)"),
+        ("gathers_twice", "users:layer_drop", "dp(2, zero=3) * accumulate(2)"),
+        ("gathers_what_is_left_out", "users:layer_drop", "dp(2, zero=3) * accumulate(2)"),
+    ],
+)
+def test_gathers_that_no_block_needs_are_rejected_by_the_ledger(name: str, job: str, strategy: str) -> None:
+    """Also of a model that leaves out blocks at random: which ones it called is observed, not asked of the engine."""
+    assert certificate(HONEST, job, strategy).passed
+    found = certificate(f"distributed.hidden_faults:{name}", job, strategy)
+    assert not found.passed
+    assert found.max_rel_diff <= EXACT
+    assert any("dp/backward/all_gather" in line for line in found.ledger_differences), found.ledger_differences

@@ -1,4 +1,5 @@
-"""tp(sequence=True) within cp: exact where tp cuts what cp has cut, refused by name where their ends cross."""
+"""tp(sequence=True) within cp and in pipelines: exact where tp cuts what cp has cut, refused by name where their ends
+cross, and exact for blocks of a stage that tp leaves unsplit."""
 
 from __future__ import annotations
 
@@ -31,3 +32,11 @@ def test_tokens_are_cut_within_a_part_of_the_sequence(job: str, method: str) -> 
 def test_cuts_whose_ends_cross_are_refused(job: str, why: str) -> None:
     with pytest.raises(IllegalStrategy, match=why):
         verify(f"{JOBS}:{job}", parse("cp(2) * tp(2, sequence=True)"), steps=1)
+
+
+@pytest.mark.parametrize("strategy", ["tp(2, sequence=True)", "pp(2, '1f1b', micro=2) * tp(2, sequence=True)"])
+def test_blocks_without_a_region_are_summed_over_the_parts_of_the_stream(strategy: str) -> None:
+    """Also where they end or begin a stage."""
+    proof = verify(f"{JOBS}:uncut_between", parse(strategy), steps=2)
+    assert proof.passed, proof
+    assert proof.max_rel_diff <= EXACT, proof

@@ -191,7 +191,7 @@ def test_over_a_period_of_local_steps_each_call_is_paid_once(inner: str) -> None
         for rank in representatives(strategy)
     ]
     held = [sum(buffer.padded_bytes // buffer.sharding.ranks for buffer in each.table.buffers) for each in ranks]
-    assert [sum(call[3] for call in each.exchange) for each in ranks] == [16 + size for size in held]
+    assert [sum(call[3] for call in each.exchange) for each in ranks] == [24 + size for size in held]
     assert {(call[1:3], call[4]) for each in ranks for call in each.exchange} == {(("outer", "all_reduce"), 2)}
     wire_s = max(sum(collective_s(slow, *call[2:]) for call in each.exchange) for each in ranks)
     estimate = price_step(model, strategy, slow)

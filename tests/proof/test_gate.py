@@ -16,7 +16,7 @@ from shoal.job.facts import build_without_memory
 from shoal.layout.layout import facts_of, layout_of
 from shoal.proof.fingerprint import fingerprint
 from shoal.proof.gate import LayoutWrong, exact_twin
-from shoal.proof.one_step import question
+from shoal.proof.gate_question import question
 from shoal.proof.proven import is_proven, proven_file, remember
 from shoal.strategy import parse
 from shoal.training.local import train_job

@@ -1,9 +1,10 @@
 """Saves and restores the private state of each island.
 
 A checkpoint's parameters are the consensus of all islands, and its optimiser state is that of the first island, so any
-strategy can continue from it. In addition it holds what differs between islands: their parameters and buffers between
-two exchanges, the optimiser state of the other islands, and the samples seen since the last exchange. The same number
-of islands continues from these to the bit; any other number begins with the consensus.
+strategy can continue from it. In addition it holds what differs between islands: their parameters and buffers (between
+two exchanges, or always, where a scheme leaves them different), what the scheme keeps, the optimiser state of the other
+islands, and the samples seen since the last exchange. The same number of islands continues from these to the bit; any
+other number begins with the consensus.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from shoal.checkpoint.buffers import persistent_buffers
 from shoal.parallel.engine import Engine
 from shoal.parallel.kept_errors import ISLANDS
+from shoal.parallel.sync.scheme import Kept
 
 if TYPE_CHECKING:
     from shoal.checkpoint.contents import Contents
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
 PARAMETER = "parameter"
 KEPT = "kept"
 """What the names of a scheme's own state begin with; optimisers name none so."""
+NUMBER = "number"
+"""Likewise for numbers that it keeps."""
+DIFFERS = "differs"
+"""Whether the island's own parameters are not the consensus."""
 
 
 def label(engine: Engine, what: str = "") -> str:
@@ -54,7 +60,11 @@ def add_island(contents: Contents, engine: Engine, own: list[torch.Tensor]) -> N
             of = label(engine, name)
             contents.optimizer[of] = {key: contents.encoded(of, key, value) for key, value in values.items()}
     if place.island.index == 0:
-        counts = {"count": outer.count, "steps": outer.steps, **{f"{KEPT} {what}": 1 for what in outer.kept}}
+        counts = {
+            "count": outer.count, "steps": outer.steps, DIFFERS: int(bool(own)),
+            **{f"{KEPT} {what}": 1 for what in outer.kept},
+            **{f"{NUMBER} {name}": number for name, number in outer.kept.numbers.items()},
+        }  # fmt: skip
         contents.optimizer[label(engine)] = {
             key: contents.encoded(label(engine), key, value) for key, value in counts.items()
         }
@@ -66,7 +76,7 @@ def load_island(engine: Engine, saved: OwnView) -> None:
     if outer is None:
         return
     outer.count, outer.steps = 0.0, 0
-    outer.kept = outer.term.begin(outer.masters)
+    outer.kept = Kept(outer.term, outer.masters)
     counts = saved.common().get(label(engine))
     if counts is None:
         return
@@ -77,7 +87,10 @@ def load_island(engine: Engine, saved: OwnView) -> None:
         for piece in engine.owner.pieces_of(kept, engine.owner.owned_in_island):
             stop = piece.start + len(piece.values)
             piece.values.copy_(saved.read(piece.name, label(engine, f"{KEPT} {what}"), piece.start, stop))
-    if outer.steps:
+    for name in outer.kept.numbers:
+        if f"{NUMBER} {name}" in counts:
+            outer.kept.numbers[name] = float(counts[f"{NUMBER} {name}"])
+    if int(counts.get(DIFFERS, outer.steps)) and (outer.steps or not outer.term.equal):
         engine.owner.load_parameters(lambda name, start, stop: saved.read(name, label(engine, PARAMETER), start, stop))
         for name, buffer in persistent_buffers(engine.model).items():
             values = saved.extra(f"buffer {name}", label(engine), engine.part_of(name))

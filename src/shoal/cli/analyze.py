@@ -5,9 +5,9 @@ fast p processors could be at best and at worst. A preset's shape is enough and 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+from shoal.cli.output import emitter, print_json, write_picture
 from shoal.job import names
 from shoal.job.errors import JobError, did_you_mean
 
@@ -38,14 +38,12 @@ def analyze_command(text: str, *, batch: int | None, as_json: bool, picture_file
 
     if is_preset(text):
         found = report(preset_network(text, batch=batch))
-        _show(found, picture_file=picture_file, show=_print_json if as_json else _print)
+        _show(found, picture_file=picture_file, show=print_json if as_json else _print)
         return
     _require_job(text)
     from rich.console import Console
 
-    from shoal.cli.only_json import only_json
-
-    with only_json() if as_json else nullcontext(_print) as show:
+    with emitter(_print, as_json=as_json) as show:
         with Console(stderr=True).status("importing torch") as status:
             from shoal.analysis.traced import traced_network
             from shoal.job import load_job
@@ -74,18 +72,11 @@ def _require_job(text: str) -> None:
 
 def _show(report: dict[str, Any], *, picture_file: str | None, show: Callable[[dict[str, Any]], None]) -> None:
     if picture_file is not None:
-        from shoal.cli.explain import write_picture
         from shoal.pictures.analysis import analysis_svg
 
         write_picture(analysis_svg(report), picture_file, option="--picture")
         report["picture"] = {"file": picture_file}
     show(report)
-
-
-def _print_json(report: dict[str, Any]) -> None:
-    import json
-
-    print(json.dumps(report, indent=2, ensure_ascii=False))
 
 
 def _print(report: dict[str, Any]) -> None:

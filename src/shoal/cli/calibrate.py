@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.calibration.findings import CannotCalibrate, Findings, findings_of, write_findings
+from shoal.cli.output import emitter
 from shoal.comm.calibration import calibration_path
 
 SIZES = [1 << power for power in range(10, 25, 2)]
@@ -29,8 +30,6 @@ Show = Callable[[Any], None]
 def calibrate_command(
     *, ranks: int | None, output: str | None, quick: bool, force: bool, links: bool, as_json: bool
 ) -> int:
-    from shoal.cli.only_json import only_json
-
     path = Path(output) if output else calibration_path()
     if path is None:
         raise CannotCalibrate(
@@ -45,7 +44,7 @@ def calibrate_command(
     if launched and ranks is not None:
         raise CannotCalibrate(f"--ranks {ranks}: the launcher has started the ranks already; leave --ranks out")
     status = 0
-    with only_json() if as_json else contextlib.nullcontext(show) as emit:
+    with emitter(show, as_json=as_json) as emit:
         if launched:
             measured = _as_one_rank(arguments)
         else:

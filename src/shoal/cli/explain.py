@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.echo import echoed
+from shoal.cli.output import CannotDraw, echoed, print_json, require_drawable, write_picture
 from shoal.strategy import Strategy, explanation, parse
 
 if TYPE_CHECKING:
@@ -14,14 +14,7 @@ if TYPE_CHECKING:
 
 TIMELINE_FILE = "timeline.svg"
 
-MOST_BOXES = 20_000
-"""Passes in one timeline. More of them make a picture of several megabytes in which nothing can be seen."""
-
 STYLES = {"F": "bold blue", "B": "bold yellow", "W": "bold magenta", "idle": "dim", "ruler": "dim"}
-
-
-class CannotDraw(ValueError):
-    """A picture that does not exist, is too large to be seen, or cannot be written."""
 
 
 class CannotExplain(ValueError):
@@ -66,13 +59,11 @@ def explain_strategy(
 
         write_picture(picture_svg(strategy), picture_file, option="--picture")
     if as_json:
-        import json
-
         if timeline is not None:
             report["timeline"] = {"file": timeline_file, **_timeline_values(strategy, timeline)}
         if picture_file is not None:
             report["picture"] = {"file": picture_file}
-        print(json.dumps(report, indent=2, ensure_ascii=False))
+        print_json(report)
         return
     _print({**report, "strategy": echoed(report["strategy"], text)} if "strategy" in report else report)
     if picture_file is not None:
@@ -94,29 +85,10 @@ def _draw(strategy: Strategy, path: str) -> PipelineTimeline:
             "give a strategy with pp, for example \"pp(4, '1f1b', micro=8)\""
         )
     passes = 3 if term.schedule == "zero-bubble" else 2
-    boxes = passes * term.n * term.chunks * term.micro
-    if boxes > MOST_BOXES:
-        raise CannotDraw(
-            f"{term}: a timeline of {boxes:,} passes is too large to be seen, at most {MOST_BOXES:,} are drawn; "
-            "the pattern is the same with fewer micro-batches or ranks"
-        )
+    require_drawable(str(term), passes * term.n * term.chunks * term.micro)
     timeline = simulate_term(term)
     write_picture(timeline_svg(timeline, str(term)), path, option="--timeline-file")
     return timeline
-
-
-def write_picture(svg: str, path: str, *, option: str) -> None:
-    """Writes a picture to the file that an option names."""
-    from pathlib import Path
-
-    suffix = Path(path).suffix
-    if suffix.lower() not in ("", ".svg"):
-        raise CannotDraw(f"{option} {path!r}: pictures are drawn as SVG, not as {suffix}; name a .svg file")
-    try:
-        Path(path).write_text(svg, encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise CannotDraw(f"{option} {path!r}: {reason}; name a file that can be written") from None
 
 
 def _timeline_values(strategy: Strategy, timeline: PipelineTimeline) -> dict[str, Any]:

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+from shoal.cli.output import emitter
 from shoal.job import names
 from shoal.job.errors import did_you_mean
 from shoal.strategy import StrategyError, parse
@@ -41,12 +41,11 @@ def explain_job(
     """Prints the layout of a job; with a strategy, whether the job can be trained by it."""
     from rich.console import Console
 
-    from shoal.cli.only_json import only_json
     from shoal.cli.train import require_known
 
     strategy = None if strategy_text is None else parse(strategy_text)
     require_known(text, size)
-    with only_json() if as_json else nullcontext(_print) as show:
+    with emitter(_print, as_json=as_json) as show:
         with Console(stderr=True).status("importing torch") as status:
             from shoal.job import load_job
             from shoal.layout.described import describe, describe_strategy

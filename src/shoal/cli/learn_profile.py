@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from shoal.cli.output import print_json, write_file
 from shoal.cli.validate import read_measurements
 from shoal.estimate.cost.learn import learn_profile
 from shoal.estimate.cost.price import price
 from shoal.estimate.cost.profile import Profile
-from shoal.estimate.cost.profile_file import BadProfile, profile_toml, read_profile
+from shoal.estimate.cost.profile_file import profile_toml, read_profile
 from shoal.estimate.cost.rows import BadRows, read_rows
 
 DEFAULT_OUTPUT = "profile.toml"
@@ -37,12 +38,7 @@ def learn_command(rows_file: str, *, start: str | None, output: str | None, as_j
     )
     path = Path(output or DEFAULT_OUTPUT)
     origin = f"Learned by `shoal calibrate --from` from {len(measured)} measured steps, starting from {begun.name!r}."
-    try:
-        path.write_text(profile_toml(learned, origin=origin), encoding="utf-8")
-    except OSError as error:
-        raise BadProfile(
-            f"{path} cannot be written: {error.strerror or error}; name another file by --output"
-        ) from error
+    write_file(profile_toml(learned, origin=origin), path, option="--output")
     report = {
         "rows": len(measured), "refused": [{"row": number + 1, "reason": reason} for number, reason in read.refused],
         "start": begun.name, "median_error_before": before, "median_error": after, "moved": _moved(begun, learned),
@@ -63,9 +59,7 @@ def _moved(begun: Profile, learned: Profile) -> dict[str, list[float]]:
 
 def _print(report: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
-        import json
-
-        print(json.dumps(report, indent=2))
+        print_json(report)
         return
     for name, (old, new) in report["moved"].items():
         print(f"  {name}: {old:.4g} -> {new:.4g}")

@@ -5,11 +5,13 @@ A preset shape is planned without torch. A job is looked into first, and needs i
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.cli.output import print_json, write_file
 from shoal.cluster import Cluster, cluster, read_cluster
 from shoal.cluster.calibrated import THIS
 from shoal.job import names
@@ -20,7 +22,7 @@ from shoal.shapes.presets import preset
 from shoal.shapes.shape import Transformer
 
 if TYPE_CHECKING:
-    from shoal.strategy import ModelFacts, SyncTerm
+    from shoal.strategy import ModelFacts, Strategy, SyncTerm
 
 
 MOST_TRIED = 1000
@@ -66,11 +68,9 @@ def plan_command(
     if html_file is not None:
         from shoal.planning.page import plan_page
 
-        _write(plan_page(plan, report), html_file)
+        write_file(plan_page(plan, report), html_file, option="--html")
     if as_json and not run:
-        import json
-
-        print(json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False))
+        print_json(report)
     elif not as_json:
         _print(report)
     if html_file is not None and not as_json:
@@ -194,10 +194,8 @@ def _plan(
 
 
 def _train(what: str, plan: Plan, *, size: str | None, as_json: bool) -> int:
-    """By the best plan that the engine can run: the same call as `shoal train`."""
-    from shoal.cli.train import train_command
+    """By the best plan that the engine can run."""
     from shoal.parallel.runnable import cannot_run
-    from shoal.training.options import TrainOptions
 
     ahead = (plan.strategy(int(row)) for row in plan.ranked[:MOST_TRIED])
     strategy = next((each for each in ahead if cannot_run(each) is None), None)
@@ -205,20 +203,22 @@ def _train(what: str, plan: Plan, *, size: str | None, as_json: bool) -> int:
         raise CannotPlan(
             f"--run: {cannot_run(plan.strategy(int(plan.ranked[0])))}; none of the best plans can be trained"
         )
+    return train_by(strategy, what, size=size, batch=plan.question.global_batch, as_json=as_json)
+
+
+def train_by(strategy: Strategy, what: str, *, size: str | None, batch: int | None, as_json: bool) -> int:
+    """The same call as `shoal train`."""
+    from shoal.cli.train import train_command
+    from shoal.training.options import TrainOptions
+
+    gc.enable()
     if not as_json:
         print(f"\nTraining by {strategy}")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if strategy.world > cores:
         print(f"{strategy.world} ranks share {cores} cores here: steps will take longer than planned", file=sys.stderr)
-    options = TrainOptions(job=what, strategy=str(strategy), size=size, global_batch=plan.question.global_batch)
+    options = TrainOptions(job=what, strategy=str(strategy), size=size, global_batch=batch)
     return train_command(options, as_json=as_json)
-
-
-def _write(text: str, path: str) -> None:
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise CannotPlan(f"--html {path!r}: {error.strerror or error}; name a file that can be written") from None
 
 
 def _print(report: dict[str, Any]) -> None:

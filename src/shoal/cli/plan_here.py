@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
+from shoal.cli.output import emitter
 from shoal.cluster import BadCluster
 from shoal.comm.calibration import read_calibration
 from shoal.estimate.steps.read import machine_here
@@ -24,13 +24,12 @@ def plan_here_command(
     from dataclasses import replace
 
     from shoal.calibration.job_model import job_model
-    from shoal.cli.only_json import only_json
     from shoal.job import load_job
     from shoal.parallel.runnable import cannot_run
     from shoal.planning.here import break_even_bandwidths, plan_here
 
     world = devices or machine.ranks
-    with only_json() if as_json and not run else contextlib.nullcontext(_print) as emit:
+    with emitter(_print, as_json=as_json and not run) as emit:
         job = load_job(what, size=size)
         if batch is not None:
             job = replace(job, global_batch=batch)
@@ -53,14 +52,9 @@ def plan_here_command(
             emit(report)
     if not run:
         return 0
-    from shoal.cli.train import train_command
-    from shoal.training.options import TrainOptions
+    from shoal.cli.plan import train_by
 
-    strategy = rows[0]["strategy"]
-    if not as_json:
-        print(f"\nTraining by {strategy}")
-    options = TrainOptions(job=what, strategy=strategy, size=size, global_batch=batch)
-    return train_command(options, as_json=as_json)
+    return train_by(ahead[0][0], what, size=size, batch=batch, as_json=as_json)
 
 
 def _row(strategy: Any, estimate: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ def plain_lines() -> Any:
                 print(
                     f"step {message['step']}/{message['steps']}  loss {message['loss']:.4f}"
                     f"  {1000 * message['step_s']:.0f} ms  {message['samples_per_s']:.0f} samples/s"
-                    f"  {message['memory_bytes'] / 2**20:.0f} MiB",
+                    f"  {message['memory_bytes'] / 2**20:.0f} MiB{consistency(message)}",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -28,6 +28,12 @@ def plain_lines() -> Any:
             print(_WORDS[event](message), file=sys.stderr, flush=True)
 
     return line
+
+
+def consistency(row: dict[str, Any]) -> str:
+    """How far apart replicas are that do not step together, from a step's row; nothing for all others."""
+    shown = {"spread": "spread {:.1e}", "staleness": "staleness {:.1f}", "ahead": "ahead {:.0f}"}
+    return "".join("  " + text.format(row[name]) for name, text in shown.items() if name in row)
 
 
 def _numbers(values: dict[str, float]) -> str:
@@ -68,7 +74,7 @@ class LiveProgress:
             self.progress.update(
                 self.task, completed=message["step"], loss=f"{message['loss']:.4f}",
                 ms=f"{1000 * message['step_s']:.0f}", rate=f"{message['samples_per_s']:.0f}",
-                memory=f"{message['memory_bytes'] / 2**20:.0f} MiB",
+                memory=f"{message['memory_bytes'] / 2**20:.0f} MiB{consistency(message)}",
             )  # fmt: skip
         elif event in _WORDS:
             text = _WORDS[event](message)

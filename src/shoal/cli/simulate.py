@@ -6,15 +6,15 @@ of the time once checkpoints, failures and restarts are paid for; draws it for P
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
+from shoal.cli.output import print_json, require_drawable, write_file
 from shoal.cli.plan import CannotPlan, samples_of, the_cluster
+from shoal.common.hindrance import BadHindrance, SlowRanks, read_slow_ranks
 from shoal.estimate.simulate import Disturbance, Links, Step, Straggler, goodput, perfetto, simulate_steps
 from shoal.estimate.simulate.disturb import BadDisturbance
 from shoal.estimate.simulate.goodput import DEVICE_MTBF_H, RESTART_S, checkpoint_time_s
@@ -28,8 +28,6 @@ from shoal.strategy import Strategy, parse, require_legal
 
 Found = TypeVar("Found")
 
-MOST_BOXES = 20_000
-"""Passes in one picture. More of them make a picture of several megabytes in which nothing can be seen."""
 MOST_EVENTS = 400_000
 """Passes in one trace."""
 
@@ -47,8 +45,10 @@ def simulate_command(
     rows = of_strategies([strategy], global_batch=global_batch)
     priced = price_candidates(rows, shape=shape, cluster=place, everything=True)
     costs = step_costs_of(rows, shape=shape, cluster=place)
+    slow = _slow_ranks(stragglers, world=costs.ranks)
     disturbance = Disturbance(
-        stragglers=_each(stragglers, "--straggler", lambda rank, factor: Straggler(rank=rank, factor=factor)),
+        stragglers=tuple(Straggler(rank=each.rank, factor=each.factor) for each in slow if each.rank is not None),
+        random=tuple((each.chance, each.factor) for each in slow if each.rank is None),
         links=_each(links, "--link", lambda rank, left: Links(rank=rank, left=left)),
         noise=noise, seed=seed,
     )  # fmt: skip
@@ -73,14 +73,24 @@ def simulate_command(
         },
     }  # fmt: skip
     if trace_file is not None:
-        _write(trace_file, "--perfetto", _trace(simulated))
+        write_file(_trace(simulated), trace_file, option="--perfetto")
     if svg_file is not None:
-        _write(svg_file, "--svg", _picture(simulated[-1], strategy))
+        write_file(_picture(simulated[-1], strategy), svg_file, option="--svg")
     if as_json:
-        print(json.dumps(report, indent=2, allow_nan=False))
+        print_json(report)
     else:
         _print(report, shape=shape, drawn=[each for each in (trace_file, svg_file) if each])
     return 0
+
+
+def _slow_ranks(texts: Sequence[str], *, world: int) -> tuple[SlowRanks, ...]:
+    try:
+        slow = read_slow_ranks("; ".join(texts), world=world)
+    except BadHindrance as error:
+        raise BadDisturbance(str(error)) from None
+    if any(each.added_s for each in slow):
+        raise BadDisturbance("--straggler: simulated ranks compute by the cost model; give a factor, such as all: 2x")
+    return slow
 
 
 def _each(texts: Sequence[str], option: str, build: Callable[[int, float], Found]) -> tuple[Found, ...]:
@@ -114,11 +124,7 @@ def _slowest(step: Step) -> int:
 def _picture(step: Step, strategy: Strategy) -> str:
     from shoal.pictures.timeline import timeline_svg
 
-    if len(step.order) > MOST_BOXES:
-        raise CannotPlan(
-            f"--svg: a timeline of {len(step.order):,} passes is too large to be seen, at most {MOST_BOXES:,} are "
-            "drawn; the pattern is the same with fewer micro-batches or ranks"
-        )
+    require_drawable("--svg", len(step.order))
     timeline = step.timeline(_slowest(step))
     # Pictures count in forwards of one stage: seconds would make letters of no width.
     unit_s = timeline.forward_s or 1.0
@@ -133,13 +139,6 @@ def _picture(step: Step, strategy: Strategy) -> str:
         idle_s=tuple(each / unit_s for each in timeline.idle_s),
     )
     return timeline_svg(scaled, str(strategy))
-
-
-def _write(path: str, option: str, text: str) -> None:
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise CannotPlan(f"{option} {path!r}: {error.strerror or error}; name a file that can be written") from None
 
 
 def _print(report: dict[str, Any], *, shape: Transformer, drawn: Sequence[str]) -> None:

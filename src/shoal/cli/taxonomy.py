@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from shoal.cli.output import print_json
 from shoal.strategy import SYSTEMS, contract, place, techniques
 
 Format = Literal["table", "json", "markdown"]
@@ -64,9 +65,7 @@ def print_taxonomy(format: Format = "table", *, family: str | None = None) -> No
         return
     tables = taxonomy()
     if format == "json":
-        import json
-
-        print(json.dumps(tables, indent=2, ensure_ascii=False))
+        print_json(tables)
     elif format == "markdown":
         print(_markdown("Techniques", TECHNIQUE_COLUMNS, tables["techniques"]))
         print(_markdown("Systems", SYSTEM_COLUMNS, tables["systems"]))
@@ -85,9 +84,7 @@ def _print_family(family: str, format: Format) -> None:
     rows = [technique._asdict() for technique in techniques(family)]
     columns = DETAIL_COLUMNS if any(row["detail"] for row in rows) else TECHNIQUE_COLUMNS
     if format == "json":
-        import json
-
-        print(json.dumps({"techniques": rows}, indent=2, ensure_ascii=False))
+        print_json({"techniques": rows})
     elif format == "markdown":
         print(_markdown(family, columns, rows))
     else:

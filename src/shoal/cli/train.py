@@ -14,8 +14,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from shoal.cli.output import echoed, emitter
 from shoal.cli.progress import LiveProgress, plain_lines, summary
-from shoal.training.local import CannotTrain, checkpoints_every, require_emulation, require_free, train_locally
+from shoal.training.local import (
+    CannotTrain,
+    checkpoints_every,
+    require_emulation,
+    require_free,
+    require_hindrances,
+    train_locally,
+)
 from shoal.training.options import TrainOptions
 
 INHERITED = {"strategy": str, "size": str, "steps": int, "global_batch": int, "seed": int, "checkpoint_every": int,
@@ -28,8 +36,6 @@ def train_command(
     options: TrainOptions, *, ranks: int | None = None, hang_after_s: float = 300.0, as_json: bool = False
 ) -> int:
     """Trains, prints, and returns the exit status. `ranks`: how many there must be."""
-    from shoal.cli.echo import echoed
-    from shoal.cli.only_json import only_json
     from shoal.comm.calibration import read_calibration
     from shoal.parallel.runnable import require_runnable
     from shoal.strategy import parse, require_legal
@@ -53,7 +59,7 @@ def train_command(
     options = replace(options, strategy=str(strategy))
     if launched:
         _as_one_rank(options, strategy.world, hang_after_s=hang_after_s, as_json=as_json)
-    with only_json() if as_json else contextlib.nullcontext(summary) as show:
+    with emitter(summary, as_json=as_json) as show:
         bar = LiveProgress(str(strategy)) if sys.stderr.isatty() and not as_json else None
         try:
             listen = bar.message if bar else plain_lines()
@@ -111,14 +117,14 @@ def _inherit(options: TrainOptions, run: Path | None) -> TrainOptions:
 
 
 def _as_one_rank(options: TrainOptions, world: int, *, hang_after_s: float, as_json: bool) -> NoReturn:
-    from shoal.cli.only_json import only_json
     from shoal.launch.channel import standalone_channel
     from shoal.training.check import check
     from shoal.training.loop import train
 
     if options.emulate is not None:
         require_emulation(options.emulate, world, options.backend)
-    with only_json() if as_json else contextlib.nullcontext(summary) as show:
+    require_hindrances(options, world)
+    with emitter(summary, as_json=as_json) as show:
         # The ranks look for the checkpoint, and check the layout, together, once all have joined.
         checked = check(replace(options, resume=None, gate=False), None)
         options = replace(options, checkpoint_every=checkpoints_every(options, checked["steps"]))

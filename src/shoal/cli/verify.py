@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 
@@ -11,7 +10,7 @@ def verify_command(
 ) -> int:
     from rich.console import Console
 
-    from shoal.cli.only_json import only_json
+    from shoal.cli.output import emitter
     from shoal.cli.train import require_known
     from shoal.parallel.runnable import require_runnable
     from shoal.strategy import parse, require_legal
@@ -28,7 +27,7 @@ def verify_command(
         else:
             console.print(f"  {what}", style="dim")
 
-    with only_json() if as_json else nullcontext(show) as emit:
+    with emitter(show, as_json=as_json) as emit:
         with console.status("importing torch") as status:
             from shoal.proof.certify import verify
 

@@ -54,7 +54,8 @@ class Losses:
 
     def _reported(self) -> dict[int, str]:
         """Lost ranks -> why, as far as this is known here."""
-        return {int(path.name): path.read_text() for path in self.folder.iterdir()}
+        found = {int(path.name): path.read_text() for path in self.folder.iterdir()}
+        return {rank: why for rank, why in found.items() if why}  # A file without text is still being written.
 
     def _all_done(self, done: bool) -> bool:
         """Whether every rank that is left is done. A lost rank's last word counts, if there is one: all that are left

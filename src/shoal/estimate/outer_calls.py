@@ -1,21 +1,22 @@
 """What ties islands together: when a loose level of dp exchanges, and what one rank sends then.
 
-An exchange begins with two numbers, what the island learned from and whether it was asked to stop; what follows is up
-to the rule (`SyncTerm.sends`): an average takes one all-reduce for each of this rank's slices of the parameters, and
-one for all its floating-point buffers. The ledger's prediction adds an exchange to the step that it follows; an
-estimate shares it among the steps of a period.
+What is sent after a step is a function of the clock (`SyncTerm.calls`): most rules exchange every `period` steps, and
+begin with a few numbers; an average takes one all-reduce for each of this rank's slices of the parameters, and one for
+all its floating-point buffers. The ledger's prediction adds these calls to the step that they follow; an estimate
+shares those of a period among its steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from shoal.estimate.held import Held
 from shoal.estimate.traffic import NUMBER_BYTES, Call, ShardTable
 from shoal.strategy import Strategy, bsp
-from shoal.strategy.terms.sync import SyncTerm
+from shoal.strategy.terms.sync import Sendable, SyncTerm
 
-NUMBERS = 2
+SETTLED = 10**6
+"""Periods after which the exchanges of a rule are taken to be those of its long run."""
 
 
 def loose_sync(strategy: Strategy) -> SyncTerm | None:
@@ -31,18 +32,38 @@ def period(strategy: Strategy) -> int:
         return 1
     if sync.period is None:
         raise ValueError(f"{strategy}: when replicas exchange under sync={sync} is not known in advance, so its step "
-                         "cannot be estimated; that of bsp(), local(h), diloco(h) and bmuf(h) can")  # fmt: skip
+                         "cannot be estimated; that of bsp(), local(h), diloco(h), bmuf(h), elastic(h, rho) and "
+                         "gossip(graph) can")  # fmt: skip
     return sync.period
 
 
-def outer_calls(held: Held, table: ShardTable) -> Iterator[Call]:
-    """Of one exchange; nothing where there is one island."""
+def outer_calls(held: Held, table: ShardTable, clock: int) -> Iterator[Call]:
+    """What follows the update of step `clock` (from 0); nothing where there is one island."""
     group = held.placing.islands.group
     if group.ranks == 1:
         return
-    slices = [buffer.padded_bytes // buffer.sharding.ranks for buffer in table.buffers]
-    floats = held.float_numbers() * NUMBER_BYTES * (2 if held.shapes.complex_floats else 1)
     sync = loose_sync(held.strategy)
     assert sync is not None
-    for kind, size in (("all_reduce", NUMBERS * NUMBER_BYTES), *sync.sends(slices, floats)):
+    for kind, size in sync.calls(clock, _sent(held, table)):
         yield group.axis, "outer", kind, size, group.ranks
+
+
+def period_calls(held: Held, table: ShardTable) -> Iterator[Call]:
+    """Of all steps of one period, long after the start."""
+    sync, steps = loose_sync(held.strategy), period(held.strategy)
+    for step in sync.moments if sync is not None else ():
+        yield from outer_calls(held, table, SETTLED * steps + step - 1)
+
+
+def _sent(held: Held, table: ShardTable) -> Sendable:
+    floats = held.float_numbers() * NUMBER_BYTES * (2 if held.shapes.complex_floats else 1)
+
+    def exchanged(names: Collection[str]) -> list[tuple[str, int]]:
+        sizes = (sum(size for name, size in buffer.parts if name in names) for buffer in table.buffers)
+        return [("all_reduce", size) for size in sizes if size]
+
+    return Sendable(
+        names=[each.name for each in held.shapes.parameters if each.trains],
+        slices=[buffer.padded_bytes // buffer.sharding.ranks for buffer in table.buffers], buffers=floats,
+        exchanged=exchanged, island=held.placing.islands.index, islands=held.placing.islands.ranks,
+    )  # fmt: skip

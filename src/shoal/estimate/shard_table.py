@@ -6,10 +6,10 @@ first (stage 3: one buffer for each block), aligned and padded as `parallel/flat
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm, prod
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from shoal.comm.compress import traffic as compressed
 from shoal.comm.compress.sizes import matrix_of
@@ -56,13 +56,21 @@ class _OfTerm:
         return compressed.sent_bytes(self.term, shape, itemsize, ranks, step, rank=rank)
 
 
+class Gathers(NamedTuple):
+    """Stage 3: how many micro-batches of a step gather a block, in forward and in backward."""
+
+    forward: int
+    backward: int
+
+
 @dataclass(frozen=True, slots=True)
 class _TableStep:
-    """What compression depends on in addition to the strategy."""
+    """What compression and the gathers of stage 3 depend on in addition to the strategy."""
 
     number: int
     unused: Collection[str]
     method: Sends | None
+    gathers: Callable[[str], Gathers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +105,16 @@ class _Slot:
 def shard_table(
     held: Held, strategy: Strategy, forward: Forward, *, calls: Sequence[Call] = (), step: int = LONG_AFTER,
     unused: Collection[str] = (), method: Sends | None = None, bucket_bytes: int | None = None,
+    gathers: Callable[[str], Gathers] | None = None,
 ) -> ShardTable:  # fmt: skip
     """What the formulas need to know of the rank that holds this. `step`, `unused` and `method` matter to compression
     only: the step of training, parameters without a gradient in it, and formulas other than those of the term.
-    `bucket_bytes`: if not BUCKET_BYTES."""
+    `bucket_bytes`: if not BUCKET_BYTES. `gathers`: of a block, if not every micro-batch calls all blocks."""
     placing, term = held.placing, strategy.term(pp)
     if method is None and placing.compression is not None:
         method = _OfTerm(placing.compression)
-    now = _TableStep(step, unused, method)
+    every = Gathers(strategy.micro_batches, strategy.micro_batches)
+    now = _TableStep(step, unused, method, gathers or (lambda block: every))
     unflushed = term is not None and term.schedule == "pipedream"
     names = [each.name for each in held.shapes.parameters if each.trains]
     if unflushed:
@@ -152,10 +162,11 @@ def _buffers(held: Held, strategy: Strategy, forward: Forward, now: _TableStep, 
         inside = [each for each in entries if each.parameter.block == block]
         stays = block == -1 or _kept_whole(held.shapes.blocks[block], forward)
         is_last = not pipelined and block == blocks[-1] if blocks else False
+        times = Gathers(micro, micro) if block == -1 else now.gathers(held.shapes.blocks[block])
         for group in _groups(held, inside, None):
             yield _buffer(
-                held, group, now, reductions=reductions, forward_gathers=1 if pipelined and stays else micro,
-                backward_gathers=0 if stays or (is_last and block != -1) else micro,
+                held, group, now, reductions=reductions, forward_gathers=1 if pipelined and stays else times.forward,
+                backward_gathers=0 if stays or (is_last and block != -1) else times.backward,
             )  # fmt: skip
 
 
@@ -205,7 +216,19 @@ def _buffer(
         padded_bytes=padded * itemsize, replicas=replicas.everyone.group, sharding=replicas.sharding.group,
         copies=replicas.copies.group, compressed=_compressed(held, replicas, slots, padded, itemsize, now),
         reductions=reductions, forward_gathers=forward_gathers, backward_gathers=backward_gathers,
+        parts=tuple(_parts(slots, padded, replicas, itemsize)),
     )  # fmt: skip
+
+
+def _parts(
+    slots: Sequence[_Slot], padded: int, replicas: PredictedReplicas, itemsize: int
+) -> Iterator[tuple[str, int]]:
+    size = padded // replicas.sharding.ranks
+    low = replicas.sharding.index * size
+    for slot, end in zip(slots, [*(slot.start for slot in slots[1:]), padded], strict=True):
+        inside = min(end, low + size) - max(slot.start, low)
+        if inside > 0:
+            yield slot.name, inside * itemsize
 
 
 def _compressed(

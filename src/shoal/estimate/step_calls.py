@@ -14,7 +14,7 @@ from shoal.common.numbers import even_part
 from shoal.estimate.axis_calls import Placed, axis_calls, border_bytes, buffer_calls
 from shoal.estimate.expert_traffic import even_routing, expert_traffic
 from shoal.estimate.held import Held
-from shoal.estimate.outer_calls import outer_calls, period
+from shoal.estimate.outer_calls import period, period_calls
 from shoal.estimate.shard_table import shard_table
 from shoal.estimate.traffic import Call, ShardTable
 from shoal.layout.forward import ExpertShape, Forward, JobShapes
@@ -37,7 +37,7 @@ class StepCalls:
     period: int
     """Steps from one exchange of islands to the next; 1 where all ranks step together."""
     exchange: tuple[Call, ...]
-    """What follows the last step of a period."""
+    """What islands send in the steps of a period."""
 
 
 def micro_sizes(samples: int, micro: int, ranks: int, index: int) -> list[int]:
@@ -70,7 +70,7 @@ def step_calls(
     return StepCalls(
         held=held, table=table, activations=tuple(kinds), buffers=buffers,
         border_bytes=tuple(border_bytes(held, largest)), period=period(strategy),
-        exchange=tuple(outer_calls(held, table)),
+        exchange=tuple(period_calls(held, table)),
     )  # fmt: skip
 
 

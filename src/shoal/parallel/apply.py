@@ -156,7 +156,9 @@ def _outer(strategy: Strategy, engine: Engine) -> OuterLevel | None:
     if term is None:
         return None
     assert isinstance(term, Scheme), f"{term} has no runtime"
-    return OuterLevel(term, engine.placement, engine.owner.masters, engine.model)
+    level = OuterLevel(term, engine.placement, engine.owner.masters, engine.model)
+    level.consistency = engine.consistency
+    return level
 
 
 def _compression(

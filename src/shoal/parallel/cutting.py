@@ -118,7 +118,9 @@ def _tensors(cut: CutModel, model: nn.Module, strategy: Strategy, layout: Layout
     assert layout.tensor is not None
     plan = _here(cut, layout.tensor)
     between: Between = "sequence" if term.sequence else "batch" if placement.batch_over_tp else "whole"
-    done = cut_tensors(model, plan, placement.tensor, between=between, tally=cut.crossings)
+    # The stream does not end with a stage's last region: a block behind it computes on cut positions, too.
+    stream = stream_blocks(model, layout.tensor)
+    done = cut_tensors(model, plan, placement.tensor, between=between, tally=cut.crossings, stream=stream)
     cut.cuts |= done.cuts
     cut.partial |= done.partial
     if plan.vocabulary is not None and between != "batch":

@@ -32,6 +32,7 @@ from shoal.parallel.batch_norm import release
 from shoal.parallel.bucket import PLAIN, Bucket
 from shoal.parallel.buffers import BufferExchange
 from shoal.parallel.compression import Compression
+from shoal.parallel.consistency import Consistency
 from shoal.parallel.cutting import CutModel
 from shoal.parallel.data import GradientReduction
 from shoal.parallel.flat_slice import Piece
@@ -70,6 +71,8 @@ class Engine:
     """What ties this island to others."""
     clock: int = 0
     """Updates since the start of training."""
+    consistency: Consistency = field(default_factory=Consistency)
+    """How far apart replicas were, where they do not step together."""
     loss_share: float = 1.0
     """The part of its loss that this rank learns from, where several compute the same loss and share its gradient."""
     counts_loss: bool = True

@@ -14,7 +14,10 @@ def cannot_run(strategy: Strategy) -> str | None:
     for term in strategy.terms:
         if isinstance(term, dp):
             if term.sync.period is None and term.sync != bsp():
-                return f"{term}: sync={term.sync} cannot be trained yet; use sync=bsp(), local(h), diloco(h) or bmuf(h)"
+                return (
+                    f"{term}: sync={term.sync} cannot be trained yet; use sync=bsp(), local(h), diloco(h), bmuf(h), "
+                    "elastic(h, rho) or gossip(graph)"
+                )
             if not isinstance(term.via, allreduce | shared):
                 return f"{term}: via={term.via} cannot be trained yet; use via=allreduce() or via=shared()"
         elif isinstance(term, amp):

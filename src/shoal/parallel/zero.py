@@ -78,8 +78,6 @@ class ParameterGathering:
         """The pipeline stage on this rank that computes; units of its other stages stay as they are."""
         self.close_partial: Callable[[ShardedUnit], None] = lambda unit: None
         """Reduces a unit's buckets that have some of their gradients."""
-        self.skipped = False
-        """Whether a forward since this was last reset left out a block that others had called."""
         self._order: list[ShardedUnit] = []
         self._hooks: list[Any] = []
         self._tagged = sharding.group if isinstance(sharding.group, ShoalGroup) else None
@@ -253,8 +251,6 @@ class ParameterGathering:
 
     def finish(self, *, root: bool = True) -> None:
         """After backward: nothing stays gathered, whatever took part; the root may, for the next micro-batch."""
-        called = [unit.called for unit in self._order]
-        self.skipped |= self.part is None and any(called) and not all(called)
         for unit in self.units:
             if root or not (unit.is_root or unit.held):
                 self.free(unit)

@@ -20,8 +20,8 @@ from shoal.layout.cuts import TensorPart
 from shoal.parallel.engine import Engine
 from shoal.parallel.flat_slice import Piece, pieces_within
 from shoal.parallel.owner.base import Gradients
+from shoal.proof.optimizer_trials import amplifies_rounding
 from shoal.proof.reference import Reference, summed
-from shoal.proof.rounding import amplifies_rounding
 from shoal.proof.tolerance import EXACT, GRADIENT, LOSS, MARGIN
 from shoal.runtime.setup import Prepared
 

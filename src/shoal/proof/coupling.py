@@ -8,50 +8,39 @@ statistics here): engines synchronise them by name. The answer names what is wro
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from shoal.job import Batch, Job
 from shoal.job.errors import JobError
+from shoal.job.gradient_hooks import copied, hooks_of
 from shoal.job.randomness import CannotPlace
 from shoal.layout.held_outside import Outside
 from shoal.layout.held_state import HeldNow, results_held
 from shoal.parallel.result import COUNT_WITH_GRADIENT
 from shoal.proof.counters import LATER, counters, numbers, set_counter
-from shoal.proof.undropped import Undropped, without_dropout
+from shoal.proof.coupling_cause import EIGHTH, Kind, cause, not_linear
+from shoal.proof.data_reads import same_values
+from shoal.proof.fixed_norms import FixedStatistics, prepared
+from shoal.proof.sample_pass import TOLERANCE, SamplePass, detached, difference, outputs_differ, sum_of
+from shoal.proof.undropped import Undropped
 from shoal.runtime.draws import serial_randomness
-from shoal.runtime.float64 import KeepFloat64, model_in_float64, to_float64
+from shoal.runtime.float64 import KeepFloat64, to_float64
 from shoal.strategy import Strategy
 
-Kind = Literal["none", "mean", "count", "count-gradient", "coupled", "padding", "data", "random", "unchecked"]
-"""none: samples are independent. mean, count: the loss is no sum, or the count is not what it is a sum over.
-count-gradient: the count depends on the parameters. coupled: samples see each other in the model or in the loss.
-padding: the numbers depend on which samples are read together. data: two reads of the same samples differ.
-random: the model draws numbers that are not dropout. unchecked: it could not be computed."""
-
-TOLERANCE = 1e-8
-"""Largest relative difference of independent samples. They measure 1e-13; a coupling of interest 1e-6 and more."""
-SMALLEST = 1e-4
-"""A gradient is compared by the size of its tensor's largest element, or by this part of the model's largest."""
 SAMPLES = 8
 """How many samples are tried first. If they are independent, more of the batch is tried, as time allows: hard-example
 mining that keeps a minimum, for example, couples samples only above it."""
 ORDERED = 32
 """Samples that are ordered by their loss, at most."""
-START = 0.02
-"""Standard deviation of what parameters that start at zero are set to: behind a zero nothing could be seen."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Coupling:
@@ -77,14 +66,8 @@ class SamplesCoupled(ValueError):
     """The strategy splits batches that must not be split."""
 
 
-@dataclass(frozen=True)
-class _Pass:
-    """One forward and backward."""
-
-    loss: float
-    count: float
-    gradients: dict[str, torch.Tensor]
-    output: Any
+class CountLearns(ValueError):
+    """The count depends on the parameters."""
 
 
 def splits_batches(strategy: Strategy) -> bool:
@@ -94,7 +77,7 @@ def splits_batches(strategy: Strategy) -> bool:
 
 def refusal(found: Coupling, strategy: Strategy) -> str:
     """Why a job of which this was found cannot be trained under a strategy as in one process; empty if it can be."""
-    if found.kind == "count-gradient":
+    if found.kind in ("count-gradient", "backward"):
         return found.reason
     if found.kind in ("none", "unchecked") or not splits_batches(strategy):
         return ""
@@ -164,7 +147,7 @@ class _Trial:
             torch.manual_seed(job.seed)
             model = job.model()
         known: dict[int, Any] = {id(result): result.detach().clone() for result in results_held(model)}
-        self.start = _prepared(copy.deepcopy(model, known))
+        self.start = prepared(copied(model, known))
         self.seconds = 0.0
         """That a batch at once and in parts takes."""
 
@@ -174,34 +157,35 @@ class _Trial:
 
     def found(self) -> Coupling:
         batch, again = self._read(self.indices), self._read(self.indices)
-        if not _equal(batch, again):
+        if not all(same_values(batch.get(name), again.get(name)) for name in batch.keys() | again.keys()):
             return self._found(
                 "data", math.inf, "two reads of the same samples differ: batch(indices) must be a pure function of the "
                 "indices; draw augmentations from a generator seeded by the index",
             )  # fmt: skip
         state = self._state()
-        full, repeated = self._pass(batch), self._pass(batch, seed=2)
-        if isinstance(full, str):
-            return self._found("count-gradient", math.inf, full)
-        assert isinstance(repeated, _Pass)
+        try:
+            full, repeated = self._pass(batch), self._pass(batch, seed=2)
+        except CountLearns:
+            return self._found("count-gradient", math.inf, COUNT_WITH_GRADIENT)
         if not math.isfinite(full.loss):
             return self._found(
                 "unchecked", math.inf, f"the loss of its first {len(self.indices)} samples is {full.loss}"
             )
-        difference = _difference(full, repeated)
-        if difference > TOLERANCE:
+        hooked = {name for name, param in self.start.named_parameters() if hooks_of(param)}
+        if wrong := not_linear(full, self._pass(batch, scale=EIGHTH), hooked):
+            return self._found("backward", math.inf, wrong)
+        gap = difference(full, repeated)
+        if gap > TOLERANCE:
             # It draws numbers: then each sample draws its own, as in training.
             self.places_draws = True
             try:
                 full, repeated = self._pass(batch), self._pass(batch, seed=2)
             except CannotPlace as error:
-                return self._found("random", difference, f"no two passes over a batch are alike: {error}")
-            assert isinstance(full, _Pass)
-            assert isinstance(repeated, _Pass)
-            difference = _difference(full, repeated)
-        if difference > TOLERANCE:
+                return self._found("random", gap, f"no two passes over a batch are alike: {error}")
+            gap = difference(full, repeated)
+        if gap > TOLERANCE:
             return self._found(
-                "random", difference,
+                "random", gap,
                 "the model or the loss draws random numbers other than dropout, so that no two passes "
                 "over a batch are alike; only a strategy that leaves the batch in one piece can be compared",
             )  # fmt: skip
@@ -212,12 +196,11 @@ class _Trial:
         self.indices = indices
         batch = self._read(indices)
         full = self._pass(batch)
-        assert isinstance(full, _Pass)
         if not math.isfinite(full.loss):
             return found
         return replace(self._in_parts(full, batch, found.state), ordered=found.ordered)
 
-    def _in_parts(self, full: _Pass, batch: Batch, state: tuple[str, ...]) -> Coupling:
+    def _in_parts(self, full: SamplePass, batch: Batch, state: tuple[str, ...]) -> Coupling:
         """Two samples and the rest; as the strategy shares them; the easier half and the harder: a loss that selects
         samples by their loss selects others in its parts."""
         num = len(self.indices)
@@ -229,7 +212,6 @@ class _Trial:
             given, self.indices = self.indices, self._by_loss()
             batch = self._read(self.indices)
             other = self._pass(batch)
-            assert isinstance(other, _Pass)
             found = self._split(other, batch, state, num // 4 * 2)
             self.indices = given
         return found
@@ -241,7 +223,7 @@ class _Trial:
             self._pass(self._read(self.indices[list(samples)]), samples=samples, norms=True)
             for samples in (forwards, forwards[::-1])
         )
-        return not isinstance(one, _Pass) or not isinstance(other, _Pass) or _difference(one, other) > TOLERANCE
+        return difference(one, other) > TOLERANCE
 
     def _by_loss(self) -> np.ndarray:
         """The samples from the smallest loss to the largest, each by itself (two by two where the loss is over pairs);
@@ -253,7 +235,7 @@ class _Trial:
             try:
                 for at, group in enumerate(groups):
                     found = self._pass(self._read(group), at=size * at, backward=False)
-                    losses.append(found.loss if isinstance(found, _Pass) else 0.0)
+                    losses.append(found.loss)
             except Exception:  # The job's code may ask for more samples.
                 continue
             ordered = [groups[place] for place in np.argsort(losses, kind="stable")]
@@ -262,20 +244,19 @@ class _Trial:
 
     def later(self, indices: np.ndarray, found: Coupling) -> Coupling:
         """The same where the model has counted further, after `found` was found at its start."""
-        model = copy.deepcopy(self.start)
+        model = copied(self.start)
         before = numbers(model)
         with self.outside.kept(), KeepFloat64(), Undropped(), FixedStatistics():
             self.job.run_model(model, self._read(indices))
         names = counters(before, numbers(model))
         start = self.start
         for value in LATER if names else ():
-            self.indices, self.start = indices, copy.deepcopy(start)
+            self.indices, self.start = indices, copied(start)
             for name in names:
                 set_counter(self.start, name, value)
             try:
                 batch = self._read(indices)
                 full = self._pass(batch)
-                assert isinstance(full, _Pass)
                 there = self._split(full, batch, found.state, 2 if len(indices) > 3 else 1)
             except Exception:  # A count that the model may never reach.
                 continue
@@ -285,77 +266,30 @@ class _Trial:
                 return replace(there, reason=f"{there.reason} (found where {names[0]} is {value})")
         return found
 
-    def _split(self, full: _Pass, batch: Batch, state: tuple[str, ...], first: int) -> Coupling:
+    def _split(self, full: SamplePass, batch: Batch, state: tuple[str, ...], first: int) -> Coupling:
         self.first = first
         started = time.perf_counter()
         pieces = zip(np.split(self.indices, [first]), (0, first), strict=True)
         one, two = (self._pass(self._read(part), at=at) for part, at in pieces)
         self.seconds = max(2 * (time.perf_counter() - started), 1e-6)
-        assert isinstance(one, _Pass)
-        assert isinstance(two, _Pass)
         if self.job.loss_over == "batch":
             return self._of_outputs(full, one, two, state)
-        difference = _difference(full, _sum(one, two))
-        if difference <= TOLERANCE:
-            return Coupling(kind="none", reason="", difference=difference, state=state)
-        return self._named(full, one, two, batch, difference, state)
+        gap = difference(full, sum_of(one, two))
+        if gap <= TOLERANCE:
+            return Coupling(kind="none", reason="", difference=gap, state=state)
+        kind, reason = cause(full, one, two, sizes=self.sizes, cut=lambda: self._cut(batch))
+        return self._found(kind, gap, reason, state if kind == "coupled" else ())
 
-    def _named(
-        self, full: _Pass, one: _Pass, two: _Pass, batch: Batch, difference: float, state: tuple[str, ...]
-    ) -> Coupling:
-        first, second = self.sizes
-        of = f"of {first + second} samples it is {{:.6g}}, of {first} and {second} of them {{:.6g}} and {{:.6g}}"
-        losses = of.format(full.loss, one.loss, two.loss)
-        counts = of.format(full.count, one.count, two.count)
-        added = _sum(one, two)
-        if _difference(full, _replace(added, count=full.count)) <= TOLERANCE:
-            return self._found(
-                "count", difference,
-                f"the count is wrong: {counts}, which does not add up. Return the number of samples or "
-                "tokens that the loss is summed over",
-            )  # fmt: skip
-        if _is_average(full, one, two):
-            return self._found(
-                "mean", difference,
-                f'the loss is a mean, not a sum: {losses}. Return (sum, count): reduction="sum" in the '
-                "loss, and the number of samples or tokens that it is summed over",
-            )  # fmt: skip
-        if _is_average(_over_count(full), _over_count(one), _over_count(two)):
-            return self._found(
-                "count", difference, f"the count is not what the loss is a sum over: divided by its count, {losses} by "
-                f"{full.count:g}, {one.count:g} and {two.count:g}, it is another average. Return the sum of the "
-                "losses and the number of samples or tokens that it is summed over",
-            )  # fmt: skip
-        if all(len(entry) == first + second for entry in batch.values()):
-            cuts = (slice(first), slice(first, None))
-            cut = [self._pass({k: v[s] for k, v in batch.items()}, at=s.start or 0) for s in cuts]
-            if all(isinstance(part, _Pass) for part in cut) and _difference(full, _sum(*cut)) <= TOLERANCE:  # type: ignore[arg-type]
-                return self._found(
-                    "padding", difference,
-                    "what a sample computes depends on which samples are read with it (padding to "
-                    f"the longest, for example); the loss does not add up: {losses}. "
-                    "Pad all samples to one length, or mask what is padded in "
-                    "the model and in the loss",
-                )  # fmt: skip
-        inside = _outputs_differ(full.output, one.output, two.output)
-        if inside:
-            reason = (
-                f"the model couples samples ({inside}); the loss does not add up: {losses}. "
-                "Use nn.BatchNorm for batch statistics (they are "
-                "synchronised), a strategy that leaves the batch in one piece (tp, cp, pp with micro=1), or "
-                'declare Job(loss_over="micro-batch") if each part of a batch is meant to be a batch of its own'
-            )
-        else:
-            reason = (
-                f'the loss couples samples and does not add up: {losses}. Declare Job(loss_over="batch") for a '
-                'loss over the global batch (dp gathers the model\'s outputs), or loss_over="micro-batch" if each part '
-                "of a batch is meant to have a loss of its own"
-            )
-        return self._found("coupled", difference, reason, state)
+    def _cut(self, batch: Batch) -> SamplePass | None:
+        """The sum of both parts, cut from the batch that was read at once; None where an entry is not one a sample."""
+        if any(len(entry) != len(self.indices) for entry in batch.values()):
+            return None
+        cuts = (slice(self.first), slice(self.first, None))
+        return sum_of(*(self._pass({k: v[s] for k, v in batch.items()}, at=s.start or 0) for s in cuts))
 
-    def _of_outputs(self, full: _Pass, one: _Pass, two: _Pass, state: tuple[str, ...]) -> Coupling:
+    def _of_outputs(self, full: SamplePass, one: SamplePass, two: SamplePass, state: tuple[str, ...]) -> Coupling:
         """A loss over the global batch: outputs must be those of each sample, so that they can be gathered."""
-        wrong = _outputs_differ(full.output, one.output, two.output)
+        wrong = outputs_differ(full.output, one.output, two.output)
         if not wrong:
             return Coupling(kind="none", reason="", state=state)
         return self._found(
@@ -372,11 +306,12 @@ class _Trial:
 
     def _pass(
         self, batch: Batch, *, seed: int = 1, at: int = 0, samples: range | None = None, backward: bool = True,
-        norms: bool = False,
-    ) -> _Pass | str:  # fmt: skip
-        """On a copy of the model, so that no pass sees what another left behind; text says what is wrong. `at`: the
-        place of its first sample among all, or `samples`: the places of all. `norms`: batch norm as in training."""
-        model = copy.deepcopy(self.start)
+        norms: bool = False, scale: float = 1.0,
+    ) -> SamplePass:  # fmt: skip
+        """On a copy of the model, so that no pass sees what another left behind. `at`: the place of its first sample
+        among all, or `samples`: the places of all. `norms`: batch norm as in training. `scale`: of what part of the
+        loss gradients are."""
+        model = copied(self.start)
         if norms:
             model.train()
         drawn: Any = nullcontext()
@@ -391,161 +326,23 @@ class _Trial:
             output = self.job.run_model(model, batch)
             loss, count = self.job.loss_of(output, batch)
             if isinstance(count, torch.Tensor) and count.requires_grad:
-                return COUNT_WITH_GRADIENT
+                raise CountLearns
             if loss.requires_grad and backward:
                 with in_backward:
-                    loss.backward()
+                    (loss * scale).backward()
         gradients = {name: param.grad.to_dense() for name, param in model.named_parameters() if param.grad is not None}
-        return _Pass(float(loss.detach()), float(count), gradients, _detached(output))
+        return SamplePass(float(loss.detach()), float(count), gradients, detached(output))
 
     def _state(self) -> tuple[str, ...]:
         """What one forward changes in the model, batch norm's statistics aside."""
-        model = copy.deepcopy(self.start)
+        model = copied(self.start)
         params = {name: param.detach().clone() for name, param in model.named_parameters()}
         before = HeldNow(module for module in model.modules() if not isinstance(module, _BatchNorm))
         with self.outside.kept(), KeepFloat64(), Undropped(), FixedStatistics() as norms:
             self.job.run_model(model, self._read(self.indices))
-        changed = {name for name, param in model.named_parameters() if not _same(params.get(name), param)}
+        changed = {name for name, param in model.named_parameters() if not same_values(params.get(name), param)}
         changed |= set(before.changed_names(model))
         changed -= {name for name in changed if isinstance(model.get_submodule(name.rpartition(".")[0]), _BatchNorm)}
         if norms.asked:
             changed.add("statistics of batch_norm()")
         return tuple(sorted(changed))
-
-
-class FixedStatistics(TorchFunctionMode):
-    """Batch norm that modules call as a function: engines synchronise it too, so it is left out like the modules."""
-
-    asked = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not nn.functional.batch_norm:
-            return func(*args, **(kwargs or {}))
-        names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
-        given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
-        if given.get("training"):
-            self.asked = True
-            channels = given["input"].size(1)
-            given["running_mean"] = given["input"].new_zeros(channels)
-            given["running_var"] = given["input"].new_ones(channels)
-            given["training"] = False
-        return func(**given)
-
-
-def _prepared(model: nn.Module) -> nn.Module:
-    """In float64, without dropout, in training mode but for batch norm, and with nothing hidden behind zeros."""
-    model = without_dropout(model_in_float64(model)).train()
-    generator = torch.Generator().manual_seed(11)
-    with torch.no_grad():
-        for param in model.parameters():
-            if param.numel() and not param.any():
-                param.add_(START * torch.randn(param.shape, generator=generator, dtype=param.dtype))
-    fix_norms(model)
-    return model
-
-
-def fix_norms(model: nn.Module) -> None:
-    """Batch norm modules use their running statistics from now on, or fixed ones where they keep none."""
-    for module in model.modules():
-        if isinstance(module, _BatchNorm):
-            if module.running_mean is None:
-                like = next(
-                    (t for t in (module.weight, module.bias) if t is not None), torch.zeros((), dtype=torch.float64)
-                )
-                module.running_mean = like.new_zeros(module.num_features)
-                module.running_var = like.new_ones(module.num_features)
-            module.eval()
-
-
-def _equal(one: Batch, other: Batch) -> bool:
-    return one.keys() == other.keys() and all(
-        one[name].shape == other[name].shape and torch.equal(one[name].nan_to_num(), other[name].nan_to_num())
-        if one[name].is_floating_point()
-        else torch.equal(one[name], other[name])
-        for name in one
-    )
-
-
-def _sum(one: _Pass, two: _Pass) -> _Pass:
-    gradients = {
-        name: sum(part.gradients[name] for part in (one, two) if name in part.gradients)
-        for name in one.gradients.keys() | two.gradients.keys()
-    }
-    return _Pass(one.loss + two.loss, one.count + two.count, gradients, None)  # type: ignore[arg-type]
-
-
-def _replace(found: _Pass, *, count: float) -> _Pass:
-    return _Pass(found.loss, count, found.gradients, None)
-
-
-def _over_count(found: _Pass) -> _Pass:
-    by = found.count or 1.0
-    return _Pass(found.loss / by, 1.0, {name: value / by for name, value in found.gradients.items()}, None)
-
-
-def _difference(one: _Pass, other: _Pass) -> float:
-    """The largest relative difference of loss, count and gradients. A parameter without a gradient has one of zero."""
-    rows = [
-        abs(one.loss - other.loss) / max(abs(one.loss), abs(other.loss), 1e-300),
-        abs(one.count - other.count) / max(abs(one.count), abs(other.count), 1e-300),
-    ]
-    every = [*one.gradients.values(), *other.gradients.values()]
-    least = SMALLEST * max((float(g.abs().max()) for g in every if g.numel()), default=0.0)
-    for name in one.gradients.keys() | other.gradients.keys():
-        known = one.gradients[name] if name in one.gradients else other.gradients[name]
-        if known.numel():
-            a, b = (found.gradients.get(name, torch.zeros_like(known)) for found in (one, other))
-            rows.append(float((a - b).abs().max()) / (max(float(a.abs().max()), least) or 1.0))
-    return max(math.inf if math.isnan(row) else row for row in rows)
-
-
-def _is_average(full: _Pass, one: _Pass, two: _Pass) -> bool:
-    """Whether full = a * one + (1 - a) * two for one a between 0 and 1, in the loss and in every gradient."""
-    names = full.gradients.keys() | one.gradients.keys() | two.gradients.keys()
-
-    def flat(found: _Pass) -> torch.Tensor:
-        known = {**two.gradients, **one.gradients, **full.gradients}
-        rows = [torch.tensor([found.loss], dtype=torch.float64)]
-        for name in sorted(names):
-            value = found.gradients.get(name, torch.zeros_like(known[name]))
-            rows.append((torch.view_as_real(value) if value.is_complex() else value).reshape(-1))
-        return torch.cat(rows)
-
-    x, y, z = flat(full), flat(one), flat(two)
-    across = float((y - z).square().sum())
-    if not across:
-        return False
-    a = float(((x - z) * (y - z)).sum()) / across
-    return 0.0 < a < 1.0 and float((x - z - a * (y - z)).norm()) <= TOLERANCE * float(x.norm() + y.norm() + z.norm())
-
-
-def _detached(output: Any) -> list[Any]:
-    return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in tree_leaves(output)]
-
-
-def _outputs_differ(full: list[Any], one: list[Any], two: list[Any]) -> str:
-    """How the outputs of a batch differ from those of its parts laid end to end; empty if they do not."""
-    for number, leaves in enumerate(zip(full, one, two, strict=False)):
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if not tensors:
-            if isinstance(leaves[0], (str, bytes, bool, int, float, type(None))):
-                continue
-            return f"an output is a {type(leaves[0]).__name__}, which cannot be looked into"
-        a, b, c = leaves
-        which = f"output {number}, of shape {list(a.shape)}"
-        together = b if not a.dim() else torch.cat([b, c]) if b.shape[1:] == c.shape[1:] else None
-        if together is None or together.shape != a.shape:
-            return f"{which}, has shapes {list(b.shape)} and {list(c.shape)} for the parts of the batch"
-        wide = torch.complex128 if a.is_complex() else torch.float64
-        scale = float(a.to(wide).abs().max()) if a.numel() else 0.0
-        pairs = [(a, together)] if a.dim() else [(a, b), (a, c)]
-        difference = max((float((x.to(wide) - y.to(wide)).abs().max()) for x, y in pairs if x.numel()), default=0.0)
-        if not difference <= TOLERANCE * (scale or 1.0):
-            return f"{which}, differs by {difference / (scale or 1.0):.1e} of its size in parts"
-    return ""
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
-    return type(one) is type(other) and one == other

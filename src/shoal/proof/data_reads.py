@@ -26,7 +26,7 @@ def reads_differ(job: Job) -> str:
     for index in indices:
         one, two = (job.train.batch(indices[indices == index][:1]) for _ in range(2))
         for name in sorted(one.keys() | two.keys()):
-            if name not in one or name not in two or not _same(one[name], two[name]):
+            if not same_values(one.get(name), two.get(name)):
                 return f"two reads of sample {int(index)} differ in its entry {name!r}; {PURE}"
     return ""
 
@@ -39,7 +39,10 @@ def why_data_differ(digests: Sequence[str]) -> str:
     return f"rank {other} reads other values than rank 0 for the same samples; {PURE}"
 
 
-def _same(one: torch.Tensor, two: torch.Tensor) -> bool:
+def same_values(one: torch.Tensor | None, two: torch.Tensor | None) -> bool:
+    """Whether two tensors are of one type and shape and hold the same; not-a-numbers are equal."""
+    if one is None or two is None:
+        return False
     if one.shape != two.shape or one.dtype != two.dtype:
         return False
     return bool(((one == two) | ((one != one) & (two != two))).all())

@@ -10,7 +10,7 @@ from shoal.job.facts import build_without_memory
 from shoal.layout.layout import facts_of, layout_of
 from shoal.proof.coupling import SamplesCoupled, couples_samples, refusal
 from shoal.proof.options import ProofOptions
-from shoal.proof.resumable import require_state_in_pieces
+from shoal.proof.resumable import require_state_averaged, require_state_in_pieces
 from shoal.proof.runs import unflushed_ranks
 from shoal.runtime.compiled import compiled_parts, running_eagerly
 from shoal.runtime.setup import job_from, try_job
@@ -34,6 +34,7 @@ def examined(options: ProofOptions) -> dict[str, Any]:
     facts = facts_of(job, layout)
     require_legal(strategy, facts=facts)
     require_state_in_pieces(job, strategy, layout.chain)
+    require_state_averaged(job, strategy)
     # Islands that step by themselves are simulated in one process, and the simulation is compared to the last digit.
     exact = contract(_synchronous(strategy), facts).kind == "exact"
     found = couples_samples(job, strategy=strategy)

@@ -2,7 +2,7 @@
 
 Serial steps and steps of the strategy start alike; gradients, losses, buffers and updates must agree. A pass is
 remembered (`proven.py`), a failure stops the run and names what differs. Nothing here imports torch: ranks do the work
-(`verify/one_step.py`).
+(`proof/one_step.py`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def exact_twin(strategy: Strategy) -> Strategy:
 def gate_locally(
     question: dict[str, Any], job: JobOptions, *, backend: str | None, hang_after_s: float, on_message: Any
 ) -> None:
-    """From the process that starts ranks. `question` is what `one_step.question` gave, in the check before the run."""
+    """From the process that starts ranks. `question` is what `gate_question` gave before the run."""
 
     def say(message: dict[str, Any]) -> None:
         on_message(0, message)

@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 
@@ -25,135 +24,32 @@ from shoal.comm.json_exchange import exchange
 from shoal.comm.ledger import BOOK
 from shoal.job import Job
 from shoal.job.buffers import buffer_modes
-from shoal.job.facts import build_without_memory
-from shoal.job.random_optimizer import draws_numbers
 from shoal.job.randomness import CannotPlace
 from shoal.launch.join import Rank, join, leave
 from shoal.layout.experts.rehearsal import ParametersKept, rehearsing
 from shoal.layout.held_outside import Outside
 from shoal.layout.held_state import HeldNow
 from shoal.parallel.result import NonFinite
-from shoal.proof.coupling import SamplesCoupled, couples_samples, refusal, splits_batches
-from shoal.proof.data_reads import reads_differ, why_data_differ
+from shoal.proof.data_reads import same_values, why_data_differ
 from shoal.proof.drawing import drawing_alike
-from shoal.proof.fingerprint import fingerprint
-from shoal.proof.gate import NUMBER, TOLERANCES, exact_twin, is_settled, require_right
+from shoal.proof.gate import NUMBER, TOLERANCES, is_settled, require_right
 from shoal.proof.gate_compare import Comparison, GradientWatch, Kind, Row, save_serial, worst
 from shoal.proof.gate_conditioning import Moved, allowed, hidden, movement
 from shoal.proof.gate_model import gate_model
+from shoal.proof.gate_question import CannotCheck, question, require_independent
 from shoal.proof.gate_serial import FACTORS, STEPS, serial_steps
 from shoal.proof.model_fails import naming_what_cut_it
 from shoal.proof.undropped import Undropped
-from shoal.runtime.compiled import require_uncompiled, running_eagerly
+from shoal.runtime.compiled import running_eagerly
 from shoal.runtime.float64 import KeepFloat64, model_in_float64, to_float64
 from shoal.runtime.setup import prepare
 from shoal.runtime.step import build_model
-from shoal.strategy import ModelFacts, Strategy, contract, is_legal, parse, recompute
-from shoal.strategy.contract import PER_MICRO_BATCH
-
-COPIES = 4
-"""Of its parameters, in float64, that a rank holds: themselves, gradients and the optimiser's state; the serial steps
-hold two more, before and after."""
-
-MORE_SAMPLES_S = 2.0
-"""What it may take, once, to try whether samples are independent in larger batches than the smallest."""
-
+from shoal.strategy import ModelFacts, Strategy, parse
 
 UNSTEADY = (
     "two calls of the model on the same samples differ, although random numbers are drawn alike: it keeps state "
     "outside its modules, such as a counter in a global"
 )
-
-
-class CannotCheck(ValueError):
-    """What was given cannot be trained as one process would train it."""
-
-
-def question(job: Job, strategy: Strategy, facts: ModelFacts, *, backend: str | None = None) -> dict[str, Any] | None:
-    """What there is to check, as JSON, and whether it can be; None if one process computes each batch at once and
-    nothing twice: that is what would be compared with.
-
-    Raises:
-        CannotCheck: Data differ from one read to the next.
-        CannotRunCompiled: The strategy acts inside of a compiled model.
-    """
-    twin = exact_twin(strategy)
-    if twin.world == 1 and not splits_batches(twin) and twin.term(recompute) is None:
-        return None
-    axes = strategy.cutting_axes
-    model = build_without_memory(job)
-    buffer_modes(job.buffers, model)
-    require_uncompiled(model, strategy)
-    differ = reads_differ(job)
-    if differ and axes:
-        raise CannotCheck(f"{differ}. Under {' and '.join(axes)} several ranks read a sample and must see the same")
-    return {
-        "key": fingerprint(job, model, twin, backend=backend), "job": job.name, "strategy": str(twin),
-        "axes": list(axes), "world": twin.world, "batch": _batch(twin, facts), "optimizer": facts.optimizer,
-        "updates": _updates_compare(job),
-        "skip": differ or _why_not(twin, replace(facts, batch_norm=facts.batch_norm and "sync"), model),
-    }  # fmt: skip
-
-
-def _batch(strategy: Strategy, facts: ModelFacts) -> int:
-    most = facts.global_batch or 1
-    shares = strategy.replicas * strategy.micro_batches
-    batches = (batch for batch in range(2 * shares, most, shares))
-    return next((b for b in batches if is_legal(strategy, facts=replace(facts, global_batch=b))), most)
-
-
-def _updates_compare(job: Job) -> bool:
-    """Whether two runs of the optimiser on the same gradients agree: not if it draws random numbers, or computes the
-    loss again by itself (LBFGS). Tried on a small parameter."""
-    if draws_numbers(job.optimizer):
-        return False  # Also from a generator of its own: ranks draw by their rule.
-    ends = []
-    with torch.random.fork_rng(devices=[]):
-        for seed in (1, 2):
-            torch.manual_seed(seed)
-            param = nn.Parameter(torch.ones(4, 3, dtype=torch.float64))
-            try:
-                optimizer = job.optimizer([{"params": [param]}])
-                for _ in range(STEPS):
-                    param.grad = torch.linspace(-1.0, 1.0, 12, dtype=torch.float64).view(4, 3)
-                    optimizer.step()
-            except Exception:  # It asks for more than a parameter and its gradient.
-                return False
-            ends.append(param.detach())
-    return torch.equal(*ends)
-
-
-def _why_not(strategy: Strategy, facts: ModelFacts, model: nn.Module) -> str:
-    promised = contract(strategy, facts)
-    if promised.kind != "exact":
-        return f"{strategy} does not promise the numbers of a serial run ({promised.reasons[0]})"
-    elements = sum(param.numel() for param in model.parameters())
-    needed = 8 * elements * (COPIES * max(1, strategy.data_parallel) + COPIES + 2)
-    free = psutil.virtual_memory().available
-    if needed > free / 2:
-        return f"in float64 it would need {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
-    return ""
-
-
-def require_independent(job: Job, strategy: Strategy, facts: ModelFacts) -> list[dict[str, Any]]:
-    """Refuses to split batches whose loss, count and gradient are not the sums of those of their parts.
-
-    Returns:
-        Messages for the user: why that was not found out, and what is computed per micro-batch.
-
-    Raises:
-        SamplesCoupled: The loss is a mean, the count is wrong, samples are coupled, or depend on padding.
-    """
-    if not splits_batches(strategy):
-        return []
-    with running_eagerly():
-        found = couples_samples(job, within_s=MORE_SAMPLES_S, strategy=strategy)
-    if found.kind in ("unchecked", "random"):
-        return [{"event": "warning", "text": found.reason}]
-    if wrong := refusal(found, strategy):
-        raise SamplesCoupled(wrong)
-    reasons = contract(strategy, replace(facts, forward_state=found.state)).reasons
-    return [{"event": "note", "text": reason} for reason in reasons if reason.startswith(PER_MICRO_BATCH)]
 
 
 def on_own_ranks(job: Job, question: dict[str, Any], backend: str | None) -> dict[str, Any]:
@@ -343,14 +239,10 @@ def _examined(job: Job, model: nn.Module) -> tuple[bool, list[str]]:
             params = {name: param.detach().clone() for name, param in model.named_parameters()}
             losses.append(float(job.loss_of(job.run_model(model, batch), batch)[0].detach()))
             changed = before.changed_names(model)
-            changed += [name for name, param in model.named_parameters() if not _same(params.get(name), param)]
+            changed += [name for name, param in model.named_parameters() if not same_values(params.get(name), param)]
             if beyond.changed()[0]:
                 changed.append("what the loss, a closure or a global holds")
     return losses[0] != losses[1] and not all(math.isnan(loss) for loss in losses), changed
-
-
-def _same(one: torch.Tensor | None, other: torch.Tensor) -> bool:
-    return one is not None and torch.equal(one, other)
 
 
 def _data_digest(job: Job) -> str:

@@ -1,9 +1,9 @@
 """The serial run that proofs compare with: the model that one process would have trained, in plain PyTorch.
 
 Nothing here is shared with what is judged, but the job and the rule for random numbers (`runtime/draws.py`): the model
-is built and seeded, batches are taken in the
-documented order, and the optimiser steps on full parameters, each in a few lines of their own. A global batch is one
-forward and one backward. It is cut only where the contract says "per micro-batch", in the pieces that the caller names.
+is built and seeded, batches are taken in the documented order, and the optimiser steps on full parameters, each in a
+few lines of their own. A global batch is one forward and one backward. It is cut only where the contract says "per
+micro-batch", in the pieces that the caller names.
 
 It also watches each element's gradient: where the true gradient is zero (the bias of an attention key, a bias before
 batch norm) what is left is rounding, and Adam divides rounding by its epsilon. Such elements are marked.
@@ -25,6 +25,8 @@ from shoal.job import Job, JobError
 from shoal.job.kept import state_of
 from shoal.job.probe_run import needs_closure
 from shoal.job.random_optimizer import UpdateDraws, draws_numbers
+from shoal.proof.islands import Islands, after_step, agree
+from shoal.proof.rounding import Disturbed, move_by_rounding
 from shoal.runtime.draws import serial_randomness, serial_update
 
 ROUNDING = 1e-12
@@ -55,45 +57,6 @@ FADING = 0.9
 def summed(so_far: torch.Tensor, gradient: torch.Tensor) -> None:
     """Adds a step's gradient to the sum that a proof compares."""
     so_far.mul_(FADING).add_(gradient)
-
-
-@dataclass(frozen=True)
-class Disturbed:
-    """Another rounding of the same numbers: each step, parameters move by less than their last digit, and the samples
-    of a batch are summed in reverse (unless their order means something)."""
-
-    seed: int
-    reverse: bool = True
-
-
-Exchange = Callable[[list[list[torch.Tensor]], list[float], list[dict[str, list[torch.Tensor]]]], None]
-
-
-@dataclass(frozen=True)
-class Islands:
-    """Copies of the model that step by themselves and exchange their parameters now and then (local SGD)."""
-
-    num: int
-    every: int
-    """Steps from one average to the next."""
-    replicas: int
-    """Parts of a micro-batch, over all islands; each island has as many."""
-    micro_batches: int
-    """Pieces that a batch is cut into before it is split among replicas."""
-    exchange: Exchange
-    """What an exchange does to the parameters of all, given their weights and what each keeps."""
-    begin: Callable[[list[torch.Tensor]], dict[str, list[torch.Tensor]]]
-    """What each keeps for every element of its parameters, as it is at the start."""
-
-    def share(self, positions: np.ndarray, island: int, *, separate: bool, parts: int) -> list[np.ndarray]:
-        """An island's pieces of a batch: of each micro-batch its part, joined unless they are computed separately."""
-        each = self.replicas // self.num
-        mine = slice(island * each, (island + 1) * each)
-        micros = [np.array_split(piece, self.replicas)[mine] for piece in np.array_split(positions, self.micro_batches)]
-        if parts > 1:
-            return [part for pieces in micros for part in pieces]
-        joined = [np.concatenate(pieces) for pieces in micros]
-        return joined if separate else [np.concatenate(joined)]
 
 
 def train_serially(
@@ -145,10 +108,10 @@ def train_serially(
             for copy, pieces in zip(copies, shares, strict=True)
         ]
         sums.append(found[0])
-        if islands is not None and (step + 1) % islands.every == 0:
-            _average_copies(copies, islands.exchange)
+        if islands is not None:
+            after_step(step, copies, islands)
     if islands is not None:
-        _average_copies(copies)
+        agree(copies, islands)
     named, optimizer, largest = first.named, first.optimizer, first.largest
     top = max((float(peak.max()) for peak in largest.values() if peak.numel()), default=0.0)
     keys = {key for param in named.values() for key in _elementwise_state(optimizer, param)}
@@ -186,7 +149,7 @@ class _Copy:
         self.noise = torch.Generator().manual_seed(disturbed.seed) if disturbed is not None else None
         self.counted = 0.0
         """Samples or tokens since the last exchange."""
-        self.kept: dict[str, list[torch.Tensor]] = {}
+        self.kept: Any = {}
         """Of a scheme that ties islands together."""
 
     def update(
@@ -237,6 +200,7 @@ class _Copy:
         """The sum of the losses and their count; gradients become those of the mean, clipped."""
         job, total, count = self.job, 0.0, 0.0
         self.optimizer.zero_grad(set_to_none=True)
+        alone = sum(len(piece) > 0 for piece in pieces) == 1
         for positions in (piece for piece in pieces if len(piece)):
             ordered = positions[::-1] if self.disturbed is not None and self.disturbed.reverse else positions
             batch = job.train.batch(indices[ordered])
@@ -248,10 +212,11 @@ class _Copy:
                     loss, counted = job.loss_of(job.run_model(self.model, batch), batch)
                 if loss.requires_grad:
                     with self.randomness.backward():
-                        loss.backward()
+                        # As a script has it: of the mean, where the batch is in one piece.
+                        (loss / float(counted) if alone and counted else loss).backward()
             total, count = total + float(loss.detach()), count + float(counted)
         if count:
-            _average(self.named, self.largest, count)
+            _average(self.named, self.largest, 1.0 if alone else count)
             if job.clip is not None:
                 nn.utils.clip_grad_norm_(self.named.values(), job.clip)
         return total, count
@@ -259,28 +224,6 @@ class _Copy:
 
 def _copied(rate: Any) -> Any:
     return rate.detach().clone() if isinstance(rate, torch.Tensor) else float(rate)
-
-
-def _average_copies(copies: Sequence[_Copy], exchange: Exchange | None = None) -> None:
-    """Parameters and floating-point buffers become the mean of all copies, weighted by what each learned from; with
-    `exchange`, parameters what that makes of them."""
-    total = sum(copy.counted for copy in copies)
-    if not total:
-        return
-    weights = [copy.counted / total for copy in copies]
-    with torch.no_grad():
-        if exchange is not None:
-            exchange([[*copy.named.values()] for copy in copies], weights, [copy.kept for copy in copies])
-        parameters = [[] if exchange else [*copy.named.values()] for copy in copies]
-        held = [[*params, *copy.model.buffers()] for params, copy in zip(parameters, copies, strict=True)]
-        for tensors in zip(*held, strict=True):
-            if tensors[0].is_floating_point() or tensors[0].is_complex():
-                mean = torch.stack([weight * t.double() if not t.is_complex() else weight * t
-                                    for weight, t in zip(weights, tensors, strict=True)]).sum(0)  # fmt: skip
-                for tensor in tensors:
-                    tensor.copy_(mean)
-    for copy in copies:
-        copy.counted = 0.0
 
 
 def _average(named: Mapping[str, nn.Parameter], largest: Mapping[str, torch.Tensor], count: float) -> None:
@@ -331,15 +274,6 @@ def _batch_at(job: Job, counter: int) -> np.ndarray:
     ]
     first = epochs[0] * num
     return np.concatenate(orders)[counter - first : stop - first]
-
-
-def move_by_rounding(params: Any, noise: torch.Generator) -> None:
-    """Moves every element by less than its last digit."""
-    with torch.no_grad():
-        for param in params:
-            real = torch.view_as_real(param) if param.is_complex() else param
-            unit = torch.finfo(real.dtype).eps
-            real.mul_(1 + unit * (2 * torch.rand(real.shape, generator=noise, dtype=real.dtype) - 1))
 
 
 def _elementwise_state(

@@ -1,34 +1,26 @@
-"""Whether an optimiser turns the rounding of a zero gradient into a step of full size, as one that uses the sign does.
-
-Where the true gradient is zero (the bias of an attention key) a computed one is rounding, about 1e-17 and of any sign.
-Adam divides it by its epsilon and moves by 1e-9; Rprop and sign descent move by the learning rate. What they make of
-such elements depends on the order of sums alone, so there is nothing to compare.
-"""
+"""How a serial run rounds differently, which shows how far rounding alone moves its numbers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 import torch
-from torch import nn
-
-from shoal.job import Job
-
-ROUNDING = 1e-17
-STEPS = 4
 
 
-def amplifies_rounding(job: Job, *, beyond: float) -> bool:
-    """Whether gradients of the size of rounding move a parameter by more than `beyond`, against gradients of zero."""
-    ends = []
-    with torch.random.fork_rng(devices=[]):
-        for size in (0.0, ROUNDING):
-            torch.manual_seed(job.seed)
-            param = nn.Parameter(torch.linspace(0.1, 1.0, 12, dtype=torch.float64).view(4, 3))
-            try:
-                optimizer = job.optimizer([{"params": [param]}])
-                for step in range(STEPS):
-                    param.grad = torch.full_like(param, size * (-1) ** (step // 2))
-                    optimizer.step()
-            except Exception:  # It asks for more than a parameter and its gradient (LBFGS).
-                return False
-            ends.append(param.detach())
-    return bool((ends[0] - ends[1]).abs().max() > beyond)
+@dataclass(frozen=True)
+class Disturbed:
+    """Another rounding of the same numbers: each step, parameters move by less than their last digit, and the samples
+    of a batch are summed in reverse (unless their order means something)."""
+
+    seed: int
+    reverse: bool = True
+
+
+def move_by_rounding(params: Iterable[torch.Tensor], noise: torch.Generator) -> None:
+    """Moves every element by less than its last digit."""
+    with torch.no_grad():
+        for param in params:
+            real = torch.view_as_real(param) if param.is_complex() else param
+            unit = torch.finfo(real.dtype).eps
+            real.mul_(1 + unit * (2 * torch.rand(real.shape, generator=noise, dtype=real.dtype) - 1))

@@ -4,6 +4,7 @@ compared with it slice by slice."""
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,12 +14,14 @@ from shoal.comm.ledger import BOOK
 from shoal.launch.join import join, leave
 from shoal.layout.held_outside import Outside
 from shoal.parallel.pipeline.pipedream import micros_reported
-from shoal.parallel.sync.scheme import Scheme
+from shoal.parallel.sync.scheme import Kept, Scheme
 from shoal.proof.compare import GradientSums, compare, follows, moves, real
 from shoal.proof.conditions import Conditions, for_proof
+from shoal.proof.islands import Islands
 from shoal.proof.model_fails import naming_what_cut_it
 from shoal.proof.options import ProofOptions
-from shoal.proof.reference import Disturbed, Islands, Reference, train_serially
+from shoal.proof.reference import Reference, train_serially
+from shoal.proof.rounding import Disturbed
 from shoal.proof.tolerance import GRADIENT
 from shoal.runtime.compiled import running_eagerly
 from shoal.runtime.setup import Prepared, job_from, prepare
@@ -130,10 +133,12 @@ def islands_of(strategy: Strategy) -> Islands | None:
     level = next((level for level in strategy.dp_levels if isinstance(level.sync, Scheme)), None)
     if level is None:
         return None
-    assert isinstance(level.sync, Scheme)
+    scheme = level.sync
+    assert isinstance(scheme, Scheme)
     return Islands(
-        num=level.n, every=level.sync.period, replicas=strategy.replicas, micro_batches=strategy.micro_batches,
-        begin=level.sync.begin, exchange=level.sync.simulate,
+        num=level.n, every=scheme.period, replicas=strategy.replicas, micro_batches=strategy.micro_batches,
+        begin=partial(Kept, scheme), exchange=scheme.simulate,
+        agreed=None if scheme.equal else scheme.simulate_agreed, at=scheme.simulate_step,
     )  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,15 +81,14 @@ class Prepared:
     def differences(self, counted: Ledger) -> list[str]:
         """How the ledger of the step just made departs from its prediction, but for what data alone decide."""
         compression = self.engine.compression
-        undecided = {"gradient": compression.undecided if compression is not None else frozenset()}
-        undecided["forward"] = undecided["backward"] = self.engine.owner.take_undecided()
+        undecided = compression.undecided if compression is not None else frozenset()
         return _decided(counted.without("agreement"), undecided).differences(_decided(self.predicted, undecided))
 
 
-def _decided(ledger: Ledger, undecided: Mapping[str, frozenset[tuple[str, str]]]) -> Ledger:
-    """Without what data alone decide, by phase."""
+def _decided(ledger: Ledger, undecided: frozenset[tuple[str, str]]) -> Ledger:
+    """Without the exchanges of gradients that data alone decide."""
     entries = ledger.entries.items()
-    return Ledger({k: entry for k, entry in entries if (k.axis, k.kind) not in undecided.get(k.phase, ())})
+    return Ledger({k: entry for k, entry in entries if k.phase != "gradient" or (k.axis, k.kind) not in undecided})
 
 
 def job_from(options: JobOptions) -> Job:

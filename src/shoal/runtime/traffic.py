@@ -1,8 +1,8 @@
 """What a rank is expected to send in a step: the formulas of `estimate`, on what the layout and the batch show.
 
 Nothing here is read off a running engine but what only a run can know: which parameters had no gradient in a step that
-compresses, how routers of a mixture of experts decided (`routing.py`, `regions_seen.py`), and what attention written by
-hand gathers under cp.
+compresses, how routers of a mixture of experts decided (`routing.py`, `regions_seen.py`), which blocks a model has left
+out (`blocks_seen.py`), and what attention written by hand gathers under cp.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from shoal.estimate.attention_traffic import attention_calls
 from shoal.estimate.axis_calls import axis_calls, buffer_calls
 from shoal.estimate.held import Held
-from shoal.estimate.outer_calls import outer_calls, period
+from shoal.estimate.outer_calls import outer_calls
 from shoal.estimate.shard_table import shard_table
 from shoal.estimate.tensor_traffic import crossing_calls
 from shoal.estimate.traffic import Call, Group, ShardTable
@@ -29,6 +29,7 @@ from shoal.layout.observe import job_shapes, observe
 from shoal.parallel.engine import Engine
 from shoal.parallel.executor import Executor
 from shoal.parallel.pipeline.executor import Pipeline
+from shoal.runtime.blocks_seen import BlocksSeen
 from shoal.runtime.float64 import KeepFloat64
 from shoal.runtime.regions_seen import RegionsSeen
 from shoal.runtime.routing import Routing
@@ -48,6 +49,7 @@ class Expected:
     """Whether the job's optimiser needs them."""
     routing: Routing | None = None
     regions: RegionsSeen | None = None
+    blocks: BlocksSeen | None = None
     _forwards: dict[Any, Forward] = field(default_factory=dict)
     """By the shapes of a micro-batch."""
 
@@ -63,6 +65,9 @@ class Expected:
             self.routing.watch(model, [layer for layer in experts.layers if self.held.runs(layer.owner)])
         if self.layout.chooses and self.engine.placement.tensor.size > 1:
             self.regions = RegionsSeen(model, self.held)
+        if self.held.placing.zero == 3 and not self.engine.pipelined:
+            numbers = {each.block for each in self.shapes.parameters if each.trains} - {-1}
+            self.blocks = BlocksSeen(model, [self.shapes.blocks[number] for number in sorted(numbers)])
 
     def forget(self) -> None:
         """Before a step: what was seen until now (in an evaluation) is not the step's."""
@@ -72,7 +77,7 @@ class Expected:
             self.executor.borders.forget()
         if cut.sequence is not None:
             cut.sequence.take()
-        for seen in (self.routing, self.regions):
+        for seen in (self.routing, self.regions, self.blocks):
             if seen is not None:
                 seen.forget()
 
@@ -111,10 +116,10 @@ class Expected:
             step=0 if compression is None else compression.step - 1,
             unused=() if compression is None else compression.unused,
             method=None if compression is None else compression.method,
+            gathers=self.blocks.gathers if self.blocks is not None and self.blocks.any else None,
         )  # fmt: skip
-        if self.engine.clock % period(self.strategy):
-            return found
-        return replace(found, calls=(*found.calls, *outer_calls(self.held, found)))
+        last = max(0, self.engine.clock - 1)
+        return replace(found, calls=(*found.calls, *outer_calls(self.held, found, last)))
 
     def _calls(self, forwards: Sequence[Forward], total: int) -> Iterator[Call]:
         placed = axis_calls(self.held, forwards, total=total, regions=self.regions is None)

@@ -33,10 +33,12 @@ from shoal.layout.held_outside import Outside
 from shoal.layout.layout import facts_of, layout_of
 from shoal.parallel.batch_norm import batch_norms
 from shoal.parallel.result import NOTHING_COUNTED, NonFinite
+from shoal.parallel.sync.outer import PHASE as OUTER
 from shoal.proof.one_step import gate_here
 from shoal.runtime.setup import Prepared, job_from, prepare, staleness
 from shoal.strategy import parse
 from shoal.training.check import TrainingStopped, require_job_of, resume_point, warning
+from shoal.training.hindered import Hindered
 from shoal.training.lost_islands import LostIslands
 from shoal.training.noise_scale import NoiseScale
 from shoal.training.options import TrainOptions
@@ -118,6 +120,7 @@ class TrainingRun:
         self.noise = NoiseScale()
         self.pace = Pace(period(ready.strategy))
         self.lost = LostIslands(ready, channel, rank=rank)
+        self.hindered = Hindered(options, rank=rank, world=ready.strategy.world, seed=self.job.seed)
         if options.resume is not None:
             self._resume(Path(options.resume))
         self.recorder: Recorder | None = None
@@ -180,6 +183,7 @@ class TrainingRun:
 
     def _one_step(self) -> None:
         started = time.perf_counter()
+        self.hindered.before_step(self.step + 1)
         self.engine.stop_requested = bool(self.channel.stop_requested)
         lr_factor = self.job.lr_factor(self.step)
         self.lost.in_step = True
@@ -190,6 +194,7 @@ class TrainingRun:
             raise self._no_number(self.step + 1, error.what, read) from error
         finally:
             self.lost.in_step = False
+        self.hindered.after_step()
         seconds = time.perf_counter() - started
         samples = self.runner.order.next(self.counter) - self.counter
         self.noise.add(result.noise, samples_per_count=samples / result.count)
@@ -209,6 +214,10 @@ class TrainingRun:
             "samples_per_s": samples / seconds, "memory_bytes": memory,
             "train_s": self.train_s, "sent_bytes": counted.bytes, "critical_batch": self.noise.critical_batch,
         }  # fmt: skip
+        if self.engine.outer is not None:
+            sent = sum(entry.bytes for key, entry in counted.entries.items() if key.phase == OUTER)
+            self.engine.consistency.sent(sent, self.engine.outer.synchronous_bytes)
+        row |= self.engine.consistency.row()
         if self.recorder is not None:
             self.recorder.step(row, counted)
             self.channel.say({"event": "step", "steps": self.job.steps, **row})
@@ -311,6 +320,8 @@ class TrainingRun:
             "ledger": self.ledger.to_json(), "predicted": self.ready.predicted.to_json(),
             "folder": str(self.folder), **self.lost.report(), **staleness(self.ready.executor),
         }  # fmt: skip
+        if measured := self.engine.consistency.summary():
+            outcome["consistency"] = measured
         if self.recorder is not None:
             self.recorder.close(status, outcome)
         return outcome

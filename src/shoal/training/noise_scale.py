@@ -1,7 +1,7 @@
 """The gradient noise scale of a run, smoothed over its steps: the critical batch size (McCandlish et al. 2018).
 
 Noise and signal are averaged separately, since the ratio of single steps is biased. The noise scale grows while a model
-learns, by orders of magnitude at first, so that averages forget: a step has the weight 1 - 1/MEMORY of the one after it.
+learns, by orders of magnitude at first, so averages forget: a step has the weight 1 - 1/MEMORY of the one after it.
 """
 
 from __future__ import annotations

@@ -28,6 +28,10 @@ class TrainOptions(JobOptions):
     """`shoal`, `gloo` or the accelerator's own. None: by the devices here."""
     emulate: str | None = None
     """A slower cluster whose links are emulated (`comm/emulate.py`)."""
+    straggler: str | None = None
+    """Ranks that are slowed on purpose, such as `rank 2: 3x; random 10%: 5x` (`common/hindrance.py`)."""
+    fail: str | None = None
+    """Ranks that kill themselves, such as `rank 3 at step 40`."""
     gate: bool = True
     """Whether a strategy is checked by two steps in float64 before it first trains this job."""
     lock: str | None = field(default=None, metadata={"set by": "train_locally"})

@@ -1,5 +1,5 @@
 """Blocks that attend and blocks that do not in one list, with a loss by position and one of the whole sequence: cp
-cuts from the first block that attends to the last, tp from the first that is cut."""
+cuts from the first block that attends to the last, tp from the first that is cut to the last."""
 
 from __future__ import annotations
 
@@ -31,12 +31,26 @@ class Attends(nn.Module):
         return x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
+class Single(nn.Module):
+    """One projection: no region of tp, but it lies on the stream between those that are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.layer(x))
+
+
+KINDS = {"a": Attends, "m": Mlp, "s": Single}
+
+
 class Net(nn.Module):
     def __init__(self, blocks: str, pooled: bool) -> None:
         super().__init__()
         self.stem, self.head, self.pooled = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 3), pooled
         self.pool = nn.Linear(LENGTH, 1) if pooled else nn.Identity()  # The order of positions matters.
-        self.blocks = nn.ModuleList(Attends() if kind == "a" else Mlp() for kind in blocks)
+        self.blocks = nn.ModuleList(KINDS[kind]() for kind in blocks)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
@@ -63,3 +77,4 @@ def made(blocks: str, *, pooled: bool) -> Job:
 mlp_first, mlp_first_pooled = made("ma", pooled=False), made("mam", pooled=True)
 mlp_last, mlp_last_pooled = made("am", pooled=False), made("am", pooled=True)
 attends, attends_pooled = made("aa", pooled=False), made("aa", pooled=True)
+uncut_between = made("assa", pooled=False)

@@ -43,16 +43,22 @@ class Compressor(CompressTerm):
         """What it keeps of each element; part of a checkpoint."""
         return ("residual",) if self.loss == "feedback" else ()
 
+    def memory(self) -> float:
+        """What remains of a residual from one step to the next, as a factor."""
+        return 1.0
+
     def take_up(
         self, x: torch.Tensor, state: State, over: Over, clip: float | None = None
     ) -> tuple[torch.Tensor, State]:
         """What to encode in place of the gradient, and the state as it would be if nothing were sent. Error feedback
-        (Seide et al. 2014): what was not sent of x + e is the next e. `clip`: the job's bound on the gradient's
+        (Seide et al. 2014): what was not sent of x + memory e is the next e. `clip`: the job's bound on the gradient's
         norm."""
         if self.loss != "feedback":
             return x, {}
+        import torch
+
         before = kept_before(state, "residual", x)
-        total = x.clone() if before is None else x + before
+        total = x.clone() if before is None else torch.add(x, before, alpha=self.memory())
         return total, {"residual": total}
 
     def encode(self, x: torch.Tensor, draw: Draw) -> torch.Tensor:

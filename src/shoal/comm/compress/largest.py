@@ -24,6 +24,15 @@ def largest(x: torch.Tensor, count: int) -> torch.Tensor:
     return candidates[magnitudes.index_select(0, candidates).topk(count, sorted=False).indices]
 
 
+def largest_of_rows(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """[rows, count]: places in each row of its elements of the largest magnitude. In host memory numpy's partition
+    takes a quarter of the time of torch's."""
+    if rows.device.type == "cpu" and 0 < count < rows.shape[1]:
+        places = np.argpartition(rows.abs().numpy(), rows.shape[1] - count, axis=1)
+        return torch.from_numpy(places[:, rows.shape[1] - count :])
+    return rows.abs().topk(count, dim=1, sorted=False).indices
+
+
 def _probable(magnitudes: torch.Tensor, count: int) -> torch.Tensor | None:
     """Places among which the largest probably are, if that is worth finding out."""
     if len(magnitudes) < WORTH_SAMPLING or 4 * count > len(magnitudes):

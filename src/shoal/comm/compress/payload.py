@@ -81,6 +81,24 @@ def unpacked_numbers(packed: torch.Tensor, bits: int, count: int) -> torch.Tenso
     return numbers
 
 
+def packed_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Numbers of 2 or 4 bits (uint8), 8 / `bits` to a byte. Faster than planes, where `bits` divides a byte."""
+    places = 8 // bits
+    size = divided_up(len(codes), places)
+    planes = torch.zeros(places * size, dtype=torch.uint8, device=codes.device)
+    planes[: len(codes)] = codes
+    packed, *others = planes.view(places, size).unbind()
+    for place, plane in enumerate(others, 1):
+        packed |= plane << (bits * place)
+    return packed
+
+
+def unpacked_codes(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+    """The numbers as uint8."""
+    planes = [(packed >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)]
+    return torch.cat(planes)[:count]
+
+
 def packed_trits(trits: torch.Tensor) -> torch.Tensor:
     """Numbers 0, 1 and 2 (uint8), five to a byte: 1.6 bits each, where information wants 1.58."""
     size = divided_up(len(trits), TRITS_A_BYTE)

@@ -166,10 +166,6 @@ class Owner(ABC):
     def close(self) -> None:  # noqa: B027
         """Leaves every rank with full parameters of its own. Collective."""
 
-    def take_undecided(self) -> frozenset[tuple[str, str]]:
-        """What the data of the last step have decided to send, as (axis, collective); asked once a step."""
-        return frozenset()
-
     def watch_reads(self) -> ReadsOutside | None:
         """Notes parameters that are read where they are not gathered; None if they always are."""
         return None

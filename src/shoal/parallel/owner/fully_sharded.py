@@ -71,11 +71,6 @@ class FullySharded(ShardedOwner):
     def publish(self) -> None:
         self.release()  # What is still gathered is out of date.
 
-    def take_undecided(self) -> frozenset[tuple[str, str]]:
-        """Gathers, where a forward has left out a block: whether it was gathered ahead depends on the steps before."""
-        skipped, self.gathering.skipped = self.gathering.skipped, False
-        return frozenset({(self.gathering.sharding.axis, "all_gather")} if skipped else ())
-
     def watch_reads(self) -> ReadsOutside:
         return ReadsOutside(self.gathering)
 

@@ -2,8 +2,9 @@
 
 The engine of an island calls `after_update` once a step, after its own update and before the updated parameters are
 published. What is evaluated and saved is the consensus of all islands: `agree` makes it of the islands' values,
-`take_back` gives each island its own again. A scheme (`technique/sync`) sets when islands exchange, and what; what that
-sends is predicted by `estimate/outer_calls.py`.
+`take_back` gives each island its own again. Under most schemes islands are equal after an exchange; under others the
+consensus is their mean, or a centre that the scheme keeps. A scheme (`technique/sync`) sets when islands exchange, and
+what; what that sends is predicted by `estimate/outer_calls.py`.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from torch import nn
 from shoal.comm.ledger import BOOK
 from shoal.comm.losses import Losses
 from shoal.comm.mesh import Members
+from shoal.comm.wire import sent
+from shoal.parallel.consistency import Consistency
 from shoal.parallel.placement import Placement
-from shoal.parallel.sync.scheme import Scheme
+from shoal.parallel.sync.neighbours import NeighbourMessages
+from shoal.parallel.sync.scheme import Kept, Scheme
 
 T = TypeVar("T")
 
@@ -37,7 +41,7 @@ class OuterLevel:
         self.masters = masters
         """This rank's slices of the parameters."""
         self.model = model
-        self.kept = term.begin(masters)
+        self.kept = Kept(term, masters)
         """What the scheme keeps, laid out as the masters are."""
         self.count = 0.0
         """Samples or tokens that this island learned from since the last exchange."""
@@ -45,6 +49,14 @@ class OuterLevel:
         """Its updates since then."""
         self.losses: Losses | None = None
         """Where an island may be lost while the others go on."""
+        self.consistency = Consistency()
+        self.apart = 0.0
+        """Square of the distance of this island's slices from the mean of all at the last exchange. It is sent with the
+        numbers of the next one."""
+        self.spread: float | None = None
+        """The root mean square of these distances over all islands, relative to the norm of the slices."""
+        self.messages = NeighbourMessages(self)
+        """To and from neighbours, where a scheme has them."""
         self.on_loss: Callable[[list[int], str], None] = lambda ranks, reason: None
         """Called when islands were lost, with their ranks and the reason."""
 
@@ -63,15 +75,24 @@ class OuterLevel:
         """Floating-point buffers of the model, which follow each island's own samples."""
         return [b for b in self.model.buffers() if b.numel() and (b.is_floating_point() or b.is_complex())]
 
+    @property
+    def synchronous_bytes(self) -> int:
+        """What this rank would send to other islands in a step if their gradients were all-reduced."""
+        sizes = [master.numel() * master.element_size() for master in self.masters]
+        return sum(sent("all_reduce", payload_bytes=size, ranks=self.islands.size).bytes for size in sizes)
+
     def after_update(self, clock: int, *, count: float, stop: bool) -> bool:
         """After the island's update of step `clock` (from 0), which learned from `count` samples or tokens. Returns
         whether all islands stop here. `stop`: whether this island was asked to."""
         self.count += count
         self.steps += 1
-        if (clock + 1) % self.term.period:
-            return False
+        return self.term.act(self, clock, stop=stop)
+
+    def meet(self, stop: bool) -> bool:
+        """One exchange of all islands, in which they also agree on whether to stop. Collective over islands."""
         changes = [*self.values, *(tensor for kept in self.kept.values() for tensor in kept)]
         own = [tensor.clone() for tensor in changes] if self.losses is not None else []
+        numbers = dict(self.kept.numbers)
 
         def exchange() -> bool:
             with BOOK.during(PHASE):
@@ -82,10 +103,24 @@ class OuterLevel:
         def undo() -> None:
             for tensor, mine in zip(changes, own, strict=True):
                 tensor.copy_(mine)
+            self.kept.numbers = dict(numbers)
 
         stopping = self.together(exchange, undo=undo)
         self.count, self.steps = 0.0, 0
+        self.consistency.exchanged(self.spread)
         return stopping
+
+    def meet_neighbours(self, known: int, stop: bool) -> bool:
+        """One exchange without a collective: a lost island is missed by its neighbours only, until all islands meet.
+        `known`: the round after which all islands know what this one says now."""
+        round = int(self.kept.numbers["round"])
+        if stop:
+            self.messages.stop_after(known)
+        with BOOK.during(PHASE):
+            self.term.exchange(self, 1 / self.islands.size)
+        self.count, self.steps = 0.0, 0
+        self.consistency.exchanged(self.spread)
+        return self.messages.stops(round)
 
     def together(self, act: Callable[[], T], *, undo: Callable[[], None] = lambda: None) -> T:
         """Does what all islands take part in. Where one is lost meanwhile, those that are left undo it and do it again
@@ -96,22 +131,33 @@ class OuterLevel:
 
     def _lose(self, ranks: list[int], reason: str) -> None:
         self.placement.lose(ranks)
+        self.messages = NeighbourMessages(self)
         self.on_loss(ranks, reason)
 
     def agree(self) -> list[torch.Tensor]:
-        """The islands' weighted mean becomes this rank's values; gives back what it had, for `take_back`. Nothing is
+        """What is evaluated and saved becomes this rank's values; gives back what it had, for `take_back`. Nothing is
         sent where islands are equal. Collective over islands."""
-        if not self.steps:
+        if self.term.equal and not self.steps:
             return []
         own = [tensor.clone() for tensor in self.values]
         try:
             with BOOK.during(PHASE):
-                total, _ = self._sums(False)
-                self.average(self.count / total)
+                weight = self.count / self._sums(False)[0] if self.term.equal else 1 / self.islands.size
+                self.term.agree(self, weight)
+                if not self.term.equal:
+                    self._measure(own)
         except BaseException:
             self.take_back(own)
             raise
         return own
+
+    def _measure(self, own: Sequence[torch.Tensor]) -> None:
+        """How far islands are from what is evaluated, where that is known only when they meet."""
+        pairs = list(zip(own, self.masters, strict=False))
+        norm = sum(float(torch.linalg.vector_norm(agreed)) ** 2 for _, agreed in pairs)
+        apart = self.total(sum(float(torch.linalg.vector_norm(mine - agreed)) ** 2 for mine, agreed in pairs))
+        self.spread = (apart / self.islands.size / norm) ** 0.5 if norm else 0.0
+        self.consistency.measured(self.spread)
 
     def take_back(self, own: Sequence[torch.Tensor]) -> None:
         if own:
@@ -120,16 +166,29 @@ class OuterLevel:
 
     def average(self, weight: float) -> None:
         """Parameters and buffers become their weighted mean over islands."""
+        self._average(self.masters, self.buffers, weight)
+
+    def average_parameters(self, weight: float) -> None:
+        """Parameters become their weighted mean over islands."""
+        self._average(self.masters, [], weight)
+
+    def average_buffers(self, weight: float) -> None:
+        """Buffers become their weighted mean over islands."""
+        self._average([], self.buffers, weight)
+
+    def _average(self, masters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], weight: float) -> None:
         if self.islands.group is None:
             return
-        buffers = self.buffers
         joined = [torch.cat([buffer.reshape(-1).to(self._wide) for buffer in buffers])] if buffers else []
+        own = [flat.clone() for flat in masters]
         works = []
-        for flat in (*self.masters, *joined):
+        for flat in (*masters, *joined):
             flat.mul_(weight)
             works.append(dist.all_reduce(flat, group=self.islands.group, async_op=True))
         for work in works:
             work.wait()
+        if own:
+            self.apart = sum(float(torch.linalg.vector_norm(a.sub_(b))) ** 2 for a, b in zip(own, masters, strict=True))
         if buffers:
             for buffer, mean in zip(buffers, joined[0].split([b.numel() for b in buffers]), strict=True):
                 buffer.copy_((mean if buffer.is_complex() else mean.real).view(buffer.shape))
@@ -139,13 +198,23 @@ class OuterLevel:
         complex_too = any(buffer.is_complex() for buffer in self.buffers)
         return torch.complex128 if complex_too else torch.float64
 
+    def total(self, number: float) -> float:
+        """The sum of a number over islands. Collective."""
+        found: Any = torch.tensor([number], dtype=torch.float64, device=self.device)
+        if self.islands.group is not None:
+            dist.all_reduce(found, group=self.islands.group)
+        return float(found)
+
     def _sums(self, stop: bool) -> tuple[float, bool]:
-        numbers: Any = torch.tensor([self.count, float(stop)], dtype=torch.float64, device=self._device)
+        numbers: Any = torch.tensor([self.count, float(stop), self.apart], dtype=torch.float64, device=self.device)
         if self.islands.group is not None:
             dist.all_reduce(numbers, group=self.islands.group)
-        total, stopping = numbers.tolist()
+        total, stopping, apart = numbers.tolist()
+        if self.consistency.rounds:
+            norm = sum(float(torch.linalg.vector_norm(master)) ** 2 for master in self.masters)
+            self.spread = (apart / self.islands.size / norm) ** 0.5 if norm else 0.0
         return total, stopping > 0
 
     @property
-    def _device(self) -> torch.device:
+    def device(self) -> torch.device:
         return next(self.model.parameters()).device

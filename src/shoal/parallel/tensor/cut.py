@@ -48,16 +48,21 @@ class Applied:
 
 
 def cut_tensors(
-    model: nn.Module, plan: TensorPlan, members: Members, *, between: Between = "whole", tally: Tally | None = None
-) -> Applied:
-    """Cuts every region of the plan ("batch": those of features only). Comes before recomputation is applied."""
+    model: nn.Module, plan: TensorPlan, members: Members, *, between: Between = "whole", tally: Tally | None = None,
+    stream: tuple[str, ...] | None = None,
+) -> Applied:  # fmt: skip
+    """Cuts every region of the plan ("batch": those of features only). Comes before recomputation is applied.
+    `stream`: blocks of the residual stream, if the plan holds the regions of one pipeline stage only."""
     applied = Applied(tally=Tally() if tally is None else tally)
     if members.size == 1:
         return applied
     if between == "sequence" and plan.sequence_dim is None:
         raise PlanDoesNotFit(f"sequence=True: the stream cannot be cut along the sequence: {plan.why_no_sequence}")
     regions = [region for region in plan.regions if between != "batch" or region.kind == "features"]
-    stream = stream_blocks(model, plan) if between == "sequence" else ()
+    if between != "sequence":
+        stream = ()
+    elif stream is None:
+        stream = stream_blocks(model, plan)
     modules = dict(model.named_modules(remove_duplicate=False))
     cuts: dict[str, Cut] = {}
     for region in regions:

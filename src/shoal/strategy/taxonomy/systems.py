@@ -55,7 +55,7 @@ SYSTEMS: tuple[System, ...] = tuple(
          "one bit per element, with error feedback"),
         ("CNTK (BMUF)", 2016, "Chen and Huo, ICASSP", "dp(16, sync=bmuf(32))",
          "blocks of local steps, averaged and filtered with block momentum"),
-        ("EASGD", 2015, "Zhang, Choromanska and LeCun, NIPS", "dp(8, sync=elastic(10, 0.1125), via=ps(1))",
+        ("EASGD", 2015, "Zhang, Choromanska and LeCun, NIPS", 'dp(8, sync=elastic(10, 0.1125, "async"), via=ps(1))',
          "replicas explore around a centre that one server holds"),
         ("SINGA", 2015, "Ooi et al., ACM Multimedia", "dp(4, sync=asp(), via=ps(2)) * dp(4) * tp(2)",
          "groups of workers: synchronous inside, asynchronous between"),

@@ -10,17 +10,40 @@ runtime so far.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple
 
-from shoal.strategy.terms.arguments import choice, integer, real
-from shoal.strategy.terms.numerals import count, counted, every, percent
+from shoal.strategy.terms.arguments import integer
+from shoal.strategy.terms.numerals import count, counted
 from shoal.strategy.terms.term import REGISTRY, Promise, Term
 
 Exchange = Literal["gradient", "model"]
 
 SAME_TARGET = "reaches the target of the synchronous run, validation loss within 5%"
 """The band of what has no bound of its own: judged by the target, not by the trajectory."""
+
+
+NUMBERS = 3
+"""An exchange of islands begins with as many sums: what each learned from, whether it was asked to stop, and how far it
+was from the mean at the last exchange."""
+NUMBER_BYTES = 8
+
+
+class Sendable(NamedTuple):
+    """What one rank holds, as far as exchanges of islands send it."""
+
+    names: Sequence[str]
+    """The trainable parameters of the full model, in its order."""
+    slices: Sequence[int]
+    """Bytes of each of its slices of the parameters."""
+    buffers: int
+    """Bytes of all floating-point buffers together."""
+    exchanged: Callable[[Collection[str]], list[tuple[str, int]]]
+    """The collectives that exchange its slices of these parameters: kinds and payload bytes."""
+    island: int
+    """The number of its island, from 0,"""
+    islands: int
+    """of how many."""
 
 
 class SyncTerm(Term):
@@ -34,6 +57,10 @@ class SyncTerm(Term):
     spectrum: ClassVar[str] = "synchronous"
     """The place on the spectrum from consistent to inconsistent."""
     where = "any links"
+    neighbours: ClassVar[bool] = False
+    """Whether islands send to their neighbours in a graph and to no others, so that an exchange has no collective."""
+    path: ClassVar[str] = ""
+    """The way that models take, for explanations, where it is not that of `via`."""
 
     @property
     def period(self) -> int | None:
@@ -41,11 +68,23 @@ class SyncTerm(Term):
         None for all others."""
         return None
 
+    @property
+    def moments(self) -> Sequence[int]:
+        """The steps of a period, counted from 1, after which islands send something."""
+        return () if self.period is None else (self.period,)
+
     def sends(self, slices: Sequence[int], buffers: int) -> list[tuple[str, int]]:
-        """The collectives of one exchange of islands on one rank, as kinds and payload bytes, after the two numbers
+        """The collectives of one exchange of islands on one rank, as kinds and payload bytes, after the numbers
         that every exchange begins with. `slices`: bytes of each of its slices of the parameters; `buffers`: bytes of
         all floating-point buffers together."""
         return [("all_reduce", size) for size in (*slices, buffers) if size]
+
+    def calls(self, clock: int, held: Sendable) -> list[tuple[str, int]]:
+        """The collectives between islands after the update of step `clock` (from 0) on one rank. What most rules send
+        every `period` steps is `sends`, after the numbers that an exchange begins with."""
+        if self.period is None or (clock + 1) % self.period:
+            return []
+        return [("all_reduce", NUMBERS * NUMBER_BYTES), *self.sends(held.slices, held.buffers)]
 
     def drift(self, replicas: int) -> Promise | None:
         """How this number of replicas under this rule differ from the serial run; None when they do not."""
@@ -148,62 +187,6 @@ class hogwild(SyncTerm):
         if replicas == 1:
             return None
         return Promise("statistical", "hogwild() lets replicas overwrite each other's updates", band=SAME_TARGET)
-
-
-class elastic(SyncTerm):
-    """Elastic averaging (EASGD): every h steps each replica and a centre pull at each other by a part of
-    their difference.
-
-    `rho` is that part, the moving rate of the paper (its learning rate times its elastic coefficient).
-    """
-
-    h: int = integer(1, sample=50)
-    rho: float = real(0.0, 1.0, sample=0.1)
-
-    title = "elastic averaging (EASGD)"
-    exchanges = "model"
-    spectrum = "model averaging / elastic averaging"
-    where = "slow links"
-
-    def words(self) -> str:
-        return (
-            f"replicas explore by themselves; {every(self.h, 'step')} each moves {percent(self.rho)} of "
-            "the way towards "
-            "a common centre, and the centre as much towards it"
-        )
-
-    def drift(self, replicas: int) -> Promise | None:
-        reason = f"elastic({self.h}, {self.rho}) ties replicas to a centre by a force only, so they explore separately"
-        return Promise("statistical", reason, band=SAME_TARGET)
-
-
-class gossip(SyncTerm):
-    """Gossip: no replica knows all others; each averages its weights with its neighbours in a graph."""
-
-    graph: str = choice("ring", "torus", "exponential", "complete")
-    mode: str = choice("sync", "async", "push-sum", default="sync")
-
-    title = "gossip: D-PSGD, AD-PSGD, push-sum"
-    exchanges = "model"
-    spectrum = "model averaging / elastic averaging"
-
-    def words(self) -> str:
-        averaged = {
-            "sync": "after every step each replica averages its weights with its neighbours'",
-            "async": "each replica steps when it can, and averages its weights with one neighbour at a "
-            "time, waiting for no other",
-            "push-sum": "after every step each replica pushes a weighted share of its weights to its "
-            "successors, "
-            "and divides by the weight it has gathered",
-        }
-        article = "an" if self.graph == "exponential" else "a"
-        return f"{averaged[self.mode]}, in {article} {self.graph} graph"
-
-    def drift(self, replicas: int) -> Promise | None:
-        if replicas == 1:
-            return None
-        reason = f'gossip("{self.graph}") mixes neighbours only, so replicas agree on average and not exactly'
-        return Promise("statistical", reason, band=SAME_TARGET)
 
 
 REGISTRY.find("sync")

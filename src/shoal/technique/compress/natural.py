@@ -23,7 +23,7 @@ class natural(Compressor):
     title = "natural compression"
     sends = "n s/4 + n/8"
     loss = "unbiased"
-    passes = (50, 11)
+    passes = (49, 14)
 
     def words(self) -> str:
         return "every element becomes one of the two powers of two around it, at random; sign and exponent are sent"

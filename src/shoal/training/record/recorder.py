@@ -52,6 +52,11 @@ CURVES = {
     "critical_batch": "training/critical_batch",
     "step_s": "speed/step_s",
     "samples_per_s": "speed/samples_per_s",
+    "spread": "consistency/spread",
+    "staleness": "consistency/staleness",
+    "ahead": "consistency/ahead",
+    "rounds": "consistency/rounds",
+    "saved_bytes": "consistency/saved_bytes",
 }
 """What of a step's row goes to TensorBoard, and under which name."""
 

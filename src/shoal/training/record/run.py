@@ -70,6 +70,20 @@ class Run(Estimate):
         """The loss of every step; NaN where it was not finite."""
         return [math.nan if row.get("loss") is None else float(row["loss"]) for row in self.steps]
 
+    def model(self, *, step: int | None = None, job: str | None = None) -> Any:
+        """The trained model: a plain `nn.Module` with full weights, in evaluation mode.
+
+        Args:
+            step: The checkpoint of this step. None: the newest intact one.
+            job: The job's file, if it was moved since the run.
+
+        Example:
+            logits = read_run("runs/first").model()(tokens)
+        """
+        from shoal.export.trained import checkpoint_of, options_of, trained_model
+
+        return trained_model(checkpoint_of(self.folder, step), options_of(self.arguments, job))
+
 
 def new_folder(root: Path, job_name: str) -> Path:
     """Makes `root/<date>-<job>-<n>`, with the first n that is free."""
