@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import tempfile
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from distributed.island_targets import _ready, prove_islands
+from distributed.island_targets import _ready, _run, prove_islands
+from distributed.proofs import JOBS, _from_rank_0
+from shoal.checkpoint.restore import restore
+from shoal.checkpoint.save import open_checkpoint, save
 from shoal.comm.json_exchange import exchange as exchange_json
 from shoal.comm.ledger import BOOK
+from shoal.comm.points import on_reach
 from shoal.launch.join import join, leave
 from shoal.parallel.sync.neighbours import Arrived, NeighbourMessages
 from shoal.parallel.sync.outer import OuterLevel
+from shoal.parallel.sync.pairs import Pairs
+from shoal.proof.compare import compare
 from shoal.proof.conditions import Conditions
+from shoal.proof.options import ProofOptions
+from shoal.proof.runs import replayed, train_steps
 from shoal.technique.sync.elastic import elastic
 from shoal.technique.sync.gossip import gossip
 
@@ -151,3 +162,86 @@ def wrong_pull(arguments: dict[str, Any], channel: Any) -> Any:
     right = elastic.exchange
     elastic.exchange = exchange  # type: ignore[method-assign]
     return prove_islands(arguments, channel)
+
+
+def prove_async(arguments: dict[str, Any], channel: Any) -> list[dict[str, Any]]:
+    """For each (job, strategy): a run whose order timing decides, its replay, and the largest difference of the two.
+    `slow` is a rank that sleeps in every step."""
+    me, steps, rows = join(), arguments["steps"], []
+    if me.rank == arguments.get("slow"):
+        on_reach(lambda point: time.sleep(0.1) if point == "step: forward" else None)
+    with tempfile.TemporaryDirectory() as own:
+        folder = _from_rank_0(own)
+        for number, (name, text) in enumerate(arguments["cases"]):
+            options = ProofOptions(
+                job=f"{JOBS}:{name}", strategy=text, num_steps=steps, reference=f"{folder}/{number}.safetensors"
+            )
+            ready = _ready(me, name, text)
+            trained = train_steps(ready, steps)
+            with ready.engine.consensus():
+                replayed(ready, options)
+                compared = compare(ready, options.reference)
+            outer = ready.engine.outer
+            assert outer is not None
+            assert outer.pairs is not None
+            difference, where = max(compared["worst"], default=(0.0, "nothing"))
+            rows.append({
+                "difference": difference, "where": where, "ledger": trained["ledger_differences"],
+                "compared": sum(compared["compared"].values()), "log": outer.pairs.log,
+                "consistency": outer.consistency.summary(),
+            })  # fmt: skip
+            ready.close()
+    leave()
+    return rows
+
+
+def lost_average(arguments: dict[str, Any], channel: Any) -> Any:
+    """The island that asks keeps its model."""
+    right = Pairs._move
+
+    def move(self: Pairs, mine: Any, theirs: Any) -> None:
+        right(self, [tensor.clone() for tensor in mine] if mine is self.level.kept["model"] else mine, theirs)
+
+    Pairs._move = move  # type: ignore[method-assign]
+    return prove_async(arguments, channel)
+
+
+def overwritten(arguments: dict[str, Any], channel: Any) -> Any:
+    """An update is written over what others have done meanwhile, in place of being added to it."""
+    right = Pairs.step
+
+    def step(self: Pairs, clock: int, *, stop: bool) -> bool:
+        for model, was in zip(self.level.kept["model"], self.level.kept["read"], strict=True):
+            model.copy_(was)
+        return right(self, clock, stop=stop)
+
+    Pairs.step = step  # type: ignore[method-assign]
+    return prove_async(arguments, channel)
+
+
+def restored(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
+    """What an island keeps when it is saved, and after it was restored; and a few steps from there on."""
+    me = join()
+    ready = _ready(me, "norm", arguments["strategy"])
+    _, counter = _run(ready, 0, 5, 0)
+    folder = Path(arguments["folder"])
+    save(folder, ready.engine, step=5, progress={"counter": counter})
+    before = _held(ready)
+    ready.close()
+    again = _ready(me, "norm", arguments["strategy"])
+    restore(again.engine, open_checkpoint(folder / "step-00000005"))
+    same = all(map(torch.equal, before, _held(again)))
+    losses, _ = _run(again, 5, 8, counter)
+    clock = again.engine.outer.kept.numbers["clock"]  # type: ignore[union-attr]
+    again.close()
+    leave()
+    return {"same": same, "losses": losses, "clock": clock}
+
+
+def _held(ready: Any) -> list[torch.Tensor]:
+    """An island's own values, once no other asks."""
+    outer = ready.engine.outer
+    with BOOK.during("setup"):
+        outer.total(0.0)
+    kept = [tensor.clone() for name in sorted(outer.kept) for tensor in outer.kept[name]]
+    return [*(master.clone() for master in outer.masters), *kept, torch.tensor([outer.kept.numbers["clock"]])]

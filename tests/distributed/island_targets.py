@@ -22,8 +22,12 @@ from shoal.comm.points import on_reach
 from shoal.job import load_job
 from shoal.launch.join import join, leave
 from shoal.parallel import apply
+from shoal.parallel.sync import streams
+from shoal.parallel.sync.averaged import RoundPlan
 from shoal.parallel.sync.outer import OuterLevel
+from shoal.parallel.sync.rounds import Round
 from shoal.parallel.sync.scheme import Kept
+from shoal.parallel.sync.streams import Stream
 from shoal.proof.compare import compare
 from shoal.proof.conditions import Conditions, for_proof
 from shoal.proof.entry import serial_run
@@ -31,7 +35,6 @@ from shoal.proof.runs import train_steps
 from shoal.runtime.setup import Prepared, prepare
 from shoal.strategy import parse
 from shoal.technique.sync.diloco import diloco
-from shoal.technique.sync.local import local
 from shoal.training.entry import train_run
 
 
@@ -101,27 +104,53 @@ def resumed(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
 
 def never_averaged(arguments: dict[str, Any], channel: Any) -> Any:
     """Islands exchange their numbers and keep their parameters."""
-    local.exchange = lambda self, level, weight: None  # type: ignore[method-assign]
+    Stream._step = lambda self, mean, **how: None  # type: ignore[method-assign]
     return prove_islands(arguments, channel)
 
 
 def equal_weights(arguments: dict[str, Any], channel: Any) -> Any:
     """Islands count alike, however much they learned from."""
-    local.exchange = lambda self, level, weight: level.average(1 / level.islands.size)  # type: ignore[method-assign]
+    RoundPlan.counts = lambda self, learned, steps: 1.0  # type: ignore[method-assign]
     return prove_islands(arguments, channel)
 
 
 def wrong_sign(arguments: dict[str, Any], channel: Any) -> Any:
     """The outer optimiser takes how far islands moved with the wrong sign."""
-    right = diloco.exchange
+    right = diloco.outer_step
+    diloco.outer_step = lambda self, moved, kept: right(self, -moved, kept)  # type: ignore[method-assign]
+    return prove_islands(arguments, channel)
 
-    def exchange(self: diloco, level: OuterLevel, weight: float) -> None:
-        level.average(weight)
-        for mean, anchor in zip(level.masters, level.kept["anchor"], strict=True):
-            mean.copy_(2 * anchor - mean)
-        right(self, level, 1 / level.islands.size)
 
-    diloco.exchange = exchange  # type: ignore[method-assign]
+def ends_exchanged(arguments: dict[str, Any], channel: Any) -> Any:
+    """What an island keeps of its own values and what it takes of the anchor are exchanged."""
+    class Exchanged(Stream):
+        def _step(self, mean: list[torch.Tensor], **how: Any) -> None:
+            self.plan = self.plan._replace(blend=1 - self.plan.blend)
+            super()._step(mean, **how)
+
+    streams.Stream = Exchanged  # type: ignore[misc]
+    return prove_islands(arguments, channel)
+
+
+def one_round_behind(arguments: dict[str, Any], channel: Any) -> Any:
+    """One island applies what the round before brought."""
+    class Late(Stream):
+        before: dict[int, list[torch.Tensor]] = {}  # noqa: RUF012
+
+        def _step(self, mean: list[torch.Tensor], **how: Any) -> None:
+            late = self.before.get(self.number, [torch.zeros_like(flat) for flat in mean])
+            self.before[self.number] = [flat.clone() for flat in mean]
+            super()._step(late if self.level.islands.index else mean, **how)
+
+    streams.Stream = Late  # type: ignore[misc]
+    return prove_islands(arguments, channel)
+
+
+def fragments_in_another_order(arguments: dict[str, Any], channel: Any) -> Any:
+    """On one rank layers go to the fragments in reverse."""
+    if channel.rank == 1:
+        right = streams.fragments_of
+        streams.fragments_of = lambda names, fragments: right(names, fragments)[::-1]  # type: ignore[assignment]
     return prove_islands(arguments, channel)
 
 
@@ -154,16 +183,16 @@ def train_and_be_killed(arguments: dict[str, Any], channel: Any) -> Any:
 def _die_at(point: str, times: int) -> None:
     """Kills this process when it comes to a point for the given time; "average" is in the middle of an exchange."""
     seen: Counter[str] = Counter()
-    average = OuterLevel.average
+    arrive = Round.arrive
 
     def arrived(at: str) -> None:
         seen[at] += 1
         if at == point and seen[at] == times:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def averaged(self: OuterLevel, weight: float) -> None:
+    def averaged(self: Round) -> Any:
         arrived("average")
-        average(self, weight)
+        return arrive(self)
 
-    OuterLevel.average = averaged  # type: ignore[method-assign]
+    Round.arrive = averaged  # type: ignore[method-assign]
     on_reach(arrived)

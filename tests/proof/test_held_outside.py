@@ -15,7 +15,7 @@ from shoal.job.losses import cross_entropy
 from shoal.layout.layout import layout_of
 from shoal.proof.gate import LayoutWrong
 from shoal.proof.model_fails import naming_what_cut_it
-from shoal.proof.resumable import require_resumable, require_state_averaged, require_state_in_pieces
+from shoal.proof.resumable import follow_samples, require_resumable, require_state_averaged, require_state_in_pieces
 from shoal.runtime.draws import places_of
 from shoal.runtime.step import build_model
 from shoal.strategy import parse
@@ -244,3 +244,24 @@ def test_a_write_into_what_is_not_gathered_gets_a_sentence() -> None:
         given_back.clamp_(-1, 1)
     with pytest.raises(RuntimeError), naming_what_cut_it(parse("dp(2, zero=2)")):
         given_back.clamp_(-1, 1)
+
+
+class Buffers(coupled.Plain):
+    """Of one buffer each: a mean of what it sees, a count, and a mean of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("slow", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            self.seen.lerp_(x.mean(), 0.1)
+            self.calls += 1
+            self.slow.lerp_(next(self.parameters()).mean(), 0.1)
+        return super().forward(x)
+
+
+def test_only_buffers_that_follow_the_samples_are_suspected_of_a_failed_proof() -> None:
+    assert follow_samples(coupled.make(Buffers), ["calls", "seen", "slow"]) == ["seen"]

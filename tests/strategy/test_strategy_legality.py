@@ -48,6 +48,17 @@ SAMPLES: dict[str, list[Sample]] = {
         Sample("dp(2) * dp(2, sync=diloco(5))", "dp(2, sync=diloco(5)) * dp(2)"),
         Sample("dp(2) * pp(2) * dp(2, sync=asp())", "dp(2, sync=asp()) * pp(2) * dp(2)"),
     ],
+    "fragments-have-steps-of-their-own": [
+        Sample("dp(2, sync=diloco(3, fragments=4))", "dp(2, sync=diloco(4, fragments=4))"),
+    ],
+    "rounds-do-not-overtake": [Sample("dp(2, sync=diloco(3, overlap=3))", "dp(2, sync=diloco(3, overlap=2))")],
+    "eager-rounds-are-late-already": [
+        Sample("dp(2, sync=diloco(3, overlap=1, eager=True))", "dp(2, sync=diloco(3, eager=True))"),
+    ],
+    "compressed-rounds-are-not-late": [
+        Sample("dp(2, sync=diloco(3, eager=True), compress=topk(0.1))", "dp(2, sync=diloco(3), compress=topk(0.1))"),
+        Sample('dp(2, sync=diloco(3, merge="radial"), compress=topk(0.1))', 'dp(2, sync=diloco(3, merge="radial"))'),
+    ],
     "shards-step-together": [Sample("dp(4, zero=1, sync=local(4))", "dp(4, sync=local(4)) * dp(2, zero=1)")],
     "shards-need-allreduce": [Sample("dp(4, zero=2, via=ps(1))", "dp(4, zero=0, via=ps(1))")],
     "one-level-shards": [Sample("dp(2, zero=1) * dp(2, zero=3)", "dp(2) * dp(2, zero=3)")],

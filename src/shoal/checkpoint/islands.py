@@ -42,6 +42,7 @@ def add_island(contents: Contents, engine: Engine, own: list[torch.Tensor]) -> N
     outer, place, owner = engine.outer, engine.placement, engine.owner
     if outer is None:
         return
+    outer.settle()
     masters = owner.masters
     own_buffers = {id(b): mine for b, mine in zip(outer.buffers, own[len(masters) :], strict=False)}
     for piece in owner.pieces_of(own[: len(masters)], owner.owned_in_island) if own else ():
@@ -108,7 +109,8 @@ class _IslandState:
         self._common = saved.common()
 
     def keys(self, name: str) -> list[str]:
-        return [key for key in self._saved.keys_of(name, label(self._engine) + " ") if key != PARAMETER]
+        keys = self._saved.keys_of(name, label(self._engine) + " ")
+        return [key for key in keys if key != PARAMETER and not key.startswith(KEPT)]
 
     def read(self, name: str, key: str, start: int, stop: int) -> torch.Tensor:
         return self._saved.read(name, label(self._engine, key), start, stop)

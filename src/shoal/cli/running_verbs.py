@@ -43,6 +43,9 @@ def train(
         str | None,
         typer.Option(help="A run's folder or a checkpoint to go on from, by default with its settings."),
     ] = None,
+    go_on: Annotated[
+        bool, typer.Option("--go-on", help="Resume the run in --folder, or start it if there is none yet.")
+    ] = False,
     checkpoint_every: Annotated[
         int | None, typer.Option(min=0, help="Steps between checkpoints; 0 writes none.")
     ] = None,
@@ -75,6 +78,7 @@ def train(
     options = TrainOptions(
         job=job, strategy=strategy, size=size, steps=steps, global_batch=batch, seed=seed, folder=folder, resume=resume,
         growth=grow_batch, scale_rule=scale_rule, base_batch=base_batch, warmup=warmup,
+        go_on=go_on,
         checkpoint_every=checkpoint_every, trace=trace, stop_at_target=not full, backend=backend, gate=not no_gate,
         emulate=emulate, straggler="; ".join(straggler or ()) or None, fail="; ".join(fail or ()) or None,
     )  # fmt: skip

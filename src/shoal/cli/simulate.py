@@ -21,7 +21,7 @@ from shoal.estimate.simulate.goodput import DEVICE_MTBF_H, RESTART_S, checkpoint
 from shoal.planning.candidates import of_strategies
 from shoal.planning.legal import facts_of
 from shoal.planning.price import price_candidates, step_costs_of
-from shoal.planning.report import GB, seconds
+from shoal.planning.quantities import GB, seconds
 from shoal.shapes.presets import preset
 from shoal.shapes.shape import Transformer
 from shoal.strategy import Strategy, parse, require_legal

@@ -18,9 +18,11 @@ from shoal.cli.output import echoed, emitter
 from shoal.cli.progress import LiveProgress, plain_lines, summary
 from shoal.training.local import (
     CannotTrain,
+    can_go_on,
     checkpoints_every,
     require_emulation,
     require_free,
+    require_go_on,
     require_hindrances,
     train_locally,
 )
@@ -41,7 +43,9 @@ def train_command(
     from shoal.strategy import parse, require_legal
 
     written = options.strategy
-    if options.resume is not None:
+    if options.go_on:
+        require_go_on(options)
+    elif options.resume is not None:
         options = _inherit(options, _run_of(options.resume))
     elif options.folder is not None:
         require_free(Path(options.folder))
@@ -57,6 +61,8 @@ def train_command(
     require_known(options.job, options.size)
     read_calibration()  # One that cannot be used is refused here, not by every rank.
     options = replace(options, strategy=str(strategy))
+    if options.go_on and not launched and can_go_on(Path(options.folder or "")):
+        options = replace(options, resume=options.folder)
     if launched:
         _as_one_rank(options, strategy.world, hang_after_s=hang_after_s, as_json=as_json)
     with emitter(summary, as_json=as_json) as show:

@@ -128,8 +128,15 @@ def plan(
     ] = None,
     profile: Annotated[str | None, typer.Option(help="Framework profile: name or TOML file (default: good).")] = None,
     sync: Annotated[
-        str | None, typer.Option(help="Also plan islands that are averaged now and then, such as local(8).")
+        str | None,
+        typer.Option(help="Also plan islands that exchange now and then: local(8), or auto for several periods."),
     ] = None,
+    link: Annotated[
+        str | None, typer.Option(help='A job on this machine: what to do over this link to another host, "50 Mb/s".')
+    ] = None,
+    optimizer: Annotated[
+        str, typer.Option(help="sgd, adamw or muon: what staleness and local steps cost it (stated assumptions).")
+    ] = "adamw",
     size: Annotated[str | None, SIZE] = None,
     html: Annotated[str | None, typer.Option("--html", help="Write a page that works offline.")] = None,
     run: Annotated[bool, typer.Option("--run", help="Train the job by the best plan, on this machine.")] = False,
@@ -143,7 +150,7 @@ def plan(
         plan_command(
             what, cluster_name=cluster, devices=devices, batch=batch, by=by, top=top, as_json=as_json, html_file=html,
             run=run, sequence=sequence, precision=precision, price=price, watts=watts, kwh_price=kwh_price, pilot=pilot,
-            size=size, profile=profile, sync=sync,
+            size=size, profile=profile, sync=sync, optimizer=optimizer, link=link,
         )
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Small arithmetic that several rooms need: parts of a range, balanced shares, divisors, products, and roots."""
+"""Small arithmetic that several rooms need: parts of a range, balanced shares, divisors, bytes, zeros of functions."""
 
 from __future__ import annotations
 
@@ -53,3 +53,12 @@ def balanced(sizes: Sequence[int], parts: int) -> list[int]:
         found[place] = loads.index(min(loads))
         loads[found[place]] += sizes[place]
     return found
+
+
+ALIGNED = 16
+"""Every tensor of a packed message begins at a multiple of as many bytes."""
+
+
+def packed_bytes(sizes: Sequence[int], *, numbers: int = 0) -> int:
+    """Bytes of one message of some float64 numbers and of tensors with these sizes in bytes (`comm/pairs.py`)."""
+    return sum(-(-size // ALIGNED) * ALIGNED for size in (8 * numbers, *sizes))

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from shoal.comm.wire import sent
 from shoal.estimate.held import Held
 from shoal.estimate.traffic import NUMBER_BYTES, Call, ShardTable
 from shoal.strategy import Strategy, bsp
 from shoal.strategy.terms.sync import Sendable, SyncTerm
 
+MANY, PART_BYTES = 64, 1 << 24
+"""Parameters of a model whose names are not known, and the bytes of each."""
 SETTLED = 10**6
 """Periods after which the exchanges of a rule are taken to be those of its long run."""
 
@@ -37,15 +40,19 @@ def period(strategy: Strategy) -> int:
     return sync.period
 
 
-def outer_calls(held: Held, table: ShardTable, clock: int) -> Iterator[Call]:
-    """What follows the update of step `clock` (from 0); nothing where there is one island."""
+def outer_calls(held: Held, table: ShardTable, clock: int, *, asked: int = 1) -> Iterator[Call]:
+    """What follows the update of step `clock` (from 0); nothing where there is one island. `asked`: how often others
+    asked this one, where they do so at any time."""
     group = held.placing.islands.group
     if group.ranks == 1:
         return
     sync = loose_sync(held.strategy)
     assert sync is not None
-    for kind, size in sync.calls(clock, _sent(held, table)):
+    sendable = _sent(held, table)._replace(asked=asked)
+    for kind, size in sync.calls(clock, sendable):
         yield group.axis, "outer", kind, size, group.ranks
+    for size in sync.island_calls(clock, sendable.names):
+        yield held.placing.norm.group.axis, "outer", "all_reduce", size, held.placing.norm.ranks
 
 
 def period_calls(held: Held, table: ShardTable) -> Iterator[Call]:
@@ -55,11 +62,36 @@ def period_calls(held: Held, table: ShardTable) -> Iterator[Call]:
         yield from outer_calls(held, table, SETTLED * steps + step - 1)
 
 
+def exchange_volume(sync: SyncTerm, islands: int) -> float:
+    """Bytes that a rank sends in one period, relative to one all-reduce of all its parameters: for plans, which know
+    sizes and no names. A model of many equal parameters stands for any."""
+    if sync.period is None:
+        raise ValueError(f"when replicas exchange under sync={sync} is not known in advance")
+    held = Sendable(
+        names=[str(number) for number in range(MANY)], slices=[MANY * PART_BYTES], buffers=0,
+        exchanged=lambda names: [("all_reduce", len(names) * PART_BYTES)], island=0, islands=islands,
+    )  # fmt: skip
+    clocks = [SETTLED * sync.period + step - 1 for step in sync.moments]
+    calls = [call for clock in clocks for call in sync.calls(clock, held)]
+    dense = sent("all_reduce", payload_bytes=MANY * PART_BYTES, ranks=islands).bytes
+    return sum(sent(kind, payload_bytes=size, ranks=islands).bytes for kind, size in calls) / dense
+
+
+def hidden_steps(sync: SyncTerm, period: int) -> int:
+    """Steps that go on while an exchange is under way; 0 where islands wait for it."""
+    given = sync.values()
+    return period if given.get("eager") else int(given.get("overlap", 0))
+
+
 def _sent(held: Held, table: ShardTable) -> Sendable:
     floats = held.float_numbers() * NUMBER_BYTES * (2 if held.shapes.complex_floats else 1)
 
     def exchanged(names: Collection[str]) -> list[tuple[str, int]]:
-        sizes = (sum(size for name, size in buffer.parts if name in names) for buffer in table.buffers)
+        chosen = set(names)
+        sizes = (
+            max(4, buffer.itemsize) * sum(elements for name, elements in buffer.parts if name in chosen)
+            for buffer in table.buffers
+        )
         return [("all_reduce", size) for size in sizes if size]
 
     return Sendable(

@@ -216,19 +216,17 @@ def _buffer(
         padded_bytes=padded * itemsize, replicas=replicas.everyone.group, sharding=replicas.sharding.group,
         copies=replicas.copies.group, compressed=_compressed(held, replicas, slots, padded, itemsize, now),
         reductions=reductions, forward_gathers=forward_gathers, backward_gathers=backward_gathers,
-        parts=tuple(_parts(slots, padded, replicas, itemsize)),
+        itemsize=itemsize, parts=tuple(_parts(slots, padded, replicas)),
     )  # fmt: skip
 
 
-def _parts(
-    slots: Sequence[_Slot], padded: int, replicas: PredictedReplicas, itemsize: int
-) -> Iterator[tuple[str, int]]:
+def _parts(slots: Sequence[_Slot], padded: int, replicas: PredictedReplicas) -> Iterator[tuple[str, int]]:
     size = padded // replicas.sharding.ranks
     low = replicas.sharding.index * size
     for slot, end in zip(slots, [*(slot.start for slot in slots[1:]), padded], strict=True):
         inside = min(end, low + size) - max(slot.start, low)
         if inside > 0:
-            yield slot.name, inside * itemsize
+            yield slot.name, inside
 
 
 def _compressed(

@@ -79,8 +79,9 @@ class Buffer:
     """Stage 3: how often it is gathered in a step."""
     pieces: tuple[tuple[str, int], ...] = ()
     """Parameters in this rank's shard of it, and how many elements of each."""
+    itemsize: int = 4
     parts: tuple[tuple[str, int], ...] = ()
-    """Parameters of which this rank's shard holds elements, and their bytes, with the padding that follows them."""
+    """Parameters of which this rank's shard holds elements, and how many, with the padding that follows them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -156,7 +156,7 @@ def _outer(strategy: Strategy, engine: Engine) -> OuterLevel | None:
     if term is None:
         return None
     assert isinstance(term, Scheme), f"{term} has no runtime"
-    level = OuterLevel(term, engine.placement, engine.owner.masters, engine.model)
+    level = OuterLevel(term, engine.placement, engine.buckets, engine.model, engine.names)
     level.consistency = engine.consistency
     return level
 

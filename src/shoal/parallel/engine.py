@@ -302,6 +302,9 @@ class Engine:
         """Takes the hooks off and ends the groups of the mesh; every rank is left with the full parameters. All ranks
         call it alike, with nothing in flight (`Executor.settle`)."""
         reach("close: begun")
+        if self.outer is not None:
+            self.outer.settle()
+            self.outer.close()
         self.reduction.remove()
         self.owner.close()
         release(self.model)

@@ -6,7 +6,7 @@ of the algebra judge each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -21,13 +21,14 @@ from shoal.estimate.shard_table import BUCKET_BYTES
 from shoal.estimate.steps.machine import Machine
 from shoal.estimate.steps.model import JobModel
 from shoal.estimate.steps.price import price_step
-from shoal.estimate.target import local_slowdown
+from shoal.estimate.target import SLOWDOWNS, local_slowdown
 from shoal.strategy import (
     ModelFacts,
     Strategy,
     SyncTerm,
     accumulate,
     cp,
+    diloco,
     dp,
     is_legal,
     pp,
@@ -35,7 +36,7 @@ from shoal.strategy import (
     shared,
     tp,
 )
-from shoal.strategy.terms.compress import compressors
+from shoal.strategy.terms.compress import CompressTerm, compressors
 from shoal.strategy.terms.term import Term
 
 MOST_RANKS = 16
@@ -54,17 +55,17 @@ class PlanHere:
 
 
 def plan_here(
-    model: JobModel, facts: ModelFacts, machine: Machine, *, world: int, sync: SyncTerm | None = None
+    model: JobModel, facts: ModelFacts, machine: Machine, *, world: int, rules: Sequence[SyncTerm] = ()
 ) -> PlanHere:
-    """All that are legal, and fit into the host's memory. With `sync` also islands that stay together by
-    this rule; they need more steps to a target, so ranking multiplies their step by that."""
+    """All that are legal, and fit into the host's memory. With `rules` also islands that stay together by
+    one of them; they need more steps to a target, so ranking multiplies their step by that."""
     if world > machine.ranks:
         raise ValueError(
             f"{world} ranks were asked for, and {machine.ranks} were calibrated: more of them would share what was "
             f"measured of each; run `shoal calibrate --ranks {world}` first"
         )
     found = []
-    for strategy in legal_here(facts, world=world, sync=sync):
+    for strategy in legal_here(facts, world=world, rules=rules):
         estimate = price_step(model, strategy, machine)
         if estimate.memory_bytes is None or estimate.memory_bytes * world <= machine.memory_bytes:
             found.append((strategy, estimate))
@@ -72,17 +73,15 @@ def plan_here(
     return PlanHere(model=model, machine=machine, world=world, ranked=tuple(found))
 
 
-def legal_here(facts: ModelFacts, *, world: int, sync: SyncTerm | None = None) -> Iterator[Strategy]:
+def legal_here(facts: ModelFacts, *, world: int, rules: Sequence[SyncTerm] = ()) -> Iterator[Strategy]:
     """Every legal product of dp, tp, cp and pp over this number of ranks of one host, with micro-batches and
-    recomputation; with `sync` also islands of such products."""
+    recomputation; with `rules` also islands of such products."""
     if not 1 <= world <= MOST_RANKS:
         raise ValueError(f"{world} ranks of one host were asked for; expected 1 to {MOST_RANKS}")
     seen = set()
     for islands, *sizes in ordered_products(world, 5):
-        if islands > 1 and sync is None:
-            continue
-        outer = [dp(islands, sync=sync)] if sync is not None and islands > 1 else []
-        for terms in ((*outer, *inner) for inner in _axes(*sizes)):
+        outers = [(dp(islands, sync=rule),) for rule in rules] if islands > 1 else [()]
+        for terms in ((*outer, *inner) for outer in outers for inner in _axes(*sizes)):
             for again in (None, recompute("selective"), recompute("full")):
                 strategy = Strategy(*terms, *([again] if again is not None else []))
                 if str(strategy) not in seen and is_legal(strategy, world=world, facts=facts):
@@ -120,19 +119,66 @@ def _pipelines(stages: int) -> Iterator[pp]:
 def break_even_bandwidths(model: JobModel, machine: Machine, link: LinkTimes) -> dict[str, float]:
     """Bytes a second between two hosts, one rank on each, below which compressed gradients beat dense ones: by
     compression, those that never do left out. `link` is what messages cost at its ends."""
+    setting, found = _setting(model, machine, link), {}
+    for term, codec in _codecs(machine).items():
+        rate = setting.overtakes(term, codec)
+        if 0 < rate < float("inf"):
+            found[str(term)] = rate
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OverLink:
+    """A strategy of two hosts, one rank each, joined by a link."""
+
+    strategy: Strategy
+    step_s: float
+    slowdown: float
+    """Steps to a target, relative to dense gradients."""
+
+    @property
+    def score_s(self) -> float:
+        """Seconds for what one dense step learns."""
+        return self.step_s * self.slowdown
+
+
+def over_link(
+    model: JobModel, machine: Machine, link: LinkTimes, *, bytes_per_s: float, periods: Sequence[int],
+    optimizer: str = "adamw",
+) -> list[OverLink]:  # fmt: skip
+    """Dense gradients, every compression that was timed on this machine, and islands of each period, best first."""
+    setting = _setting(model, machine, link)
+    found = [OverLink(strategy=Strategy(dp(2)), step_s=setting.dense_s(bytes_per_s), slowdown=1.0)]
+    for term, codec in _codecs(machine).items():
+        step_s = setting.compressed_s(term, codec, bytes_per_s)
+        found.append(OverLink(strategy=Strategy(dp(2, compress=term)), step_s=step_s,
+                              slowdown=SLOWDOWNS[type(term).__name__]))  # fmt: skip
+    for period_ in periods:
+        found.append(OverLink(
+            strategy=Strategy(dp(2, sync=diloco(period_))), step_s=setting.islands_s(period_, bytes_per_s),
+            slowdown=local_slowdown(period_, optimizer=optimizer),
+        ))  # fmt: skip
+    return sorted(found, key=lambda each: (each.score_s, str(each.strategy)))
+
+
+def _setting(model: JobModel, machine: Machine, link: LinkTimes) -> Setting:
+    """Two hosts of one rank each that train the job."""
     dense = price_step(model, Strategy(dp(2)), machine)
     assert dense.step_s is not None
     computed_s = dense.step_s - dense.step_split["data"]
-    setting = Setting(
+    return Setting(
         computing=Computing(step_s=computed_s, buckets=_buckets(model, dense.step_split["compute"])),
         ends=Ends(times=link, background_byte_s=machine.background_byte_s),
     )
+
+
+def _codecs(machine: Machine) -> dict[CompressTerm, Codec]:
+    """Compressions with what they cost here."""
     found = {}
     for term in (term for method in compressors() for term in method.measured()):
         times = named(machine.codecs, term)
-        rate = setting.overtakes(term, Codec(tensor_s=times[0], element_s=times[1])) if times is not None else 0.0
-        if 0 < rate < float("inf"):
-            found[str(term)] = rate
+        if times is not None and term.ring_bytes(1.0, 1.0, ranks=2, itemsize=4) is not None:
+            found[term] = Codec(tensor_s=times[0], element_s=times[1])
     return found
 
 

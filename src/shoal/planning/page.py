@@ -17,8 +17,8 @@ import numpy as np
 
 from shoal.estimate.cost.price import SPLIT
 from shoal.planning.candidates import FAMILIES
+from shoal.planning.quantities import GB, amount, gigabytes, seconds
 from shoal.planning.rank import Plan, pareto
-from shoal.planning.report import GB, amount, gigabytes, seconds
 
 COLOURS = {
     "compute": "#4c78a8", "host": "#9aa5b1", "tensor": "#f58518", "context": "#eeca3b", "expert": "#b279a2",

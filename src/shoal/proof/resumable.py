@@ -8,6 +8,7 @@ after one forward, and a new one that was given all that a checkpoint would give
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from shoal.layout.held_outside import Outside
 from shoal.layout.held_state import HeldNow
 from shoal.proof.counters import LATER, counters, numbers, set_counter
 from shoal.proof.data_reads import same_values
-from shoal.proof.drawing import drawing_alike
+from shoal.proof.undropped import drawing_alike
 from shoal.strategy import Strategy, pp
 from shoal.strategy.islands import islands
 
@@ -102,6 +103,18 @@ def require_state_averaged(job: Job, strategy: Strategy) -> None:
             "learn and buffers, so each island would keep its own. Keep it in a buffer of the model (register_buffer), "
             "or use sync=bsp()"
         )
+
+
+def follow_samples(job: Job, names: Iterable[str]) -> list[str]:
+    """Of the buffers that a forward changes, those that end otherwise where it sees other samples: not a count of
+    calls, nor a mean of parameters."""
+    order, ends = job.order(), []
+    for at in (0, order.next(0)):
+        with torch.random.fork_rng(devices=[]), Outside(job).kept():
+            model = _built(job)
+            _loss(job, model, job.train.batch(order.indices(at)[:SAMPLES]))
+            ends.append(dict(model.named_buffers()))
+    return [name for name in names if name in ends[0] and not same_values(*(end.get(name) for end in ends))]
 
 
 def _changed_behind(job: Job, first: str) -> list[str]:

@@ -2,7 +2,8 @@
 
 Nothing here is read off a running engine but what only a run can know: which parameters had no gradient in a step that
 compresses, how routers of a mixture of experts decided (`routing.py`, `regions_seen.py`), which blocks a model has left
-out (`blocks_seen.py`), and what attention written by hand gathers under cp.
+out (`blocks_seen.py`), what attention written by hand gathers under cp, and how often others asked an island
+(asynchronous gossip).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from shoal.estimate.shard_table import shard_table
 from shoal.estimate.tensor_traffic import crossing_calls
 from shoal.estimate.traffic import Call, Group, ShardTable
 from shoal.job import Batch, Job
+from shoal.layout.blocks import units
 from shoal.layout.forward import Forward, JobShapes
 from shoal.layout.layout import Layout
 from shoal.layout.observe import job_shapes, observe
@@ -65,9 +67,8 @@ class Expected:
             self.routing.watch(model, [layer for layer in experts.layers if self.held.runs(layer.owner)])
         if self.layout.chooses and self.engine.placement.tensor.size > 1:
             self.regions = RegionsSeen(model, self.held)
-        if self.held.placing.zero == 3 and not self.engine.pipelined:
-            numbers = {each.block for each in self.shapes.parameters if each.trains} - {-1}
-            self.blocks = BlocksSeen(model, [self.shapes.blocks[number] for number in sorted(numbers)])
+        if any(level.zero == 3 for level in self.strategy.dp_levels) and not self.engine.pipelined:
+            self.blocks = BlocksSeen(model, [unit.name for unit in units(model) if unit.name])
 
     def forget(self) -> None:
         """Before a step: what was seen until now (in an evaluation) is not the step's."""
@@ -119,7 +120,9 @@ class Expected:
             gathers=self.blocks.gathers if self.blocks is not None and self.blocks.any else None,
         )  # fmt: skip
         last = max(0, self.engine.clock - 1)
-        return replace(found, calls=(*found.calls, *outer_calls(self.held, found, last)))
+        pairs = None if self.engine.outer is None else self.engine.outer.pairs
+        asked = 0 if pairs is None else pairs.asked
+        return replace(found, calls=(*found.calls, *outer_calls(self.held, found, last, asked=asked)))
 
     def _calls(self, forwards: Sequence[Forward], total: int) -> Iterator[Call]:
         placed = axis_calls(self.held, forwards, total=total, regions=self.regions is None)

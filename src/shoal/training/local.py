@@ -83,7 +83,10 @@ def train_job(
     except WrongOption as error:
         raise CannotTrain(f"train_job: {error}") from error
     require_legal(chosen)
-    if folder is not None and given.resume is None:
+    if given.go_on:
+        require_go_on(given)
+        given = replace(given, resume=given.folder if can_go_on(Path(given.folder or "")) else None)
+    elif folder is not None and given.resume is None:
         require_free(Path(folder))
     outcome = train_locally(given, chosen.world, hang_after_s=hang_after_s, on_message=on_message)
     return read_run(Path(outcome["folder"]))
@@ -138,6 +141,19 @@ def require_hindrances(options: TrainOptions, world: int) -> None:
         read_killed_ranks(options.fail, world=world)
     except BadHindrance as error:
         raise CannotTrain(str(error)) from None
+
+
+def require_go_on(options: TrainOptions) -> None:
+    """Refuses to go on with a run that is not named."""
+    if options.folder is None:
+        raise CannotTrain("--go-on resumes the run in a folder, or starts it there; name it: --folder runs/NAME")
+    if options.resume is not None:
+        raise CannotTrain(f"--go-on finds the checkpoint by itself; leave out --resume {options.resume}")
+
+
+def can_go_on(folder: Path) -> bool:
+    """Whether there is a checkpoint to go on from; those that are broken are found out later."""
+    return any((folder / "checkpoints").glob("step-*/checkpoint.json"))
 
 
 def require_free(folder: Path) -> None:

@@ -33,12 +33,13 @@ from shoal.layout.held_outside import Outside
 from shoal.layout.layout import facts_of, layout_of
 from shoal.parallel.batch_norm import batch_norms
 from shoal.parallel.result import NOTHING_COUNTED, NonFinite
-from shoal.parallel.sync.outer import PHASE as OUTER
+from shoal.parallel.sync.streams import PHASE as OUTER
 from shoal.proof.one_step import gate_here
 from shoal.runtime.setup import Prepared, job_from, prepare, staleness
 from shoal.strategy import parse
 from shoal.training.check import TrainingStopped, require_job_of, resume_point, warning
 from shoal.training.hindered import Hindered
+from shoal.training.local import can_go_on
 from shoal.training.lost_islands import LostIslands
 from shoal.training.noise_scale import NoiseScale
 from shoal.training.options import TrainOptions
@@ -46,7 +47,7 @@ from shoal.training.pace import Pace
 from shoal.training.record import lock
 from shoal.training.record.lock import FolderBusy, FolderLock
 from shoal.training.record.recorder import Recorder, new_folder, tracing
-from shoal.training.record.run import Status
+from shoal.training.record.run import RUN, Status
 
 
 def train(options: TrainOptions, channel: Any) -> dict[str, Any]:
@@ -64,6 +65,8 @@ def train(options: TrainOptions, channel: Any) -> dict[str, Any]:
         chosen = {"folder": str(new_folder(Path("runs"), job.name)) if me.rank == 0 else None}
         options = replace(options, folder=exchange(chosen)[0]["folder"])
     folder = Path(options.folder or "")
+    if options.go_on and options.resume is None and exchange({"found": can_go_on(folder)})[0]["found"]:
+        options = replace(options, resume=str(folder))
     with _locked(folder, options.lock, me.rank, channel):
         ready = prepare(job, strategy, rank=me.rank, backend=me.backend, device=me.device)
         run = TrainingRun(ready, options, folder, channel, rank=me.rank)
@@ -125,10 +128,11 @@ class TrainingRun:
             self._resume(Path(options.resume))
         self.recorder: Recorder | None = None
         if rank == 0:
+            known = (self.folder / RUN).exists()  # One that was started and wrote no checkpoint begins again.
             self.recorder = Recorder(
                 self.folder, job_name=self.job.name, strategy=str(ready.strategy), world=ready.strategy.world,
                 seed=self.job.seed, arguments=options.recorded(),
-                resumed_at=self.step if options.resume is not None else None,
+                resumed_at=self.step if options.resume is not None or (options.go_on and known) else None,
             )  # fmt: skip
 
     def _resume(self, path: Path) -> None:

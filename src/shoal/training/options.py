@@ -18,6 +18,9 @@ class TrainOptions(JobOptions):
     """Where the run is recorded. None: that of the resumed run, or a new folder in `runs`."""
     resume: str | None = None
     """A run's folder, or one of its checkpoints, to go on from."""
+    go_on: bool = False
+    """Whether a run in `folder` is resumed, and started if there is none: one command for a start and for every restart
+    by a scheduler."""
     checkpoint_every: int | None = None
     """Steps between checkpoints; 0 writes none. None: four in a run."""
     trace: bool = False

@@ -20,27 +20,37 @@ from shoal.comm.ledger import BOOK
 from shoal.comm.losses import Losses
 from shoal.comm.mesh import Members
 from shoal.comm.wire import sent
+from shoal.parallel.bucket import Bucket
 from shoal.parallel.consistency import Consistency
 from shoal.parallel.placement import Placement
+from shoal.parallel.sync.fragments import Portion
 from shoal.parallel.sync.neighbours import NeighbourMessages
+from shoal.parallel.sync.pairs import Pairs
+from shoal.parallel.sync.rounds import Round
 from shoal.parallel.sync.scheme import Kept, Scheme
+from shoal.parallel.sync.streams import PHASE, settle
 
 T = TypeVar("T")
-
-PHASE = "outer"
 
 
 class OuterLevel:
     """One loose level of dp, as one rank sees it."""
 
     def __init__(
-        self, term: Scheme, placement: Placement, masters: Sequence[torch.Tensor], model: nn.Module
+        self, term: Scheme, placement: Placement, buckets: Sequence[Bucket], model: nn.Module, names: Sequence[str]
     ) -> None:
         self.term = term
         self.placement = placement
-        self.masters = masters
+        self.buckets = buckets
+        self.masters = masters = [bucket.master for bucket in buckets]
         """This rank's slices of the parameters."""
         self.model = model
+        self.names = names
+        """The trainable parameters of the full model."""
+        self.portions: list[Portion] = []
+        """What of the slices belongs to each fragment, where a scheme has fragments."""
+        self.flights: dict[int, Round] = {}
+        """The rounds of fragments that are on the wire."""
         self.kept = Kept(term, masters)
         """What the scheme keeps, laid out as the masters are."""
         self.count = 0.0
@@ -57,6 +67,9 @@ class OuterLevel:
         """The root mean square of these distances over all islands, relative to the norm of the slices."""
         self.messages = NeighbourMessages(self)
         """To and from neighbours, where a scheme has them."""
+        rule = term.pairs(self.islands.index, self.islands.size)
+        self.pairs = None if rule is None else Pairs(self, rule)
+        """Exchanges of two islands at a time, where a scheme has them."""
         self.on_loss: Callable[[list[int], str], None] = lambda ranks, reason: None
         """Called when islands were lost, with their ranks and the reason."""
 
@@ -132,6 +145,10 @@ class OuterLevel:
     def _lose(self, ranks: list[int], reason: str) -> None:
         self.placement.lose(ranks)
         self.messages = NeighbourMessages(self)
+        for flight in self.flights.values():
+            flight.works = None  # Its group is no more; those that are left send it again.
+        if self.pairs is not None:
+            self.pairs.close()
         self.on_loss(ranks, reason)
 
     def agree(self) -> list[torch.Tensor]:
@@ -143,6 +160,8 @@ class OuterLevel:
         try:
             with BOOK.during(PHASE):
                 weight = self.count / self._sums(False)[0] if self.term.equal else 1 / self.islands.size
+                if self.pairs is not None:
+                    self.pairs.meet()
                 self.term.agree(self, weight)
                 if not self.term.equal:
                     self._measure(own)
@@ -179,7 +198,7 @@ class OuterLevel:
     def _average(self, masters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], weight: float) -> None:
         if self.islands.group is None:
             return
-        joined = [torch.cat([buffer.reshape(-1).to(self._wide) for buffer in buffers])] if buffers else []
+        joined = [self.joined_buffers()] if buffers else []
         own = [flat.clone() for flat in masters]
         works = []
         for flat in (*masters, *joined):
@@ -190,13 +209,29 @@ class OuterLevel:
         if own:
             self.apart = sum(float(torch.linalg.vector_norm(a.sub_(b))) ** 2 for a, b in zip(own, masters, strict=True))
         if buffers:
-            for buffer, mean in zip(buffers, joined[0].split([b.numel() for b in buffers]), strict=True):
-                buffer.copy_((mean if buffer.is_complex() else mean.real).view(buffer.shape))
+            self.put_buffers(joined[0])
 
-    @property
-    def _wide(self) -> torch.dtype:
-        complex_too = any(buffer.is_complex() for buffer in self.buffers)
-        return torch.complex128 if complex_too else torch.float64
+    def joined_buffers(self) -> torch.Tensor:
+        """All floating-point buffers, end to end, in double precision."""
+        wide = torch.complex128 if any(buffer.is_complex() for buffer in self.buffers) else torch.float64
+        return torch.cat([buffer.reshape(-1).to(wide) for buffer in self.buffers])
+
+    def put_buffers(self, joined: torch.Tensor) -> None:
+        """Gives buffers the values of a tensor that is laid out as `joined_buffers`."""
+        buffers = self.buffers
+        for buffer, mean in zip(buffers, joined.split([b.numel() for b in buffers]), strict=True):
+            buffer.copy_((mean if buffer.is_complex() else mean.real).view(buffer.shape))
+
+    def settle(self) -> None:
+        """Waits for what is on the wire. Collective over islands."""
+        settle(self)
+
+    def close(self) -> None:
+        """Ends what runs in the background, once no island needs it. Collective over islands."""
+        if self.pairs is not None:
+            with BOOK.during("setup"):
+                self.total(0.0)
+            self.pairs.close()
 
     def total(self, number: float) -> float:
         """The sum of a number over islands. Collective."""
@@ -210,10 +245,14 @@ class OuterLevel:
         if self.islands.group is not None:
             dist.all_reduce(numbers, group=self.islands.group)
         total, stopping, apart = numbers.tolist()
+        self.note_spread(apart)
+        return total, stopping > 0
+
+    def note_spread(self, apart: float) -> None:
+        """The sum of `apart` over all islands has arrived."""
         if self.consistency.rounds:
             norm = sum(float(torch.linalg.vector_norm(master)) ** 2 for master in self.masters)
             self.spread = (apart / self.islands.size / norm) ** 0.5 if norm else 0.0
-        return total, stopping > 0
 
     @property
     def device(self) -> torch.device:

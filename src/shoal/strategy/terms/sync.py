@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from shoal.common.numbers import packed_bytes
 from shoal.strategy.terms.arguments import integer
 from shoal.strategy.terms.numerals import count, counted
 from shoal.strategy.terms.term import REGISTRY, Promise, Term
@@ -44,6 +45,14 @@ class Sendable(NamedTuple):
     """The number of its island, from 0,"""
     islands: int
     """of how many."""
+    asked: int = 1
+    """Times that other islands asked it since its last update, where they do so at any time."""
+
+
+def pair_calls(held: Sendable, times: int) -> list[tuple[str, int]]:
+    """Exchanges of two islands, on either side: one message each way, with two numbers."""
+    size = packed_bytes(held.slices, numbers=2)
+    return [(kind, size) for kind in ("recv", "send") for _ in range(times)]
 
 
 class SyncTerm(Term):
@@ -85,6 +94,11 @@ class SyncTerm(Term):
         if self.period is None or (clock + 1) % self.period:
             return []
         return [("all_reduce", NUMBERS * NUMBER_BYTES), *self.sends(held.slices, held.buffers)]
+
+    def island_calls(self, clock: int, names: Sequence[str]) -> list[int]:
+        """Likewise the all-reduces among the ranks of an island that hold different parts of the model, in bytes.
+        `names`: the trainable parameters of the full model."""
+        return []
 
     def drift(self, replicas: int) -> Promise | None:
         """How this number of replicas under this rule differ from the serial run; None when they do not."""

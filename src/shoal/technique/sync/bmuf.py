@@ -14,21 +14,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shoal.parallel.sync.scheme import Scheme
+from shoal.parallel.sync.averaged import Averaged, RoundPlan, Tensors
 from shoal.strategy.terms.arguments import flag, integer, real
 from shoal.strategy.terms.numerals import counted
 from shoal.strategy.terms.sync import SAME_TARGET
 from shoal.strategy.terms.term import Promise
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
 
-    from shoal.parallel.sync.outer import OuterLevel
 
-
-class bmuf(Scheme):
+class bmuf(Averaged):
     """Blockwise model-update filtering: every h steps the averaged change is smoothed by block momentum."""
 
     h: int = integer(1, sample=50)
@@ -49,37 +45,24 @@ class bmuf(Scheme):
         return Promise("statistical", reason, band=SAME_TARGET)
 
     @property
-    def period(self) -> int:
-        return self.h
+    def plan(self) -> RoundPlan:
+        return RoundPlan(self.h)
 
-    def begin(self, parameters: Sequence[torch.Tensor]) -> dict[str, list[torch.Tensor]]:
-        return {
-            "filtered": [p.clone() for p in parameters], "change": [p.clone().zero_() for p in parameters],
-            "start": [p.clone() for p in parameters],
-        }  # fmt: skip
+    @property
+    def outer_state(self) -> tuple[str, ...]:
+        return ("change", "ahead")
 
-    def exchange(self, level: OuterLevel, weight: float) -> None:
-        level.average(weight)
-        kept = level.kept
-        rows = zip(level.masters, kept["filtered"], kept["change"], kept["start"], strict=True)
-        for mean, filtered, change, start in rows:
-            change.mul_(self.momentum).add_(mean - start, alpha=self.lr)
-            filtered.add_(change)
-            start.copy_(filtered)
-            if self.nesterov:
-                start.add_(change, alpha=self.momentum)
-            mean.copy_(start)
+    def outer_step(self, moved: torch.Tensor, kept: Tensors) -> None:
+        start, change, ahead = kept["anchor"], kept["change"], kept["ahead"]
+        start.sub_(ahead)  # The filtered model, which the block began `ahead` of.
+        change.mul_(self.momentum).sub_(moved, alpha=self.lr)
+        start.add_(change)
+        if self.nesterov:
+            ahead.copy_(change).mul_(self.momentum)
+            start.add_(ahead)
 
-    def simulate(
-        self, islands: Sequence[Sequence[torch.Tensor]], weights: Sequence[float],
-        kept: Sequence[dict[str, list[torch.Tensor]]],
-    ) -> None:  # fmt: skip
-        for at, tensors in enumerate(zip(*islands, strict=True)):
-            mean = sum(weight * tensor for weight, tensor in zip(weights, tensors, strict=True))
-            first = kept[0]
-            change = self.momentum * first["change"][at] + self.lr * (mean - first["start"][at])
-            filtered = first["filtered"][at] + change
-            start = filtered + self.momentum * change if self.nesterov else filtered
-            for tensor, each in zip(tensors, kept, strict=True):
-                each["filtered"][at], each["change"][at], each["start"][at] = filtered, change, start
-                tensor.copy_(start)
+    def simulate_outer(self, moved: torch.Tensor, kept: Tensors) -> Tensors:
+        filtered = kept["anchor"] - kept["ahead"]
+        change = self.momentum * kept["change"] - self.lr * moved
+        ahead = self.momentum * change if self.nesterov else 0 * change
+        return {"anchor": filtered + change + ahead, "change": change, "ahead": ahead}

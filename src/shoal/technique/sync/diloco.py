@@ -8,28 +8,34 @@ by what each island learned from:
     "nesterov"     theta <- theta - lr (D + momentum b)          as torch.optim.SGD(nesterov=True)
     "heavy-ball"   theta <- theta - lr b                         as torch.optim.SGD
 
-The state of the inner optimiser stays with its island. lr=1 and momentum=0 is local SGD.
+lr=1 and momentum=0 is local SGD. Arguments make of it what came after:
+
+    fragments=P, overlap=tau, blend=alpha    Streaming DiLoCo (arXiv 2501.18512): layers in turn go to P fragments, each
+                                             is sent every h steps, and applied tau steps after it was sent, while steps
+                                             go on: theta_k <- alpha theta_k + (1 - alpha) theta
+    eager=True                               (arXiv 2502.12996) one round late, the island's own part of it fresh
+    merge="radial", weight="tokens2/steps"   Decoupled DiLoCo (arXiv 2604.21428): for each tensor the weighted mean of
+                                             norms times the unit vector of the weighted mean of unit vectors
+    momentum=0.0, with compress=             SparseLoCo (arXiv 2508.15706): the largest of D are sent, the rest is kept
+
+The state of the inner optimiser stays with its island. With a Muon job inside it is MuLoCo (arXiv 2505.23725).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shoal.parallel.sync.scheme import Scheme
-from shoal.strategy.terms.arguments import choice, integer, real
-from shoal.strategy.terms.numerals import every
+from shoal.parallel.sync.averaged import Averaged, RoundPlan, Tensors
+from shoal.strategy.terms.arguments import choice, flag, integer, real
+from shoal.strategy.terms.numerals import counted, every
 from shoal.strategy.terms.sync import SAME_TARGET
 from shoal.strategy.terms.term import Promise
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
 
-    from shoal.parallel.sync.outer import OuterLevel
 
-
-class diloco(Scheme):
+class diloco(Averaged):
     """DiLoCo: every h steps the mean change of the replicas is taken as a gradient by an outer optimiser with
     momentum.
     """
@@ -38,51 +44,56 @@ class diloco(Scheme):
     lr: float = real(0.0, 10.0, default=0.7, kw_only=True)
     momentum: float = real(0.0, 1.0, default=0.9, kw_only=True, inclusive=True)
     form: str = choice("nesterov", "heavy-ball", default="nesterov", kw_only=True)
+    fragments: int = integer(1, default=1, kw_only=True)
+    overlap: int = integer(0, 1_000_000, default=0, kw_only=True)
+    blend: float = real(0.0, 1.0, default=0.0, kw_only=True, inclusive=True)
+    eager: bool = flag(default=False, kw_only=True)
+    merge: str = choice("mean", "radial", default="mean", kw_only=True)
+    weight: str = choice("samples", "equal", "tokens2/steps", default="samples", kw_only=True)
 
     title = "DiLoCo, outer Nesterov momentum"
 
     def words(self) -> str:
         kind = "Nesterov" if self.form == "nesterov" else "heavy-ball"
-        return (
+        said = (
             f"replicas step by themselves; {every(self.h, 'step')} the mean of how far they moved "
             f"is taken as a gradient by an outer optimiser with {kind} momentum"
         )
+        if self.fragments > 1:
+            said += f"; {self.fragments} fragments of the layers take their turns"
+        if self.overlap:
+            said += f"; what is sent is applied {counted(self.overlap, 'step')} later, while steps go on"
+        if self.eager:
+            said += "; others' moves are one round late, so that no replica waits"
+        if self.merge == "radial":
+            said += "; norms and directions of the moves are averaged separately"
+        return said
 
     def drift(self, replicas: int) -> Promise | None:
         reason = f"{self} steps an outer optimiser {every(self.h, 'step')}, which the serial run does not have"
         return Promise("statistical", reason, band=SAME_TARGET)
 
     @property
-    def period(self) -> int:
-        return self.h
+    def plan(self) -> RoundPlan:
+        return RoundPlan(self.h, self.fragments, self.overlap, self.blend, self.eager, self.merge, self.weight)
 
-    def begin(self, parameters: Sequence[torch.Tensor]) -> dict[str, list[torch.Tensor]]:
-        return {"anchor": [p.clone() for p in parameters], "momentum": [p.clone().zero_() for p in parameters]}
+    @property
+    def outer_state(self) -> tuple[str, ...]:
+        return ("momentum",)
 
-    def exchange(self, level: OuterLevel, weight: float) -> None:
-        level.average(weight)
-        for mean, anchor, momentum in zip(level.masters, level.kept["anchor"], level.kept["momentum"], strict=True):
-            moved = anchor - mean
-            momentum.mul_(self.momentum).add_(moved)
-            step = moved.add_(momentum, alpha=self.momentum) if self.form == "nesterov" else momentum
-            anchor.sub_(step, alpha=self.lr)
-            mean.copy_(anchor)
+    def outer_step(self, moved: torch.Tensor, kept: Tensors) -> None:
+        anchor, momentum = kept["anchor"], kept["momentum"]
+        momentum.mul_(self.momentum).add_(moved)
+        step = moved.add_(momentum, alpha=self.momentum) if self.form == "nesterov" else momentum
+        anchor.sub_(step, alpha=self.lr)
 
-    def simulate(
-        self, islands: Sequence[Sequence[torch.Tensor]], weights: Sequence[float],
-        kept: Sequence[dict[str, list[torch.Tensor]]],
-    ) -> None:  # fmt: skip
+    def simulate_outer(self, moved: torch.Tensor, kept: Tensors) -> Tensors:
         import torch
 
-        for at, tensors in enumerate(zip(*islands, strict=True)):
-            theta, buffer = kept[0]["anchor"][at], kept[0]["momentum"][at]
-            outer = torch.nn.Parameter(theta.clone())
-            optimizer = torch.optim.SGD([outer], lr=self.lr, momentum=self.momentum,
-                                        nesterov=self.form == "nesterov" and self.momentum > 0)  # fmt: skip
-            optimizer.state[outer]["momentum_buffer"] = buffer.clone()
-            outer.grad = sum(weight * (theta - tensor) for weight, tensor in zip(weights, tensors, strict=True))
-            optimizer.step()
-            after = optimizer.state[outer]["momentum_buffer"]
-            for tensor, each in zip(tensors, kept, strict=True):
-                each["anchor"][at], each["momentum"][at] = outer.detach().clone(), after.clone()
-                tensor.copy_(outer.detach())
+        outer = torch.nn.Parameter(kept["anchor"].clone())
+        optimizer = torch.optim.SGD([outer], lr=self.lr, momentum=self.momentum,
+                                    nesterov=self.form == "nesterov" and self.momentum > 0)  # fmt: skip
+        optimizer.state[outer]["momentum_buffer"] = kept["momentum"].clone()
+        outer.grad = moved.clone()
+        optimizer.step()
+        return {"anchor": outer.detach().clone(), "momentum": optimizer.state[outer]["momentum_buffer"].clone()}

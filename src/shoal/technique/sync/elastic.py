@@ -11,7 +11,8 @@ elastic coefficient. Islands differ after an exchange; the centre is evaluated a
 buffers. EAMSGD is the same with an inner optimiser that has Nesterov momentum, `torch.optim.SGD(..., nesterov=True)`:
 that is the job's to say, so the term has no momentum of its own.
 
-Every rank keeps the centre of its slices, and one average of the islands serves both updates.
+"sync": every rank keeps the centre of its slices, and one average of the islands serves both updates. "async": the
+first rank holds the centre, and each island exchanges with it by itself, whenever it has made h steps.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING
 from shoal.parallel.sync.scheme import Kept, Scheme
 from shoal.strategy.terms.arguments import choice, integer, real
 from shoal.strategy.terms.numerals import every, percent
-from shoal.strategy.terms.sync import SAME_TARGET
+from shoal.strategy.terms.sync import SAME_TARGET, Sendable, pair_calls
 from shoal.strategy.terms.term import Promise
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from shoal.parallel.sync.outer import OuterLevel
+    from shoal.parallel.sync.pairs import PairRule
 
 
 class elastic(Scheme):
@@ -62,14 +64,37 @@ class elastic(Scheme):
         return "asynchronous" if self.mode == "async" else "synchronous"
 
     @property
-    def period(self) -> int | None:  # type: ignore[override]
-        return self.h if self.mode == "sync" else None
+    def path(self) -> str:  # type: ignore[override]
+        return "" if self.mode == "sync" else "with a centre on the first replica, one at a time"
+
+    @property
+    def period(self) -> int:
+        return self.h
 
     def sends(self, slices: Sequence[int], buffers: int) -> list[tuple[str, int]]:
         return super().sends(slices, 0)
 
+    def calls(self, clock: int, held: Sendable) -> list[tuple[str, int]]:
+        if self.mode == "sync":
+            return super().calls(clock, held)
+        return pair_calls(held, held.asked if held.island == 0 else int((clock + 1) % self.h == 0))
+
     def begin(self, parameters: Sequence[torch.Tensor]) -> dict[str, list[torch.Tensor]]:
-        return {"centre": [p.clone() for p in parameters]}
+        names = ("centre",) if self.mode == "sync" else ("centre", "model", "read")
+        return {name: [p.clone() for p in parameters] for name in names}
+
+    def numbers(self) -> dict[str, float]:
+        return {} if self.mode == "sync" else {"clock": 0.0}
+
+    def pairs(self, island: int, islands: int) -> PairRule | None:
+        if self.mode == "sync":
+            return None
+        from shoal.parallel.sync.pairs import PairRule
+
+        return PairRule(lambda round: 0, answers_with="centre" if island == 0 else None, part=self.rho)
+
+    def act(self, level: OuterLevel, clock: int, *, stop: bool) -> bool:
+        return super().act(level, clock, stop=stop) if level.pairs is None else level.pairs.step(clock, stop=stop)
 
     def exchange(self, level: OuterLevel, weight: float) -> None:
         own = [tensor.clone() for tensor in level.masters]
@@ -82,6 +107,8 @@ class elastic(Scheme):
     def agree(self, level: OuterLevel, weight: float) -> None:
         for now, centre in zip(level.masters, level.kept["centre"], strict=True):
             now.copy_(centre)
+        if self.mode == "async":
+            level.average_parameters(float(level.islands.index == 0))
         level.average_buffers(weight)
 
     def simulate(
@@ -93,6 +120,11 @@ class elastic(Scheme):
             for tensor, force, each in zip(tensors, forces, kept, strict=True):
                 tensor.sub_(force)
                 each["centre"][at] = centre + sum(forces)
+
+    def simulate_pair(self, asking: Kept, asked: Kept) -> None:
+        for at, (model, centre) in enumerate(zip(asking["model"], asked["centre"], strict=True)):
+            force = self.rho * (model - centre)
+            asking["model"][at], asked["centre"][at] = model - force, centre + force
 
     def simulate_agreed(self, islands: Sequence[Sequence[torch.Tensor]], kept: Sequence[Kept]) -> list[torch.Tensor]:
         return kept[0]["centre"]

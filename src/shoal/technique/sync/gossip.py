@@ -19,19 +19,24 @@ that it sends to:
 
     y_i <- sum_j p_ij y_j,   a_i <- sum_j p_ij a_j          the sums of all y and of all a stay
 
+"async" (AD-PSGD; Lian et al. 2018): each island steps by itself. In a graph of two colours the islands of one colour
+ask a neighbour drawn at random after every h steps, and both become their mean; those of the other colour answer at any
+time.
+
 Islands differ after an exchange and keep their own buffers; the mean of all is evaluated and saved (under push-sum, all
 y over all a).
 """
 
 from __future__ import annotations
 
+from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.parallel.sync.scheme import Kept, Scheme
-from shoal.strategy.graphs import GRAPHS, rounds_to_all, targets
+from shoal.strategy.graphs import GRAPHS, neighbours, rounds_to_all, targets, two_colours
 from shoal.strategy.terms.arguments import choice, integer, real
 from shoal.strategy.terms.numerals import every
-from shoal.strategy.terms.sync import SAME_TARGET, Sendable
+from shoal.strategy.terms.sync import SAME_TARGET, Sendable, pair_calls
 from shoal.strategy.terms.term import Promise
 
 if TYPE_CHECKING:
@@ -40,6 +45,7 @@ if TYPE_CHECKING:
     import torch
 
     from shoal.parallel.sync.outer import OuterLevel
+    from shoal.parallel.sync.pairs import PairRule
 
 NUMBERS_BYTES = 16
 """That travel with each model: when to stop, and a weight."""
@@ -99,8 +105,8 @@ class gossip(Scheme):
         return "asynchronous" if self.mode == "async" else "synchronous"
 
     @property
-    def period(self) -> int | None:  # type: ignore[override]
-        return self.h if self.mode != "async" else None
+    def period(self) -> int:
+        return self.h
 
     def targets(self, turn: Turn) -> list[list[int]]:
         """The islands that each sends to."""
@@ -108,6 +114,9 @@ class gossip(Scheme):
         return targets(self.graph, turn.islands, round=turn.round, seed=self.seed, directed=directed)
 
     def calls(self, clock: int, held: Sendable) -> list[tuple[str, int]]:
+        if self.mode == "async":
+            passive = self._answers(held.island, held.islands)
+            return pair_calls(held, held.asked if passive else int((clock + 1) % self.h == 0))
         if (clock + 1) % self.h:
             return []
         sending = self.targets(Turn((clock + 1) // self.h - 1, held.island, held.islands))
@@ -117,7 +126,25 @@ class gossip(Scheme):
         times = {"send": len(sending[held.island]), "recv": sum(held.island in to for to in sending)}
         return [(kind, size) for kind, number in times.items() for _ in range(number) for size in message]
 
+    def _answers(self, island: int, islands: int) -> bool:
+        """Whether an island answers under "async"; the others ask."""
+        return bool((two_colours(self.graph, islands) or [1])[island])
+
+    def pairs(self, island: int, islands: int) -> PairRule | None:
+        if self.mode != "async":
+            return None
+        from shoal.parallel.sync.pairs import PairRule
+
+        passive, joined = self._answers(island, islands), neighbours(self.graph, islands)[island]
+
+        def partner(round: int) -> int | None:
+            return None if passive else Random(f"{self.seed} {island} {round}").choice(joined)
+
+        return PairRule(partner, answers_with="model" if passive else None, part=0.5)
+
     def act(self, level: OuterLevel, clock: int, *, stop: bool) -> bool:
+        if level.pairs is not None:
+            return level.pairs.step(clock, stop=stop)
         if (clock + 1) % self.h:
             return False
         known = rounds_to_all(
@@ -127,14 +154,15 @@ class gossip(Scheme):
         return level.meet_neighbours(known, stop)
 
     def begin(self, parameters: Sequence[torch.Tensor]) -> dict[str, list[torch.Tensor]]:
-        if self.mode == "push-sum":
-            return {"biased": [p.clone() for p in parameters]}
+        if self.mode != "sync":
+            names = ("biased",) if self.mode == "push-sum" else ("model", "read")
+            return {name: [p.clone() for p in parameters] for name in names}
         if self.outer:
             return {"anchor": [p.clone() for p in parameters], "momentum": [p.clone().zero_() for p in parameters]}
         return {}
 
     def numbers(self) -> dict[str, float]:
-        return {"round": 0.0, "weight": 1.0} if self.mode == "push-sum" else {"round": 0.0}
+        return {"sync": {"round": 0.0}, "push-sum": {"round": 0.0, "weight": 1.0}, "async": {"clock": 0.0}}[self.mode]
 
     def exchange(self, level: OuterLevel, weight: float) -> None:
         turn = Turn(int(level.kept.numbers["round"]), level.islands.index, level.islands.size)
@@ -234,8 +262,15 @@ class gossip(Scheme):
                 else:
                     tensors[at].copy_(mean)
 
+    def simulate_pair(self, asking: Kept, asked: Kept) -> None:
+        for at, (mine, theirs) in enumerate(zip(asking["model"], asked["model"], strict=True)):
+            mean = (mine + theirs) / 2
+            asking["model"][at], asked["model"][at] = mean.clone(), mean.clone()
+
     def simulate_agreed(self, islands: Sequence[Sequence[torch.Tensor]], kept: Sequence[Kept]) -> list[torch.Tensor]:
-        if self.mode != "push-sum":
+        if self.mode == "async":
+            return super().simulate_agreed([each["model"] for each in kept], kept)
+        if self.mode == "sync":
             return super().simulate_agreed(islands, kept)
         total = sum(each.numbers["weight"] for each in kept)
         return [

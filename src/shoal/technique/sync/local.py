@@ -8,21 +8,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shoal.parallel.sync.scheme import Scheme
+from shoal.parallel.sync.averaged import Averaged, RoundPlan, Tensors
 from shoal.strategy.terms.arguments import integer
 from shoal.strategy.terms.numerals import every
 from shoal.strategy.terms.sync import SAME_TARGET
 from shoal.strategy.terms.term import Promise
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
 
-    from shoal.parallel.sync.outer import OuterLevel
 
-
-class local(Scheme):
+class local(Averaged):
     """Local SGD: replicas step by themselves and average their weights every h steps."""
 
     h: int = integer(1, sample=50)
@@ -45,17 +41,11 @@ class local(Scheme):
         return Promise("statistical", reason, band=SAME_TARGET)
 
     @property
-    def period(self) -> int:
-        return self.h
+    def plan(self) -> RoundPlan:
+        return RoundPlan(self.h)
 
-    def exchange(self, level: OuterLevel, weight: float) -> None:
-        level.average(weight)
+    def outer_step(self, moved: torch.Tensor, kept: Tensors) -> None:
+        kept["anchor"].sub_(moved)
 
-    def simulate(
-        self, islands: Sequence[Sequence[torch.Tensor]], weights: Sequence[float],
-        kept: Sequence[dict[str, list[torch.Tensor]]],
-    ) -> None:  # fmt: skip
-        for tensors in zip(*islands, strict=True):
-            mean = sum(weight * tensor for weight, tensor in zip(weights, tensors, strict=True))
-            for tensor in tensors:
-                tensor.copy_(mean)
+    def simulate_outer(self, moved: torch.Tensor, kept: Tensors) -> Tensors:
+        return {"anchor": kept["anchor"] - moved}

@@ -1,0 +1,148 @@
+"""Schemes whose islands send how far they moved since the last round, and step an outer optimiser with the mean of it.
+
+With the anchor A, the values that a round began from, and an island's theta_k now, its move is D_k = A - theta_k. A
+round sends the moves, and brings their mean D; the outer step makes A the next anchor, from which the island goes on:
+
+    sent after step t, applied after step t + overlap:    theta_k <- blend theta_k + (1 - blend) A
+    eager: the round of t is applied at t + h with this island's part of it fresh, D + w_k (D_k(t + h) - D_k(t))
+
+Fragments of the model have rounds of their own (`fragments.py`). A scheme is the rule of its outer step, `outer_step`,
+and the same once more in plain PyTorch, `simulate_outer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shoal.parallel.sync.fragments import fragments_of, sent_after
+from shoal.parallel.sync.scheme import Scheme
+from shoal.strategy.terms.sync import NUMBER_BYTES, NUMBERS, Sendable
+
+if TYPE_CHECKING:
+    import torch
+
+    from shoal.parallel.sync.outer import OuterLevel
+
+Tensors = dict[str, "torch.Tensor"]
+
+
+class RoundPlan(NamedTuple):
+    """When rounds are sent and applied, and how moves are merged."""
+
+    h: int
+    """Steps from one round of a fragment to its next."""
+    fragments: int = 1
+    overlap: int = 0
+    """Steps from sending to applying."""
+    blend: float = 0.0
+    """The part of its own values that an island keeps when a round is applied."""
+    eager: bool = False
+    merge: str = "mean"
+    weight: str = "samples"
+
+    @property
+    def late(self) -> int:
+        """Steps that a round is on its way."""
+        return self.h if self.eager else self.overlap
+
+    @property
+    def plain(self) -> bool:
+        """Whether all islands hold the same model after a round."""
+        return self.fragments == 1 and not self.late and not self.blend
+
+    def sent(self, step: int) -> list[int]:
+        """The fragments that are sent after a step, counted from 1."""
+        return [p for p in range(self.fragments) if (step - sent_after(p, self.fragments, self.h)) % self.h == 0]
+
+    def applied(self, step: int) -> list[int]:
+        """The fragments whose round arrives after a step; an eager one when the next is sent."""
+        return [] if self.eager else self.sent(step - self.overlap)
+
+    def counts(self, learned: float, steps: float) -> float:
+        """What an island's move counts for."""
+        if self.weight == "equal":
+            return 1.0
+        return learned if self.weight == "samples" else learned * learned / steps
+
+
+class Averaged(Scheme):
+    """Islands with rounds. `plan` says which."""
+
+    family = "sync"
+
+    @property
+    def plan(self) -> RoundPlan:
+        raise TypeError(f"{self} does not define its rounds")
+
+    def outer_step(self, moved: torch.Tensor, kept: Tensors) -> None:
+        """Changes `kept["anchor"]`, and what else it keeps, in place, by the mean of the moves; `moved` may be
+        overwritten."""
+        raise TypeError(f"{self} does not define its outer step")
+
+    def simulate_outer(self, moved: torch.Tensor, kept: Tensors) -> Tensors:
+        """The same in plain PyTorch: what it keeps afterwards."""
+        raise TypeError(f"{self} does not define its outer step in one process")
+
+    @property
+    def outer_state(self) -> tuple[str, ...]:
+        """What it keeps besides the anchor, zero at the start."""
+        return ()
+
+    # What every Scheme has:
+
+    @property
+    def period(self) -> int:
+        return self.plan.h
+
+    @property
+    def equal(self) -> bool:  # type: ignore[override]
+        return self.plan.plain
+
+    @property
+    def moments(self) -> Sequence[int]:
+        plan = self.plan
+        return [sent_after(p, plan.fragments, plan.h) for p in range(plan.fragments)]
+
+    def begin(self, parameters: Sequence[torch.Tensor]) -> dict[str, list[torch.Tensor]]:
+        found = {"anchor": [p.clone() for p in parameters]}
+        flying = ("sent", "arriving") if self.plan.late else ()
+        return found | {name: [p.clone().zero_() for p in parameters] for name in (*self.outer_state, *flying)}
+
+    def numbers(self) -> dict[str, float]:
+        plan = self.plan
+        if plan.plain:
+            return {}
+        names = ("count", "steps", *(("flying", "weight", "sent count", "stop") if plan.late else ()))
+        return {f"{name} {p}": 0.0 for name in names for p in range(plan.fragments)}
+
+    def calls(self, clock: int, held: Sendable) -> list[tuple[str, int]]:
+        plan = self.plan
+        found: list[tuple[str, int]] = []
+        for p in plan.sent(clock + 1) if clock + 1 > 0 else ():
+            names = fragments_of(held.names, plan.fragments)[p]
+            numbers = NUMBERS + (len(names) if plan.merge == "radial" else 0)
+            found += [("all_reduce", numbers * NUMBER_BYTES), *held.exchanged(names)]
+            if plan.plain and held.buffers:
+                found.append(("all_reduce", held.buffers))
+        return found
+
+    def island_calls(self, clock: int, names: Sequence[str]) -> list[int]:
+        plan = self.plan
+        if plan.merge != "radial":
+            return []
+        parts, step = fragments_of(names, plan.fragments), clock + 1
+        arriving = plan.sent(step) if plan.eager and step > plan.h else []
+        arriving += plan.applied(step) if step > plan.overlap else []
+        return [len(parts[p]) * NUMBER_BYTES for p in (*plan.sent(step), *arriving)]
+
+    def act(self, level: OuterLevel, clock: int, *, stop: bool) -> bool:
+        from shoal.parallel.sync.streams import after_update
+
+        return after_update(self, level, clock + 1, stop=stop)
+
+    def simulate_step(self, clock: int, islands: Sequence[Any]) -> bool:
+        from shoal.parallel.sync.simulated import simulate_rounds
+
+        simulate_rounds(self, clock + 1, islands)
+        return True

@@ -1,0 +1,80 @@
+"""Rules about rounds of islands: when fragments of a model are sent, and when they arrive."""
+
+from __future__ import annotations
+
+from shoal.strategy.legality.rule import Breach, Case, RuleTable
+from shoal.strategy.terms.axes import dp
+from shoal.strategy.terms.compress import none
+from shoal.strategy.terms.numerals import counted
+
+rule = RuleTable()
+
+
+@rule(dp, why="Each fragment of a model is sent once in h steps, and no two after the same step.")
+def fragments_have_steps_of_their_own(case: Case, index: int, level: dp) -> Breach | None:
+    given = level.sync.values()
+    h, fragments = given.get("h", 0), given.get("fragments", 1)
+    if fragments == 1 or fragments <= h:
+        return None
+    return Breach(
+        level,
+        f"{fragments} fragments cannot be sent after different steps of a period of {counted(h, 'step')}",
+        lambda: [
+            case.changed(index, sync=level.sync.replace(fragments=h)),
+            case.changed(index, sync=level.sync.replace(h=fragments)),
+        ],
+    )
+
+
+@rule(dp, why="A fragment must have arrived before it is sent again.")
+def rounds_do_not_overtake(case: Case, index: int, level: dp) -> Breach | None:
+    given = level.sync.values()
+    h, overlap = given.get("h", 0), given.get("overlap", 0)
+    if not overlap or overlap < h:
+        return None
+    return Breach(
+        level,
+        f"a round that is applied {counted(overlap, 'step')} after it was sent is still on its way when the next one, "
+        f"{counted(h, 'step')} later, is sent",
+        lambda: [
+            case.changed(index, sync=level.sync.replace(overlap=h - 1)),
+            case.changed(index, sync=level.sync.replace(overlap=0, eager=True)),
+            case.changed(index, sync=level.sync.replace(h=overlap + 1)),
+        ],
+    )
+
+
+@rule(dp, why="An eager round is one that is h steps late already.")
+def eager_rounds_are_late_already(case: Case, index: int, level: dp) -> Breach | None:
+    given = level.sync.values()
+    if not given.get("eager") or not given.get("overlap"):
+        return None
+    return Breach(
+        level,
+        f"eager=True applies a round when the next one is sent, overlap={given['overlap']} before that; only one of "
+        "them can hold",
+        lambda: [
+            case.changed(index, sync=level.sync.replace(overlap=0)),
+            case.changed(index, sync=level.sync.replace(eager=False)),
+        ],
+    )
+
+
+@rule(dp, why="A compressed exchange takes several collectives, each of which needs the answer to the one before.")
+def compressed_rounds_are_not_late(case: Case, index: int, level: dp) -> Breach | None:
+    given = level.sync.values()
+    late = "eager=True" if given.get("eager") else f"overlap={given['overlap']}" if given.get("overlap") else ""
+    merged = 'merge="radial"' if given.get("merge") == "radial" else ""
+    if isinstance(level.compress, none) or not (late or merged):
+        return None
+    what = (
+        f"{late} keeps a round on the wire while steps go on, and a compressed one cannot be left alone"
+        if late
+        else f"{merged} needs the norm of what each island sends, and compression changes it"
+    )
+    plain = {name: value for name, value in {"eager": False, "overlap": 0, "merge": "mean"}.items() if name in given}
+    return Breach(
+        level,
+        what,
+        lambda: [case.changed(index, compress=none()), case.changed(index, sync=level.sync.replace(**plain))],
+    )
