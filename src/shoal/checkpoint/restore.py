@@ -121,6 +121,9 @@ class OwnView:
     def read(self, name: str, key: str, start: int, stop: int) -> torch.Tensor:
         return self._read(name, key, start, stop)
 
+    def read_full(self, name: str, key: str, start: int, stop: int) -> torch.Tensor:
+        return self._range(name, key, start, stop)
+
     def read_parameter(self, name: str, start: int, stop: int) -> torch.Tensor:
         return self._read(name, None, start, stop)
 

@@ -172,6 +172,11 @@ class Placing:
             self.compressing == self.sharded,
         )  # fmt: skip
 
+    def pieces(self, cut: type | None) -> Member:
+        """Those that hold pieces of the same parameter: they shard it, or it is cut across them."""
+        names = [self.sharded] if self.sharded else []
+        return self.along(*names, *(self._named(cut) if cut is not None else ()))
+
     def colleagues(self) -> Member:
         """Those who work on the same stage of a pipeline."""
         return self.along(*(name for name, _ in self.axes if name != self.names[pp]))

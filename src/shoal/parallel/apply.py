@@ -27,6 +27,7 @@ from shoal.parallel.compression import Compression
 from shoal.parallel.cutting import cut_model
 from shoal.parallel.engine import Engine
 from shoal.parallel.executor import Executor, PlainExecutor
+from shoal.parallel.noise import GradientNoise
 from shoal.parallel.optimizer import Factory, Recipe
 from shoal.parallel.owner.kinds import owner_kind
 from shoal.parallel.pipeline.executor import Pipeline
@@ -103,6 +104,9 @@ def parallelize(
         loss_share=1 / placement.context.size if gathers else 1.0, update_draws=update_draws,
     )  # fmt: skip
     engine.outer = _outer(strategy, engine)
+    if _noise_is_seen(engine, strategy):
+        engine.reduction.noise = GradientNoise(counts=placement.first_of_tensor)
+        engine.reduction.holders = {family: placement.multiplicity(family) for family in cut.families()}
     reach("start: parameters laid out")
     owner.barrier()  # Ranks that share memory have each written their part of the start.
     reach("start: engine ready")
@@ -119,7 +123,17 @@ def recipe_of(model: nn.Module, optimizer: Factory, options: Options, *, element
             known.append(mine)
         if param.requires_grad:
             labels[name] = known.index(mine)
-    return Recipe(factory=optimizer, options=known, labels=labels, elementwise=elementwise)
+    shapes = {name: tuple(param.shape) for name, param in model.named_parameters() if param.requires_grad}
+    return Recipe(factory=optimizer, options=known, labels=labels, elementwise=elementwise, shapes=shapes)
+
+
+def _noise_is_seen(engine: Engine, strategy: Strategy) -> bool:
+    """Whether each rank sees gradients of its own micro-batches, and there are several in a step. Not where stages or
+    parts of a sequence see pieces of one, nor where gradients are written to shared memory or compressed."""
+    place = engine.placement
+    several = place.samples.size * strategy.micro_batches > 1
+    pieces = place.pipeline.size * place.context.size * place.experts.size > 1 or bool(engine.cut.partial)
+    return several and not pieces and not place.shared_memory and engine.compression is None
 
 
 def executor_for(engine: Engine, strategy: Strategy) -> Executor:

@@ -26,6 +26,8 @@ from torch import nn
 
 from shoal.comm.ledger import BOOK
 from shoal.parallel.bucket import NEVER, SHARED, Bucket, Started
+from shoal.parallel.noise import GradientNoise
+from shoal.parallel.placement import Family
 
 IN_FLIGHT = 2
 """Reduce-scatters on the wire at a time: each holds a bucket's worth of what arrives, which sharding is to save."""
@@ -47,6 +49,9 @@ class GradientReduction:
         """Called with a number of the bucket before it is scattered (ZeRO-3 makes sure that all ranks do so)."""
         self.on_reduced: Callable[[Bucket], None] | None = None
         """Called with a bucket once its gradient needs no more sums in this step (servers are sent it at once)."""
+        self.noise: GradientNoise | None = None
+        """Where the noise of gradients is measured; `holders` then has the ranks that hold each family alike."""
+        self.holders: dict[Family, int] = {}
         self._at_work: list[Bucket] = []
         self._next = 0
         self._last_micro = True
@@ -68,6 +73,8 @@ class GradientReduction:
 
     def deliver(self, bucket: Bucket, slot: int, name: str, gradient: torch.Tensor) -> None:
         """Takes in the gradient of one parameter."""
+        if self.noise is not None:
+            self.noise.see(gradient, self.holders[bucket.family])
         bucket.receive(slot, gradient)
         self.used.add(name)
         if bucket.missing == 0:

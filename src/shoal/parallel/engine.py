@@ -35,6 +35,8 @@ from shoal.parallel.compression import Compression
 from shoal.parallel.consistency import Consistency
 from shoal.parallel.cutting import CutModel
 from shoal.parallel.data import GradientReduction
+from shoal.parallel.flat_slice import Piece
+from shoal.parallel.noise import GradientNoise, measured
 from shoal.parallel.optimizer import SlicedOptimizer
 from shoal.parallel.optimizer_needs import closure_for, drawn_slices
 from shoal.parallel.owner.base import Gradients, Owner
@@ -135,6 +137,8 @@ class Engine:
         self.count(loss_sum, count)
         loss = self.learns_from(loss_sum)
         self.run_backward(loss.backward if loss.requires_grad else lambda: None, last=last)
+        if self.reduction.noise is not None:
+            self.reduction.noise.close(count)
         if last:
             self.close_backward()
 
@@ -168,10 +172,13 @@ class Engine:
         self.owner.release()
 
     def _share(self) -> None:
-        """One small all-reduce: loss, count, whether to stop, and the number of ranks with a gradient by parameter."""
+        """One small all-reduce: loss, count, whether to stop, the number of ranks with a gradient by parameter, and two
+        numbers for the noise of gradients."""
         used = [float(name in self.reduction.used) for name in self.names]
         # On the parameters' device: a group of accelerators carries nothing else.
-        everything = torch.cat([self.take_sums(), torch.tensor(used, dtype=torch.float64, device=self.device)])
+        sums, noise = self.take_sums(), self.reduction.noise
+        squares = noise.take(sums) if noise is not None else sums.new_zeros(GradientNoise.NUMBERS)
+        everything = torch.cat([sums, torch.tensor(used, dtype=torch.float64, device=self.device), squares])
         work = None
         if self.placement.island.group is not None:
             with BOOK.during("loss"):
@@ -221,7 +228,7 @@ class Engine:
             with self.owner.explaining():
                 work.wait()
         reach("step: sums received")
-        loss_sum, count, stop, *used = everything.tolist()
+        loss_sum, count, stop, *used, spread, parts = everything.tolist()
         loss = loss_sum / count if count else float("nan")
         if not isfinite(loss):
             self.owner.barrier()  # Another replica may still be summing where this one would write next.
@@ -241,7 +248,8 @@ class Engine:
                 self.owner.barrier()  # As above: `scale` has just written into the gradient that others write to next.
                 self.reduction.clear()
                 raise NonFinite(f"the norm of the gradient is {norm} (the loss is {loss})", self.owner.hint)
-        return StepResult(loss, count, norm, stop > 0), Gradients(count, norm, unused)
+        noise = measured(spread, parts, count, norm)
+        return StepResult(loss, count, norm, stop > 0, noise), Gradients(count, norm, unused)
 
     def scale(self, count: float, over: Members | None = None) -> float:
         """Sums become means; means are clipped by the norm over all shards. The norm is taken also where nothing is
@@ -286,8 +294,12 @@ class Engine:
         cut = self.cut.cuts.get(name)
         if cut is None:
             return None
-        members = self.placement.experts if name in self.cut.stacks else self.placement.tensor
+        members = self.placement.cutting(name in self.cut.stacks)
         return TensorPart(cut, members.size, members.index)
+
+    def part_of_piece(self, piece: Piece) -> TensorPart | None:
+        """Which part of a parameter a piece is a range of; None if of the full one."""
+        return None if piece.full else self.part_of(piece.name)
 
     def speaks_for(self, name: str, *, of_island: bool = False) -> bool:
         """Whether this rank writes what is not sharded (a buffer, a frozen parameter) to a checkpoint; for its own

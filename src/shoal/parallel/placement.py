@@ -177,6 +177,16 @@ class Placement:
             return self.mesh.along(*names, label=label)
         return self.mesh.among(names, self.pipeline.axis, stages)
 
+    def cutting(self, stack: bool) -> Members:
+        """The ranks that hold parts of a cut parameter; `stack`: of one that holds several experts."""
+        return self.experts if stack else self.tensor
+
+    def pieces(self, across: Members | None) -> Members:
+        """The ranks that hold pieces of the same parameter: those that shard it, and those `across` which it is cut.
+        Collective."""
+        names = [self.sharded] if self.sharded else []
+        return self.mesh.along(*names, *(self._names(across) if across is not None else ()))
+
     def lose(self, ranks: Sequence[int]) -> None:
         """Goes on without islands that were lost: the others split the batch and exchange among themselves. Collective
         among those that are left."""

@@ -102,18 +102,26 @@ def _cannot_be_loose(strategy: Strategy) -> str | None:
 
 
 def require_runnable(strategy: Strategy, *, elementwise: bool = True, coupled: bool = False) -> None:
-    """Raises NotRunnable with the reason. `coupled`: the optimiser needs all parameters together."""
+    """Raises NotRunnable with the reason. `elementwise`: the optimiser updates each element by itself; `coupled`: it
+    needs all parameters together."""
     reason = cannot_run(strategy)
     if reason is not None:
         raise NotRunnable(reason)
-    if not elementwise and any(level.zero or isinstance(level.via, shared | ps) for level in strategy.dp_levels):
+    if not elementwise and any(isinstance(level.via, ps) for level in strategy.dp_levels):
         raise NotRunnable(
-            f"{strategy}: the optimiser needs full parameters (it is not element-wise), and zero >= 1, via=shared() or "
-            "via=ps() would give it slices; use zero=0 and via=allreduce(), or an element-wise optimiser such as "
-            "AdamW"
+            f"{strategy}: the optimiser needs full parameters (it is not element-wise), and parameter servers hold "
+            "ranges of them; use via=allreduce(), or an element-wise optimiser such as AdamW"
         )
-    if coupled and any(isinstance(term, (pp, tp, ep)) and term.n > 1 for term in strategy.terms):
+    if not coupled:
+        return
+    if any(level.zero or isinstance(level.via, shared) for level in strategy.dp_levels):
+        raise NotRunnable(
+            f"{strategy}: the optimiser needs all parameters together, and zero >= 1 or via=shared() would give it "
+            "slices; use zero=0 and via=allreduce(), or an optimiser that updates each parameter by itself, such as "
+            "AdamW or Muon"
+        )
+    if any(isinstance(term, (pp, tp, ep)) and term.n > 1 for term in strategy.terms):
         raise NotRunnable(
             f"{strategy}: the optimiser needs all parameters together, and pp, tp and ep leave each rank some of them; "
-            "use dp with zero=0, or an element-wise optimiser such as AdamW"
+            "use dp with zero=0, or an optimiser that updates each parameter by itself, such as AdamW or Muon"
         )

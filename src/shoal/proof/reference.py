@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from shoal.job import Job, JobError
+from shoal.job.kept import state_of
 from shoal.job.probe_run import needs_closure
 from shoal.job.random_optimizer import UpdateDraws, draws_numbers
 from shoal.proof.islands import Islands, after_step, agree
@@ -96,9 +97,7 @@ def train_serially(
         indices = _batch_at(job, counter)
         positions = np.arange(len(indices))
         if islands is not None:
-            shares = [
-                islands.share(positions, n, separate=micro_batches > 1, parts=parts) for n in range(len(copies))
-            ]
+            shares = [islands.share(positions, n, separate=micro_batches > 1, parts=parts) for n in range(len(copies))]
         else:
             shares = [[part for piece in np.array_split(positions, micro_batches)
                        for part in np.array_split(piece, parts)]]  # fmt: skip
@@ -189,10 +188,10 @@ class _Copy:
         if self.noise is not None:
             move_by_rounding(self.named.values(), self.noise)
         for group, lr in zip(optimizer.param_groups, self.base, strict=True):
-            if job.schedule(step) != self.factor:
+            if job.lr_factor(step) != self.factor:
                 # A tensor keeps its own precision, as PyTorch's schedulers leave it.
-                group["lr"] = lr * job.schedule(step)
-        self.factor = job.schedule(step)
+                group["lr"] = lr * job.lr_factor(step)
+        self.factor = job.lr_factor(step)
         if needs_closure(optimizer):
             return self._with_closure(lambda: self._compute(indices, pieces, started))
         total, count = self._compute(indices, pieces, started)
@@ -290,9 +289,9 @@ def _groups(job: Job, model: nn.Module) -> list[dict[str, Any]]:
 def _batch_at(job: Job, counter: int) -> np.ndarray:
     """The samples of the global batch that starts at a counter, by the documented rule: epoch e visits the samples in
     the order PCG64(SeedSequence([seed, e])).permutation; epochs follow each other, and a batch goes on into the next
-    one ("wrap") or ends with its own ("short")."""
+    one ("wrap") or ends with its own ("short"). It has the size that it has grown to at its first sample."""
     num = len(job.train)
-    stop = counter + job.global_batch
+    stop = counter + ([job.global_batch] + [size for start, size in job.growth if start <= counter])[-1]
     if job.last_batch == "short":
         stop = min(stop, (counter // num + 1) * num)
     epochs = range(counter // num, (stop - 1) // num + 1)
@@ -307,7 +306,7 @@ def _elementwise_state(
     optimizer: torch.optim.Optimizer, param: nn.Parameter, keys: set[str] | None = None
 ) -> dict[str, torch.Tensor]:
     """State with a value for each element. Of a scalar parameter only `keys` separate it from numbers like the step."""
-    state: dict[str, Any] = optimizer.state.get(param, {})
+    state = state_of(optimizer, param)
     return {
         k: v.to_dense()
         for k, v in state.items()

@@ -15,6 +15,7 @@ from shoal.job import Job, JobError, load_job
 from shoal.job.buffers import buffer_modes
 from shoal.job.elementwise import Probe, probe
 from shoal.job.facts import build_without_memory
+from shoal.job.large_batch import parse_growth
 from shoal.job.own_code import require_runs
 from shoal.job.random_optimizer import UpdateDraws, draws_numbers, without_draws
 from shoal.job.randomness import Randomness
@@ -34,6 +35,9 @@ from shoal.runtime.servers import announcer, connect
 from shoal.runtime.step import StepRunner, build_model
 from shoal.runtime.traffic import Expected
 from shoal.strategy import Strategy, amp
+
+WARMUP = 20
+"""The part of a run's steps, as 1/n, in which a scaled rate is reached unless another number is given."""
 
 
 @dataclass
@@ -92,6 +96,12 @@ def _decided(ledger: Ledger, undecided: frozenset[tuple[str, str]]) -> Ledger:
 def job_from(options: JobOptions) -> Job:
     """The job that options name, with its overrides."""
     job, changed = load_job(options.job, size=options.size), options.overrides
+    if options.growth is not None:
+        changed["growth"] = parse_growth(options.growth)
+    if options.scale_rule is not None:
+        # The rate was tuned for the batch that the job has by itself.
+        changed["base_batch"] = options.base_batch or job.base_batch or int(job.global_batch)
+        changed.setdefault("warmup", job.warmup or changed.get("steps", job.steps) // WARMUP)
     return replace(job, **changed) if changed else job
 
 
@@ -132,14 +142,14 @@ def prepare(job: Job, strategy: Strategy, *, rank: int, backend: str | None, dev
     executor = executor_for(engine, strategy)
     runner = StepRunner(job, executor, strategy, randomness, autocast=strategy.term(amp) is not None, dtype=dtype)
     connect(engine, strategy)
-    expected = Expected(job, strategy, layout, executor, dtype)
+    expected = Expected(job, strategy, layout, executor, dtype, full_parameters=not tried.elementwise)
     expected.watch()
     runner.before_step = expected.forget
     return Prepared(job, strategy, executor, runner, tried, expected)
 
 
 def _require_schedule(job: Job, optimizer: Probe) -> None:
-    if not optimizer.has_lr and any(job.schedule(step) != 1.0 for step in range(job.steps)):
+    if not optimizer.has_lr and any(job.lr_factor(step) != 1.0 for step in range(job.steps)):
         raise JobError(
             f"job {job.name!r}: {optimizer.name} has no learning rate ('lr') in its groups, so the schedule cannot "
             "change it; leave Job.schedule out, or name the optimiser's learning rate 'lr'"

@@ -128,7 +128,7 @@ class StepRunner:
         engine.owner.settle()  # Parameters that servers send arrive while samples are fetched.
         if engine.buffers is not None:
             engine.buffers.begin(sum(part.num_samples for part in parts))
-        result = self.executor.step(_MicroBatches(self, parts), lr_factor=job.schedule(step))
+        result = self.executor.step(_MicroBatches(self, parts), lr_factor=job.lr_factor(step))
         self.last_batches, self.last_total = [part.batch for part in parts], len(indices)
         return result
 

@@ -48,6 +48,8 @@ class Expected:
     layout: Layout
     executor: Executor
     dtype: torch.dtype | None = None
+    full_parameters: bool = False
+    """Whether the job's optimiser needs them."""
     routing: Routing | None = None
     regions: RegionsSeen | None = None
     blocks: BlocksSeen | None = None
@@ -85,7 +87,7 @@ class Expected:
     def shapes(self) -> JobShapes:
         term = self.strategy.term(pp)
         stages = () if term is None else (term.n * term.chunks,)
-        return job_shapes(self.job, self.layout, stages=stages, dtype=self.dtype)
+        return job_shapes(self.job, self.layout, stages=stages, dtype=self.dtype, full_parameters=self.full_parameters)
 
     @cached_property
     def held(self) -> Held:

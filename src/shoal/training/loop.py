@@ -26,6 +26,7 @@ from shoal.comm.group import registered
 from shoal.comm.json_exchange import exchange
 from shoal.comm.ledger import BOOK, Ledger
 from shoal.estimate.outer_calls import period
+from shoal.job.large_batch import batch_at
 from shoal.launch.devices import peak_memory_bytes
 from shoal.launch.join import join, leave
 from shoal.launch.watch import beat
@@ -42,6 +43,7 @@ from shoal.training.check import TrainingStopped, require_job_of, resume_point, 
 from shoal.training.hindered import Hindered
 from shoal.training.local import can_go_on
 from shoal.training.lost_islands import LostIslands, lost_ranks
+from shoal.training.noise_scale import NoiseScale
 from shoal.training.options import TrainOptions
 from shoal.training.pace import Counters, Pace, next_limit
 from shoal.training.record import lock
@@ -125,6 +127,7 @@ class TrainingRun:
         self.last_loss: float | None = None
         self.evaluated_step: int | None = None
         self.stopping = False
+        self.noise = NoiseScale()
         self.pace = Pace(1 if ready.engine.placement.seats is not None else period(ready.strategy))
         self.lost = LostIslands(ready, channel, rank=rank)
         self.hindered = Hindered(options, rank=rank, world=ready.strategy.world, seed=self.job.seed)
@@ -151,6 +154,7 @@ class TrainingRun:
         self.metrics, self.last_loss = dict(progress.get("metrics", {})), progress.get("loss")
         self.reached_s, self.reached_step = progress.get("reached_s"), progress.get("reached_step")
         self.saved_step, self.evaluated_step = self.step, progress.get("evaluated_step")
+        self.noise = NoiseScale(progress.get("noise", NoiseScale().state))
 
     def go(self) -> dict[str, Any]:
         job = self.job
@@ -208,7 +212,7 @@ class TrainingRun:
         started = time.perf_counter()
         self.hindered.before_step(self.step + 1)
         self.engine.stop_requested = bool(self.channel.stop_requested)
-        lr_factor = self.job.schedule(self.step)
+        lr_factor = self.job.lr_factor(self.step)
         self.lost.in_step = True
         try:
             result = self.runner.step(self.step, self.counter)
@@ -220,6 +224,7 @@ class TrainingRun:
         self.hindered.after_step()
         seconds = time.perf_counter() - started
         samples = self.runner.order.next(self.counter) - self.counter
+        self.noise.add(result.noise, samples_per_count=samples / result.count)
         self.counter += samples
         self.step += 1
         self.train_s += seconds
@@ -234,7 +239,7 @@ class TrainingRun:
             "step": self.step, "samples": self.counter, "loss": result.loss, "count": result.count,
             "lr_factor": lr_factor, "grad_norm": result.grad_norm, "step_s": seconds,
             "samples_per_s": samples / seconds, "memory_bytes": memory,
-            "train_s": self.train_s, "sent_bytes": counted.bytes,
+            "train_s": self.train_s, "sent_bytes": counted.bytes, "critical_batch": self.noise.critical_batch,
         }  # fmt: skip
         if self.engine.outer is not None:
             sent = sum(entry.bytes for key, entry in counted.entries.items() if key.phase == OUTER)
@@ -270,6 +275,7 @@ class TrainingRun:
             "job": self.job.name, "seed": self.job.seed, "counter": self.counter, "train_s": self.train_s,
             "strategy": str(self.ready.strategy), "metrics": self.metrics, "reached_s": self.reached_s,
             "reached_step": self.reached_step, "loss": self.last_loss, "evaluated_step": self.evaluated_step,
+            "noise": self.noise.state,
         }  # fmt: skip
         self._settle()
 
@@ -338,6 +344,7 @@ class TrainingRun:
             "step_s": statistics.median(steady) if steady else None,
             "memory_bytes": peak_memory_bytes(self.engine.device),
             "steps_to_target": self.reached_step, "time_to_target_s": self.reached_s,
+            "critical_batch": self.noise.critical_batch, "global_batch": self._batch_now(),
             "ledger": self.ledger.to_json(), "predicted": self.ready.predicted.to_json(),
             "folder": str(self.folder), **self.lost.report(), **staleness(self.ready.executor), **served,
         }  # fmt: skip
@@ -360,6 +367,10 @@ class TrainingRun:
                 setattr(self.engine.consistency, name, counted)
         remote.close()
         return {"servers": report} if report else {}
+
+    def _batch_now(self) -> int:
+        """The global batch that the run has grown to."""
+        return batch_at(self.job.growth, self.job.global_batch, self.counter)
 
     def failed(self, error: BaseException) -> None:
         if self.recorder is not None:

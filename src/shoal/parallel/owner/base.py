@@ -30,6 +30,7 @@ from shoal.parallel.cutting import CutModel
 from shoal.parallel.data import GradientReduction
 from shoal.parallel.flat import FlatBuffer, Memory
 from shoal.parallel.flat_slice import Piece, SavedState, pieces_within, unlike_the_rest
+from shoal.parallel.full_parameters import FullParameters
 from shoal.parallel.optimizer import Recipe, SlicedOptimizer
 from shoal.parallel.placement import Family, Placement, Replicas
 from shoal.parallel.server.remote import RemoteOptimizer
@@ -67,7 +68,8 @@ class Owner(ABC):
         self.buckets: list[Bucket] = []
         self._lay_out(model, bucket_bytes)
         self.reduction = GradientReduction(self.buckets, every_micro=cut.staged is None)
-        self.optimizer = SlicedOptimizer(recipe, self.buckets)
+        self.full = self._full_parameters()
+        self.optimizer = SlicedOptimizer(recipe, self.buckets, full=self.full)
         self.around_step: Callable[[], AbstractContextManager[Any]] = nullcontext
         """Entered around the optimiser's own step (for an optimiser that draws random numbers)."""
         self.remote: RemoteOptimizer | None = None
@@ -76,6 +78,17 @@ class Owner(ABC):
         """Called before each update: proofs read the gradients as the optimiser gets them."""
 
     # Laying parameters out:
+
+    def _full_parameters(self) -> FullParameters | None:
+        """Where an optimiser needs full parameters and ranks hold pieces: who updates which."""
+        if self.recipe.elementwise:
+            return None
+        order = {name: place for place, name in enumerate(self.recipe.labels)}
+        found = FullParameters(
+            self.placement, self.cut, self.buckets, order,
+            values_held=self.keeps_full and not self.placement.shared_memory,
+        )  # fmt: skip
+        return found if found.classes else None
 
     def _lay_out(self, model: nn.Module, bucket_bytes: int) -> None:
         params = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
@@ -256,5 +269,5 @@ class Owner(ABC):
     def _load_optimizer(self, saved: SavedState) -> None:
         mine = [slot.name for bucket in self.buckets for slot in bucket.buffer.slots]
         unfused = unlike_the_rest(saved, mine) if self.recipe.elementwise else frozenset()
-        self.optimizer = SlicedOptimizer(self.recipe, self.buckets, unfused=unfused)
+        self.optimizer = SlicedOptimizer(self.recipe, self.buckets, full=self.full, unfused=unfused)
         self.optimizer.load(saved)
