@@ -121,8 +121,10 @@ def disturbed(ranks: Ranks, tmp_path: Path, strategy: str, rows: list[Any], **op
 
 @pytest.mark.parametrize(
     "strategy",
-    ["dp(3, sync=asp(), via=ps(1))", "dp(3, sync=ssp(2), via=ps(1))", "dp(3, sync=softsync(1), via=ps(1))",
-     "dp(3, sync=bsp(backup=1), via=ps(1))", "dp(3, sync=asp(), via=ps(1, colocated=True))"],
+    ["dp(3, sync=asp(), via=ps(1))", "dp(3, sync=ssp(2), via=ps(1))",
+     *(pytest.param(text, marks=pytest.mark.slow) for text in (
+         "dp(3, sync=softsync(1), via=ps(1))", "dp(3, sync=bsp(backup=1), via=ps(1))",
+         "dp(3, sync=asp(), via=ps(1, colocated=True))"))],
 )  # fmt: skip
 def test_a_killed_worker_does_not_stop_the_others(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
     results = disturbed(ranks, tmp_path, strategy, [(2, "step: backward done", 5, None)])
@@ -138,11 +140,11 @@ def test_a_killed_worker_does_not_stop_the_others(ranks: Ranks, tmp_path: Path, 
     assert read_json(tmp_path / "run" / RUN)["summary"]["servers"]["lost_workers"] == lost
 
 
-@pytest.mark.parametrize("s", [0, 1, 3])
+@pytest.mark.parametrize("s", [1, *(pytest.param(s, marks=pytest.mark.slow) for s in (0, 3, 10))])
 def test_a_straggler_is_never_left_behind_by_more_than_the_bound(ranks: Ranks, tmp_path: Path, s: int) -> None:
     strategy = f"dp(3, sync=ssp({s}), via=ps(1))"
     outcome = disturbed(ranks, tmp_path, strategy, [(2, "step: forward", 0, 0.02)], evaluate_every=0)[0]
     ahead = outcome["consistency"]["ahead"]
-    assert ahead["max"] == s
+    assert ahead["max"] == s  # Reached, and at none of all reads exceeded.
     assert sum(ahead["histogram"].values()) == 3 * 22
     assert outcome["consistency"]["staleness"]["max"] <= s

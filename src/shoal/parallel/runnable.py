@@ -15,6 +15,8 @@ def cannot_run(strategy: Strategy) -> str | None:
     """Why the engine cannot run a strategy, as a sentence; None if it can."""
     for term in strategy.terms:
         if isinstance(term, dp):
+            if isinstance(term.sync, bsp) and term.sync.backup and not isinstance(term.via, ps):
+                return f"{term}: a collective waits for all replicas; backup workers need servers, such as via=ps(1)"
             if term.sync.period is None and term.sync != bsp() and not isinstance(term.via, ps):
                 return (
                     f"{term}: sync={term.sync} cannot be trained yet; use sync=bsp(), ssp(s), softsync(k), asp(), "

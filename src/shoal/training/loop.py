@@ -10,7 +10,6 @@ from __future__ import annotations
 import socket
 import statistics
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -45,11 +44,12 @@ from shoal.training.local import can_go_on
 from shoal.training.lost_islands import LostIslands, lost_ranks
 from shoal.training.noise_scale import NoiseScale
 from shoal.training.options import TrainOptions
-from shoal.training.pace import Counters, Pace, next_limit
+from shoal.training.pace import Pace
 from shoal.training.record import lock
 from shoal.training.record.lock import FolderBusy, FolderLock
 from shoal.training.record.recorder import Recorder, new_folder, tracing
 from shoal.training.record.run import RUN, Status
+from shoal.training.tickets import leave_servers, run_tickets
 
 
 def train(options: TrainOptions, channel: Any) -> dict[str, Any]:
@@ -189,16 +189,8 @@ class TrainingRun:
         remote = self.engine.owner.remote
         if remote is None or remote.together:
             self._one_step()
-            return
-        limit = next_limit(self.step, self.job.steps, self.job.evaluate_every or 0, every)
-        counters = Counters(self.runner.order.next, {self.step: self.counter})
-        remote.ask(limit)
-        while not remote.paused:
-            self.step, self.counter = remote.step, counters.at(remote.step)
-            self.runner.share = remote.share if remote.by_tickets else None
-            self._one_step()
-        self.step, self.counter, self.stopping = remote.step, counters.at(remote.step), remote.stopping
-        self.engine.clock = self.step
+        else:
+            run_tickets(self, remote, self._one_step, every)
 
     def _evaluate_if_due(self) -> None:
         due = self.pace.due(self.step, self.job.evaluate_every or 0)
@@ -335,7 +327,7 @@ class TrainingRun:
 
     def _close(self, status: Status) -> dict[str, Any]:
         self._settle()
-        served = self._leave_servers()
+        served = leave_servers(self.engine, self.rank)
         steady = self.step_times[1:] or self.step_times
         outcome = {
             "status": status, "strategy": str(self.ready.strategy), "world": self.ready.strategy.world,
@@ -353,20 +345,6 @@ class TrainingRun:
         if self.recorder is not None:
             self.recorder.close(status, outcome)
         return outcome
-
-    def _leave_servers(self) -> dict[str, Any]:
-        """Takes leave of parameter servers; what they have counted, on rank 0."""
-        remote, report = self.engine.owner.remote, {}
-        if remote is None:
-            return {}
-        if self.rank == 0:
-            report = remote.report()
-            del report["log"]
-            for name, seen in (("staleness", "staleness"), ("ahead", "clocks_apart")):
-                counted = Counter({int(key): times for key, times in report.pop(seen, {}).items()})
-                setattr(self.engine.consistency, name, counted)
-        remote.close()
-        return {"servers": report} if report else {}
 
     def _batch_now(self) -> int:
         """The global batch that the run has grown to."""

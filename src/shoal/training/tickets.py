@@ -1,0 +1,65 @@
+"""A worker of parameter servers in the training loop: tickets until all workers stand at one step, and the end.
+
+A worker computes the tickets that it is given until a *limit*, the next step at which all evaluate, save or end.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.parallel.engine import Engine
+from shoal.parallel.server.remote import RemoteOptimizer
+
+
+def next_limit(step: int, steps: int, *every: int) -> int:
+    """The step at which replicas under servers stand together next, after `step`: the next that is due to be evaluated
+    or saved, or the end."""
+    return min([steps, *((step // each + 1) * each for each in every if each)])
+
+
+@dataclass
+class Counters:
+    """The sample counter at which each step begins, from a known one on. Tickets may come in any order."""
+
+    after: Callable[[int], int]
+    """The counter of the step that follows the one at a counter."""
+    known: dict[int, int]
+
+    def at(self, step: int) -> int:
+        last = max(self.known)
+        while last < step:
+            self.known[last + 1] = self.after(self.known[last])
+            last += 1
+        return self.known[step]
+
+
+def run_tickets(run: Any, remote: RemoteOptimizer, one_step: Callable[[], None], every: int) -> None:
+    """Computes tickets up to the next limit. `run` is the TrainingRun, whose step and counter are those of the ticket;
+    `every`: steps from one checkpoint to the next."""
+    limit = next_limit(run.step, run.job.steps, run.job.evaluate_every or 0, every)
+    counters = Counters(run.runner.order.next, {run.step: run.counter})
+    remote.ask(limit)
+    while not remote.paused:
+        run.step, run.counter = remote.step, counters.at(remote.step)
+        run.runner.share = remote.share if remote.by_tickets else None
+        one_step()
+    run.step, run.counter, run.stopping = remote.step, counters.at(remote.step), remote.stopping
+    run.engine.clock = run.step
+
+
+def leave_servers(engine: Engine, rank: int) -> dict[str, Any]:
+    """Takes leave of parameter servers, if there are some; what they have counted, on rank 0."""
+    remote = engine.owner.remote
+    if remote is None:
+        return {}
+    report = remote.report() if rank == 0 else {}
+    if report:
+        del report["log"]
+        for name, seen in (("staleness", "staleness"), ("ahead", "clocks_apart")):
+            counted = Counter({int(key): times for key, times in report.pop(seen, {}).items()})
+            setattr(engine.consistency, name, counted)
+    remote.close()
+    return {"servers": report} if report else {}
