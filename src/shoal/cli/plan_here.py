@@ -12,6 +12,8 @@ from shoal.estimate.steps.read import machine_here
 from shoal.strategy import SyncTerm
 
 FAMILIES = ("dp", "tp", "cp", "pp")
+FEWEST_EXCHANGES = 8
+"""In a run, for a period to be tried over a link."""
 MOST_OVER_LINK = 8
 """Strategies over a link that are printed."""
 AUTO_PERIODS = (8, 32, 128, 512)
@@ -56,7 +58,7 @@ def plan_here_command(
                 {"strategy": str(each.strategy), "step_s": each.step_s, "slowdown": each.slowdown}
                 for each in over_link(
                     model, machine, links.network.between, bytes_per_s=rate, optimizer=optimizer,
-                    periods=[rule.period for rule in rules if rule.period] or AUTO_PERIODS,
+                    periods=[rule.period for rule in rules if rule.period] or _periods(job.steps),
                 )
             ],
             "link": link,
@@ -69,6 +71,11 @@ def plan_here_command(
     from shoal.cli.plan import train_by
 
     return train_by(ahead[0][0], what, size=size, batch=batch, as_json=as_json)
+
+
+def _periods(steps: int) -> list[int]:
+    """Those of which a run of so many steps has enough."""
+    return [each for each in AUTO_PERIODS if FEWEST_EXCHANGES * each <= steps] or [AUTO_PERIODS[0]]
 
 
 def _bytes_per_s(link: str) -> float:
