@@ -39,7 +39,7 @@ from shoal.training.entry import train_run
 
 
 def _ready(me: Any, name: str, strategy: str) -> Prepared:
-    job = for_proof(load_job(f"{JOBS}:{name}"))
+    job = for_proof(load_job(name if ":" in name else f"{JOBS}:{name}"))
     return prepare(job, parse(strategy), rank=me.rank, backend=me.backend, device=me.device, dtype=torch.float64)
 
 

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import prod
 
 from shoal.comm.ledger import Choose, Ledger, ledger_of
 from shoal.strategy.terms.compress import Transfer
@@ -60,6 +61,19 @@ class Compressed:
     """What goes between: the payloads, and what is not compressed."""
 
 
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where a parameter lies in its buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + prod(self.shape)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Buffer:
     """One flat buffer of parameters and gradients."""
@@ -76,8 +90,9 @@ class Buffer:
     backward_gathers: int = 0
     """Stage 3: how often it is gathered in a step."""
     itemsize: int = 4
-    parts: tuple[tuple[str, int], ...] = ()
-    """Parameters of which this rank's shard holds elements, and how many, with the padding that follows them."""
+    slots: tuple[Slot, ...] = ()
+    shard: int = 0
+    """Which of the shards this rank has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,9 +34,11 @@ from shoal.parallel.pipeline.pipedream import PipeDream
 from shoal.parallel.placement import Placement
 from shoal.parallel.recompute import recompute_blocks
 from shoal.parallel.runnable import NotRunnable, require_runnable
+from shoal.parallel.sync.averaged import Averaged
 from shoal.parallel.sync.outer import OuterLevel
 from shoal.parallel.sync.scheme import Scheme
-from shoal.strategy import Strategy, bsp, dp, pp, recompute, shared, tp
+from shoal.parallel.sync.streams import lay_out
+from shoal.strategy import Strategy, bsp, dp, none, pp, recompute, shared, tp
 
 Options = Callable[[str, torch.Tensor], dict[str, Any]]
 
@@ -109,7 +111,7 @@ def parallelize(
         counts_loss=alike and (placement.context.index == 0 or not gathers),
         loss_share=1 / placement.context.size if gathers else 1.0, update_draws=update_draws,
     )  # fmt: skip
-    engine.outer = _outer(strategy, engine)
+    engine.outer = _outer(strategy, engine, seed)
     reach("start: parameters laid out")
     owner.barrier()  # Ranks that share memory have each written their part of the start.
     reach("start: engine ready")
@@ -136,14 +138,17 @@ def _require_host_memory(model: nn.Module, strategy: Strategy) -> None:
         )
 
 
-def _outer(strategy: Strategy, engine: Engine) -> OuterLevel | None:
+def _outer(strategy: Strategy, engine: Engine, seed: int) -> OuterLevel | None:
     """What ties this rank's island to others, where a level of dp is loose."""
-    term = next((level.sync for level in strategy.dp_levels if not isinstance(level.sync, bsp)), None)
-    if term is None:
+    loose = next((level for level in strategy.dp_levels if not isinstance(level.sync, bsp)), None)
+    if loose is None:
         return None
+    term = loose.sync
     assert isinstance(term, Scheme), f"{term} has no runtime"
     level = OuterLevel(term, engine.placement, engine.buckets, engine.model, engine.names)
     level.consistency = engine.consistency
+    if isinstance(term, Averaged):
+        lay_out(term, level, None if isinstance(loose.compress, none) else Method(loose.compress), seed=seed)
     return level
 
 

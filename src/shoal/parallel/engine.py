@@ -102,6 +102,12 @@ class Engine:
         return self.cut.absent
 
     @property
+    def compressions(self) -> list[Compression]:
+        """All that keep what was not sent: of gradients, and of rounds of islands."""
+        outer = [] if self.outer is None else [codec.compression for codec in self.outer.codecs]
+        return [*outer, *([] if self.compression is None else [self.compression])]
+
+    @property
     def replicas(self) -> Replicas:
         """The ranks among which plain parameters are replicated."""
         return self.placement.replicas(PLAIN)

@@ -63,5 +63,5 @@ def _synchronous(strategy: Strategy) -> Strategy:
     """The strategy with replicas that step together in place of those that are averaged."""
     for level in strategy.dp_levels:
         if level.sync.period is not None:
-            strategy = strategy.replace(level, dp(level.n))
+            strategy = strategy.replace(level, dp(level.n, compress=level.compress))
     return strategy

@@ -70,6 +70,7 @@ class Averaged(Scheme):
     """Islands with rounds. `plan` says which."""
 
     family = "sync"
+    compresses = True
 
     @property
     def plan(self) -> RoundPlan:
@@ -122,7 +123,7 @@ class Averaged(Scheme):
         for p in plan.sent(clock + 1) if clock + 1 > 0 else ():
             names = fragments_of(held.names, plan.fragments)[p]
             numbers = NUMBERS + (len(names) if plan.merge == "radial" else 0)
-            found += [("all_reduce", numbers * NUMBER_BYTES), *held.exchanged(names)]
+            found += [("all_reduce", numbers * NUMBER_BYTES), *held.exchanged(names, clock // plan.h)]
             if plan.plain and held.buffers:
                 found.append(("all_reduce", held.buffers))
         return found

@@ -23,6 +23,7 @@ from shoal.comm.wire import sent
 from shoal.parallel.bucket import Bucket
 from shoal.parallel.consistency import Consistency
 from shoal.parallel.placement import Placement
+from shoal.parallel.sync.compressed import CompressedMoves
 from shoal.parallel.sync.fragments import Portion
 from shoal.parallel.sync.rounds import Round
 from shoal.parallel.sync.scheme import Kept, Scheme
@@ -47,6 +48,8 @@ class OuterLevel:
         """The trainable parameters of the full model."""
         self.portions: list[Portion] = []
         """What of the slices belongs to each fragment, where a scheme has fragments."""
+        self.codecs: list[CompressedMoves] = []
+        """The codec of each fragment, where the level compresses."""
         self.flights: dict[int, Round] = {}
         """The rounds of fragments that are on the wire."""
         self.kept = Kept(term, masters)

@@ -33,6 +33,7 @@ class Scheme(SyncTerm):
     exchanges = "model"
     spectrum = "model averaging / elastic averaging"
     where = "slow links"
+    compresses = False
     equal: ClassVar[bool] = True
     """Whether all islands hold the same model after an exchange. Where they do not, each keeps its own buffers as well,
     and what is evaluated and saved is what `agree` makes of them."""

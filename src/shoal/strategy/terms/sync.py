@@ -38,8 +38,9 @@ class Sendable(NamedTuple):
     """Bytes of each of its slices of the parameters."""
     buffers: int
     """Bytes of all floating-point buffers together."""
-    exchanged: Callable[[Collection[str]], list[tuple[str, int]]]
-    """The collectives that exchange its slices of these parameters: kinds and payload bytes."""
+    exchanged: Callable[[Collection[str], int], list[tuple[str, int]]]
+    """The collectives that sum its slices of these parameters over islands, compressed if the level says so, in the
+    round of this number: kinds and payload bytes."""
 
 
 class SyncTerm(Term):
@@ -53,6 +54,8 @@ class SyncTerm(Term):
     spectrum: ClassVar[str] = "synchronous"
     """The place on the spectrum from consistent to inconsistent."""
     where = "any links"
+    compresses: ClassVar[bool] = True
+    """Whether what crosses between replicas can be compressed."""
 
     @property
     def period(self) -> int | None:
