@@ -147,6 +147,7 @@ def _outer(strategy: Strategy, engine: Engine, seed: int) -> OuterLevel | None:
     assert isinstance(term, Scheme), f"{term} has no runtime"
     level = OuterLevel(term, engine.placement, engine.buckets, engine.model, engine.names)
     level.consistency = engine.consistency
+    level.reset_optimizer = engine.owner.reset
     if isinstance(term, Averaged):
         lay_out(term, level, None if isinstance(loose.compress, none) else Method(loose.compress), seed=seed)
     return level

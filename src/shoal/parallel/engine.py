@@ -220,6 +220,9 @@ class Engine:
         if work is not None:
             with self.owner.explaining():
                 work.wait()
+        if self.outer is not None and self.outer.term.synchronous(self.clock):
+            with torch.no_grad():
+                self.outer.sum_gradients(everything, [bucket.reduced() for bucket in self.buckets])
         reach("step: sums received")
         loss_sum, count, stop, *used = everything.tolist()
         loss = loss_sum / count if count else float("nan")

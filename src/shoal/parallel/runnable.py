@@ -15,6 +15,8 @@ def cannot_run(strategy: Strategy) -> str | None:
         if isinstance(term, dp):
             if term.sync.period is None and term.sync != bsp():
                 return f"{term}: sync={term.sync} cannot be trained yet; use sync=bsp(), local(h), diloco(h) or bmuf(h)"
+            if missing := term.sync.missing():
+                return f"{term}: {missing}"
             if not isinstance(term.via, allreduce | shared):
                 return f"{term}: via={term.via} cannot be trained yet; use via=allreduce() or via=shared()"
         elif isinstance(term, amp):

@@ -66,6 +66,8 @@ class OuterLevel:
         numbers of the next one."""
         self.spread: float | None = None
         """The root mean square of these distances over all islands, relative to the norm of the slices."""
+        self.reset_optimizer: Callable[[], None] = lambda: None
+        """The inner optimiser begins anew."""
         self.on_loss: Callable[[list[int], str], None] = lambda ranks, reason: None
         """Called when islands were lost, with their ranks and the reason."""
 
@@ -187,6 +189,22 @@ class OuterLevel:
         buffers = self.buffers
         for buffer, mean in zip(buffers, joined.split([b.numel() for b in buffers]), strict=True):
             buffer.copy_((mean if buffer.is_complex() else mean.real).view(buffer.shape))
+
+    def sum_gradients(self, numbers: torch.Tensor, gradients: Sequence[torch.Tensor]) -> None:
+        """A step of all islands together: loss, counts and gradients become sums over islands, buffers their mean by
+        counts. Collective over islands."""
+        group = self.islands.group
+        if group is None:
+            return
+        with BOOK.during(PHASE):
+            count = float(numbers[1])
+            works = [dist.all_reduce(flat, group=group, async_op=True) for flat in (numbers, *gradients)]
+            for work in works:
+                work.wait()
+            if self.buffers:
+                joined = self.joined_buffers().mul_(count / float(numbers[1]))
+                dist.all_reduce(joined, group=group)
+                self.put_buffers(joined)
 
     def settle(self) -> None:
         """Waits for what is on the wire. Collective over islands."""

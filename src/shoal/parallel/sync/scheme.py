@@ -57,6 +57,10 @@ class Scheme(SyncTerm):
         in `exchange`, and the same for all islands where they are not equal after an exchange."""
         level.average(weight)
 
+    def synchronous(self, clock: int) -> bool:
+        """Whether all islands sum their gradients in a step (from 0), as if they were one."""
+        return False
+
     def act(self, level: OuterLevel, clock: int, *, stop: bool) -> bool:
         """After each update, of step `clock` (from 0). Returns whether all islands stop here; `stop`: whether this one
         was asked to. Most schemes do nothing but an `exchange` every `period` steps."""

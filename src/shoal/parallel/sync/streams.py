@@ -25,6 +25,11 @@ PHASE = "outer"
 def after_update(scheme: Averaged, level: OuterLevel, step: int, *, stop: bool) -> bool:
     """After the update of a step, counted from 1; whether all islands stop here."""
     plan = scheme.plan
+    if step <= plan.start:
+        level.count, level.steps = 0.0, 0
+        for anchor, value in zip(level.kept["anchor"], level.masters, strict=True):
+            anchor.copy_(value)
+        return stop
     if not plan.plain:
         for p in range(plan.fragments):
             level.kept.numbers[f"count {p}"] += level.count
@@ -124,6 +129,8 @@ class Stream:
         if arrived.buffers is not None:
             self.level.put_buffers(arrived.buffers)
         self._step(arrived.mean)
+        if self.plan.state == "reset":
+            self.level.reset_optimizer()
         return arrived.stop
 
     def send(self, stop: bool) -> None:

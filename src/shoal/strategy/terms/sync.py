@@ -86,6 +86,10 @@ class SyncTerm(Term):
         `names`: the trainable parameters of the full model."""
         return []
 
+    def missing(self) -> str | None:
+        """Which of its arguments parse and explain but cannot be trained yet, as a sentence."""
+        return None
+
     def drift(self, replicas: int) -> Promise | None:
         """How this number of replicas under this rule differ from the serial run; None when they do not."""
         return None
