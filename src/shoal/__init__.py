@@ -1,33 +1,63 @@
 """Shoal trains one neural network on many machines by any technique of distributed deep learning.
 
+    run = shoal.train(job, "dp(2, zero=3)")      # job: a shoal.Job, a file, or a built-in name
+    model = run.model()
+
 Strategies are ordinary values: `from shoal import dp, tp` and multiply. What needs torch is loaded when asked for.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal import strategy as _strategy
 from shoal.strategy import *  # noqa: F403
 
+if TYPE_CHECKING:
+    from shoal.job import Job
+    from shoal.job.hints import LayoutHints
+    from shoal.layout.layout import layout_of
+    from shoal.proof.certify import Certificate, verify
+    from shoal.training.local import train_job
+    from shoal.training.local import train_job as train
+    from shoal.training.options import TrainOptions
+    from shoal.training.own_loop import engine
+    from shoal.training.record.run import Run
+    from shoal.training.record.run import read_run as load_run
+
 __version__ = "0.1.0"
-__all__ = list(dict.fromkeys([*_strategy.__all__, *_strategy.REGISTRY]))
 
 _LATER = {
-    "LayoutHints": "shoal.job.hints",
-    "engine": "shoal.training.own_loop",
-    "layout_of": "shoal.layout.layout",
-    "train_job": "shoal.training.local",
-    "verify": "shoal.proof.certify",
-    "Certificate": "shoal.proof.certify",
+    "Certificate": "shoal.proof.certify:Certificate",
+    "Job": "shoal.job:Job",
+    "LayoutHints": "shoal.job.hints:LayoutHints",
+    "Run": "shoal.training.record.run:Run",
+    "TrainOptions": "shoal.training.options:TrainOptions",
+    "engine": "shoal.training.own_loop:engine",
+    "layout_of": "shoal.layout.layout:layout_of",
+    "load_run": "shoal.training.record.run:read_run",
+    "train": "shoal.training.local:train_job",
+    "train_job": "shoal.training.local:train_job",
+    "verify": "shoal.proof.certify:verify",
 }
+
+__all__ = [
+    "Certificate", "Job", "LayoutHints", "Run", "TrainOptions", "engine", "layout_of", "load_run", "train", "train_job",
+    "verify",
+]  # fmt: skip
+__all__ += [name for name in dict.fromkeys([*_strategy.__all__, *_strategy.REGISTRY]) if name not in __all__]
 
 
 def __getattr__(name: str) -> Any:
     if name in _LATER:
         from importlib import import_module
 
-        return getattr(import_module(_LATER[name]), name)
+        module, attribute = _LATER[name].split(":")
+        return getattr(import_module(module), attribute)
     if name in _strategy.REGISTRY:
         return _strategy.REGISTRY[name]
     raise AttributeError(f"module 'shoal' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

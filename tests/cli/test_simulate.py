@@ -14,7 +14,7 @@ PIPELINE = 'pp(4, micro=8) * dp(2, zero=1) * tp(2) * amp("bf16")'
 
 def test_it_plays_a_strategy_and_draws_it(place: Place) -> None:
     done = place.shoal(
-        "simulate", "gpt:1.3b", "-s", PIPELINE, "-c", "dgx-a100", "--straggler", "3:2", "--noise", "0.01",
+        "simulate", "gpt:1.3b", "-s", PIPELINE, "-c", "dgx-a100", "--straggler", "rank 3: 2x", "--noise", "0.01",
         "--steps", "3", "--perfetto", "trace.json", "--svg", "timeline.svg", "--json",
     )  # fmt: skip
     told = json.loads(done.stdout)
@@ -41,8 +41,10 @@ def test_sixteen_thousand_ranks_answer_without_torch(place: Place) -> None:
     (("-s", "spatial(2)"), "no image planes"),
     (("-s", "dp(2, compress=threshold(0.01))"), "there is no estimate"),
     (("-s", PIPELINE, "-n", "32"), "needs 16 ranks"),
-    (("-s", PIPELINE, "--straggler", "17:2"), "ranks 0 to 15"),
-    (("-s", PIPELINE, "--straggler", "many"), "expected RANK:NUMBER"),
+    (("-s", PIPELINE, "--straggler", "rank 17: 2x"), "ranks 0 to 15"),
+    (("-s", PIPELINE, "--straggler", "many"), "expected who and how much"),
+    (("-s", PIPELINE, "--straggler", "all: 20 ms"), "give a factor"),
+    (("-s", PIPELINE, "--link", "many"), "expected RANK:NUMBER"),
     (("-s", PIPELINE, "--link", "1:0"), "expected a part above 0"),
     (("-s", PIPELINE, "--mtbf-hours", "0"), "expected hours above 0"),
     (("-s", PIPELINE, "--svg", "no/such/folder.svg"), "--svg"),

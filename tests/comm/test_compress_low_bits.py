@@ -61,7 +61,8 @@ def test_codes_survive_packing(bits: int, count: int) -> None:
 
 def test_places_in_a_chunk_cost_twelve_bits() -> None:
     sent = 10 * 40
-    for code, bits in {"none": 32 * sent, "twobit": 2 * sent + 64, "e3m0": 4 * sent + 32, "int8": 8 * sent + 64}.items():
+    rows = {"none": 32 * sent, "twobit": 2 * sent + 64, "e3m0": 4 * sent + 32, "int8": 8 * sent + 64}
+    for code, bits in rows.items():
         term = terms.chunktopk(40 / 4096, code=code)
         assert len(term.encode(normal(10 * 4096), draw())) * 8 == 12 * sent + bits, code
     assert len(terms.chunktopk(1 / 64, chunk=64, code="none").encode(normal(640), draw())) * 8 == (6 * 16) + 10 * 32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -17,7 +18,8 @@ from shoal.analysis.presets import network_of
 from shoal.analysis.products import AttentionProduct, FullyConnected, MatrixProduct
 from shoal.analysis.traced import network_of_trace
 from shoal.cluster import cluster
-from shoal.estimate.cost import inputs_for
+from shoal.estimate.cost import PHYSICS, inputs_for
+from shoal.estimate.cost.kernels import product_s
 from shoal.estimate.cost.time import layer_products
 from shoal.estimate.cost.weights import weights
 from shoal.estimate.steps.operations import operations
@@ -103,6 +105,19 @@ def test_products_move_each_side_once(operator: Operator) -> None:
     assert operator.forward().work == operator.sides.work == operator.input_gradient().work // (
         2 if isinstance(operator, MatrixProduct) else 1
     )
+
+
+@given(rows=st.integers(1, 300), inputs=st.integers(1, 300), outputs=st.integers(1, 300))
+@settings(max_examples=30, deadline=None)
+def test_the_kernels_of_the_planner_move_the_bytes_of_the_operators(rows: int, inputs: int, outputs: int) -> None:
+    columns = inputs_for(Transformer(layers=1, hidden=8, heads=1), cluster("dgx-a100", devices=1), 1, precision="fp32")
+    columns = replace(columns, memory_bytes_per_s=np.ones(1))
+    physics = replace(PHYSICS, memory=1.0, kernel_s=0.0)
+    m, n, k = (np.array([float(each)]) for each in (rows, outputs, inputs))
+    # On a device that multiplies in no time, a product takes what its bytes take.
+    moved = product_s(columns, physics, m, n, k, rate=np.array([np.inf]))
+    operator = FullyConnected(rows=rows, inputs=inputs, outputs=outputs)
+    assert moved[0] == operator.forward().bytes == operator.weight_gradient().bytes
 
 
 def test_attention_is_no_product_of_one_size() -> None:

@@ -166,7 +166,7 @@ def test_every_plan_is_legal_and_the_fastest_comes_first(name: str, world: int) 
 def test_local_steps_are_ranked_by_their_step_times_the_steps_they_add() -> None:
     model, facts = model_of("language:tiny")
     slow = machine(byte_s=1e-7)
-    plan = plan_here(model, facts, slow, world=2, sync=local(8))
+    plan = plan_here(model, facts, slow, world=2, rules=[local(8)])
     loose = [strategy for strategy, _ in plan.ranked if period(strategy) > 1]
     assert loose
     assert next(strategy for strategy, _ in plan.ranked if "shared" not in str(strategy)) in loose

@@ -161,6 +161,7 @@ def test_an_average_is_shared_among_the_steps_of_its_period() -> None:
     "dp(2) * ep(4) * accumulate(2)",
     "dp(4, sync=local(8)) * dp(2, zero=1)",
     "dp(4, sync=local(8)) * tp(2)",
+    "dp(4, sync=local(8), compress=int8()) * tp(2)",
 ])  # fmt: skip
 def test_expressions_become_rows_and_come_back(text: str) -> None:
     assert of_strategies([parse(text)], global_batch=64).strategy(0) == parse(text)
@@ -168,7 +169,7 @@ def test_expressions_become_rows_and_come_back(text: str) -> None:
 
 @pytest.mark.parametrize("text", [
     "spatial(2)", "dp(2, sync=ssp(4))", "dp(2, via=ps(1))", "dp(2, compress=gtopk(0.01))",
-    "dp(2) * dp(2, sync=local(4))", "dp(2, compress=int8(), sync=local(4))",
+    "dp(2) * dp(2, sync=local(4))",
 ])  # fmt: skip
 def test_what_has_no_price_is_refused_by_name(text: str) -> None:
     with pytest.raises(ValueError, match="there is no estimate"):

@@ -300,3 +300,44 @@ def test_state_of_private_attributes_and_frozen_parameters_counts() -> None:
             return x
 
     assert couples_samples(coupled.make(Held)).state == ("_seen", "frozen")
+
+
+def test_a_backward_that_is_not_linear_is_named_with_its_parameter() -> None:
+    """Under any strategy: gradients are those of a sum, and a script's those of a mean."""
+
+    class Hooked(coupled.Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            next(self.parameters()).register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+    row = couples_samples(coupled.make(Hooked))
+    assert row.kind == "backward"
+    name = next(name for name, _ in Hooked().named_parameters())
+    assert f"for an eighth of the loss the gradient of {name} is not an eighth of what it was (a hook" in row.reason
+    assert refusal(row, parse("tp(2)")) == row.reason
+
+
+def test_a_backward_written_by_hand_that_normalises_is_named() -> None:
+    class Normalises(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient / gradient.norm(dim=-1, keepdim=True)
+
+    class Inside(coupled.Plain):
+        def mix(self, x: torch.Tensor) -> torch.Tensor:
+            return Normalises.apply(x)
+
+    assert couples_samples(coupled.make(Inside)).kind == "backward"
+
+
+def test_hooks_that_scale_are_no_alarm() -> None:
+    class Hooked(coupled.Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            next(self.parameters()).register_hook(lambda gradient: 0.1 * gradient)
+
+    assert couples_samples(coupled.make(Hooked)).kind == "none"

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+import shoal
 from shoal.job import JobError, load_file
 from shoal.job.facts import build_without_memory
 from shoal.layout.layout import facts_of, layout_of
 from shoal.parallel.recompute import recompute_blocks
 from shoal.proof.certify import verify
-from shoal.proof.fingerprint import fingerprint
+from shoal.proof.fingerprint import OWN_ROOMS, fingerprint
 from shoal.proof.gate import LayoutWrong, require_right
 from shoal.proof.gate_model import gate_model
 from shoal.proof.gate_question import question
@@ -502,6 +503,8 @@ def test_a_pass_is_lost_with_any_change_of_what_is_computed(write: Callable[...,
     for factor in ("2.0", "3.0"):
         helpers = OWN_GRADIENT.format(later="Own.times(g)") + f"Own.times = Times({factor})\n"
         keys.append(key_of(write(helpers=helpers, inside="h = Own.apply(h)")))
+    for factor in ("2.0", "3.0"):
+        keys.append(key_of(write(init=f"self.up.weight.register_hook(lambda g: {factor} * g)")))
     keys.append(key_of(write(data="data = data.abs()")))
     keys += [with_ops("def f(h):\n    return h * 2\n"), with_ops("def f(h):\n    return h * 3\n")]
     assert len(set(keys)) == len(keys)
@@ -567,3 +570,8 @@ def test_what_is_no_regular_file_costs_a_check_and_nothing_else(make: str, tmp_p
     assert not is_proven("a")
     remember("b", job="mine")
     assert is_proven("b") == (make != "folder")
+
+
+def test_every_room_whose_text_counts_is_there() -> None:
+    home = Path(shoal.__file__).parent
+    assert [room for room in OWN_ROOMS if not (home / room).exists()] == []

@@ -13,7 +13,9 @@ from distributed.jobs import coupled
 from shoal.job import Job, JobError
 from shoal.job.losses import cross_entropy
 from shoal.layout.layout import layout_of
-from shoal.proof.resumable import require_resumable, require_state_in_pieces
+from shoal.proof.gate import LayoutWrong
+from shoal.proof.model_fails import naming_what_cut_it
+from shoal.proof.resumable import follow_samples, require_resumable, require_state_averaged, require_state_in_pieces
 from shoal.runtime.draws import places_of
 from shoal.runtime.step import build_model
 from shoal.strategy import parse
@@ -207,3 +209,59 @@ def test_an_attribute_that_every_stage_advances_or_nothing_reads_is_no_reason() 
     staged(lambda: Stacked("front", "front"))
     staged(lambda: Stacked("2", "nowhere"))
     staged(lambda: Stacked("2", "front"), "dp(2)")
+
+
+class Teacher(nn.Module):
+    """A frozen copy that follows what learns; `buffer`: as buffers."""
+
+    def __init__(self, *, buffer: bool) -> None:
+        super().__init__()
+        self.student, self.head = nn.Linear(coupled.WIDTH, coupled.WIDTH), nn.Linear(coupled.WIDTH, coupled.WIDTH)
+        start = self.student.weight.detach().clone()
+        if buffer:
+            self.register_buffer("teacher", start)
+        else:
+            self.teacher = nn.Parameter(start, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.teacher.lerp_(self.student.weight, 0.1)
+        return self.head(torch.tanh(self.student(x)) + x @ self.teacher.T)
+
+
+def test_a_frozen_parameter_that_islands_would_not_average_is_refused_by_name() -> None:
+    frozen, loose = coupled.make(lambda: Teacher(buffer=False)), parse("dp(2, sync=local(2))")
+    with pytest.raises(JobError, match="a forward changes the frozen parameter teacher, and islands average only"):
+        require_state_averaged(frozen, loose)
+    require_state_averaged(frozen, parse("dp(2)"))
+    require_state_averaged(coupled.make(lambda: Teacher(buffer=True)), loose)
+
+
+def test_a_write_into_what_is_not_gathered_gets_a_sentence() -> None:
+    given_back = torch.zeros(()).expand(3)  # As zero=3 leaves a parameter outside of its block.
+    sentence = "the model writes into parameters outside of the forward of the block that they belong to"
+    with pytest.raises(LayoutWrong, match=sentence), naming_what_cut_it(parse("dp(2, zero=3)")):
+        given_back.clamp_(-1, 1)
+    with pytest.raises(RuntimeError), naming_what_cut_it(parse("dp(2, zero=2)")):
+        given_back.clamp_(-1, 1)
+
+
+class Buffers(coupled.Plain):
+    """Of one buffer each: a mean of what it sees, a count, and a mean of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("slow", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            self.seen.lerp_(x.mean(), 0.1)
+            self.calls += 1
+            self.slow.lerp_(next(self.parameters()).mean(), 0.1)
+        return super().forward(x)
+
+
+def test_only_buffers_that_follow_the_samples_are_suspected_of_a_failed_proof() -> None:
+    assert follow_samples(coupled.make(Buffers), ["calls", "seen", "slow"]) == ["seen"]

@@ -82,6 +82,14 @@ SAMPLES: dict[str, list[Sample]] = {
         Sample('dp(8, sync=gossip("exponential", "async"))', 'dp(8, sync=gossip("exponential", "push-sum"))'),
         Sample('dp(12, sync=gossip("torus", "async"))', 'dp(16, sync=gossip("torus", "async"))'),
     ],
+    "a-centre-stays-between-its-replicas": [
+        Sample("dp(4, sync=elastic(8, 0.3))", "dp(4, sync=elastic(8, 0.25))"),
+        Sample("dp(2, sync=elastic(8, 0.6))", 'dp(2, sync=elastic(8, 0.6, "async"))'),
+    ],
+    "outer-momentum-is-synchronous": [
+        Sample('dp(4, sync=gossip("random", "push-sum", momentum=0.5))', 'dp(4, sync=gossip("random", momentum=0.5))'),
+        Sample('dp(4, sync=gossip("ring", "async", lr=0.7))', 'dp(4, sync=gossip("ring", "async"))'),
+    ],
     "gossip-members-agree": [
         Sample('dp(4, sync=gossip("ring")) * dp(2, sync=local(4))', 'dp(4, sync=gossip("ring")) * dp(2)')
     ],

@@ -35,7 +35,9 @@ NAMED = (
     "DistBelief, Project Adam, Parameter Server, Petuum, Rudra, SINGA, MXNet, TensorFlow, CNTK, FireCaffe, Horovod, DDP, BigDL, "
     "SparkNet, EASGD, Gaia, D-PSGD, AD-PSGD, GPipe, PipeDream, Megatron, ZeRO, FlexFlow, Alpa, DiLoCo, LBANN, TorchGPipe, AxoNN, "
     "Mesh-TensorFlow, KARMA, ZeRO-Infinity, HOGWILD, PowerSGD, QSGD, TernGrad, Deep Gradient Compression, Sketched SGD, gs-SGD, "
-    "MSTopK, BMUF, SGP, GShard, Switch, DeepSpeed-MoE, Ring Attention, Ulysses, Colossal-AI, torchtitan, FSDP, BytePS, 1-bit SGD"
+    "MSTopK, BMUF, SGP, GShard, Switch, DeepSpeed-MoE, Ring Attention, Ulysses, Colossal-AI, torchtitan, FSDP, BytePS, 1-bit SGD, "
+    "torchft, OpenDiLoCo, prime, hivemind, Psyche, Templar, SparseLoCo, MaxText DiLoCo, EXO Gym, NoLoCo, HALoS, Streaming DiLoCo, "
+    "Decoupled DiLoCo, MuLoCo, DES-LOC, EDiT, DeMo, GASLoC, SlowMo, Asynchronous Local-SGD"
 )
 
 
@@ -72,6 +74,11 @@ EXPECTED = {
     "EASGD": ("data", "decentralised", "asynchronous", "single PS", "model averaging / elastic averaging", "data"),
     "D-PSGD": ("data", "decentralised", "synchronous", "gossip", "model averaging / elastic averaging", "data"),
     "AD-PSGD": ("data", "decentralised", "asynchronous", "gossip", "model averaging / elastic averaging", "data"),
+    "NoLoCo": (
+        HYBRID_PIPELINE, "decentralised", "synchronous", "gossip", "model averaging / elastic averaging", "hybrid: data + inter-layer"),
+    "SparseLoCo": ("data", "decentralised", "synchronous", "ring/butterfly", "model averaging / elastic averaging", "data"),
+    "HALoS": ("data", "centralised", "asynchronous", "single PS", "asynchronous / HOGWILD", "data"),
+    "DeMo": ("data", "centralised", "synchronous", "ring/butterfly", "synchronous", "data"),
     "HOGWILD!": ("data", "centralised", "asynchronous", "shared memory", "asynchronous / HOGWILD", "data"),
     "GPipe": (
         "model vertical (between layers)", "centralised", "synchronous", "point-to-point", "synchronous", "inter-layer"),

@@ -16,8 +16,8 @@ def test_a_misspelt_option_is_refused_by_name() -> None:
         train_job("mine.py", "dp(2)", stpes=4)
 
 
-def test_a_job_object_is_refused_with_the_way_out() -> None:
-    with pytest.raises(CannotTrain, match="given a object; ranks are processes of their own and load the job again"):
+def test_what_is_neither_a_job_nor_its_name_is_refused() -> None:
+    with pytest.raises(CannotTrain, match=r"given a object; give a shoal\.Job, the file that defines one"):
         train_job(object(), "dp(2)")  # type: ignore[arg-type]
 
 

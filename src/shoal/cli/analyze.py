@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.output import emitter, print_json, write_picture
+from shoal.cli.output import emitter, print_json, short, write_picture
 from shoal.job import names
 from shoal.job.errors import JobError, did_you_mean
 
@@ -243,11 +243,3 @@ def _span(group: dict[str, Any]) -> str:
 def _within(name: str, block: str) -> str:
     """A layer's name without that of its block."""
     return name.removeprefix(f"{block}.") if name != block else name.rpartition(".")[2]
-
-
-def short(number: float) -> str:
-    """Three digits and a unit."""
-    for unit, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= 0.9995 * size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number:.3g}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ def evaluate_command(
     """Evaluates on ranks of this machine and prints the metrics."""
     from rich.console import Console
 
-    from shoal.cli.only_json import only_json
+    from shoal.cli.output import emitter
     from shoal.launch import run_ranks
     from shoal.parallel.runnable import require_runnable
     from shoal.runtime.options import JobOptions
@@ -34,7 +33,7 @@ def evaluate_command(
     options = EvaluateOptions.from_json(
         {**of_job, "run": run, "step": step, "strategy": str(strategy)} | ({"job": job} if job is not None else {})
     )
-    with only_json() if as_json else nullcontext(_print) as show:
+    with emitter(_print, as_json=as_json) as show:
         with Console(stderr=True).status("evaluating"):
             outcome = run_ranks(evaluate_run, options.to_json(), ranks=strategy.world)[0]
         show(outcome)

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.output import emitter
+from shoal.cli.output import emitter, short
 from shoal.job import names
 from shoal.job.errors import did_you_mean
 from shoal.strategy import StrategyError, parse
@@ -68,7 +68,7 @@ def _print(report: dict[str, Any]) -> None:
     from rich.text import Text
 
     console = Console(highlight=False)
-    size = _count(report["parameters"])
+    size = short(report["parameters"])
     title = Text.assemble((report["job"], "bold cyan"), f"  {report['model']}, {size} parameters")
     console.print(title, soft_wrap=True)
     for name, value in report["declared"].items():
@@ -106,7 +106,7 @@ def _print_chain(console: Console, report: dict[str, Any]) -> None:
             several = f": {group['count']} {like}" if group["count"] > 1 else ""
             table.add_row(
                 title if not number else "", span(group["first"], group["last"]) + several,
-                group["class"], _count(group["parameters"]), f"{100 * group['cost_share']:.1f}%", _crossing(group),
+                group["class"], short(group["parameters"]), f"{100 * group['cost_share']:.1f}%", _crossing(group),
             )  # fmt: skip
     console.print()
     pieces = len(report["pieces"])
@@ -129,7 +129,7 @@ def _print_chain(console: Console, report: dict[str, Any]) -> None:
 def _crossing(group: dict[str, Any]) -> str:
     if not group["cuts"]:
         return "-"
-    sizes = [_bytes(size) for size in group["crossing_bytes"]]
+    sizes = [short(size, "B") for size in group["crossing_bytes"]]
     return f"{sizes[0]} a sample" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]} a sample"
 
 
@@ -181,17 +181,3 @@ def _strategy_lines(report: dict[str, Any]) -> Iterator[str]:
 
 def _some(lines: list[str], most: int = MOST_LINES) -> list[str]:
     return lines if len(lines) <= most else [*lines[: most - 1], f"and {len(lines) - most + 1} more"]
-
-
-def _count(number: int) -> str:
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return str(number)
-
-
-def _bytes(number: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number} B"

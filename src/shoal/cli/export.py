@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,12 @@ def export_command(
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-    from shoal.cli.only_json import only_json
+    from shoal.cli.output import emitter
     from shoal.training.record.run import RUN, read_json
 
     console = Console(stderr=True)
     given = Path(run)
-    with only_json() if as_json else nullcontext(_print) as show:
+    with emitter(_print, as_json=as_json) as show:
         with console.status("importing torch"):
             from shoal.export.formats import export, target_of
             from shoal.export.trained import checkpoint_of, options_of, require_same_job, run_folder

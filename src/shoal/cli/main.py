@@ -8,7 +8,8 @@ import sys
 
 import typer
 
-from shoal.cli.verbs import app
+from shoal.cli import running_verbs, verbs  # noqa: F401 (they register themselves)
+from shoal.cli.app import app
 
 
 def run() -> None:
@@ -33,8 +34,18 @@ def run() -> None:
     sys.exit(status or 0)
 
 
+RUNNING = ("train", "verify", "calibrate", "evaluate", "export", "plan", "demo")
+"""Verbs that may start ranks."""
+
+
 def _start_early(words: list[str]) -> None:
     """Ranks are forked off a process that takes a second to load; it loads while this one reads the command line."""
+    if words[:1] and words[0] in RUNNING:
+        from shoal.launch.engines import adopt, refuse_several
+
+        adopt(os.environ)
+        if words[0] not in ("train", "calibrate") and "--help" not in words:
+            refuse_several(words[0], os.environ)
     if words[:1] in (["train"], ["verify"]) and "--help" not in words and "RANK" not in os.environ:
         from shoal.launch import warm_up
 

@@ -75,6 +75,14 @@ def require_drawable(what: str, passes: int) -> None:
         )
 
 
+def short(number: float, unit: str = "") -> str:
+    """Three digits and a unit."""
+    for prefix, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= 0.9995 * size:
+            return f"{number / size:.3g} {prefix}{unit}"
+    return f"{number:.3g} {unit}".rstrip()
+
+
 def echoed(strategy: object, typed: str | None) -> str:
     """A strategy as it was understood, and as it was typed where the two read differently: `dp(2)` for "dp(2)";
     `dp(2)  (typed: dp(2, zero=0))` for "dp(2, zero=0)"."""

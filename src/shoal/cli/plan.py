@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,9 @@ from shoal.cluster import Cluster, cluster, read_cluster
 from shoal.cluster.calibrated import THIS
 from shoal.job import names
 from shoal.planning.counterfactual import changes, what_would_fit
+from shoal.planning.quantities import amount, gigabytes
 from shoal.planning.rank import Plan, cheapest, make_plan, question_for
-from shoal.planning.report import NothingFits, amount, gigabytes, plan_report
+from shoal.planning.report import NothingFits, plan_report
 from shoal.shapes.presets import preset
 from shoal.shapes.shape import Transformer
 
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from shoal.strategy import ModelFacts, Strategy, SyncTerm
 
 
+AUTO_PERIODS = (8, 32, 128, 512)
+"""Steps between exchanges that `--sync auto` tries, under DiLoCo's rule."""
 MOST_TRIED = 1000
 """Plans, best first, among which `--run` looks for one that the engine can run."""
 
@@ -38,9 +42,10 @@ def plan_command(
     html_file: str | None, run: bool, sequence: int | None = None, precision: str | None = None,
     price: float | None = None, watts: float | None = None, kwh_price: float | None = None, pilot: str | None = None,
     size: str | None = None, profile: str | None = None, sync: str | None = None,
+    optimizer: str = "adamw",
 ) -> int:  # fmt: skip
     """Plans, prints, and if asked trains."""
-    rule = _rule(sync)
+    rules = _rules(sync)
     if cluster_name == THIS and _names_job(what):
         unused = {
             "--by": None if by in ("time", "step") else by, "--html": html_file, "--sequence": sequence,
@@ -51,7 +56,7 @@ def plan_command(
             if given is not None:
                 raise CannotPlan(f"{option} {given}: a job on this machine is planned by step time alone; leave it out")
         return _here(what, devices=devices, batch=batch, top=top, as_json=as_json, run=run, size=size,
-                     sync=rule)  # fmt: skip
+                     rules=rules)  # fmt: skip
     shape, facts, job_batch = _model(what, size=size, run=run)
     if sequence is not None:
         if facts is not None:
@@ -60,7 +65,7 @@ def plan_command(
     place = the_cluster(cluster_name, devices=devices)
     plan = _plan(
         shape, place, batch=samples_of(batch, shape) or job_batch, by=by, precision=precision, price=price, watts=watts,
-        kwh_price=kwh_price, pilot=pilot, facts=facts, profile=profile, sync=rule,
+        kwh_price=kwh_price, pilot=pilot, facts=facts, profile=profile, rules=rules, optimizer=optimizer,
     )  # fmt: skip
     if plan.best is None:
         raise NothingFits("\n".join(what_would_fit(plan)))
@@ -78,10 +83,14 @@ def plan_command(
     return _train(what, plan, size=size, as_json=as_json) if run else 0
 
 
-def _rule(sync: str | None) -> SyncTerm | None:
-    """How islands are to stay together, if that was asked for."""
+def _rules(sync: str | None) -> tuple[SyncTerm, ...]:
+    """How islands are to stay together, if that was asked for: one rule, or the same with several periods."""
     if sync is None:
-        return None
+        return ()
+    if sync == "auto":
+        from shoal.strategy import diloco
+
+        return tuple(diloco(h) for h in AUTO_PERIODS)
     from shoal.strategy import REGISTRY, StrategyError, parse
     from shoal.strategy.terms.term import technique_names
 
@@ -91,8 +100,8 @@ def _rule(sync: str | None) -> SyncTerm | None:
         raise CannotPlan(f"--sync {sync}: {error}") from None
     if level.sync.period is None:
         known = ", ".join(REGISTRY[name].example() for name in technique_names("sync"))
-        raise CannotPlan(f"--sync {sync}: plans know bsp(), which is always among them, and islands; try {known}")
-    return level.sync
+        raise CannotPlan(f"--sync {sync}: plans know bsp(), which is always among them, and islands; try auto, {known}")
+    return (level.sync,)
 
 
 def _here(what: str, *, batch: str | None, size: str | None, **options: Any) -> int:
@@ -170,12 +179,14 @@ def _names_job(what: str) -> bool:
 def _plan(
     shape: Transformer, place: Cluster, *, batch: int | None, by: str, precision: str | None, price: float | None,
     watts: float | None, kwh_price: float | None, pilot: str | None, facts: ModelFacts | None, profile: str | None,
-    sync: SyncTerm | None,
+    rules: tuple[SyncTerm, ...], optimizer: str,
 ) -> Plan:  # fmt: skip
     from shoal.estimate.cost.profile_file import read_profile
-    from shoal.estimate.target import default_target, read_pilot
+    from shoal.estimate.target import OPTIMIZERS, default_target, read_pilot
 
-    target = default_target(shape)
+    if optimizer not in OPTIMIZERS:
+        raise CannotPlan(f"--optimizer {optimizer}: expected one of {', '.join(OPTIMIZERS)}")
+    target = replace(default_target(shape), optimizer=optimizer)
     if pilot is not None:
         target = read_pilot(pilot, start=target)
     if precision not in (None, "bf16", "fp16", "fp32"):
@@ -188,7 +199,8 @@ def _plan(
     more: dict[str, Any] = {"profile": read_profile(profile)} if profile is not None else {}
     question = question_for(
         shape, place, global_batch=batch, target=target, precision=precision, by=by, price_an_hour=price, watts=watts,
-        price_a_kwh=kwh_price, facts=facts, sync=sync, **more,
+        price_a_kwh=kwh_price, facts=facts, sync=rules[0] if rules else None,
+        periods=tuple(rule.period for rule in rules if rule.period is not None), **more,
     )  # fmt: skip
     return cheapest(question) if by == "cost" else make_plan(question)
 
@@ -242,6 +254,11 @@ def _print(report: dict[str, Any]) -> None:
             console.print(Text(heading, style="bold"))
         for line, style in _lines(rows, errors=report["errors"], width=console.width):
             console.print(Text(line, style=style), soft_wrap=True)
+    if report["link"]:
+        console.print()
+        console.print(Text("Which period and which compression for the link", style="bold"))
+        for line in report["link"]:
+            console.print(Text(f"  {line}"), soft_wrap=True)
     beyond = report["plans"][0]["unmeasured"]
     if beyond:
         console.print()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from shoal.cli.output import emitter
@@ -15,7 +16,7 @@ FAMILIES = ("dp", "tp", "cp", "pp")
 
 def plan_here_command(
     what: str, *, devices: int | None, batch: int | None, top: int, as_json: bool, run: bool, size: str | None,
-    sync: SyncTerm | None = None,
+    rules: Sequence[SyncTerm] = (),
 ) -> int:  # fmt: skip
     """Plans, prints, and if asked trains."""
     machine, links = machine_here(), read_calibration()
@@ -34,7 +35,7 @@ def plan_here_command(
         if batch is not None:
             job = replace(job, global_batch=batch)
         model, facts = job_model(job)
-        plan = plan_here(model, facts, machine, world=world, sync=sync)
+        plan = plan_here(model, facts, machine, world=world, rules=rules)
         ahead = [(strategy, estimate) for strategy, estimate in plan.ranked if cannot_run(strategy) is None]
         rows = [_row(strategy, estimate) for strategy, estimate in ahead]
         best_of: dict[str, Any] = {}
@@ -43,7 +44,7 @@ def plan_here_command(
         report = {
             "title": f"{job.name} on {world} ranks of this machine, batch {job.global_batch}: "
             f"{len(rows):,} legal strategies; by step time"
-            + (f", times the steps that {sync} adds" if sync is not None else ""),
+            + (f", times the steps that {rules[0]} adds" if rules else ""),
             "global_batch": job.global_batch, "world": world, "legal": len(rows), "plans": rows[:top],
             "families": list(best_of.values()),
             "crossings_bytes_per_s": break_even_bandwidths(model, machine, links.network.between),
@@ -72,7 +73,7 @@ def _print(report: dict[str, Any]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from shoal.planning.report import seconds
+    from shoal.planning.quantities import seconds
 
     console = Console(highlight=False)
     console.print(Text(report["title"], style="bold"))

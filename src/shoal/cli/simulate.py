@@ -14,13 +14,14 @@ import numpy as np
 
 from shoal.cli.output import print_json, require_drawable, write_file
 from shoal.cli.plan import CannotPlan, samples_of, the_cluster
+from shoal.common.hindrance import BadHindrance, SlowRanks, read_slow_ranks
 from shoal.estimate.simulate import Disturbance, Links, Step, Straggler, goodput, perfetto, simulate_steps
 from shoal.estimate.simulate.disturb import BadDisturbance
 from shoal.estimate.simulate.goodput import DEVICE_MTBF_H, RESTART_S, checkpoint_time_s
 from shoal.planning.candidates import of_strategies
 from shoal.planning.legal import facts_of
 from shoal.planning.price import price_candidates, step_costs_of
-from shoal.planning.report import GB, seconds
+from shoal.planning.quantities import GB, seconds
 from shoal.shapes.presets import preset
 from shoal.shapes.shape import Transformer
 from shoal.strategy import Strategy, parse, require_legal
@@ -44,8 +45,10 @@ def simulate_command(
     rows = of_strategies([strategy], global_batch=global_batch)
     priced = price_candidates(rows, shape=shape, cluster=place, everything=True)
     costs = step_costs_of(rows, shape=shape, cluster=place)
+    slow = _slow_ranks(stragglers, world=costs.ranks)
     disturbance = Disturbance(
-        stragglers=_each(stragglers, "--straggler", lambda rank, factor: Straggler(rank=rank, factor=factor)),
+        stragglers=tuple(Straggler(rank=each.rank, factor=each.factor) for each in slow if each.rank is not None),
+        random=tuple((each.chance, each.factor) for each in slow if each.rank is None),
         links=_each(links, "--link", lambda rank, left: Links(rank=rank, left=left)),
         noise=noise, seed=seed,
     )  # fmt: skip
@@ -78,6 +81,16 @@ def simulate_command(
     else:
         _print(report, shape=shape, drawn=[each for each in (trace_file, svg_file) if each])
     return 0
+
+
+def _slow_ranks(texts: Sequence[str], *, world: int) -> tuple[SlowRanks, ...]:
+    try:
+        slow = read_slow_ranks("; ".join(texts), world=world)
+    except BadHindrance as error:
+        raise BadDisturbance(str(error)) from None
+    if any(each.added_s for each in slow):
+        raise BadDisturbance("--straggler: simulated ranks compute by the cost model; give a factor, such as all: 2x")
+    return slow
 
 
 def _each(texts: Sequence[str], option: str, build: Callable[[int, float], Found]) -> tuple[Found, ...]:

@@ -16,7 +16,16 @@ from typing import Any, NoReturn
 
 from shoal.cli.output import echoed, emitter
 from shoal.cli.progress import LiveProgress, plain_lines, summary
-from shoal.training.local import CannotTrain, checkpoints_every, require_emulation, require_free, train_locally
+from shoal.training.local import (
+    CannotTrain,
+    can_go_on,
+    checkpoints_every,
+    require_emulation,
+    require_free,
+    require_go_on,
+    require_hindrances,
+    train_locally,
+)
 from shoal.training.options import TrainOptions
 
 INHERITED = {"strategy": str, "size": str, "steps": int, "global_batch": int, "seed": int, "checkpoint_every": int}
@@ -33,7 +42,9 @@ def train_command(
     from shoal.strategy import parse, require_legal
 
     written = options.strategy
-    if options.resume is not None:
+    if options.go_on:
+        require_go_on(options)
+    elif options.resume is not None:
         options = _inherit(options, _run_of(options.resume))
     elif options.folder is not None:
         require_free(Path(options.folder))
@@ -49,6 +60,8 @@ def train_command(
     require_known(options.job, options.size)
     read_calibration()  # One that cannot be used is refused here, not by every rank.
     options = replace(options, strategy=str(strategy))
+    if options.go_on and not launched and can_go_on(Path(options.folder or "")):
+        options = replace(options, resume=options.folder)
     if launched:
         _as_one_rank(options, strategy.world, hang_after_s=hang_after_s, as_json=as_json)
     with emitter(summary, as_json=as_json) as show:
@@ -115,6 +128,7 @@ def _as_one_rank(options: TrainOptions, world: int, *, hang_after_s: float, as_j
 
     if options.emulate is not None:
         require_emulation(options.emulate, world, options.backend)
+    require_hindrances(options, world)
     with emitter(summary, as_json=as_json) as show:
         # The ranks look for the checkpoint, and check the layout, together, once all have joined.
         checked = check(replace(options, resume=None, gate=False), None)

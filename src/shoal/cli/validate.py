@@ -5,11 +5,12 @@ from __future__ import annotations
 import csv
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from shoal.estimate.cost.rows import BadRows
+from shoal.estimate.slow_links import is_slow_link, predict_slow_links, with_sources
 from shoal.estimate.validate import Prediction, predict, score
 
 MOST_REFUSED = 10
@@ -22,8 +23,12 @@ COLUMNS = {
 
 def validate_file(path: str, *, predictions_file: str | None, as_json: bool) -> None:
     """Reads, predicts, scores and prints."""
-    rows = read_measurements(path)
-    predictions = predict(rows)
+    rows: Sequence[Mapping[str, str]] = read_measurements(path)
+    if is_slow_link(rows):
+        rows = with_sources(rows)
+        predictions = predict_slow_links(rows)
+    else:
+        predictions = predict(rows)
     if predictions_file:
         _write(predictions_file, predictions)
     report = score(rows, predictions)

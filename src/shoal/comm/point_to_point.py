@@ -156,6 +156,7 @@ class PointToPoint(TaskQueue):
     def _lose(self, lost: PeerLost) -> None:
         self._lost[lost.peer] = lost
         self._peers[lost.peer].outgoing.clear()
+        self._peers[lost.peer].break_off()
         for task in list(self._tasks):
             if isinstance(task, PostedSend | PostedReceive) and task.peer == lost.peer:
                 self.end(task, lost)
@@ -180,6 +181,11 @@ class _PeerQueue:
         self._tag = self._size = 0
         self._place: Bytes = self._header
         self._message: PostedReceive | None = None
+
+    def break_off(self) -> None:
+        """The peer is lost: a receive from any rank that its message was for waits for another one."""
+        if self._message is not None and self._message.peer == ANY:
+            self._message.taken = False
 
     def read(self) -> bool:
         """Reads what has arrived."""

@@ -1,8 +1,8 @@
-"""Small arithmetic that several rooms need: parts of a range, divisors, products, and where a function is zero."""
+"""Small arithmetic that several rooms need: parts of a range, divisors, bytes, and where a function is zero."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 
 def even_part(total: int, parts: int, index: int) -> tuple[int, int]:
@@ -43,3 +43,12 @@ def falls_to_zero(
         else:
             high, below, above = middle, here, above / 2
     return low
+
+
+ALIGNED = 16
+"""Every tensor of a packed message begins at a multiple of as many bytes."""
+
+
+def packed_bytes(sizes: Sequence[int], *, numbers: int = 0) -> int:
+    """Bytes of one message of some float64 numbers and of tensors with these sizes in bytes (`comm/pairs.py`)."""
+    return sum(-(-size // ALIGNED) * ALIGNED for size in (8 * numbers, *sizes))

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from shoal.comm.wire import sent
 from shoal.estimate.held import Held
 from shoal.estimate.shard_table import OfTerm, compressed_transfers
 from shoal.estimate.traffic import NUMBER_BYTES, Buffer, Call, ShardTable
 from shoal.strategy import Strategy, bsp, none
 from shoal.strategy.terms.sync import Sendable, SyncTerm
 
+MANY, PART_BYTES = 64, 1 << 24
+"""Parameters of a model whose names are not known, and the bytes of each."""
 SETTLED = 10**6
 """Periods after which the exchanges of a rule are taken to be those of its long run."""
 
@@ -33,18 +36,20 @@ def period(strategy: Strategy) -> int:
         return 1
     if sync.period is None:
         raise ValueError(f"{strategy}: when replicas exchange under sync={sync} is not known in advance, so its step "
-                         "cannot be estimated; that of bsp(), local(h), diloco(h) and bmuf(h) can")  # fmt: skip
+                         "cannot be estimated; that of bsp(), local(h), diloco(h), bmuf(h), elastic(h, rho) and "
+                         "gossip(graph) can")  # fmt: skip
     return sync.period
 
 
-def outer_calls(held: Held, table: ShardTable, clock: int) -> Iterator[Call]:
-    """What follows the update of step `clock` (from 0); nothing where there is one island."""
+def outer_calls(held: Held, table: ShardTable, clock: int, *, asked: int = 1) -> Iterator[Call]:
+    """What follows the update of step `clock` (from 0); nothing where there is one island. `asked`: how often others
+    asked this one, where they do so at any time."""
     group = held.placing.islands.group
     if group.ranks == 1:
         return
     sync = loose_sync(held.strategy)
     assert sync is not None
-    sendable = _sent(held, table)
+    sendable = _sent(held, table)._replace(asked=asked)
     for kind, size in sync.calls(clock, sendable):
         yield group.axis, "outer", kind, size, group.ranks
     for size in sync.island_calls(clock, sendable.names):
@@ -56,6 +61,21 @@ def period_calls(held: Held, table: ShardTable) -> Iterator[Call]:
     sync, steps = loose_sync(held.strategy), period(held.strategy)
     for step in sync.moments if sync is not None else ():
         yield from outer_calls(held, table, SETTLED * steps + step - 1)
+
+
+def exchange_volume(sync: SyncTerm, islands: int) -> float:
+    """Bytes that a rank sends in one period, relative to one all-reduce of all its parameters: for plans, which know
+    sizes and no names. A model of many equal parameters stands for any."""
+    if sync.period is None:
+        raise ValueError(f"when replicas exchange under sync={sync} is not known in advance")
+    held = Sendable(
+        names=[str(number) for number in range(MANY)], slices=[MANY * PART_BYTES], buffers=0,
+        exchanged=lambda names, number: [("all_reduce", len(names) * PART_BYTES)], island=0, islands=islands,
+    )  # fmt: skip
+    clocks = [SETTLED * sync.period + step - 1 for step in sync.moments]
+    calls = [call for clock in clocks for call in sync.calls(clock, held)]
+    dense = sent("all_reduce", payload_bytes=MANY * PART_BYTES, ranks=islands).bytes
+    return sum(sent(kind, payload_bytes=size, ranks=islands).bytes for kind, size in calls) / dense
 
 
 def _sent(held: Held, table: ShardTable) -> Sendable:
@@ -83,7 +103,7 @@ def _sent(held: Held, table: ShardTable) -> Sendable:
     return Sendable(
         names=[each.name for each in held.shapes.parameters if each.trains],
         slices=[buffer.padded_bytes // buffer.sharding.ranks for buffer in table.buffers], buffers=floats,
-        exchanged=exchanged,
+        exchanged=exchanged, island=held.placing.islands.index, islands=held.placing.islands.ranks,
     )  # fmt: skip
 
 

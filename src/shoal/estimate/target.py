@@ -11,6 +11,7 @@ import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from shoal.shapes.shape import Transformer
 from shoal.strategy.terms.compress import compressors
@@ -31,10 +32,24 @@ SLOWDOWNS: Mapping[str, float] = {
 }
 """Steps against dense. For a compression that did not reach the target it is a lower bound, and plans say so; pilot
 rows replace it."""
-A_STALE_STEP = 0.05
-"""Each step of staleness costs this part more steps. Assumed, from Zhang et al. 2016 (staleness-aware ASGD)."""
-A_DOUBLING_OF_LOCAL_STEPS = 0.03
-"""Averaging half as often costs this part more steps. Assumed, from Lin et al. 2020 and Douillard et al. 2023."""
+
+
+class MoreSteps(NamedTuple):
+    """What inconsistency costs under one optimiser, as a fraction of the steps."""
+
+    stale_step: float
+    """For each step of staleness."""
+    doubling: float
+    """For averaging half as often."""
+    origin: str
+
+
+OPTIMIZERS: Mapping[str, MoreSteps] = {
+    "sgd": MoreSteps(0.05, 0.03, "assumed, from Zhang et al. 2016 (staleness) and Lin et al. 2020 (local steps)"),
+    "adamw": MoreSteps(0.10, 0.03, "assumed, from 2606.30634 (one late step hurts AdamW) and Douillard et al. 2023"),
+    "muon": MoreSteps(0.02, 0.02, "assumed, from 2606.30634 (it hardly hurts Muon) and MuLoCo, 2505.23725"),
+}
+"""By optimiser. None was measured here: pilot rows, or docs/consistency.md, say more of a task of your own."""
 
 
 class BadPilot(ValueError):
@@ -50,19 +65,22 @@ class TargetCost:
     noise_batch: float
     """Samples in a batch that needs twice the steps of the largest, and twice the samples of the smallest."""
     slowdowns: Mapping[str, float] = field(default_factory=lambda: dict(SLOWDOWNS))
+    optimizer: str = "adamw"
+    """One of OPTIMIZERS."""
     origins: Mapping[str, str] = field(default_factory=dict)
     """Where each number comes from."""
 
     def steps(self, batch: float, *, compress: str = "none", staleness: float = 0.0, local_steps: int = 1) -> float:
         """Optimiser steps to the target."""
         least = self.samples / self.noise_batch
-        drift = (1 + A_STALE_STEP * staleness) * local_slowdown(local_steps)
+        late = 1 + OPTIMIZERS[self.optimizer].stale_step * staleness
+        drift = late * local_slowdown(local_steps, optimizer=self.optimizer)
         return least * (1 + self.noise_batch / batch) * self.slowdowns.get(compress, 1.0) * drift
 
 
-def local_slowdown(local_steps: int) -> float:
+def local_slowdown(local_steps: int, *, optimizer: str = "adamw") -> float:
     """Steps of islands that are averaged every `local_steps`, relative to those of replicas that step together."""
-    return 1 + A_DOUBLING_OF_LOCAL_STEPS * max(0, local_steps.bit_length() - 1)
+    return 1 + OPTIMIZERS[optimizer].doubling * max(0, int(local_steps).bit_length() - 1)
 
 
 def default_target(shape: Transformer) -> TargetCost:

@@ -85,9 +85,14 @@ def _plain(draw: Draw, shape: Sequence[int], device: torch.device, dtype: torch.
     return numbers.to(device, dtype)
 
 
+def _given(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """All arguments of a call in the order of the operation's schema, with its defaults."""
+    named = [(each.name, each.default_value) for each in func._schema.arguments]
+    return [args[at] if at < len(args) else kwargs.get(name, usual) for at, (name, usual) in enumerate(named)]
+
+
 def _bernoulli_(draw: Draw, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    target = args[0]
-    keep = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+    target, keep, _ = _given(func, args, kwargs)
     return target.copy_(_keep(draw, target.shape, target.device, keep))
 
 
@@ -105,23 +110,32 @@ def _native_dropout(draw: Draw, func: Any, args: Sequence[Any], kwargs: dict[str
     return x * kept * (1.0 / (1.0 - rate) if rate < 1 else 0.0), kept
 
 
-def _uniform_(draw: Draw, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    target = args[0]
-    low = args[1] if len(args) > 1 else kwargs.get("from", 0.0)
-    high = args[2] if len(args) > 2 else kwargs.get("to", 1.0)
-    return target.copy_(_plain(draw, target.shape, target.device, target.dtype, "uniform") * (high - low) + low)
+def _in_place(kind: str, make: Callable[..., torch.Tensor], *, wide: bool = False) -> Any:
+    """Fills a tensor with what `make` makes of the numbers and of the operation's own arguments; `wide`: in float64."""
+
+    def rule(draw: Draw, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        target, *values, _generator = _given(func, args, kwargs)
+        dtype = torch.float64 if wide else target.dtype
+        return target.copy_(make(_plain(draw, target.shape, target.device, dtype, kind), *values))
+
+    return rule
 
 
-def _normal_(draw: Draw, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    target = args[0]
-    mean = args[1] if len(args) > 1 else kwargs.get("mean", 0.0)
-    std = args[2] if len(args) > 2 else kwargs.get("std", 1.0)
-    return target.copy_(_plain(draw, target.shape, target.device, target.dtype, "normal") * std + mean)
+_uniform_ = _in_place("uniform", lambda numbers, low, high: numbers * (high - low) + low)
+_normal_ = _in_place("normal", lambda numbers, mean, std: numbers * std + mean)
+_log_normal_ = _in_place("normal", lambda numbers, mean, std: (numbers * std + mean).exp_())
+_cauchy_ = _in_place(
+    "uniform", lambda numbers, median, sigma: ((numbers - 0.5) * torch.pi).tan_() * sigma + median, wide=True
+)
+_geometric_ = _in_place(
+    "uniform",
+    lambda numbers, success: (torch.log1p(-numbers) / np.log1p(-min(success, 1 - 1e-12))).ceil_().clamp_min_(1),
+    wide=True,
+)
 
 
 def _normal(draw: Draw, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    mean = args[0]
-    std = args[1] if len(args) > 1 else kwargs.get("std", 1.0)
+    mean, std, _ = _given(func, args, kwargs)
     tensors = [value for value in (mean, std) if isinstance(value, torch.Tensor)]
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
     return _plain(draw, shape, tensors[0].device, tensors[0].dtype, "normal") * std + mean
@@ -133,50 +147,26 @@ def _normal_of(draw: Draw, func: Any, args: Sequence[Any], kwargs: dict[str, Any
     return _plain(draw, shape, device, kwargs.get("dtype") or torch.get_default_dtype(), "normal") * std + mean
 
 
-def _log_normal_(draw: Draw, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    target = args[0]
-    mean = args[1] if len(args) > 1 else kwargs.get("mean", 1.0)
-    std = args[2] if len(args) > 2 else kwargs.get("std", 2.0)
-    return target.copy_((_plain(draw, target.shape, target.device, target.dtype, "normal") * std + mean).exp_())
-
-
-def _cauchy_(draw: Draw, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    target = args[0]
-    median = args[1] if len(args) > 1 else kwargs.get("median", 0.0)
-    sigma = args[2] if len(args) > 2 else kwargs.get("sigma", 1.0)
-    numbers = _plain(draw, target.shape, target.device, torch.float64, "uniform")
-    return target.copy_(((numbers - 0.5) * torch.pi).tan_() * sigma + median)
-
-
-def _geometric_(draw: Draw, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    target = args[0]
-    success = args[1] if len(args) > 1 else kwargs["p"]
-    numbers = _plain(draw, target.shape, target.device, torch.float64, "uniform")
-    return target.copy_((torch.log1p(-numbers) / np.log1p(-min(success, 1 - 1e-12))).ceil_().clamp_min_(1))
-
-
 def _rrelu(draw: Draw, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    x, noise, *more = args
-    names = ("lower", "upper", "training")
-    given = {"lower": 1 / 8, "upper": 1 / 3, "training": False, **dict(zip(names, more, strict=False)), **kwargs}
-    if not given["training"]:
+    x, noise, lower, upper, training, _ = _given(func, args, kwargs)
+    if not training:
         return func(*args, **kwargs)
-    slopes = _plain(draw, x.shape, x.device, x.dtype, "uniform") * (given["upper"] - given["lower"]) + given["lower"]
+    slopes = _plain(draw, x.shape, x.device, x.dtype, "uniform") * (upper - lower) + lower
     noise.copy_(torch.where(x <= 0, slopes, torch.ones((), dtype=x.dtype, device=x.device)))
     return x.mul_(noise) if func is _aten.rrelu_with_noise_.default else x * noise
 
 
 def _multinomial(draw: Draw, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Inverts the distribution function. Without replacement the weight of a drawn element becomes zero."""
-    given = {"replacement": False, **dict(zip(("self", "num_samples", "replacement"), args, strict=False)), **kwargs}
-    weights, num = given["self"].double(), int(given["num_samples"])
+    weights, num, replacement, _ = _given(func, args, kwargs)
+    weights, num = weights.double(), int(num)
     numbers = _plain(draw, (*weights.shape[:-1], num), weights.device, torch.float64, "uniform")
     taken = []
     for column in range(num):
         sums = weights.cumsum(-1)
         wanted = numbers[..., column : column + 1] * sums[..., -1:]
         taken.append(torch.searchsorted(sums, wanted, right=True).clamp_max_(weights.shape[-1] - 1))
-        if not given["replacement"]:
+        if not replacement:
             weights = weights.scatter(-1, taken[-1], 0.0)
     return torch.cat(taken, -1)
 
@@ -188,8 +178,7 @@ def _randperm(draw: Draw, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
 
 
 def _exponential_(draw: Draw, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    target = args[0]
-    rate = args[1] if len(args) > 1 else kwargs.get("lambd", 1.0)
+    target, rate, _ = _given(func, args, kwargs)
     numbers = _plain(draw, target.shape, target.device, torch.promote_types(target.dtype, torch.float32), "uniform")
     # 1 - u is never 0; u may be, and an exponential draw must not (Gumbel noise takes its logarithm).
     least = torch.finfo(target.dtype).tiny
@@ -214,28 +203,26 @@ def _like(kind: str) -> Any:
     return rule
 
 
-def _integers(draw: Draw, shape: Sequence[int], device: torch.device, low: int, high: int) -> torch.Tensor:
+def _integers(draw: Draw, shape: Sequence[int], device: torch.device, bounds: Sequence[int]) -> torch.Tensor:
+    low, high = (0, bounds[0]) if len(bounds) == 1 else bounds
     numbers = _plain(draw, shape, device, torch.float64, "uniform")
     return (numbers * (high - low)).floor_().clamp_max_(high - low - 1) + low
 
 
 def _randint(draw: Draw, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     *bounds, shape = args
-    low, high = (0, bounds[0]) if len(bounds) == 1 else bounds
     device = torch.device(kwargs.get("device") or "cpu")
-    return _integers(draw, shape, device, low, high).to(kwargs.get("dtype") or torch.int64)
+    return _integers(draw, shape, device, bounds).to(kwargs.get("dtype") or torch.int64)
 
 
 def _randint_like(draw: Draw, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     like, *bounds = args
-    low, high = (0, bounds[0]) if len(bounds) == 1 else bounds
-    return _integers(draw, like.shape, like.device, low, high).to(kwargs.get("dtype") or like.dtype)
+    return _integers(draw, like.shape, like.device, bounds).to(kwargs.get("dtype") or like.dtype)
 
 
 def _random_(draw: Draw, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     target, *bounds = args
-    low, high = (0, bounds[0]) if len(bounds) == 1 else bounds
-    return target.copy_(_integers(draw, target.shape, target.device, low, high))
+    return target.copy_(_integers(draw, target.shape, target.device, bounds))
 
 
 RULES: dict[Any, Callable[[Draw, Any, Sequence[Any], dict[str, Any]], Any]] = {

@@ -18,6 +18,16 @@ from shoal.job import names
 from shoal.job.errors import JobError, did_you_mean
 from shoal.job.job import Job
 
+OBJECTS: dict[str, Job] = {}
+"""Jobs of this process by the names that `named` gave them; forks of it have them too."""
+
+
+def named(job: Job) -> str:
+    """A name under which `load_job` finds a job of this process."""
+    name = f"object:{job.name}"
+    OBJECTS[name] = job
+    return name
+
 
 def load_job(spec: str, *, size: str | None = None) -> Job:
     """The job that a text names: `language`, `image:resnet:small`, `gpt.py` or `gpt.py:name`.
@@ -26,6 +36,8 @@ def load_job(spec: str, *, size: str | None = None) -> Job:
     """
     if not spec.strip():
         raise JobError(f"no job was named; give a Python file, or one of {', '.join(names.TASKS)}")
+    if spec in OBJECTS:
+        return OBJECTS[spec]
     if names.is_file(spec):
         if size is not None:
             raise JobError(f"size {size!r} was given, but {spec!r} is a file: sizes belong to the built-in jobs")

@@ -23,6 +23,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any
 
 READ_AT_START = ("MALLOC_", "GLIBC_", "LD_", "OMP_", "KMP_", "MKL_", "OPENBLAS_", "PYTHON", "TORCH")
 """Variables that libraries read once, while they load: another value of one needs another server."""
@@ -39,6 +41,12 @@ class ForkServer:
         self._loaded: set[str] = set()
         self._has_forked = False
         self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._process = self._start(theirs, environment)
+        finally:
+            theirs.close()
+
+    def _start(self, theirs: socket.socket, environment: Mapping[str, str]) -> Any:
         paths = [path or os.getcwd() for path in sys.path]
         code = (
             f"import sys; sys.path[:] = {paths!r}; "
@@ -47,7 +55,7 @@ class ForkServer:
         # A Ctrl-C while the server still loads must not reach it; the mask is inherited, `serve` lifts it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            self._process = subprocess.Popen(
+            return subprocess.Popen(
                 [sys.executable, "-c", code],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -55,7 +63,6 @@ class ForkServer:
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            theirs.close()
 
     @property
     def alive(self) -> bool:
@@ -117,10 +124,15 @@ class ForkServer:
 
 _servers: dict[tuple[tuple[str, str], ...], ForkServer] = {}
 _servers_lock = threading.Lock()
+in_place_of_servers: ContextVar[ForkServer | None] = ContextVar("in_place_of_servers", default=None)
+"""The server of all ranks that are started in a context, whatever their settings (`fork_of_caller.py`)."""
 
 
 def server_for(environment: Mapping[str, str]) -> ForkServer:
     """The running server whose libraries were loaded under these settings, started if need be."""
+    given = in_place_of_servers.get()
+    if given is not None:
+        return given
     key = tuple(sorted((name, value) for name, value in environment.items() if name.startswith(READ_AT_START)))
     with _servers_lock:
         server = _servers.get(key)

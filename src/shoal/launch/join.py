@@ -1,8 +1,8 @@
 """Becoming a rank: from the environment a process was started in to an initialised torch.distributed.
 
-Three ways lead in: the launcher's private rendezvous file, the variables torchrun (or srun, or anyone)
-sets, or nothing at all, which is a world of one. All keys of a job lie under its token and all values are signed
-with it, so that a process with another token cannot join the job or impersonate its ranks.
+Three ways lead in: the launcher's private rendezvous file, the variables that torchrun sets (`engines.py` sets them
+for MPI and Slurm), or nothing at all, which is a world of one. All keys of a job lie under its token and all values are
+signed with it, so that a process with another token cannot join the job or impersonate its ranks.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from shoal.comm.transport.signed_store import SignedStore, StoreNotSigned, Store
 from shoal.comm.transport.token import derive, is_loopback, job_token
 from shoal.launch.agree import agree
 from shoal.launch.devices import devices_here
+from shoal.launch.engines import adopt
 
 MEET_S = 300.0
 """How long ranks wait for each other at the start; hosts of a batch system may start minutes apart."""
@@ -86,6 +87,7 @@ def join(
         rank, world = dist.get_rank(), dist.get_world_size()
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
     else:
+        adopt(os.environ)
         base, rank, world, local_rank = _meeting_place(os.environ, meet_s)
     token = job_token() if world > 1 else b"alone"
     prefix = _prefix(token, os.environ, _times_joined)

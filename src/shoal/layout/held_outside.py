@@ -115,7 +115,8 @@ class Outside:
             if function.__module__.startswith("shoal."):
                 self._values(value for cell in function.__closure__ or () for value in _Cell(cell).content())
             return
-        named = {name: function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__}
+        space = function.__globals__
+        named = {name: space[name] for name in names_in(function.__code__) if name in space}
         state = [name for name, value in named.items() if not isinstance(value, (types.ModuleType, type, CODE))]
         if state:
             self.held.append(_Names(function.__globals__, state))
@@ -149,8 +150,9 @@ def _own(thing: Any) -> bool:
     return (getattr(thing, "__module__", None) or "torch").partition(".")[0] not in OPAQUE
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
+def names_in(code: types.CodeType) -> Iterator[str]:
+    """What a function's code names, functions within it included."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+            yield from names_in(constant)

@@ -51,7 +51,7 @@ class StateHolder:
             return what.getstate()
         if isinstance(what, (np.random.Generator, np.random.RandomState)):
             return _numbers(_state_of(what))
-        return {name: getattr(what, name) for name in _slots(what) if hasattr(what, name)}
+        return {name: getattr(what, name) for name in slots_of(what) if hasattr(what, name)}
 
     def has(self, content: Any) -> bool:
         """Whether it still holds this content: the same objects in the same places."""
@@ -164,7 +164,7 @@ def below(values: Iterable[Any], found: list[StateHolder], seen: set[int]) -> No
             if hasattr(value, "__dict__"):
                 found.append(StateHolder(vars(value)))
                 below(vars(value).values(), found, seen)
-            if _slots(value):
+            if slots_of(value):
                 found.append(StateHolder(value))
                 below(found[-1].content().values(), found, seen)
 
@@ -250,7 +250,8 @@ def _same(value: Any, copy: Any) -> bool:
     return bool(((value == copy) | (value != value)).all())
 
 
-def _slots(value: Any) -> list[str]:
+def slots_of(value: Any) -> list[str]:
+    """Names of what an object holds outside its dictionary."""
     names: list[str] = []
     for cls in type(value).__mro__:
         slots = cls.__dict__.get("__slots__", ())

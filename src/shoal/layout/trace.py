@@ -19,12 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.job import Job
 from shoal.job.facts import build_without_memory
+from shoal.job.gradient_hooks import keep_hooks
 from shoal.job.own_code import built, naming_the_line
 from shoal.layout.recorded import Op, Ref, Trace, TracedAttention, TracedCall, Value, ValueRead
 from shoal.layout.tensor.sized_calls import SizedCalls
@@ -109,13 +111,17 @@ class OpRecorder(TorchDispatchMode):
         return result
 
     def _ref(self, leaf: Any) -> Any:
+        if isinstance(leaf, PackedSequence):
+            return tuple(map(self._ref, leaf))
         return Ref(self.value_of(leaf)) if isinstance(leaf, torch.Tensor) else leaf
 
     def flat(self, tree: Any) -> list[int | None]:
         return [self.value_of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in tree_leaves(tree)]
 
     def enter(self, path: str, args: Any, kwargs: Any) -> None:
-        call = TracedCall(path, len(self.ops), self.flat((args, kwargs)), inputs=tree_map(self._ref, (args, kwargs)))
+        # A PackedSequence checks what it is made of: it is kept as a plain tuple.
+        inputs = tree_map(self._ref, (args, kwargs), is_leaf=lambda leaf: isinstance(leaf, PackedSequence))
+        call = TracedCall(path, len(self.ops), self.flat((args, kwargs)), inputs=inputs)
         call.number = len(self.calls)
         self.calls.append(call)
         self.open.append(call)
@@ -251,6 +257,7 @@ def faked(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
                 like = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
             is_param = isinstance(tensor, nn.Parameter)
             made[id(tensor)] = nn.Parameter(like, requires_grad=tensor.requires_grad) if is_param else like
+            keep_hooks(tensor, made[id(tensor)])
         return made[id(tensor)]
 
     for module in model.modules():

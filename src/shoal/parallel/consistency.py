@@ -37,7 +37,11 @@ class Consistency:
         """A round of islands is over; `spread` is the newest that is known."""
         self.rounds += 1
         if spread is not None:
-            self.spread, self.widest = spread, max(self.widest, spread)
+            self.measured(spread)
+
+    def measured(self, spread: float) -> None:
+        """Islands are that far apart."""
+        self.spread, self.widest = spread, max(self.widest, spread)
 
     def stale(self, updates: int, times: int = 1) -> None:
         """A gradient was used that many updates after its parameters were read."""

@@ -301,6 +301,7 @@ class Engine:
         reach("close: begun")
         if self.outer is not None:
             self.outer.settle()
+            self.outer.close()
         self.reduction.remove()
         self.owner.close()
         release(self.model)

@@ -36,6 +36,8 @@ NOTHING_COUNTED = "over 0 tokens or samples)"
 class NonFinite(ArithmeticError):
     """The loss or the gradient is no longer a number; the parameters are those of the last good step."""
 
+    for_user = True
+
     def __init__(self, what: str, hint: str = "") -> None:
         super().__init__(what + hint)
         self.what = what

@@ -14,7 +14,10 @@ def cannot_run(strategy: Strategy) -> str | None:
     for term in strategy.terms:
         if isinstance(term, dp):
             if term.sync.period is None and term.sync != bsp():
-                return f"{term}: sync={term.sync} cannot be trained yet; use sync=bsp(), local(h), diloco(h) or bmuf(h)"
+                return (
+                    f"{term}: sync={term.sync} cannot be trained yet; use sync=bsp(), local(h), diloco(h), bmuf(h), "
+                    "elastic(h, rho) or gossip(graph)"
+                )
             if missing := term.sync.missing():
                 return f"{term}: {missing}"
             if not isinstance(term.via, allreduce | shared):
@@ -62,6 +65,11 @@ def _cannot_be_loose(strategy: Strategy) -> str | None:
         return None
     if len(loose) > 1:
         return f"{strategy}: two levels that are not bsp cannot be trained yet; keep sync=... on one of them"
+    if loose[0].sync.scheduling == "asynchronous" and strategy.world != loose[0].n:
+        return (
+            f"{strategy}: the ranks of an island would answer other islands at different times; under {loose[0].sync} "
+            'each replica is one rank, or use mode="sync"'
+        )
     if not isinstance(loose[0].via, allreduce):
         return f"{loose[0]}: models are averaged with an all-reduce; use via=allreduce()"
     if not isinstance(loose[0].compress, none) and not loose[0].sync.compresses:

@@ -128,6 +128,8 @@ class Candidates:
 
     def rows(self, chosen: Any) -> Candidates:
         """Some of the rows."""
+        if isinstance(chosen, np.ndarray) and chosen.dtype == bool:
+            chosen = np.flatnonzero(chosen)  # Found once, not for each column.
         return self.put({name: getattr(self, name)[chosen] for name in COLUMNS})
 
     def put(self, columns: Mapping[str, Any]) -> Candidates:
@@ -170,9 +172,10 @@ COLUMNS = tuple(field.name for field in fields(Candidates) if field.name not in 
 def of_strategies(strategies: Sequence[Strategy], *, global_batch: int) -> Candidates:
     """Expressions of this family as columns; one outside it is refused in a sentence."""
     rows = [_row(each) for each in strategies]
-    rules = {row.pop("sync") for row in rows} - {None}
-    if len(rules) > 1:
-        raise ValueError(f"islands with different sync ({', '.join(sorted(map(str, rules)))}); estimate one at a time")
+    rules = [rule for rule in [row.pop("sync") for row in rows] if rule is not None]
+    if any(rule.replace(h=rules[0].period) != rules[0] for rule in rules):
+        several = ", ".join(sorted(set(map(str, rules))))
+        raise ValueError(f"islands with different sync ({several}); estimate one at a time")
     precisions = {row.pop("precision") for row in rows} or {"fp32"}
     if len(precisions) > 1:
         raise ValueError(f"strategies of several precisions ({', '.join(sorted(precisions))}); estimate one at a time")
@@ -192,8 +195,8 @@ def _row(strategy: Strategy) -> dict[str, Any]:
     for level in levels:
         known = dp(1, sync=level.sync) if level.sync.period is not None else dp(1)
         if str(level.replace(n=1, zero=0, compress=none())) != str(known):
-            raise ValueError(f"{strategy}: there is no estimate for {level}; only sync=bsp() and sync=local(h) by "
-                             "all-reduce have one")  # fmt: skip
+            raise ValueError(f"{strategy}: there is no estimate for {level}; only sync=bsp() and rules of islands, "
+                             "such as local(h), by all-reduce have one")  # fmt: skip
     alone = [level for level in levels if not isinstance(level.compress, none) or level.sync.period is not None]
     inner = levels[-1] if levels and (len(levels) == 2 or not alone) else None
     outer = levels[0] if levels and (len(levels) == 2 or alone) else None
@@ -205,8 +208,6 @@ def _row(strategy: Strategy) -> dict[str, Any]:
     if term not in COMPRESSORS:
         some = ", ".join(str(each) for each in COMPRESSORS[1:])
         raise ValueError(f"{strategy}: there is no estimate for {term}; there is one for {some}")
-    if loose is not None and not isinstance(term, none):
-        raise ValueError(f"{strategy}: there is no estimate for compressed averages; leave compress or sync out")
     pipeline, tensor, context, experts = strategy.term(pp), strategy.term(tp), strategy.term(cp), strategy.term(ep)
     kept, precise = strategy.term(recompute), strategy.term(amp)
     placed = [axis.name for axis in reversed(strategy.axes) if axis.term is not outer and axis.term.n > 1]
@@ -224,6 +225,6 @@ def _row(strategy: Strategy) -> dict[str, Any]:
         "schedule": SCHEDULES.index(pipeline.schedule) if pipeline and pipeline.n > 1 else 0,
         "chunks": pipeline.chunks if pipeline else 1, "recompute": RECOMPUTE.index(kept.kind) if kept else 0,
         "order": order, "compress": COMPRESSORS.index(term), "local": loose.period if loose else 0,
-        "sync": loose.replace(h=1) if loose else None,
+        "sync": loose,
         "precision": precise.dtype if precise else "fp32",
     }  # fmt: skip

@@ -8,7 +8,7 @@ equivalent: of those that would be, the simplest is kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -18,7 +18,7 @@ from shoal.common.numbers import divisors
 from shoal.estimate.cost.inputs import RECOMPUTE, SCHEDULES
 from shoal.planning.candidates import COLUMNS, ORDERS, SEARCHED, Candidates, Column
 from shoal.planning.legal import legal
-from shoal.strategy import ModelFacts, SyncTerm
+from shoal.strategy import ModelFacts, Strategy, SyncTerm, dp, is_legal
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 """Samples in a micro-batch; the full share of a replica is tried too where it is smaller."""
@@ -74,7 +74,7 @@ def enumerate_legal(
     )  # fmt: skip
     columns = _crossed(columns, recompute=np.array([RECOMPUTE.index(each) for each in space.recomputes]))
     columns["schedule"], columns["chunks"] = (
-        np.array(each)[columns["pipeline"]] for each in zip(*schedules, strict=True)
+        np.array(each, dtype=np.int32)[columns["pipeline"]] for each in zip(*schedules, strict=True)
     )
     found = Candidates(
         **{name: columns[name] for name in COLUMNS}, global_batch=facts.global_batch, precision=precision, sync=None
@@ -103,7 +103,7 @@ def _degrees(*, world: int, facts: ModelFacts, node: int | None) -> dict[str, Co
     if node is not None:
         # Its replicas are on separate nodes; otherwise the level would not be slow.
         columns = _kept(columns, (columns["outer"] == 1) | ((world // columns["outer"]) % node == 0))
-    return columns
+    return {name: column.astype(np.int32) for name, column in columns.items()}
 
 
 def _divides(size: int, parts: int | None) -> bool:
@@ -135,10 +135,15 @@ def compressed(rows: Candidates, *, node: int) -> Candidates:
     return rows.put(_crossed(columns, compress=np.arange(1, 1 + len(SEARCHED))))
 
 
-def averaged(rows: Candidates, *, node: int, sync: SyncTerm) -> Candidates:
-    """`compressible` rows with what of dp lies between nodes as islands that are averaged."""
+def averaged(rows: Candidates, *, node: int, sync: SyncTerm, periods: Sequence[int] = ()) -> Candidates:
+    """`compressible` rows with what of dp lies between nodes as islands that are averaged: dense, and where the rules
+    allow it under each of SEARCHED."""
     outer = _between_nodes(rows, node=node)
-    return rows.put({"outer": outer, "dp": rows.dp // outer, "local": np.full(len(rows), sync.period), "sync": sync})
+    columns = {name: getattr(rows, name) for name in COLUMNS if name not in ("local", "compress")}
+    columns |= {"outer": outer, "dp": rows.dp // outer}
+    codes = [0, *(code for code, term in enumerate(SEARCHED, 1) if is_legal(Strategy(dp(2, sync=sync, compress=term))))]
+    columns = _crossed(columns, local=np.array(periods or [sync.period or 1], dtype=np.int64))
+    return rows.put({**_crossed(columns, compress=np.array(codes)), "sync": sync})
 
 
 def _between_nodes(rows: Candidates, *, node: int) -> Column:
@@ -174,7 +179,7 @@ class _Crossed(Mapping[str, Column]):
 
     def __init__(self, columns: dict[str, Column], name: str, values: Column) -> None:
         size = len(next(iter(columns.values())))
-        self.columns, self.name, self.fresh = columns, name, np.tile(values, size)
+        self.columns, self.name, self.fresh = columns, name, np.tile(values.astype(np.int32), size)
         self.rows = np.repeat(np.arange(size), len(values))
 
     def __getitem__(self, name: str) -> Column:
@@ -195,10 +200,11 @@ def _crossed(
     crossed = _Crossed(columns, name, values)
     if keep is None:
         return dict(crossed)
-    mask = keep(crossed)
-    crossed.rows, crossed.fresh = crossed.rows[mask], crossed.fresh[mask]
+    places = np.flatnonzero(keep(crossed))
+    crossed.rows, crossed.fresh = crossed.rows[places], crossed.fresh[places]
     return dict(crossed)
 
 
 def _kept(columns: dict[str, Column], mask: Column) -> dict[str, Column]:
-    return {name: column[mask] for name, column in columns.items()}
+    places = np.flatnonzero(mask)
+    return {name: column[places] for name, column in columns.items()}

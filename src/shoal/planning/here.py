@@ -6,7 +6,7 @@ of the algebra judge each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -54,17 +54,17 @@ class PlanHere:
 
 
 def plan_here(
-    model: JobModel, facts: ModelFacts, machine: Machine, *, world: int, sync: SyncTerm | None = None
+    model: JobModel, facts: ModelFacts, machine: Machine, *, world: int, rules: Sequence[SyncTerm] = ()
 ) -> PlanHere:
-    """All that are legal, and fit into the host's memory. With `sync` also islands that stay together by
-    this rule; they need more steps to a target, so ranking multiplies their step by that."""
+    """All that are legal, and fit into the host's memory. With `rules` also islands that stay together by
+    one of them; they need more steps to a target, so ranking multiplies their step by that."""
     if world > machine.ranks:
         raise ValueError(
             f"{world} ranks were asked for, and {machine.ranks} were calibrated: more of them would share what was "
             f"measured of each; run `shoal calibrate --ranks {world}` first"
         )
     found = []
-    for strategy in legal_here(facts, world=world, sync=sync):
+    for strategy in legal_here(facts, world=world, rules=rules):
         estimate = price_step(model, strategy, machine)
         if estimate.memory_bytes is None or estimate.memory_bytes * world <= machine.memory_bytes:
             found.append((strategy, estimate))
@@ -72,17 +72,15 @@ def plan_here(
     return PlanHere(model=model, machine=machine, world=world, ranked=tuple(found))
 
 
-def legal_here(facts: ModelFacts, *, world: int, sync: SyncTerm | None = None) -> Iterator[Strategy]:
+def legal_here(facts: ModelFacts, *, world: int, rules: Sequence[SyncTerm] = ()) -> Iterator[Strategy]:
     """Every legal product of dp, tp, cp and pp over this number of ranks of one host, with micro-batches and
-    recomputation; with `sync` also islands of such products."""
+    recomputation; with `rules` also islands of such products."""
     if not 1 <= world <= MOST_RANKS:
         raise ValueError(f"{world} ranks of one host were asked for; expected 1 to {MOST_RANKS}")
     seen = set()
     for islands, *sizes in ordered_products(world, 5):
-        if islands > 1 and sync is None:
-            continue
-        outer = [dp(islands, sync=sync)] if sync is not None and islands > 1 else []
-        for terms in ((*outer, *inner) for inner in _axes(*sizes)):
+        outers = [(dp(islands, sync=rule),) for rule in rules] if islands > 1 else [()]
+        for terms in ((*outer, *inner) for outer in outers for inner in _axes(*sizes)):
             for again in (None, recompute("selective"), recompute("full")):
                 strategy = Strategy(*terms, *([again] if again is not None else []))
                 if str(strategy) not in seen and is_legal(strategy, world=world, facts=facts):

@@ -10,14 +10,15 @@ from __future__ import annotations
 from html import escape
 from itertools import pairwise
 from math import ceil, floor, log10
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from shoal.estimate.cost.price import SPLIT
 from shoal.planning.candidates import FAMILIES
+from shoal.planning.quantities import GB, amount, gigabytes, seconds
 from shoal.planning.rank import Plan, pareto
-from shoal.planning.report import GB, amount, gigabytes, seconds
 
 COLOURS = {
     "compute": "#4c78a8", "host": "#9aa5b1", "tensor": "#f58518", "context": "#eeca3b", "expert": "#b279a2",
@@ -33,40 +34,6 @@ MEANT = {
 FAMILY_COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#eeca3b", "#9d755d", "#ff9da6")
 MOST_POINTS = 600
 PLOT_PX = 320
-STYLE = """
-:root{--ink:#1c1e21;--soft:#5b636e;--line:#e3e6ea;--paper:#fff;--box:#f5f7f9}
-@media(prefers-color-scheme:dark){:root{--ink:#e6e8eb;--soft:#9aa3ae;--line:#343a42;--paper:#16191d;--box:#1f242a}}
-*{box-sizing:border-box}
-body{font:15px/1.5 system-ui,Helvetica,Arial,sans-serif;color:var(--ink);background:var(--paper);margin:2rem auto;
-max-width:1080px;padding:0 1rem}
-h1{font-size:1.4rem;margin:0 0 .2rem}h2{font-size:1.08rem;margin:2.2rem 0 .5rem}p,li,summary{color:var(--soft)}
-p{margin:.3rem 0 .8rem}code{font:12.5px/1.5 ui-monospace,Menlo,Consolas,monospace;overflow-wrap:anywhere}
-.copy{display:block;background:var(--box);border:1px solid var(--line);border-radius:6px;padding:.6rem .8rem;
-margin:.4rem 0;user-select:all;-webkit-user-select:all}
-.copy.best{font-size:14px}
-.tiles{display:flex;flex-wrap:wrap;gap:.6rem;margin:.8rem 0}
-.tiles div{flex:1 1 9rem;background:var(--box);border-radius:6px;padding:.5rem .8rem}
-.tiles b{display:block;font-size:1.2rem;font-weight:600}.tiles span{font-size:.82rem;color:var(--soft)}
-.roll{overflow-x:auto}table{border-collapse:collapse;width:100%;font-size:.88rem}
-th{text-align:right;color:var(--soft);font-weight:500;white-space:nowrap}th:first-child,td:first-child{text-align:left;white-space:normal}
-td,th{padding:.3rem .5rem .1rem 0}td{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
-tr.more td{text-align:left;white-space:normal;padding:0 0 .45rem;border-bottom:1px solid var(--line)}
-tr.more small{color:var(--soft)}tr.no{opacity:.55}
-table.what td{text-align:left;white-space:normal;border-bottom:1px solid var(--line);padding:.35rem .6rem .35rem 0;
-vertical-align:top}table.what td.n{text-align:right;white-space:nowrap}
-.what code{color:var(--soft)}.gain{color:#2e8b40}.loss{color:#d04437}
-.plot{margin:.4rem .6rem 2.6rem 3.6rem}.plot svg{display:block;width:100%;overflow:visible}
-svg text{font-size:11.5px;fill:var(--soft)}svg line.grid{stroke:var(--line)}svg line.front{stroke:var(--ink);
-stroke-width:1.3}svg line.limit{stroke:#e45756;stroke-dasharray:4 3}circle.front{stroke:var(--paper);stroke-width:1}
-.key{margin:.3rem 0}.key span{display:inline-block;margin-right:1rem;font-size:.84rem;color:var(--soft)}
-.key i{display:inline-block;width:.75rem;height:.75rem;margin-right:.35rem;border-radius:2px;vertical-align:-1px}
-.bars{display:grid;grid-template-columns:max-content 1fr max-content;gap:.35rem .7rem;align-items:center;
-font-size:.88rem}.bars div{display:flex;height:1.15rem}.bars div i{display:block;height:100%}
-@media(max-width:640px){body{margin:1rem auto}.bars{grid-template-columns:1fr max-content}
-.w{display:none}.bars span.name{grid-column:1/3;margin-bottom:-.35rem}table.what td{display:block;border:0;padding:0}
-table.what td:first-child{padding-top:.5rem}table.what td:last-child{border-bottom:1px solid var(--line);
-padding-bottom:.5rem}table.what td.n{text-align:left}table.what th{display:none}}
-"""
 
 
 def plan_page(plan: Plan, report: dict[str, Any]) -> str:
@@ -86,10 +53,11 @@ def plan_page(plan: Plan, report: dict[str, Any]) -> str:
         "<h2>What if</h2>", _changes(report["changes"]),
         "<h2>The front of time against memory</h2>", _table(report["pareto"], report, first="#"),
     ]  # fmt: skip
+    style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
     return (
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
         "<meta name='viewport' content='width=device-width, initial-scale=1'>"
-        f"<title>Plan: {escape(report['model']['name'])}</title><style>{STYLE}</style></head>"
+        f"<title>Plan: {escape(report['model']['name'])}</title><style>\n{style}</style></head>"
         f"<body>{''.join(parts)}</body></html>\n"
     )
 

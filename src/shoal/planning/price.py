@@ -21,6 +21,7 @@ from shoal.estimate.cost.price import SPLIT, step_split_s
 from shoal.estimate.cost.schedule import stages
 from shoal.estimate.cost.weights import weights
 from shoal.estimate.errors import MEMORY_ERROR
+from shoal.estimate.outer_calls import exchange_volume
 from shoal.estimate.simulate.costs import StepCosts, step_costs
 from shoal.planning.candidates import COLUMNS, COMPRESSORS, ORDERS, Candidates, Column
 from shoal.shapes.shape import Transformer
@@ -141,13 +142,14 @@ def step_costs_of(rows: Candidates, *, shape: Transformer, cluster: Cluster, pro
 
 
 def _strides(rows: Candidates) -> dict[str, Column]:
+    """The stride of an axis: the product of the axes that lie inside it."""
+    places = {axis: np.array([order.index(axis) for order in ORDERS])[rows.order] for axis in ORDERS[0]}
+    sizes = {axis: getattr(rows, axis) for axis in ORDERS[0]}
     found = {axis: np.ones(len(rows)) for axis in ORDERS[0]}
-    for code in np.unique(rows.order):
-        here = rows.order == code
-        inside = np.ones(int(here.sum()))
-        for axis in ORDERS[code]:
-            found[axis][here] = inside
-            inside = inside * getattr(rows, axis)[here]
+    for axis, stride in found.items():
+        for other, size in sizes.items():
+            if other != axis:
+                np.multiply(stride, size, out=stride, where=places[other] < places[axis])
     return found
 
 
@@ -164,10 +166,10 @@ def _priced(
     total = sum(kept.values()) + np.zeros(size)
     # A plan must fit also where its memory is measured at the end of its error range.
     limit_bytes = min(float(np.min(held.limit_bytes)), (1 - MEMORY_ERROR) * cluster.device.memory_bytes)
-    timed = np.ones(size, dtype=bool) if everything else total <= limit_bytes
+    timed = np.arange(size) if everything else np.flatnonzero(total <= limit_bytes)
     step_s = np.full(size, np.inf)
     split_s = {name: np.full(size, np.inf) for name in SPLIT}
-    if timed.any():
+    if len(timed):
         chosen = rows.rows(timed)
         found = _split(chosen, inputs.rows(timed) if size > 1 else inputs, profile=profile, simulate=simulate)
         for name in SPLIT:
@@ -213,18 +215,31 @@ def _between_groups_s(rows: Candidates, inputs: Inputs, split: Mapping[str, Colu
     )
     # Islands average all that a rank holds of the parameters, with nothing to hide behind, once in `local` steps.
     held = elements * np.where(rows.zero == 0, rows.dp, 1)
-    average_s = links.ring_s(SCALE_BYTES * held, rounds=2.0)
+    volume = _volume(rows)
+    average_s = links.ring_s(SCALE_BYTES * held, rounds=2.0) * volume
     found = np.where(rows.local > 0, average_s / np.maximum(1, rows.local), shown_s)
     for code, term in enumerate(COMPRESSORS):
         here = rows.compress == code
         if isinstance(term, none) or not here.any():
             continue
         streams = inputs.memory_bytes_per_s * PHYSICS.memory
-        work_s = codec_s(term, elements, ranks=rows.outer, stream_bytes_per_s=streams)
+        encoded = np.where(rows.local > 0, held, elements)
+        work_s = codec_s(term, encoded, ranks=rows.outer, stream_bytes_per_s=streams)
         sides = _borders(inputs, rows, profile) if term.whole_rows else None
-        sent = term.ring_bytes(elements, sides, ranks=rows.outer, itemsize=SCALE_BYTES)
+        sent = term.ring_bytes(encoded, sides, ranks=rows.outer, itemsize=SCALE_BYTES)
         assert sent is not None, f"{term} has no estimate"
-        found = np.where(here, links.ring_s(sent[0], rounds=sent[1]) + work_s, found)
+        exchange_s = links.ring_s(sent[0], rounds=sent[1]) + work_s
+        found = np.where(here, exchange_s * volume / np.maximum(1, rows.local), found)
+    return found
+
+
+def _volume(rows: Candidates) -> Column:
+    """What islands send in a period, relative to one all-reduce: a rule may send to neighbours only, or twice."""
+    found = np.ones(len(rows))
+    if rows.sync is not None:
+        for islands in np.unique(rows.outer[rows.local > 0]).tolist():
+            if islands > 1:
+                found[(rows.local > 0) & (rows.outer == islands)] = exchange_volume(rows.sync, islands)
     return found
 
 

@@ -62,11 +62,8 @@ class Question:
     space: Space = FULL_SPACE
     sync: SyncTerm | None = None
     """Islands that stay together by this rule are tried, too."""
-
-    @property
-    def local_steps(self) -> int:
-        """Steps from one exchange of such islands to the next; 0 where none are asked for."""
-        return 0 if self.sync is None else self.sync.period or 0
+    periods: tuple[int, ...] = ()
+    """Steps from one exchange of such islands to the next that are tried; none: the rule's own."""
 
     @property
     def device_watts(self) -> float | None:
@@ -190,7 +187,7 @@ def price_all(question: Question) -> Priced:
         variants = [compressed(rows.rows(_fastest(priced, worth)), node=cluster.node)]
         if question.sync is not None:
             there = rows.rows(_fastest(priced, priced.fits & compressible(rows, node=cluster.node)))
-            variants.append(averaged(there, node=cluster.node, sync=question.sync))
+            variants.append(averaged(there, node=cluster.node, sync=question.sync, periods=question.periods))
         for more in variants:
             if len(more):
                 priced = joined(priced, price_candidates(more, shape=shape, cluster=cluster, profile=question.profile))
@@ -242,8 +239,9 @@ def _ranked(question: Question, priced: Priced, *, before: Column | None = None)
     steps = np.array([
         question.target.steps(question.global_batch, compress=type(term).__name__) for term in COMPRESSORS
     ])[priced.rows.compress]  # fmt: skip
-    if question.local_steps:
-        steps = steps * np.where(priced.rows.local > 0, local_slowdown(question.local_steps), 1.0)
+    for local_steps in np.unique(priced.rows.local[priced.rows.local > 0]).tolist():
+        slower = local_slowdown(local_steps, optimizer=question.target.optimizer)
+        steps = steps * np.where(priced.rows.local == local_steps, slower, 1.0)
     # In single precision, so that placements which take the same time tie, whatever their last digits.
     times_s = (priced.step_s * (steps if question.by != "step" else 1.0)).astype(np.float32)
     score = np.where(priced.fits, times_s, np.float32(np.inf))

@@ -15,13 +15,14 @@ from shoal.estimate.errors import (
     UNMEASURED,
     around,
 )
-from shoal.estimate.target import local_slowdown
+from shoal.estimate.target import OPTIMIZERS
 from shoal.planning.candidates import FAMILIES, SEARCHED
 from shoal.planning.counterfactual import Change
+from shoal.planning.link_words import link_words
+from shoal.planning.quantities import GB, digits, energy, gigabytes, seconds
 from shoal.planning.rank import Plan, families, one_of_each, pareto
 from shoal.strategy import contract
 
-GB = 1e9
 MOST_PARETO = 12
 
 
@@ -53,6 +54,7 @@ def plan_report(plan: Plan, *, top: int, changes: Sequence[Change]) -> dict[str,
         "errors": {"step": STEP_ERROR, "memory": MEMORY_ERROR, "origin": ORIGIN},
         "assumptions": _assumptions(plan),
         "warnings": list(cluster.warnings),
+        "link": link_words(plan) if question.sync is not None else [],
         "plans": [_row(plan, row) for row in one_of_each(plan, top)],
         "families": [{"family": name, **_row(plan, row)} for name, row in best_of.items()],
         "pareto": [_row(plan, row) for row in _spread(front)],
@@ -93,10 +95,10 @@ def _assumptions(plan: Plan) -> list[str]:
         f"framework: profile {question.profile.name!r}; precision {question.precision}; {_memory_of_state(plan)}",
         "MFU: 6 operations a parameter and token, and attention's products, over the device's peak in this precision",
     ]
-    if question.local_steps:
-        slowdown = local_slowdown(question.local_steps)
-        lines.append(f"steps under {question.sync}, relative to dense: {slowdown:.3g} (assumed: Lin et "
-                    "al. 2020, Douillard et al. 2023)")  # fmt: skip
+    if question.sync is not None:
+        more = OPTIMIZERS[target.optimizer]
+        lines.append(f"steps of islands: {more.doubling:.0%} more for every doubling of the period, with "
+                     f"{target.optimizer} ({more.origin})")  # fmt: skip
     if question.device_watts is not None:
         whose = "the device's datasheet" if question.watts is None else "--watts"
         lines.append(f"energy: {question.device_watts:g} W a device ({whose}), at full power all the time; hosts, "
@@ -161,7 +163,7 @@ def _speed(plan: Plan, step_s: float) -> dict[str, Any]:
     tokens = question.global_batch * shape.sequence / step_s / question.cluster.devices
     scores = 12 * shape.layers * shape.hidden * shape.sequence * (0.5 if shape.causal else 1.0)
     mfu = tokens * (6 * shape.active_parameters + scores) / device.peak(question.precision)
-    return {"tokens_per_s_per_device": tokens, "mfu": mfu, "speed": f"{_digits(tokens)} tok/s",
+    return {"tokens_per_s_per_device": tokens, "mfu": mfu, "speed": f"{digits(tokens)} tok/s",
             "mfu_text": f"{mfu:.0%}"}  # fmt: skip
 
 
@@ -177,34 +179,3 @@ def _unmeasured(plan: Plan, row: int) -> list[str]:
         "device": not question.cluster.device.name.startswith(MEASURED_DEVICES),
     }
     return [UNMEASURED[name] for name, so in there.items() if so]
-
-
-def seconds(value: float) -> str:
-    """A time with its unit, three digits."""
-    for limit, unit, name in ((0.1, 1e-3, "ms"), (120, 1, "s"), (7200, 60, "min"), (2 * 86400, 3600, "h")):
-        if value < limit:
-            return f"{_digits(value / unit)} {name}"
-    return f"{_digits(value / 86400)} days"
-
-
-def gigabytes(value_bytes: float) -> str:
-    """Memory with its unit."""
-    return f"{value_bytes / GB:,.1f} GB" if value_bytes >= 0.1 * GB else f"{value_bytes / 1e6:.3g} MB"
-
-
-def energy(kwh: float) -> str:
-    """Energy with its unit, three digits."""
-    for limit, unit, name in ((1, 1e-3, "Wh"), (1e4, 1, "kWh"), (1e7, 1e3, "MWh")):
-        if kwh < limit:
-            return f"{_digits(kwh / unit)} {name}"
-    return f"{_digits(kwh / 1e6)} GWh"
-
-
-def amount(row: dict[str, Any]) -> str:
-    """A cost, in money or device-hours."""
-    return f"{_digits(row['cost'])}{'' if row['cost_in'] == 'money' else ' device-h'}"
-
-
-def _digits(value: float) -> str:
-    """Three digits, and all those before the point."""
-    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"

@@ -152,7 +152,8 @@ _KINDS = {"buffer": "buffer", "frozen": "frozen parameter"}
 def _replicated(engine: Engine) -> dict[tuple[str, str], torch.Tensor]:
     """(kind, name) -> what this rank holds and the optimiser does not step."""
     held = {("buffer", name): buffer for name, buffer in engine.model.named_buffers()}
-    held |= {("frozen", name): p for name, p in engine.model.named_parameters() if not p.requires_grad}
+    # Not those that a forward has frozen in the course of training: they are compared with all that learned.
+    held |= {("frozen", name): p for name, p in engine.model.named_parameters() if name not in engine.names}
     return {key: value for key, value in held.items() if value.numel() and key[1] not in engine.absent}
 
 

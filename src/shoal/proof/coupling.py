@@ -8,7 +8,6 @@ statistics here): engines synchronise them by name. The answer names what is wro
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from contextlib import nullcontext, suppress
@@ -22,12 +21,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.job import Batch, Job
 from shoal.job.errors import JobError
+from shoal.job.gradient_hooks import copied, hooks_of
 from shoal.job.randomness import CannotPlace
 from shoal.layout.held_outside import Outside
 from shoal.layout.held_state import HeldNow, results_held
 from shoal.parallel.result import COUNT_WITH_GRADIENT
 from shoal.proof.counters import LATER, counters, numbers, set_counter
-from shoal.proof.coupling_cause import Kind, cause
+from shoal.proof.coupling_cause import EIGHTH, Kind, cause, not_linear
 from shoal.proof.data_reads import same_values
 from shoal.proof.fixed_norms import FixedStatistics, prepared
 from shoal.proof.sample_pass import TOLERANCE, SamplePass, detached, difference, outputs_differ, sum_of
@@ -77,7 +77,7 @@ def splits_batches(strategy: Strategy) -> bool:
 
 def refusal(found: Coupling, strategy: Strategy) -> str:
     """Why a job of which this was found cannot be trained under a strategy as in one process; empty if it can be."""
-    if found.kind == "count-gradient":
+    if found.kind in ("count-gradient", "backward"):
         return found.reason
     if found.kind in ("none", "unchecked") or not splits_batches(strategy):
         return ""
@@ -147,7 +147,7 @@ class _Trial:
             torch.manual_seed(job.seed)
             model = job.model()
         known: dict[int, Any] = {id(result): result.detach().clone() for result in results_held(model)}
-        self.start = prepared(copy.deepcopy(model, known))
+        self.start = prepared(copied(model, known))
         self.seconds = 0.0
         """That a batch at once and in parts takes."""
 
@@ -171,6 +171,9 @@ class _Trial:
             return self._found(
                 "unchecked", math.inf, f"the loss of its first {len(self.indices)} samples is {full.loss}"
             )
+        hooked = {name for name, param in self.start.named_parameters() if hooks_of(param)}
+        if wrong := not_linear(full, self._pass(batch, scale=EIGHTH), hooked):
+            return self._found("backward", math.inf, wrong)
         gap = difference(full, repeated)
         if gap > TOLERANCE:
             # It draws numbers: then each sample draws its own, as in training.
@@ -241,14 +244,14 @@ class _Trial:
 
     def later(self, indices: np.ndarray, found: Coupling) -> Coupling:
         """The same where the model has counted further, after `found` was found at its start."""
-        model = copy.deepcopy(self.start)
+        model = copied(self.start)
         before = numbers(model)
         with self.outside.kept(), KeepFloat64(), Undropped(), FixedStatistics():
             self.job.run_model(model, self._read(indices))
         names = counters(before, numbers(model))
         start = self.start
         for value in LATER if names else ():
-            self.indices, self.start = indices, copy.deepcopy(start)
+            self.indices, self.start = indices, copied(start)
             for name in names:
                 set_counter(self.start, name, value)
             try:
@@ -303,11 +306,12 @@ class _Trial:
 
     def _pass(
         self, batch: Batch, *, seed: int = 1, at: int = 0, samples: range | None = None, backward: bool = True,
-        norms: bool = False,
+        norms: bool = False, scale: float = 1.0,
     ) -> SamplePass:  # fmt: skip
-        """On a copy of the model, so that no pass sees what another left behind. `at`: the
-        place of its first sample among all, or `samples`: the places of all. `norms`: batch norm as in training."""
-        model = copy.deepcopy(self.start)
+        """On a copy of the model, so that no pass sees what another left behind. `at`: the place of its first sample
+        among all, or `samples`: the places of all. `norms`: batch norm as in training. `scale`: of what part of the
+        loss gradients are."""
+        model = copied(self.start)
         if norms:
             model.train()
         drawn: Any = nullcontext()
@@ -325,13 +329,13 @@ class _Trial:
                 raise CountLearns
             if loss.requires_grad and backward:
                 with in_backward:
-                    loss.backward()
+                    (loss * scale).backward()
         gradients = {name: param.grad.to_dense() for name, param in model.named_parameters() if param.grad is not None}
         return SamplePass(float(loss.detach()), float(count), gradients, detached(output))
 
     def _state(self) -> tuple[str, ...]:
         """What one forward changes in the model, batch norm's statistics aside."""
-        model = copy.deepcopy(self.start)
+        model = copied(self.start)
         params = {name: param.detach().clone() for name, param in model.named_parameters()}
         before = HeldNow(module for module in model.modules() if not isinstance(module, _BatchNorm))
         with self.outside.kept(), KeepFloat64(), Undropped(), FixedStatistics() as norms:

@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Literal
 
 from shoal.proof.sample_pass import TOLERANCE, SamplePass, difference, is_average, outputs_differ, over_count, sum_of
 
-Kind = Literal["none", "mean", "count", "count-gradient", "coupled", "padding", "data", "random", "unchecked"]
+Kind = Literal[
+    "none", "mean", "count", "count-gradient", "backward", "coupled", "padding", "data", "random", "unchecked"
+]  # fmt: skip
 """none: samples are independent. mean, count: the loss is no sum, or the count is not what it is a sum over.
-count-gradient: the count depends on the parameters. coupled: samples see each other in the model or in the loss.
+count-gradient: the count depends on the parameters. backward: gradients are not proportional to the loss.
+coupled: samples see each other in the model or in the loss.
 padding: the numbers depend on which samples are read together. data: two reads of the same samples differ.
 random: the model draws numbers that are not dropout. unchecked: it could not be computed."""
+
+
+EIGHTH = 0.125
+"""A power of two: linear functions of it round alike."""
+
+
+def not_linear(full: SamplePass, part: SamplePass, hooked: Collection[str]) -> str:
+    """What is wrong if the gradients of an eighth of the loss (`part`) are not an eighth of its gradients. `hooked`:
+    parameters with hooks on their gradients."""
+    for name in (name for name in full.gradients if name in part.gradients):
+        one, other = EIGHTH * full.gradients[name], part.gradients[name]
+        if one.numel() and float((one - other).abs().max()) > TOLERANCE * float(other.abs().max()):
+            hook = "a hook on it, or " if name in hooked else ""
+            return (
+                f"its backward is not linear: for an eighth of the loss the gradient of {name} is not an eighth of "
+                f"what it was ({hook}a backward that clips, normalises or the like). Gradients are those of a sum of "
+                "losses, on each rank of its own samples, and are divided by the count in the end; limit them by "
+                "Job.clip, or change them in the optimizer's step"
+            )
+    return ""
 
 
 def cause(

@@ -10,8 +10,8 @@ from shoal.job.facts import build_without_memory
 from shoal.layout.layout import facts_of, layout_of
 from shoal.proof.coupling import SamplesCoupled, couples_samples, refusal
 from shoal.proof.options import ProofOptions
-from shoal.proof.resumable import require_state_in_pieces
-from shoal.proof.runs import unflushed_ranks
+from shoal.proof.resumable import follow_samples, require_state_averaged, require_state_in_pieces
+from shoal.proof.runs import by_timing, unflushed_ranks
 from shoal.runtime.compiled import compiled_parts, running_eagerly
 from shoal.runtime.setup import job_from, try_job
 from shoal.strategy import Strategy, contract, dp, parse, require_legal
@@ -34,6 +34,7 @@ def examined(options: ProofOptions) -> dict[str, Any]:
     facts = facts_of(job, layout)
     require_legal(strategy, facts=facts)
     require_state_in_pieces(job, strategy, layout.chain)
+    require_state_averaged(job, strategy)
     # Islands that step by themselves are simulated in one process, and the simulation is compared to the last digit.
     exact = contract(_synchronous(strategy), facts).kind == "exact"
     found = couples_samples(job, strategy=strategy)
@@ -48,7 +49,8 @@ def examined(options: ProofOptions) -> dict[str, Any]:
         # Where samples may depend on each other, their order may mean something.
         "reverse": bool(reversible and not found.state and job.loss_over == "samples"),
         "contract": asdict(contract(strategy, replace(facts, forward_state=tuple(found.state)))), "notes": notes,
-        "undeclared": list(found.state) if strategy.replicas > 1 and job.buffers is None else [],
+        "by_timing": by_timing(strategy),
+        "undeclared": follow_samples(job, found.state) if strategy.replicas > 1 and job.buffers is None else [],
     }  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map
 import shoal
 from shoal.job import Job
 from shoal.job.elementwise import probe
+from shoal.job.gradient_hooks import hooks_of
 from shoal.job.random_optimizer import without_draws
 from shoal.layout.recorded import Ref
 from shoal.layout.trace import CannotTrace, trace
@@ -31,7 +32,7 @@ from shoal.strategy import Strategy
 
 SAMPLES = 8
 """First samples of the data, whose values count: masks and branches follow them."""
-OWN_ROOMS = ("workload", "parallel", "proof", "runtime/step.py", "job", "comm/compress")
+OWN_ROOMS = ("layout", "parallel", "proof", "runtime", "job", "comm/compress", "technique")
 """The parts of Shoal that decide how a model is cut, run it and check it."""
 
 
@@ -55,6 +56,8 @@ def fingerprint(job: Job, model: nn.Module, strategy: Strategy, *, backend: str 
     held = Collected()
     for path, module in model.named_modules():
         held.add_object(f"module {path}", module)
+    for name, param in model.named_parameters():
+        held.add(f"hooks {name}", hooks_of(param))
     held.add("loss", job.loss)
     held.add("options", job.options)
     optimizer = job.optimizer([{"params": [nn.Parameter(torch.zeros(2, 2))]}])

@@ -12,6 +12,7 @@ from torch import nn
 from shoal.job import Job
 from shoal.job.buffers import buffer_modes
 from shoal.job.facts import build_without_memory
+from shoal.job.gradient_hooks import hooks_of
 from shoal.proof.coupling import SamplesCoupled, couples_samples, refusal, splits_batches
 from shoal.proof.data_reads import reads_differ
 from shoal.proof.fingerprint import fingerprint
@@ -92,7 +93,8 @@ def require_independent(job: Job, strategy: Strategy, facts: ModelFacts) -> list
     Raises:
         SamplesCoupled: The loss is a mean, the count is wrong, samples are coupled, or depend on padding.
     """
-    if not splits_batches(strategy):
+    hooked = any(hooks_of(param) for param in build_without_memory(job).parameters())
+    if not splits_batches(strategy) and not hooked:
         return []
     with running_eagerly():
         found = couples_samples(job, within_s=MORE_SAMPLES_S, strategy=strategy)

@@ -53,6 +53,11 @@ class Islands:
     at: Callable[[int, Sequence[Island]], bool] | None = None
     """What the scheme does after a step (from 0), if that is not an exchange every few steps."""
 
+    logs: Sequence[Sequence[Sequence[Any]]] | None = None
+    """Of each island, where timing decides the order of exchanges (`replay.py`),"""
+    pair: Callable[[Any, Any], None] | None = None
+    """and what an exchange of two does to what they keep."""
+
     def share(self, positions: np.ndarray, island: int, *, separate: bool, parts: int) -> list[np.ndarray]:
         """An island's pieces of a batch: of each micro-batch its part, joined unless they are computed separately."""
         each = self.replicas // self.num

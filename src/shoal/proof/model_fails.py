@@ -14,6 +14,9 @@ from shoal.launch.rank import describe
 from shoal.proof.gate import LayoutWrong
 from shoal.strategy import Strategy, recompute
 
+WRITTEN = "more than one element of the written-to tensor refers to a single memory location"
+"""What PyTorch reports where code writes into a parameter that has no memory of its own at the time."""
+
 
 @contextmanager
 def naming_what_cut_it(strategy: Strategy) -> Iterator[None]:
@@ -24,6 +27,11 @@ def naming_what_cut_it(strategy: Strategy) -> Iterator[None]:
     except Exception as error:
         ours = type(error).__module__.partition(".")[0] == "shoal"
         again = strategy.term(recompute) is not None
+        if WRITTEN in str(error) and any(level.zero == 3 for level in strategy.dp_levels):
+            raise LayoutWrong(
+                f"{strategy}: the model writes into parameters outside of the forward of the block that they belong "
+                "to, where zero=3 has not gathered them; write inside, or train with zero=2"
+            ) from error
         if not (axes or again) or ours or describe(error)["network"]:
             raise
         first = (str(error).strip().splitlines() or [""])[0]

@@ -25,6 +25,7 @@ from shoal.job import Job, JobError
 from shoal.job.probe_run import needs_closure
 from shoal.job.random_optimizer import UpdateDraws, draws_numbers
 from shoal.proof.islands import Islands, after_step, agree
+from shoal.proof.replay import replay
 from shoal.proof.rounding import Disturbed, move_by_rounding
 from shoal.runtime.draws import serial_randomness, serial_update
 
@@ -58,8 +59,6 @@ def summed(so_far: torch.Tensor, gradient: torch.Tensor) -> None:
     so_far.mul_(FADING).add_(gradient)
 
 
-
-
 def train_serially(
     job: Job, *, steps: int, micro_batches: int = 1, parts: int = 1, dtype: torch.dtype | None = torch.float64,
     conditions: Callable[[], AbstractContextManager[None]] = nullcontext, updates: Sequence[int] | None = None,
@@ -90,7 +89,9 @@ def train_serially(
     sums: list[tuple[float, float]] = []
     """Of the losses that lead to one update each, and how many they are."""
     per_step = 1 if updates is None else micro_batches
-    for update in range(steps * per_step):
+    if islands is not None and islands.logs is not None:
+        sums = _replayed(job, copies, islands, separate=micro_batches > 1, parts=parts)
+    for update in range(steps * per_step if not sums else 0):
         step, micro = divmod(update, per_step)
         indices = _batch_at(job, counter)
         positions = np.arange(len(indices))
@@ -128,9 +129,27 @@ def train_serially(
         state={name: _elementwise_state(optimizer, param, keys) for name, param in named.items()},
         buffers=dict(first.model.named_buffers()),
         gradients={name: gradient.detach() for name, gradient in first.gradients.items()},
-        frozen={name: param.detach() for name, param in first.model.named_parameters() if not param.requires_grad},
+        frozen={name: param.detach() for name, param in first.model.named_parameters() if name not in named},
         rounding={name: (peak > 0) & (peak <= ROUNDING * top) for name, peak in largest.items()},
     )
+
+
+def _replayed(
+    job: Job, copies: Sequence[_Copy], islands: Islands, *, separate: bool, parts: int
+) -> list[tuple[float, float]]:
+    """The first island's losses and counts, where the order of updates and exchanges is that of a log."""
+    starts = [0]
+
+    def update(island: int, step: int) -> tuple[float, float]:
+        while len(starts) <= step:
+            starts.append(starts[-1] + len(_batch_at(job, starts[-1])))
+        indices = _batch_at(job, starts[step])
+        pieces = islands.share(np.arange(len(indices)), island, separate=separate, parts=parts)
+        return copies[island].update(step, indices, pieces, starts[step], skip_empty=False)
+
+    assert islands.logs is not None
+    assert islands.pair is not None
+    return replay(islands.logs, copies, update, islands.pair)
 
 
 class _Copy:
@@ -216,6 +235,7 @@ class _Copy:
         job, total, count, foreign = self.job, 0.0, 0.0, 0.0
         self.optimizer.zero_grad(set_to_none=True)
         buffers = [buffer.clone() for buffer in self.model.buffers()] if others else []
+        alone = sum(len(piece) > 0 for piece in (*others, *pieces)) == 1
         for at, positions in enumerate((*others, *pieces)):
             if others and at == len(others):
                 foreign = count
@@ -233,11 +253,12 @@ class _Copy:
                     loss, counted = job.loss_of(job.run_model(self.model, batch), batch)
                 if loss.requires_grad:
                     with self.randomness.backward():
-                        loss.backward()
+                        # As a script has it: of the mean, where the batch is in one piece.
+                        (loss / float(counted) if alone and counted else loss).backward()
             total, count = total + float(loss.detach()), count + float(counted)
         self.own_count = count - foreign
         if count:
-            _average(self.named, self.largest, count)
+            _average(self.named, self.largest, 1.0 if alone else count)
             if job.clip is not None:
                 nn.utils.clip_grad_norm_(self.named.values(), job.clip)
         return total, count

@@ -8,6 +8,7 @@ after one forward, and a new one that was given all that a checkpoint would give
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ from shoal.layout.chain import Chain
 from shoal.layout.held_outside import Outside
 from shoal.layout.held_state import HeldNow
 from shoal.proof.counters import LATER, counters, numbers, set_counter
+from shoal.proof.data_reads import same_values
 from shoal.proof.drawing import drawing_alike
 from shoal.strategy import Strategy, pp
+from shoal.strategy.islands import islands
 
 SAMPLES = 8
 TOLERANCE = 1e-7
@@ -70,6 +73,48 @@ def require_state_in_pieces(job: Job, strategy: Strategy, chain: Chain | None) -
             "forward reads it, but a stage runs no code behind its last block, so earlier stages would read old "
             "values. Keep it in a buffer of the model (register_buffer), or change it in the block that reads it"
         )
+
+
+def require_state_averaged(job: Job, strategy: Strategy) -> None:
+    """Refuses islands of a model whose forward changes frozen parameters (an EMA teacher): islands average what they
+    train and buffers, so each would keep a teacher of its own.
+
+    Raises:
+        JobError: With the name of one.
+    """
+    if len(islands(strategy)) == 1:
+        return
+    with torch.random.fork_rng(devices=[]), Outside(job).kept():
+        model = _built(job)
+        with torch.no_grad():
+            # A teacher that starts as its student would not move.
+            for param in (param for param in model.parameters() if param.requires_grad):
+                param.mul_(1.01).add_(0.01)
+        frozen = {name: param for name, param in model.named_parameters() if not param.requires_grad}
+        before = {name: param.detach().clone() for name, param in frozen.items()}
+        try:
+            _loss(job, model, job.train.batch(job.order().indices(0)[:SAMPLES]))
+        except Exception:  # What else is wrong is reported elsewhere.
+            return
+    changed = next((name for name, param in frozen.items() if not same_values(before[name], param)), None)
+    if changed is not None:
+        raise JobError(
+            f"{strategy}: a forward changes the frozen parameter {changed}, and islands average only parameters that "
+            "learn and buffers, so each island would keep its own. Keep it in a buffer of the model (register_buffer), "
+            "or use sync=bsp()"
+        )
+
+
+def follow_samples(job: Job, names: Iterable[str]) -> list[str]:
+    """Of the buffers that a forward changes, those that end otherwise where it sees other samples: not a count of
+    calls, nor a mean of parameters."""
+    order, ends = job.order(), []
+    for at in (0, order.next(0)):
+        with torch.random.fork_rng(devices=[]), Outside(job).kept():
+            model = _built(job)
+            _loss(job, model, job.train.batch(order.indices(at)[:SAMPLES]))
+            ends.append(dict(model.named_buffers()))
+    return [name for name in names if name in ends[0] and not same_values(*(end.get(name) for end in ends))]
 
 
 def _changed_behind(job: Job, first: str) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from shoal.comm.json_exchange import exchange
 from shoal.comm.ledger import BOOK
 from shoal.launch.join import join, leave
 from shoal.layout.held_outside import Outside
@@ -29,8 +30,9 @@ from shoal.strategy import Strategy, parse, pp
 
 
 @running_eagerly()
-def run_serially(options: ProofOptions) -> dict[str, Any]:
-    """The serial run, left behind as a file of tensors, and how far it moves under another order of sums."""
+def run_serially(options: ProofOptions, logs: list[list[Any]] | None = None) -> dict[str, Any]:
+    """The serial run, left behind as a file of tensors, and how far it moves under another order of sums. `logs`: of
+    islands whose exchanges are ordered by timing."""
     job, conditions = for_proof(job_from(options)), Conditions()
     strategy, steps = parse(options.strategy), options.num_steps
     micro, unflushed = options.micro_batches, unflushed_ranks(strategy)
@@ -43,7 +45,7 @@ def run_serially(options: ProofOptions) -> dict[str, Any]:
             return train_serially(
                 job, steps=steps, micro_batches=micro, parts=options.parts, updates=updates,
                 dtype=torch.float64 if options.exact else None, conditions=conditions, disturbed=disturbed,
-                islands=islands_of(strategy),
+                islands=islands_of(strategy, logs),
             )  # fmt: skip
 
     reference = run()
@@ -68,7 +70,7 @@ def run_serially(options: ProofOptions) -> dict[str, Any]:
         for key, drift in follows(reference, other).items():
             tensors[f"follows:{key}"] = torch.maximum(tensors.get(f"follows:{key}", drift), drift)
     save_file({key: real(value).contiguous().clone() for key, value in tensors.items()}, options.reference)
-    described = _described(micro, options.parts, exact=options.exact, islands=islands_of(strategy))
+    described = _described(micro, options.parts, exact=options.exact, islands=islands_of(strategy, logs))
     return {
         "losses": reference.losses, "described": described, "widened": widened, "elements": elements,
         "conditioning": conditioning,
@@ -88,15 +90,18 @@ def run_in_parallel(options: ProofOptions) -> dict[str, Any]:
         with Outside(job).kept():
             report |= train_steps(ready, steps)
         with ready.engine.consensus():
+            if by_timing(strategy):
+                report |= replayed(ready, options)
             report |= compare(ready, options.reference)
         ready.close()
+    if options.exact and not by_timing(strategy):
         narrow = prepare(job, strategy, rank=me.rank, backend=me.backend, device=me.device)
         train_steps(narrow, steps)
         # What is rounding of a zero in float64 is rounding in float32 too, only larger.
         with narrow.engine.consensus():
             rows = compare(narrow, options.reference, zero_gradient=math.inf)["worst"]
         report["float32_drift"] = max((row[0] for row in rows), default=0.0)
-    else:
+    if not options.exact:
         ready = prepare(job, strategy, rank=me.rank, backend=me.backend, device=me.device)
         report |= train_steps(ready, steps) | {"worst": [], "zero_gradient": [], "declared": {}}
     leave()
@@ -129,7 +134,25 @@ def train_steps(ready: Prepared, steps: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def islands_of(strategy: Strategy) -> Islands | None:
+def by_timing(strategy: Strategy) -> bool:
+    """Whether timing decides the order in which islands exchange: such a run is proven by replaying its log."""
+    return any(isinstance(level.sync, Scheme) and level.sync.pairs(0, level.n) for level in strategy.dp_levels)
+
+
+def replayed(ready: Prepared, options: ProofOptions) -> dict[str, Any]:
+    """After a run of such islands, in their consensus: the first rank replays the logs of all, and leaves the result
+    behind as the serial run. All ranks call it alike."""
+    outer = ready.engine.outer
+    assert outer is not None
+    assert outer.pairs is not None
+    logs = [row["log"] for row in exchange({"log": outer.pairs.log})]
+    serial = run_serially(options, logs) if outer.pairs.island == 0 else None
+    exchange({})  # The file is there.
+    BOOK.take()
+    return {} if serial is None else {"serial": serial}
+
+
+def islands_of(strategy: Strategy, logs: list[list[Any]] | None = None) -> Islands | None:
     level = next((level for level in strategy.dp_levels if isinstance(level.sync, Scheme)), None)
     if level is None:
         return None
@@ -140,6 +163,7 @@ def islands_of(strategy: Strategy) -> Islands | None:
         begin=partial(Kept, scheme), exchange=scheme.simulate,
         agreed=None if scheme.equal else scheme.simulate_agreed, at=scheme.simulate_step,
         start=getattr(getattr(scheme, "plan", None), "start", 0),
+        logs=logs, pair=scheme.simulate_pair,
     )  # fmt: skip
 
 
@@ -153,6 +177,8 @@ def _described(micro_batches: int, parts: int, *, exact: bool, islands: Islands 
     pieces = micro_batches * parts
     how = "each global batch at once" if pieces == 1 else f"per micro-batch: the same {pieces} parts of each batch"
     if islands is not None:
-        how = f"{islands.num} islands simulated one after the other, exchanging every {islands.every} steps; {how}"
-        how = how.replace("each global batch", "an island's part of a batch")
+        ordered = f"simulated one after the other, exchanging every {islands.every} steps"
+        if islands.logs is not None:
+            ordered = "their updates and exchanges replayed in the order of their own logs"
+        how = f"{islands.num} islands, {ordered}; {how}".replace("each global batch", "an island's part of a batch")
     return f"one process, plain PyTorch, {'float64' if exact else 'float32'}, {how}"

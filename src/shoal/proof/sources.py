@@ -20,6 +20,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from shoal.layout.held_outside import names_in
+from shoal.layout.held_state import slots_of
+
 FOREIGN = frozenset({"torch", "numpy", "builtins", *sys.stdlib_module_names})
 """Modules that count by their version, or not at all."""
 MOST_BYTES = 1 << 20
@@ -114,11 +117,7 @@ class Collected:
 def attributes(value: Any) -> Iterator[tuple[str, Any]]:
     """What an object holds, in its dictionary and in its slots."""
     yield from sorted(getattr(value, "__dict__", {}).items())
-    for cls in type(value).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                yield name, getattr(value, name)
+    yield from ((name, getattr(value, name)) for name in slots_of(value) if hasattr(value, name))
 
 
 def digest_of_tensor(tensor: torch.Tensor) -> str:
@@ -133,7 +132,7 @@ def digest_of_tensor(tensor: torch.Tensor) -> str:
 
 def _named(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """What a function's code names: globals, what it reads of modules among them, its closure and defaults."""
-    names = set(_names(function.__code__))
+    names = set(names_in(function.__code__))
     spaces: list[tuple[str, Mapping[str, Any]]] = [("", function.__globals__)]
     entered: set[int] = set()
     for prefix, space in spaces:  # Grows while it is walked.
@@ -173,13 +172,6 @@ def _code_of(code: types.CodeType) -> Iterator[str]:
             yield from _code_of(constant)
         else:
             yield repr(sorted(constant, key=repr) if isinstance(constant, frozenset) else constant)
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
 
 
 def _file_of(thing: Any) -> str | None:

@@ -2,7 +2,8 @@
 
 Nothing here is read off a running engine but what only a run can know: which parameters had no gradient in a step that
 compresses, how routers of a mixture of experts decided (`routing.py`, `regions_seen.py`), which blocks a model has left
-out (`blocks_seen.py`), and what attention written by hand gathers under cp.
+out (`blocks_seen.py`), what attention written by hand gathers under cp, and how often others asked an island
+(asynchronous gossip).
 """
 
 from __future__ import annotations
@@ -117,7 +118,9 @@ class Expected:
             gathers=self.blocks.gathers if self.blocks is not None and self.blocks.any else None,
         )  # fmt: skip
         last = max(0, self.engine.clock - 1)
-        return replace(found, calls=(*found.calls, *outer_calls(self.held, found, last)))
+        pairs = None if self.engine.outer is None else self.engine.outer.pairs
+        asked = 0 if pairs is None else pairs.asked
+        return replace(found, calls=(*found.calls, *outer_calls(self.held, found, last, asked=asked)))
 
     def _calls(self, forwards: Sequence[Forward], total: int) -> Iterator[Call]:
         placed = axis_calls(self.held, forwards, total=total, regions=self.regions is None)

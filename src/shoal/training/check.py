@@ -17,7 +17,7 @@ from shoal.layout.layout import facts_of, layout_of
 from shoal.parallel.runnable import require_runnable
 from shoal.proof.gate_question import question, require_independent
 from shoal.proof.proven import is_proven
-from shoal.proof.resumable import require_resumable, require_state_in_pieces
+from shoal.proof.resumable import require_resumable, require_state_averaged, require_state_in_pieces
 from shoal.runtime.setup import job_from, try_job
 from shoal.strategy import parse, require_legal
 from shoal.training.options import TrainOptions
@@ -52,6 +52,7 @@ def check(options: TrainOptions, channel: Any) -> dict[str, Any]:
     if options.checkpoint_every != 0:
         require_resumable(job)
     require_state_in_pieces(job, strategy, layout.chain)
+    require_state_averaged(job, strategy)
     asked = question(job, strategy, facts, backend=options.backend) if options.gate else None
     if asked is not None and not asked["skip"] and not is_proven(asked["key"]):
         for message in require_independent(job, strategy, facts):

@@ -12,8 +12,9 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from shoal.common.hindrance import BadHindrance, read_killed_ranks, read_slow_ranks
 from shoal.launch import RankFailed, run_ranks, warm_up
 from shoal.proof.gate import gate_locally
 from shoal.runtime.options import WrongOption
@@ -24,6 +25,9 @@ from shoal.training.options import TrainOptions
 from shoal.training.record.lock import FolderBusy, FolderLock, take
 from shoal.training.record.run import RUN, Run, RunBroken, new_folder, read_json, read_run, write_json
 
+if TYPE_CHECKING:
+    from shoal.job import Job
+
 Listener = Callable[[dict[str, Any]], None]
 
 
@@ -32,7 +36,7 @@ class CannotTrain(ValueError):
 
 
 def train_job(
-    job: str,
+    job: str | Job,
     strategy: str | Strategy | Term = "serial",
     *,
     folder: str | Path | None = None,
@@ -41,22 +45,48 @@ def train_job(
     gate: bool = True,
     **options: Any,
 ) -> Run:
-    """Trains a job by name or file, as `shoal train` does, and returns its record.
+    """Trains a job as `shoal train` does, and returns its record. `shoal.train` is this function.
 
-    `gate`: whether a layout that has not been proven yet is checked first, by two steps in float64.
-    `options`: the other fields of `TrainOptions`.
+    Args:
+        job: A Job, a file that defines one (`"mine.py"`, `"mine.py:name"`), or a built-in one (`"language:tiny"`).
+            Ranks load a file by themselves; of a Job object they are forks of this process.
+        strategy: Text or terms: `"dp(2, zero=1)"` or `dp(2, zero=1) * tp(2)`.
+        folder: Where the run is recorded. None: a new folder in `runs`.
+        on_message: Is given what ranks report: steps, metrics, checkpoints, warnings.
+        hang_after_s: Seconds without any progress after which the run is ended.
+        gate: Whether a layout that has not been proven yet is checked first, by two steps in float64.
+        options: The other fields of `TrainOptions`.
+
+    Returns:
+        The record: `run.losses`, `run.step_s`, `run.ledger`, `run.model()`.
 
     Raises:
         CannotTrain: Something that was given, or the job, cannot be trained as it stands.
+
+    Example:
+        run = shoal.train(job, "dp(2, zero=3)", steps=100)
+        model = run.model()
     """
     _require_call(job, strategy, folder, hang_after_s, on_message)
+    if not isinstance(job, str):
+        from shoal.job.load import named
+        from shoal.launch.fork_of_caller import forking_this_process
+
+        name = named(job)
+        with forking_this_process():
+            return train_job(
+                name, strategy, folder=folder, on_message=on_message, hang_after_s=hang_after_s, gate=gate, **options
+            )
     chosen = parse(strategy) if isinstance(strategy, str) else as_strategy(strategy)
     try:
         given = TrainOptions.from_json({**options, "job": job, "strategy": str(chosen), "folder": folder, "gate": gate})
     except WrongOption as error:
         raise CannotTrain(f"train_job: {error}") from error
     require_legal(chosen)
-    if folder is not None and given.resume is None:
+    if given.go_on:
+        require_go_on(given)
+        given = replace(given, resume=given.folder if can_go_on(Path(given.folder or "")) else None)
+    elif folder is not None and given.resume is None:
         require_free(Path(folder))
     outcome = train_locally(given, chosen.world, hang_after_s=hang_after_s, on_message=on_message)
     return read_run(Path(outcome["folder"]))
@@ -64,10 +94,10 @@ def train_job(
 
 def _require_call(job: Any, strategy: Any, folder: Any, hang_after_s: Any, on_message: Any) -> None:
     """Refuses what would otherwise be dropped silently, or fail far from its cause."""
-    if not isinstance(job, str):
+    if not isinstance(job, str) and not _is_job(job):
         raise CannotTrain(
-            f"train_job was given a {type(job).__name__}; ranks are processes of their own and load the job again, so "
-            'give the file that defines it, such as "mine.py" or "mine.py:name"'
+            f"train_job was given a {type(job).__name__}; give a shoal.Job, the file that defines one, such as "
+            '"mine.py" or "mine.py:name", or the name of a built-in one'
         )
     if not isinstance(strategy, (str, Strategy, Term)):
         raise CannotTrain(
@@ -79,6 +109,15 @@ def _require_call(job: Any, strategy: Any, folder: Any, hang_after_s: Any, on_me
         raise CannotTrain(f"hang_after_s is {hang_after_s!r}; expected seconds, at least 1")
     if not callable(on_message):
         raise CannotTrain(f"on_message is {on_message!r}; expected a function that takes a message")
+
+
+def _is_job(given: Any) -> bool:
+    """Whether it is a Job, without loading torch for what is none."""
+    if type(given).__module__ != "shoal.job.job":
+        return False
+    from shoal.job.job import Job
+
+    return isinstance(given, Job)
 
 
 def require_emulation(described: str, world: int, backend: str | None) -> None:
@@ -93,6 +132,28 @@ def require_emulation(described: str, world: int, backend: str | None) -> None:
         )
     if backend not in (None, "shoal"):
         raise CannotTrain(f"--emulate needs the shoal backend, and --backend {backend} was given; leave one out")
+
+
+def require_hindrances(options: TrainOptions, world: int) -> None:
+    """Refuses slow or failing ranks that cannot be meant, before any rank starts."""
+    try:
+        read_slow_ranks(options.straggler, world=world)
+        read_killed_ranks(options.fail, world=world)
+    except BadHindrance as error:
+        raise CannotTrain(str(error)) from None
+
+
+def require_go_on(options: TrainOptions) -> None:
+    """Refuses to go on with a run that is not named."""
+    if options.folder is None:
+        raise CannotTrain("--go-on resumes the run in a folder, or starts it there; name it: --folder runs/NAME")
+    if options.resume is not None:
+        raise CannotTrain(f"--go-on finds the checkpoint by itself; leave out --resume {options.resume}")
+
+
+def can_go_on(folder: Path) -> bool:
+    """Whether there is a checkpoint to go on from; those that are broken are found out later."""
+    return any((folder / "checkpoints").glob("step-*/checkpoint.json"))
 
 
 def require_free(folder: Path) -> None:
@@ -113,6 +174,7 @@ def train_locally(options: TrainOptions, world: int, *, hang_after_s: float, on_
     """Checks, chooses the folder, runs; returns rank 0's outcome with the memory of the rank that needed most."""
     if options.emulate is not None:
         require_emulation(options.emulate, world, options.backend)
+    require_hindrances(options, world)
     warm_up(*MODULES)
     with contextlib.ExitStack() as held:
         # Before a checkpoint in it is chosen: ranks of a killed run may still be writing one.

@@ -37,13 +37,15 @@ from shoal.proof.one_step import gate_here
 from shoal.runtime.setup import Prepared, job_from, prepare, staleness
 from shoal.strategy import parse
 from shoal.training.check import TrainingStopped, require_job_of, resume_point, warning
+from shoal.training.hindered import Hindered
+from shoal.training.local import can_go_on
 from shoal.training.lost_islands import LostIslands
 from shoal.training.options import TrainOptions
 from shoal.training.pace import Pace
 from shoal.training.record import lock
 from shoal.training.record.lock import FolderBusy, FolderLock
 from shoal.training.record.recorder import Recorder, new_folder, tracing
-from shoal.training.record.run import Status
+from shoal.training.record.run import RUN, Status
 
 
 def train(options: TrainOptions, channel: Any) -> dict[str, Any]:
@@ -61,6 +63,8 @@ def train(options: TrainOptions, channel: Any) -> dict[str, Any]:
         chosen = {"folder": str(new_folder(Path("runs"), job.name)) if me.rank == 0 else None}
         options = replace(options, folder=exchange(chosen)[0]["folder"])
     folder = Path(options.folder or "")
+    if options.go_on and options.resume is None and exchange({"found": can_go_on(folder)})[0]["found"]:
+        options = replace(options, resume=str(folder))
     with _locked(folder, options.lock, me.rank, channel):
         ready = prepare(job, strategy, rank=me.rank, backend=me.backend, device=me.device)
         run = TrainingRun(ready, options, folder, channel, rank=me.rank)
@@ -116,14 +120,16 @@ class TrainingRun:
         self.stopping = False
         self.pace = Pace(period(ready.strategy))
         self.lost = LostIslands(ready, channel, rank=rank)
+        self.hindered = Hindered(options, rank=rank, world=ready.strategy.world, seed=self.job.seed)
         if options.resume is not None:
             self._resume(Path(options.resume))
         self.recorder: Recorder | None = None
         if rank == 0:
+            known = (self.folder / RUN).exists()  # One that was started and wrote no checkpoint begins again.
             self.recorder = Recorder(
                 self.folder, job_name=self.job.name, strategy=str(ready.strategy), world=ready.strategy.world,
                 seed=self.job.seed, arguments=options.recorded(),
-                resumed_at=self.step if options.resume is not None else None,
+                resumed_at=self.step if options.resume is not None or (options.go_on and known) else None,
             )  # fmt: skip
 
     def _resume(self, path: Path) -> None:
@@ -177,6 +183,7 @@ class TrainingRun:
 
     def _one_step(self) -> None:
         started = time.perf_counter()
+        self.hindered.before_step(self.step + 1)
         self.engine.stop_requested = bool(self.channel.stop_requested)
         lr_factor = self.job.schedule(self.step)
         self.lost.in_step = True
@@ -187,6 +194,7 @@ class TrainingRun:
             raise self._no_number(self.step + 1, error.what, read) from error
         finally:
             self.lost.in_step = False
+        self.hindered.after_step()
         seconds = time.perf_counter() - started
         samples = self.runner.order.next(self.counter) - self.counter
         self.counter += samples

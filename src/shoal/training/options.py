@@ -18,6 +18,9 @@ class TrainOptions(JobOptions):
     """Where the run is recorded. None: that of the resumed run, or a new folder in `runs`."""
     resume: str | None = None
     """A run's folder, or one of its checkpoints, to go on from."""
+    go_on: bool = False
+    """Whether a run in `folder` is resumed, and started if there is none: one command for a start and for every restart
+    by a scheduler."""
     checkpoint_every: int | None = None
     """Steps between checkpoints; 0 writes none. None: four in a run."""
     trace: bool = False
@@ -28,6 +31,10 @@ class TrainOptions(JobOptions):
     """`shoal`, `gloo` or the accelerator's own. None: by the devices here."""
     emulate: str | None = None
     """A slower cluster whose links are emulated (`comm/emulate.py`)."""
+    straggler: str | None = None
+    """Ranks that are slowed on purpose, such as `rank 2: 3x; random 10%: 5x` (`common/hindrance.py`)."""
+    fail: str | None = None
+    """Ranks that kill themselves, such as `rank 3 at step 40`."""
     gate: bool = True
     """Whether a strategy is checked by two steps in float64 before it first trains this job."""
     lock: str | None = field(default=None, metadata={"set by": "train_locally"})

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 from shoal.job import Job, TensorData, cross_entropy
@@ -88,6 +89,33 @@ class LayerDrop(Residual):
         return x if self.training and float(torch.rand(())) < 0.4 else super().through(block, x)
 
 
+def thrice(param: Tensor) -> None:
+    assert param.grad is not None
+    param.grad.mul_(3.0)
+
+
+class Hooked(Residual):
+    """Scales gradients of two parameters by hooks of both kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0][0].weight.register_hook(lambda gradient: 0.1 * gradient)
+        self.blocks[3][2].weight.register_post_accumulate_grad_hook(thrice)
+
+
+class Packed(nn.Module):
+    """A recurrent network on sequences of different lengths, packed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.out = nn.GRU(2, 6, batch_first=True), nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = 1 + (x[:, 0] > 0).long() * (WIDTH // 2 - 1)
+        packed = pack_padded_sequence(x.unflatten(-1, (-1, 2)), lengths, batch_first=True, enforce_sorted=False)
+        return self.out(self.rnn(packed)[1][0])
+
+
 class Recomputing(Residual):
     """Recomputes its blocks by itself."""
 
@@ -114,5 +142,7 @@ frozen = partial(job_of, Frozen)
 penalised = partial(job_of, Penalised, penalised_loss)
 half = partial(job_of, Half)
 layer_drop = partial(job_of, LayerDrop)
+packed = partial(job_of, Packed)
+hooked = partial(job_of, Hooked)
 recomputing = partial(job_of, Recomputing)
 reentrant = partial(job_of, Reentrant)

@@ -190,7 +190,7 @@ def inputs_for(
 
 
 UNMEASURED = 0.82
-"""Matrix products reach this part of the peak where unmeasured (mean of A100, H100, B200, GB200 in `devices.py`).
+"""Matrix products reach this part of the peak where unmeasured (mean of A100, H100, B200, GB200 in `devices.toml`).
 """
 
 

@@ -43,9 +43,16 @@ class Disturbance:
 
     stragglers: tuple[Straggler, ...] = ()
     links: tuple[Links, ...] = ()
+    random: tuple[tuple[float, float], ...] = ()
+    """(chance, factor): in every step each rank computes so much longer with this chance."""
     noise: float = 0.0
     """Each rank's step takes 1 + noise |z| times as long, z normal, drawn for each step."""
     seed: int = 0
+
+    @property
+    def varies(self) -> bool:
+        """Whether every step is another."""
+        return bool(self.noise or self.random)
 
 
 CALM = Disturbance()
@@ -87,7 +94,7 @@ def factors(costs: StepCosts, disturbance: Disturbance, *, step: int) -> Factors
             )
     marked = [*(each.rank for each in disturbance.stragglers), *(each.rank for each in disturbance.links)]
     special = sorted({place_of(rank, costs)[0] for rank in marked})
-    if disturbance.noise:
+    if disturbance.varies:
         special = list(range(costs.replicas))
     rest = costs.replicas - len(special)
     classes = len(special) + (rest > 0)
@@ -100,6 +107,10 @@ def factors(costs: StepCosts, disturbance: Disturbance, *, step: int) -> Factors
         # Members wait for each other at every layer: the slowest of them counts.
         slowest = np.abs(draw.standard_normal((classes, costs.term.n, costs.members))).max(axis=2)
         compute *= 1 + disturbance.noise * slowest
+    draw = np.random.default_rng([disturbance.seed, step, 1])
+    for chance, factor in disturbance.random:
+        struck = (draw.random((classes, costs.term.n, costs.members)) < chance).any(axis=2)
+        compute *= np.where(struck, factor, 1.0)
     number = {replica: place for place, replica in enumerate(special)}
     for straggler in disturbance.stragglers:
         replica, stage = place_of(straggler.rank, costs)

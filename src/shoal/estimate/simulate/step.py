@@ -72,7 +72,7 @@ def simulate_steps(costs: StepCosts, disturbance: Disturbance = CALM, *, steps: 
     quiet, slower = None, 1.0
     clocks = np.zeros(costs.islands)
     for step in range(steps):
-        if disturbance.noise or quiet is None:
+        if disturbance.varies or quiet is None:
             found = factors(costs, disturbance, step=step)
             quiet, slower = _simulated(costs, found, order), float(found.data.max())
         before = clocks.max()

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from shoal.job.gradient_hooks import hooks_of
 from shoal.layout.recorded import Op
 from shoal.layout.tensor.dims import bind
 from shoal.layout.tensor.spread import Graph
@@ -92,6 +93,9 @@ def projections(graph: Graph) -> tuple[dict[str, Projection], dict[str, str]]:
             continue
         known = found.setdefault(path, Projection(path, names[weight], is_convolution=op.name == "convolution"))
         known.ops.append(op.number)
+    for path in found:
+        if any(hooks_of(param) for param in modules[path].parameters(recurse=False)):
+            refused.setdefault(path, "a hook on its gradient would see a part of it")
     for path in refused:
         found.pop(path, None)
     return found, refused

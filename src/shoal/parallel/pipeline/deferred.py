@@ -18,6 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from shoal.comm.ledger import BOOK
+from shoal.job.gradient_hooks import hooks_of
 from shoal.parallel.data import GradientReduction
 
 Place = tuple[int, int]
@@ -34,6 +35,7 @@ class DeferredWeights:
             id(slot.param): (bucket, number, slot.name)
             for bucket in reduction.buckets
             for number, slot in enumerate(bucket.buffer.slots)
+            if not hooks_of(slot.param)
         }
 
     @contextmanager

@@ -25,6 +25,8 @@ from shoal.parallel.consistency import Consistency
 from shoal.parallel.placement import Placement
 from shoal.parallel.sync.compressed import CompressedMoves
 from shoal.parallel.sync.fragments import Portion
+from shoal.parallel.sync.neighbours import NeighbourMessages
+from shoal.parallel.sync.pairs import Pairs
 from shoal.parallel.sync.rounds import Round
 from shoal.parallel.sync.scheme import Kept, Scheme
 from shoal.parallel.sync.streams import PHASE, settle
@@ -68,6 +70,11 @@ class OuterLevel:
         """The root mean square of these distances over all islands, relative to the norm of the slices."""
         self.reset_optimizer: Callable[[], None] = lambda: None
         """The inner optimiser begins anew."""
+        self.messages = NeighbourMessages(self)
+        """To and from neighbours, where a scheme has them."""
+        rule = term.pairs(self.islands.index, self.islands.size)
+        self.pairs = None if rule is None else Pairs(self, rule)
+        """Exchanges of two islands at a time, where a scheme has them."""
         self.on_loss: Callable[[list[int], str], None] = lambda ranks, reason: None
         """Called when islands were lost, with their ranks and the reason."""
 
@@ -121,6 +128,18 @@ class OuterLevel:
         self.consistency.exchanged(self.spread)
         return stopping
 
+    def meet_neighbours(self, known: int, stop: bool) -> bool:
+        """One exchange without a collective: a lost island is missed by its neighbours only, until all islands meet.
+        `known`: the round after which all islands know what this one says now."""
+        round = int(self.kept.numbers["round"])
+        if stop:
+            self.messages.stop_after(known)
+        with BOOK.during(PHASE):
+            self.term.exchange(self, 1 / self.islands.size)
+        self.count, self.steps = 0.0, 0
+        self.consistency.exchanged(self.spread)
+        return self.messages.stops(round)
+
     def together(self, act: Callable[[], T], *, undo: Callable[[], None] = lambda: None) -> T:
         """Does what all islands take part in. Where one is lost meanwhile, those that are left undo it and do it again
         among themselves. Collective over all ranks."""
@@ -130,8 +149,11 @@ class OuterLevel:
 
     def _lose(self, ranks: list[int], reason: str) -> None:
         self.placement.lose(ranks)
+        self.messages = NeighbourMessages(self)
         for flight in self.flights.values():
             flight.works = None  # Its group is no more; those that are left send it again.
+        if self.pairs is not None:
+            self.pairs.close()
         self.on_loss(ranks, reason)
 
     def agree(self) -> list[torch.Tensor]:
@@ -143,11 +165,23 @@ class OuterLevel:
         try:
             with BOOK.during(PHASE):
                 weight = self.count / self._sums(False)[0] if self.term.equal else 1 / self.islands.size
+                if self.pairs is not None:
+                    self.pairs.meet()
                 self.term.agree(self, weight)
+                if not self.term.equal:
+                    self._measure(own)
         except BaseException:
             self.take_back(own)
             raise
         return own
+
+    def _measure(self, own: Sequence[torch.Tensor]) -> None:
+        """How far islands are from what is evaluated, where that is known only when they meet."""
+        pairs = list(zip(own, self.masters, strict=False))
+        norm = sum(float(torch.linalg.vector_norm(agreed)) ** 2 for _, agreed in pairs)
+        apart = self.total(sum(float(torch.linalg.vector_norm(mine - agreed)) ** 2 for mine, agreed in pairs))
+        self.spread = (apart / self.islands.size / norm) ** 0.5 if norm else 0.0
+        self.consistency.measured(self.spread)
 
     def take_back(self, own: Sequence[torch.Tensor]) -> None:
         if own:
@@ -156,16 +190,19 @@ class OuterLevel:
 
     def average(self, weight: float) -> None:
         """Parameters and buffers become their weighted mean over islands."""
-        self._average(self.masters, weight)
+        self._average(self.masters, self.buffers, weight)
+
+    def average_parameters(self, weight: float) -> None:
+        """Parameters become their weighted mean over islands."""
+        self._average(self.masters, [], weight)
 
     def average_buffers(self, weight: float) -> None:
         """Buffers become their weighted mean over islands."""
-        self._average((), weight)
+        self._average([], self.buffers, weight)
 
-    def _average(self, masters: Sequence[torch.Tensor], weight: float) -> None:
+    def _average(self, masters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], weight: float) -> None:
         if self.islands.group is None:
             return
-        buffers = self.buffers
         joined = [self.joined_buffers()] if buffers else []
         own = [flat.clone() for flat in masters]
         works = []
@@ -209,6 +246,20 @@ class OuterLevel:
     def settle(self) -> None:
         """Waits for what is on the wire. Collective over islands."""
         settle(self)
+
+    def close(self) -> None:
+        """Ends what runs in the background, once no island needs it. Collective over islands."""
+        if self.pairs is not None:
+            with BOOK.during("setup"):
+                self.total(0.0)
+            self.pairs.close()
+
+    def total(self, number: float) -> float:
+        """The sum of a number over islands. Collective."""
+        found: Any = torch.tensor([number], dtype=torch.float64, device=self.device)
+        if self.islands.group is not None:
+            dist.all_reduce(found, group=self.islands.group)
+        return float(found)
 
     def _sums(self, stop: bool) -> tuple[float, bool]:
         numbers: Any = torch.tensor([self.count, float(stop), self.apart], dtype=torch.float64, device=self.device)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from shoal.parallel.sync.outer import OuterLevel
+    from shoal.parallel.sync.pairs import PairRule
 
 
 class Kept(dict[str, "list[torch.Tensor]"]):
@@ -61,6 +62,12 @@ class Scheme(SyncTerm):
         """Whether all islands sum their gradients in a step (from 0), as if they were one."""
         return False
 
+    def pairs(self, island: int, islands: int) -> PairRule | None:
+        """How this island exchanges with one other at a time, when it is ready; None for schemes in which islands
+        exchange together. What is exchanged is kept as "model", what a step computed with as "read", and the number of
+        updates as the number "clock" (`pairs.py`)."""
+        return None
+
     def act(self, level: OuterLevel, clock: int, *, stop: bool) -> bool:
         """After each update, of step `clock` (from 0). Returns whether all islands stop here; `stop`: whether this one
         was asked to. Most schemes do nothing but an `exchange` every `period` steps."""
@@ -76,6 +83,10 @@ class Scheme(SyncTerm):
         """The same in one process, for proofs: plain PyTorch, nothing of the engine. `islands` are the parameters of
         each, `kept` what `begin` gave for each. Buffers are averaged by the proof itself."""
         raise TypeError(f"{self} does not define what an exchange does in one process")
+
+    def simulate_pair(self, asking: Kept, asked: Kept) -> None:
+        """An exchange of two islands, in one process, where `pairs` gives a rule."""
+        raise TypeError(f"{self} does not define what an exchange of two does in one process")
 
     def simulate_step(self, clock: int, islands: Sequence[Any]) -> bool:
         """What `act` does, in one process: for schemes that act at other steps than the last of a period. `islands` are

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from shoal.common.numbers import divisors
+from shoal.strategy.graphs import sides
 from shoal.strategy.legality.rule import Breach, Case, RuleTable
 from shoal.strategy.terms.axes import dp, ensemble, pp
 from shoal.strategy.terms.modifiers import amp
 from shoal.strategy.terms.numerals import count, counted
-from shoal.strategy.terms.sync import asp, bsp, gossip, softsync, ssp
+from shoal.strategy.terms.sync import asp, bsp, softsync, ssp
 from shoal.strategy.terms.via import allreduce
 
 rule = RuleTable()
@@ -131,52 +132,6 @@ def softsync_waits_for_one(case: Case, index: int, level: dp) -> Breach | None:
     )
 
 
-@rule(dp, gossip, why="A torus has two sides of at least two; a prime number of replicas makes only a ring.")
-def a_torus_has_two_sides(case: Case, index: int, level: dp) -> Breach | None:
-    if not isinstance(level.sync, gossip) or level.sync.graph != "torus" or is_composite(level.n):
-        return None
-    mode = level.sync.mode
-    return Breach(
-        level,
-        f"{level.n} is no product of two sides of at least two, so its replicas cannot stand on a torus",
-        lambda: [
-            case.changed(index, sync=gossip("ring", mode)),
-            *case.resized(index, composites_around(level.n)),
-        ],
-    )
-
-
-@rule(
-    dp,
-    gossip,
-    why="Asynchronous gossip can deadlock unless its graph is bipartite (AD-PSGD).",
-)
-def async_gossip_needs_a_bipartite_graph(case: Case, index: int, level: dp) -> Breach | None:
-    if not isinstance(level.sync, gossip) or level.sync.mode != "async" or _is_bipartite(level.sync.graph, level.n):
-        return None
-    graph, even = level.sync.graph, sorted({level.n - level.n % 2, level.n + level.n % 2} - {0})
-    return Breach(
-        level,
-        f"a {graph} graph of {level.n} is not bipartite, so asynchronous pairwise averaging can deadlock (AD-PSGD)",
-        lambda: [
-            case.changed(index, sync=gossip(graph, "sync")),
-            *[case.changed(index, n=size, sync=gossip("ring", "async")) for size in even],
-        ],
-    )
-
-
-@rule(dp, gossip, why="A member of a gossip sends its model, so all of its own replicas must hold the same one.")
-def gossip_members_agree(case: Case, index: int, level: dp) -> Breach | None:
-    outside = any(isinstance(other.sync, gossip) for place, other in case.levels() if place < index)
-    if not outside or isinstance(level.sync, bsp):
-        return None
-    return Breach(
-        level,
-        f"replicas under {level.sync} hold different models, and the gossip outside wants one from each member",
-        lambda: [case.changed(index, sync=bsp(), via=None)],
-    )
-
-
 @rule(dp, why="An outer average must fall on a step at which the inner replicas have just agreed.")
 def periods_nest(case: Case, index: int, level: dp) -> Breach | None:
     inner = level.sync.values().get("h")
@@ -239,7 +194,7 @@ def fp16_skips_together(case: Case, index: int, precision: amp) -> Breach | None
 
 def is_composite(number: int) -> bool:
     """Whether a number is a product of two numbers of at least two."""
-    return any(number % factor == 0 for factor in range(2, int(number**0.5) + 1))
+    return sides(number)[0] > 1
 
 
 def composites_around(number: int) -> list[int]:
@@ -247,15 +202,3 @@ def composites_around(number: int) -> list[int]:
     below = next((candidate for candidate in range(number - 1, 3, -1) if is_composite(candidate)), 0)
     above = next(candidate for candidate in range(number + 1, number + 10) if is_composite(candidate))
     return [below, above] if below else [above]
-
-
-def _is_bipartite(graph: str, replicas: int) -> bool:
-    """Whether the graph of this number of replicas is bipartite."""
-    if replicas <= 2:
-        return True
-    if graph == "ring":
-        return replicas % 2 == 0
-    if graph == "torus":
-        rows = next(rows for rows in range(int(replicas**0.5), 0, -1) if replicas % rows == 0)
-        return all(side % 2 == 0 for side in (rows, replicas // rows) if side > 2)
-    return False  # Exponential and complete graphs of three and more hold triangles.

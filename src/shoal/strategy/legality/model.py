@@ -17,7 +17,8 @@ def _cuttable(case: Case) -> int:
 
 
 def _divide_tensor(case: Case, index: int, cut: tp, parts: int | None, noun: str) -> Breach | None:
-    if parts is None or parts % cut.n == 0:
+    # Where the model was looked into, it is known what is cut: `tp_divides_regions`.
+    if case.facts.tensor_parts is not None or parts is None or parts % cut.n == 0:
         return None
     return Breach(
         cut,
@@ -121,9 +122,6 @@ def cp_in_stages_needs_blocks(case: Case, index: int, context: cp) -> Breach | N
 
 @rule(tp, why="Attention heads are not cut; every rank gets the same number.")
 def tp_divides_heads(case: Case, index: int, cut: tp) -> Breach | None:
-    # Where the model was looked into, it is known what is cut: `tp_divides_regions`.
-    if case.facts.tensor_parts is not None:
-        return None
     return _divide_tensor(case, index, cut, case.facts.heads, "heads")
 
 
@@ -132,22 +130,16 @@ def tp_divides_heads(case: Case, index: int, cut: tp) -> Breach | None:
     why="Heads of keys and values are not cut either, or ranks would attend to keys they do not have.",
 )
 def tp_divides_kv_heads(case: Case, index: int, cut: tp) -> Breach | None:
-    if case.facts.tensor_parts is not None:
-        return None
     return _divide_tensor(case, index, cut, case.facts.kv_heads, "key-value heads")
 
 
 @rule(tp, why="Columns and rows of the matrices are split evenly.")
 def tp_divides_hidden(case: Case, index: int, cut: tp) -> Breach | None:
-    if case.facts.tensor_parts is not None:
-        return None
     return _divide_tensor(case, index, cut, case.facts.hidden, "hidden units")
 
 
 @rule(tp, why="Filters of a convolution are not cut; every rank gets the same number.")
 def tp_divides_channels(case: Case, index: int, cut: tp) -> Breach | None:
-    if case.facts.tensor_parts is not None:
-        return None
     odd = next((channels for channels in case.facts.channels or () if channels % cut.n), None)
     return _divide_tensor(case, index, cut, odd, "channels")
 

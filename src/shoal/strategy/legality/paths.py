@@ -10,7 +10,7 @@ from shoal.strategy.terms.axes import dp
 from shoal.strategy.terms.compress import CompressTerm, compressors, none
 from shoal.strategy.terms.modifiers import amp, offload
 from shoal.strategy.terms.numerals import count, counted
-from shoal.strategy.terms.sync import asp, bsp, gossip, hogwild
+from shoal.strategy.terms.sync import asp, bsp, hogwild
 from shoal.strategy.terms.via import allreduce, ps, shared
 
 rule = RuleTable()
@@ -89,7 +89,7 @@ def shared_memory_sends_nothing(case: Case, index: int, level: dp) -> Breach | N
     why="Some compressions are collectives themselves: they replace an all-reduce, not a server or a neighbour.",
 )
 def sparse_collectives_replace_allreduce(case: Case, index: int, level: dp) -> Breach | None:
-    neighbours = isinstance(level.sync, gossip)
+    neighbours = level.sync.neighbours
     if not level.compress.collective_only or (isinstance(level.via, allreduce) and not neighbours):
         return None
     return Breach(
@@ -139,9 +139,9 @@ def compression_acts_once_a_step(case: Case, index: int, level: dp) -> Breach | 
     )
 
 
-@rule(dp, gossip, why="Gossip goes from neighbour to neighbour; there is no server and no collective to choose.")
+@rule(dp, why="Gossip goes from neighbour to neighbour; there is no server and no collective to choose.")
 def gossip_sends_to_neighbours(case: Case, index: int, level: dp) -> Breach | None:
-    if not isinstance(level.sync, gossip) or level.via == allreduce():
+    if not level.sync.neighbours or level.via == allreduce():
         return None
     return Breach(
         level,

@@ -6,11 +6,12 @@ strategy breaks it and what to try instead.
 
 from __future__ import annotations
 
-from shoal.strategy.legality import batch, levels, loss, model, paths, pipeline, rounds
+from shoal.strategy.legality import batch, graphs, levels, loss, model, paths, pipeline, rounds
 from shoal.strategy.legality.rule import Rule
 
 RULES: tuple[Rule, ...] = (
     *levels.rule.rows,
+    *graphs.rule.rows,
     *rounds.rule.rows,
     *paths.rule.rows,
     *pipeline.rule.rows,

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shoal.strategy.expression import Strategy, as_strategy
-from shoal.strategy.terms import AxisTerm, bsp, elastic, ensemble, gossip, pp, ps
+from shoal.strategy.terms import AxisTerm, bsp, ensemble, pp
 from shoal.strategy.terms.term import Term
 
 SPECTRUM = (
@@ -91,9 +91,6 @@ def _scheduling(strategy: Strategy) -> str:
     found = {"synchronous"}
     for level in strategy.dp_levels:
         found.add(level.sync.scheduling)
-        served = isinstance(level.via, ps) and isinstance(level.sync, elastic)
-        if served or (isinstance(level.sync, gossip) and level.sync.mode == "async"):
-            found.add("asynchronous")  # Replicas average with a centre or a neighbour one at a time, when ready.
     pipeline = strategy.term(pp)
     if pipeline is not None and pipeline.schedule == "pipedream":
         found.add("bounded asynchronous")

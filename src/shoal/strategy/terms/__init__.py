@@ -15,8 +15,6 @@ from shoal.strategy.terms.sync import (
     SyncTerm,
     asp,
     bsp,
-    elastic,
-    gossip,
     hogwild,
     softsync,
     ssp,
@@ -26,7 +24,7 @@ from shoal.strategy.terms.via import ViaTerm, allreduce, ps, shared
 
 __all__ = [
     "REGISTRY", "AxisTerm", "CompressTerm", "ModifierTerm", "SyncTerm", "Term", "ViaTerm", "accumulate",
-    "allreduce", "amp", "asp", "bsp", "cp", "dp", "elastic", "ensemble", "ep", "gossip", "hogwild",
+    "allreduce", "amp", "asp", "bsp", "cp", "dp", "ensemble", "ep", "hogwild",
     "none", "offload", "pp", "ps", "recompute", "shared", "softsync", "spatial", "ssp", "tp",
 ]  # fmt: skip
 

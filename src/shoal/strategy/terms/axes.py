@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 from shoal.strategy.terms.arguments import choice, flag, integer, nested, size
 from shoal.strategy.terms.compress import CompressTerm, none
 from shoal.strategy.terms.numerals import capital, count, counted, share, shares
-from shoal.strategy.terms.sync import SAME_TARGET, SyncTerm, asp, bsp, gossip, hogwild, softsync, ssp
+from shoal.strategy.terms.sync import SAME_TARGET, SyncTerm, asp, bsp, hogwild, softsync, ssp
 from shoal.strategy.terms.term import Promise, Term
 from shoal.strategy.terms.via import ViaTerm, allreduce, ps, shared
 
@@ -79,7 +79,7 @@ class dp(AxisTerm):
             }
             parts.append(moved[self.zero])
         what = "gradients are summed" if self.sync.exchanges == "gradient" else "models are averaged"
-        path = "neighbour to neighbour" if isinstance(self.sync, gossip) else self.via.words()
+        path = self.sync.path or self.via.words()
         if not self.zero:
             parts.append(f"{what} {path}")
         parts.append(self.sync.words())
@@ -92,7 +92,7 @@ class dp(AxisTerm):
         return tuple(promise for promise in both if promise is not None)
 
     def patterns(self) -> tuple[str, ...]:
-        return ("gossip",) if isinstance(self.sync, gossip) else (self.via.pattern(),)
+        return ("gossip",) if self.sync.neighbours else (self.via.pattern(),)
 
 
 class pp(AxisTerm):

@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from shoal.strategy.terms.arguments import choice, integer, real
-from shoal.strategy.terms.numerals import count, counted, every, percent
+from shoal.common.numbers import packed_bytes
+from shoal.strategy.terms.arguments import integer
+from shoal.strategy.terms.numerals import count, counted
 from shoal.strategy.terms.term import REGISTRY, Promise, Term
 
 Exchange = Literal["gradient", "model"]
@@ -41,6 +42,18 @@ class Sendable(NamedTuple):
     exchanged: Callable[[Collection[str], int], list[tuple[str, int]]]
     """The collectives that sum its slices of these parameters over islands, compressed if the level says so, in the
     round of this number: kinds and payload bytes."""
+    island: int
+    """The number of its island, from 0,"""
+    islands: int
+    """of how many."""
+    asked: int = 1
+    """Times that other islands asked it since its last update, where they do so at any time."""
+
+
+def pair_calls(held: Sendable, times: int) -> list[tuple[str, int]]:
+    """Exchanges of two islands, on either side: one message each way, with two numbers."""
+    size = packed_bytes(held.slices, numbers=2)
+    return [(kind, size) for kind in ("recv", "send") for _ in range(times)]
 
 
 class SyncTerm(Term):
@@ -56,6 +69,10 @@ class SyncTerm(Term):
     where = "any links"
     compresses: ClassVar[bool] = True
     """Whether what crosses between replicas can be compressed."""
+    neighbours: ClassVar[bool] = False
+    """Whether islands send to their neighbours in a graph and to no others, so that an exchange has no collective."""
+    path: ClassVar[str] = ""
+    """The way that models take, for explanations, where it is not that of `via`."""
 
     @property
     def period(self) -> int | None:
@@ -191,62 +208,6 @@ class hogwild(SyncTerm):
         if replicas == 1:
             return None
         return Promise("statistical", "hogwild() lets replicas overwrite each other's updates", band=SAME_TARGET)
-
-
-class elastic(SyncTerm):
-    """Elastic averaging (EASGD): every h steps each replica and a centre pull at each other by a part of
-    their difference.
-
-    `rho` is that part, the moving rate of the paper (its learning rate times its elastic coefficient).
-    """
-
-    h: int = integer(1, sample=50)
-    rho: float = real(0.0, 1.0, sample=0.1)
-
-    title = "elastic averaging (EASGD)"
-    exchanges = "model"
-    spectrum = "model averaging / elastic averaging"
-    where = "slow links"
-
-    def words(self) -> str:
-        return (
-            f"replicas explore by themselves; {every(self.h, 'step')} each moves {percent(self.rho)} of "
-            "the way towards "
-            "a common centre, and the centre as much towards it"
-        )
-
-    def drift(self, replicas: int) -> Promise | None:
-        reason = f"elastic({self.h}, {self.rho}) ties replicas to a centre by a force only, so they explore separately"
-        return Promise("statistical", reason, band=SAME_TARGET)
-
-
-class gossip(SyncTerm):
-    """Gossip: no replica knows all others; each averages its weights with its neighbours in a graph."""
-
-    graph: str = choice("ring", "torus", "exponential", "complete")
-    mode: str = choice("sync", "async", "push-sum", default="sync")
-
-    title = "gossip: D-PSGD, AD-PSGD, push-sum"
-    exchanges = "model"
-    spectrum = "model averaging / elastic averaging"
-
-    def words(self) -> str:
-        averaged = {
-            "sync": "after every step each replica averages its weights with its neighbours'",
-            "async": "each replica steps when it can, and averages its weights with one neighbour at a "
-            "time, waiting for no other",
-            "push-sum": "after every step each replica pushes a weighted share of its weights to its "
-            "successors, "
-            "and divides by the weight it has gathered",
-        }
-        article = "an" if self.graph == "exponential" else "a"
-        return f"{averaged[self.mode]}, in {article} {self.graph} graph"
-
-    def drift(self, replicas: int) -> Promise | None:
-        if replicas == 1:
-            return None
-        reason = f'gossip("{self.graph}") mixes neighbours only, so replicas agree on average and not exactly'
-        return Promise("statistical", reason, band=SAME_TARGET)
 
 
 REGISTRY.find("sync")

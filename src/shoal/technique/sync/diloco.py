@@ -60,8 +60,8 @@ class diloco(Averaged):
         if self.quorum:
             return (
                 f"quorum={self.quorum}: rounds that are merged without the slowest islands cannot be trained yet; "
-                "leave quorum out (a killed island delays the others once, and they go on without it), or use eager=True, "
-                "where no island waits within a round"
+                "leave quorum out (a killed island delays the others once, and they go on without it), or use "
+                "eager=True, where no island waits within a round"
             )
         return None
 

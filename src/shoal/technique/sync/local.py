@@ -23,7 +23,7 @@ class local(Averaged):
     """Local SGD: replicas step by themselves and average their weights every h steps."""
 
     h: int = integer(1, sample=50)
-    start: int = integer(0, default=0, kw_only=True)
+    start: int = integer(0, 1_000_000, default=0, kw_only=True)
     state: str = choice("local", "reset", default="local", kw_only=True)
 
     title = "local SGD, periodic averaging"

@@ -1,0 +1,141 @@
+"""Gossip and elastic averaging: islands that stay different, held to a simulation of all of them in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distributed.test_islands import proven
+from distributed.test_lost_islands import lose
+
+Ranks = Callable[..., list[Any]]
+PROVE = "distributed.island_targets:prove_islands"
+TARGETS = "distributed.gossip_targets"
+TWO = [
+    ("norm", "dp(2, sync=elastic(2, 0.3))"), ("uneven", "dp(2, sync=elastic(3, 0.4))"),
+    ("momentum", "dp(2, sync=elastic(1, 0.25))"), ("norm", 'dp(2, sync=gossip("ring"))'),
+    ("uneven", 'dp(2, sync=gossip("one-peer", "push-sum", h=2))'),
+]  # fmt: skip
+THREE = [
+    ("norm", 'dp(3, sync=gossip("ring", h=2))'), ("dropout", 'dp(3, sync=gossip("exponential"))'),
+    ("plain", 'dp(3, sync=gossip("random", h=2, momentum=0.5, lr=0.7))'),
+    ("plain", 'dp(3, sync=gossip("random", momentum=0.5, lr=0.8, pull=0.8))'),
+    ("plain", 'dp(3, sync=gossip("random", "push-sum"))'), ("norm", 'dp(3, sync=gossip("random", "push-sum", h=3))'),
+    ("plain", "dp(3, sync=elastic(2, 0.3))"), ("unused", 'dp(3, sync=gossip("complete"))'),
+]  # fmt: skip
+FOUR = [
+    ("plain", 'dp(4, sync=gossip("torus"))'), ("plain", 'dp(4, sync=gossip("one-peer"))'),
+    ("plain", 'dp(4, sync=gossip("exponential", "push-sum"))'), ("plain", 'dp(4, sync=gossip("random"))'),
+    ("plain", 'dp(2, sync=gossip("ring", h=2)) * dp(2, zero=3)'),
+    ("plain", 'dp(2, sync=gossip("random", "push-sum")) * tp(2)'),
+    ("plain", 'dp(2, sync=gossip("random", h=2, momentum=0.5)) * pp(2, "1f1b", micro=2)'),
+    ("plain", "dp(2, sync=elastic(2, 0.4)) * dp(2, zero=1)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("cases", "world"), [(TWO, 2), (THREE, 3), (FOUR, 4)])
+def test_islands_that_stay_different_train_as_their_simulation(
+    ranks: Ranks, cases: list[tuple[str, str]], world: int
+) -> None:
+    for case, difference in zip(cases, proven(ranks, cases, world=world), strict=True):
+        assert difference < 1e-10, case
+
+
+IDENTITIES = [
+    ("sgd", 'dp(2, sync=gossip("complete"))', "dp(2)"),
+    ("sgd", 'dp(2, sync=gossip("complete", "push-sum"))', "dp(2)"),
+    ("plain", 'dp(2, sync=gossip("complete", h=3))', "dp(2, sync=local(3))"),
+    ("plain", 'dp(2, sync=gossip("one-peer", h=2))', 'dp(2, sync=gossip("random", "push-sum", h=2))'),
+    ("plain", 'dp(2, sync=gossip("random", h=2, momentum=0.5))',
+     'dp(2, sync=diloco(2, lr=1.0, momentum=0.5, form="heavy-ball"))'),
+    ("plain", 'dp(2, sync=gossip("random", h=2, momentum=0.5))', 'dp(2, sync=gossip("random", h=2, momentum=0.4))'),
+]  # fmt: skip
+"""A strategy, and one that is the same; the last is not."""
+
+
+def test_gossip_is_another_scheme_where_their_formulas_agree(ranks: Ranks) -> None:
+    *same, other = zip(*ranks(PROVE, {"cases": IDENTITIES, "steps": 7}, ranks=2), strict=True)
+    for case, rows in zip(IDENTITIES, same, strict=False):
+        assert max(row["difference"] for row in rows if "gradient" not in row["where"]) < 1e-10, case
+    assert max(row["difference"] for row in other) > 1e-6
+
+
+def test_a_complete_graph_of_four_is_the_synchronous_run_with_plain_sgd(ranks: Ranks) -> None:
+    cases = [("sgd", 'dp(4, sync=gossip("complete"))', "dp(4)"), ("sgd", 'dp(4, sync=gossip("ring"))', "dp(4)")]
+    complete, ring = zip(*ranks(PROVE, {"cases": cases, "steps": 6}, ranks=4), strict=True)
+    assert max(row["difference"] for row in complete if "gradient" not in row["where"]) < 1e-10
+    assert max(row["difference"] for row in ring) > 1e-6
+
+
+KEPT_MEANS = [
+    'dp(4, sync=gossip("ring"))', 'dp(4, sync=gossip("one-peer", h=2))', 'dp(4, sync=gossip("random", "push-sum"))',
+    'dp(4, sync=gossip("random", h=2))', "dp(4, sync=elastic(2, 0.2))",
+]  # fmt: skip
+
+
+def test_an_exchange_keeps_what_it_must_and_sends_to_neighbours_only(ranks: Ranks) -> None:
+    """On real values: the mean of all islands; under push-sum, masses and weights; under elastic averaging, islands and
+    centre together."""
+    for text, rows in zip(
+        KEPT_MEANS, zip(*ranks(f"{TARGETS}:kept_sums", KEPT_MEANS, ranks=4), strict=True), strict=True
+    ):
+        for row in rows:
+            assert row["moved"] > 1e-3, text
+            assert row["lost"] < 1e-13, text
+            wanted = {"all_reduce"} if "elastic" in text else {"send", "recv"}
+            assert set(row["kinds"]) == wanted, text
+        if "push-sum" in text:
+            assert len({row["weight"] for row in rows}) > 1, "weights that never differ test nothing"
+
+
+@pytest.mark.parametrize(
+    ("fault", "strategy"),
+    [("wrong_weight", 'dp(4, sync=gossip("ring"))'), ("one_round_behind", 'dp(4, sync=gossip("ring"))'),
+     ("skipped_neighbour", 'dp(4, sync=gossip("ring"))'), ("wrong_pull", "dp(4, sync=elastic(2, 0.2))"),
+     ("weights_stay", 'dp(4, sync=gossip("random", "push-sum"))')],
+)  # fmt: skip
+def test_a_wrong_exchange_is_found(ranks: Ranks, fault: str, strategy: str) -> None:
+    assert proven(ranks, [("plain", strategy)], world=4, target=f"{TARGETS}:{fault}")[0] > 1e-6
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world", "at"),
+    [("dp(2, sync=elastic(4, 0.3))", 2, 4), ("dp(2, sync=elastic(4, 0.3)) * dp(2, zero=3)", 4, 6),
+     ('dp(3, sync=gossip("ring"))', 3, 5), ('dp(3, sync=gossip("random", "push-sum", h=2))', 3, 5),
+     ('dp(2, sync=gossip("random", h=3, momentum=0.5)) * dp(2, zero=1)', 4, 6)],
+)  # fmt: skip
+def test_a_resumed_run_is_the_same_to_the_bit(ranks: Ranks, tmp_path: Path, strategy: str, world: int, at: int) -> None:
+    asked = {"job": "norm", "strategy": strategy, "at": at, "steps": 11, "folder": str(tmp_path)}
+    for row in ranks("distributed.island_targets:resumed", asked, ranks=world):
+        assert row["more"] == row["then"]
+        assert row["same"]
+
+
+@pytest.mark.parametrize("under", ["dp(3)", "dp(3, sync=local(4))"])
+def test_any_strategy_goes_on_from_the_mean_of_a_gossip(ranks: Ranks, tmp_path: Path, under: str) -> None:
+    asked = {"job": "plain", "strategy": 'dp(3, sync=gossip("ring"))', "at": 5, "steps": 8, "folder": str(tmp_path),
+             "under": under}  # fmt: skip
+    rows = ranks("distributed.island_targets:resumed", asked, ranks=3)
+    assert len(rows[0]["then"]) == 3
+    assert under != "dp(3)" or rows[0]["then"] == rows[1]["then"]
+
+
+@pytest.mark.parametrize("strategy", ['dp(4, sync=gossip("ring"))', 'dp(4, sync=gossip("one-peer", "push-sum"))'])
+def test_neighbours_of_a_killed_island_go_on_without_it(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
+    """Killed in step 8: its neighbours leave it out at once, all others when they save."""
+    results, heard, values = lose(ranks, tmp_path, [(2, "step: forward", 8)], strategy)
+    assert [result is None for result in results] == [False, False, True, False]
+    assert results[0]["status"] == "finished"
+    assert [(loss["ranks"], loss["step"]) for loss in results[1]["lost"]] == [([2], 8)]
+    assert [message["step"] for message in heard if message["event"] == "lost"] == [8]
+    assert all(bool(value.isfinite().all()) for value in values.values())
+
+
+def test_a_stop_reaches_all_islands_through_their_neighbours(ranks: Ranks) -> None:
+    """Asked of one island in step 3, with five on a ring: all stop after the same step, without a collective."""
+    rows = ranks(f"{TARGETS}:stopped", {"strategy": 'dp(5, sync=gossip("ring"))', "rank": 2, "at": 3}, ranks=5)
+    assert {row["stopped"] for row in rows} == {5}
+    assert {kind for row in rows for kind in row["kinds"]} <= {"send", "recv"}
