@@ -266,14 +266,14 @@ class OuterLevel:
         if self.islands.group is not None:
             dist.all_reduce(numbers, group=self.islands.group)
         total, stopping, apart = numbers.tolist()
-        self.note_spread(apart)
+        self.note_spread(apart, self.masters)
         return total, stopping > 0
 
-    def note_spread(self, apart: float) -> None:
-        """The sum of `apart` over all islands has arrived."""
-        if self.consistency.rounds:
-            norm = sum(float(torch.linalg.vector_norm(master)) ** 2 for master in self.masters)
-            self.spread = (apart / self.islands.size / norm) ** 0.5 if norm else 0.0
+    def note_spread(self, apart: float, values: Sequence[torch.Tensor]) -> None:
+        """The sum of the squared distances of all islands from their mean has arrived; 0 where there was none yet."""
+        norm = sum(float(torch.linalg.vector_norm(value)) ** 2 for value in values) if apart else 0.0
+        if norm:
+            self.spread = (apart / self.islands.size / norm) ** 0.5
 
     @property
     def device(self) -> torch.device:

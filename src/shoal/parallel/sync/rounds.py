@@ -65,7 +65,8 @@ class Round:
             for flat in self._sums:
                 flat.mul_(self.count)
         self._buffers = level.joined_buffers().mul_(self.count) if self.buffers and level.buffers else None
-        numbers = torch.tensor([self.count, float(self.stop), level.apart], dtype=torch.float64, device=level.device)
+        numbers = torch.tensor([self.count, float(self.stop), self.portion.apart], dtype=torch.float64)
+        numbers = numbers.to(level.device)
         self._numbers = numbers if lengths is None else torch.cat([numbers, lengths * self.count])
         moves = self._sums if self.codec is None else []
         sent = [self._numbers, *moves, *([] if self._buffers is None else [self._buffers])]
@@ -88,7 +89,8 @@ class Round:
         for work in works:
             work.wait()
         total, stop, apart, *lengths = self._numbers.tolist()
-        self.level.note_spread(apart)
+        if self.codec is None:
+            self.level.note_spread(apart, self.portion.views(self.level.masters))
         mean = self._sums
         if self.codec is not None:
             self.codec.restore(self._before)
@@ -100,7 +102,7 @@ class Round:
             merged = Lengths(self.level, self.portion)
             merged.divide(mean, merged.of(mean), torch.tensor(lengths, dtype=torch.float64) / total)
         own = self.moved()
-        self.level.apart = sum(
+        self.portion.apart = sum(
             float(torch.linalg.vector_norm(mine.sub_(flat))) ** 2 for mine, flat in zip(own, mean, strict=True)
         )
         buffers = None if self._buffers is None else self._buffers.div_(total)
