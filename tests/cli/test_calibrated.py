@@ -48,6 +48,25 @@ def test_a_job_of_any_kind_is_planned_for_this_machine(shoal: Shoal, calibrated:
     assert "Best of each family" in shown.out
 
 
+def test_a_plan_for_a_link_ranks_dense_compressed_and_islands(shoal: Shoal, calibrated: Path) -> None:
+    found, dense_s = {}, {}
+    for link in ("400 Gb/s", "1 Mb/s"):
+        done = shoal("plan", "language:tiny", "--cluster", "this", "--link", link, "--json", "--top", "1")
+        assert done.status == 0, done.err
+        found[link] = json.loads(done.out)["over_link"]
+        scores = [row["step_s"] * row["slowdown"] for row in found[link]]
+        assert scores == sorted(scores)
+        assert {"dp(2)", "dp(2, sync=diloco(32))"} <= {row["strategy"] for row in found[link]}
+        dense_s[link] = next(row["step_s"] for row in found[link] if row["strategy"] == "dp(2)") / scores[0]
+    assert dense_s["400 Gb/s"] < 1.5
+    assert dense_s["1 Mb/s"] > 5
+    assert "sync=diloco(" in found["1 Mb/s"][0]["strategy"]
+    shown = shoal("plan", "language:tiny", "--cluster", "this", "--link", "1 Mb/s", "--top", "1")
+    assert f"So: {found['1 Mb/s'][0]['strategy']}" in shown.out
+    for wrong in ("fast", "0 Mb/s", "50"):
+        assert "--link" in shoal("plan", "language:tiny", "--cluster", "this", "--link", wrong).err
+
+
 @pytest.mark.parametrize("option", [("--html", "x.html"), ("--by", "cost"), ("--price", "2"), ("--precision", "bf16")])
 def test_what_a_plan_for_this_machine_cannot_do_is_refused(
     shoal: Shoal, calibrated: Path, option: tuple[str, str]

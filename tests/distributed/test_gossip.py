@@ -70,6 +70,15 @@ def test_a_complete_graph_of_four_is_the_synchronous_run_with_plain_sgd(ranks: R
     assert max(row["difference"] for row in ring) > 1e-6
 
 
+def test_one_island_steps_by_itself(ranks: Ranks) -> None:
+    cases = [
+        ("sgd", 'dp(1, sync=gossip("one-peer"))', "serial"), ("sgd", 'dp(1, sync=gossip("ring", "async"))', "serial"),
+        ("norm", "dp(1, sync=elastic(2, 0.5))", "dp(1, sync=elastic(2, 0.5))"),
+    ]  # fmt: skip
+    for case, rows in zip(cases, zip(*ranks(PROVE, {"cases": cases, "steps": 5}, ranks=1), strict=True), strict=True):
+        assert max(row["difference"] for row in rows) < 1e-10, case
+
+
 KEPT_MEANS = [
     'dp(4, sync=gossip("ring"))', 'dp(4, sync=gossip("one-peer", h=2))', 'dp(4, sync=gossip("random", "push-sum"))',
     'dp(4, sync=gossip("random", h=2))', "dp(4, sync=elastic(2, 0.2))",

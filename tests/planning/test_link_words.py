@@ -75,8 +75,9 @@ def test_servers_take_in_and_give_out_all_models_while_workers_compute() -> None
 
 @pytest.mark.parametrize(
     ("rule", "volume"),
-    [(local(8), 1.0), (diloco(8), 1.0), (gossip("ring", h=4), 2 / 1.75), (gossip("random", h=4), 1 / 1.75)],
-)
+    [(local(8), 1.0), (diloco(8), 1.0), (diloco(8, fragments=4, overlap=1), 1.0), (gossip("ring", h=4), 2 / 1.75),
+     (gossip("random", h=4), 1 / 1.75)],
+)  # fmt: skip
 def test_a_rule_sends_what_it_says_in_a_period(rule: SyncTerm, volume: float) -> None:
     assert exchange_volume(rule, 8) == pytest.approx(volume, rel=1e-3)
 
@@ -88,3 +89,16 @@ def test_islands_of_every_rule_have_an_estimate(sync: str) -> None:
     assert rows.strategy(0) == parse(f"dp(2, sync={sync}) * dp(8)")
     (data_s,) = price_candidates(rows, shape=preset("gpt2:medium"), cluster=place).split_s["data"]
     assert data_s > 0
+
+
+def test_exchanges_that_overlap_hide_behind_computing() -> None:
+    place = cluster("dgx-a100", devices=16)
+    texts = ["diloco(32)", "diloco(32, fragments=4)", "diloco(32, fragments=4, overlap=2)", "diloco(32, eager=True)"]
+    found = []
+    for sync in texts:
+        rows = of_strategies([parse(f"dp(2, sync={sync}) * dp(8)")], global_batch=64)
+        found.append(float(price_candidates(rows, shape=preset("gpt2:medium"), cluster=place).split_s["data"][0]))
+    waits, parts, hidden, eager = found
+    assert parts == pytest.approx(waits, rel=1e-3)
+    assert hidden < parts
+    assert eager < waits

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.cli.output import print_json, write_file
 from shoal.cluster import Cluster, cluster, read_cluster
-from shoal.cluster.calibrated import THIS
+from shoal.cluster.presets import THIS
 from shoal.job import names
 from shoal.planning.counterfactual import changes, what_would_fit
 from shoal.planning.quantities import amount, gigabytes
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from shoal.strategy import ModelFacts, Strategy, SyncTerm
 
 
-AUTO_PERIODS = (8, 32, 128, 512)
-"""Steps between exchanges that `--sync auto` tries, under DiLoCo's rule."""
 MOST_TRIED = 1000
 """Plans, best first, among which `--run` looks for one that the engine can run."""
 
@@ -42,7 +40,7 @@ def plan_command(
     html_file: str | None, run: bool, sequence: int | None = None, precision: str | None = None,
     price: float | None = None, watts: float | None = None, kwh_price: float | None = None, pilot: str | None = None,
     size: str | None = None, profile: str | None = None, sync: str | None = None,
-    optimizer: str = "adamw",
+    optimizer: str = "adamw", link: str | None = None,
 ) -> int:  # fmt: skip
     """Plans, prints, and if asked trains."""
     rules = _rules(sync)
@@ -56,7 +54,9 @@ def plan_command(
             if given is not None:
                 raise CannotPlan(f"{option} {given}: a job on this machine is planned by step time alone; leave it out")
         return _here(what, devices=devices, batch=batch, top=top, as_json=as_json, run=run, size=size,
-                     rules=rules)  # fmt: skip
+                     rules=rules, optimizer=_known(optimizer), link=link)  # fmt: skip
+    if link is not None:
+        raise CannotPlan(f"--link {link}: it is for a job on this machine; a cluster's own file gives its links")
     shape, facts, job_batch = _model(what, size=size, run=run)
     if sequence is not None:
         if facts is not None:
@@ -88,6 +88,7 @@ def _rules(sync: str | None) -> tuple[SyncTerm, ...]:
     if sync is None:
         return ()
     if sync == "auto":
+        from shoal.cli.plan_here import AUTO_PERIODS
         from shoal.strategy import diloco
 
         return tuple(diloco(h) for h in AUTO_PERIODS)
@@ -102,6 +103,14 @@ def _rules(sync: str | None) -> tuple[SyncTerm, ...]:
         known = ", ".join(REGISTRY[name].example() for name in technique_names("sync"))
         raise CannotPlan(f"--sync {sync}: plans know bsp(), which is always among them, and islands; try auto, {known}")
     return (level.sync,)
+
+
+def _known(optimizer: str) -> str:
+    from shoal.estimate.target import OPTIMIZERS
+
+    if optimizer not in OPTIMIZERS:
+        raise CannotPlan(f"--optimizer {optimizer}: expected one of {', '.join(OPTIMIZERS)}")
+    return optimizer
 
 
 def _here(what: str, *, batch: str | None, size: str | None, **options: Any) -> int:
@@ -182,11 +191,9 @@ def _plan(
     rules: tuple[SyncTerm, ...], optimizer: str,
 ) -> Plan:  # fmt: skip
     from shoal.estimate.cost.profile_file import read_profile
-    from shoal.estimate.target import OPTIMIZERS, default_target, read_pilot
+    from shoal.estimate.target import default_target, read_pilot
 
-    if optimizer not in OPTIMIZERS:
-        raise CannotPlan(f"--optimizer {optimizer}: expected one of {', '.join(OPTIMIZERS)}")
-    target = replace(default_target(shape), optimizer=optimizer)
+    target = replace(default_target(shape), optimizer=_known(optimizer))
     if pilot is not None:
         target = read_pilot(pilot, start=target)
     if precision not in (None, "bf16", "fp16", "fp32"):

@@ -12,11 +12,17 @@ from shoal.estimate.steps.read import machine_here
 from shoal.strategy import SyncTerm
 
 FAMILIES = ("dp", "tp", "cp", "pp")
+FEWEST_EXCHANGES = 8
+"""In a run, for a period to be tried over a link."""
+MOST_OVER_LINK = 8
+"""Strategies over a link that are printed."""
+AUTO_PERIODS = (8, 32, 128, 512)
+"""Steps between exchanges of islands that are tried unless they are given, under DiLoCo's rule."""
 
 
 def plan_here_command(
     what: str, *, devices: int | None, batch: int | None, top: int, as_json: bool, run: bool, size: str | None,
-    rules: Sequence[SyncTerm] = (),
+    rules: Sequence[SyncTerm] = (), optimizer: str = "adamw", link: str | None = None,
 ) -> int:  # fmt: skip
     """Plans, prints, and if asked trains."""
     machine, links = machine_here(), read_calibration()
@@ -27,8 +33,9 @@ def plan_here_command(
     from shoal.calibration.job_model import job_model
     from shoal.job import load_job
     from shoal.parallel.runnable import cannot_run
-    from shoal.planning.here import break_even_bandwidths, plan_here
+    from shoal.planning.here import break_even_bandwidths, over_link, plan_here
 
+    rate = None if link is None else _bytes_per_s(link)
     world = devices or machine.ranks
     with emitter(_print, as_json=as_json and not run) as emit:
         job = load_job(what, size=size)
@@ -47,6 +54,14 @@ def plan_here_command(
             + (f", times the steps that {rules[0]} adds" if rules else ""),
             "global_batch": job.global_batch, "world": world, "legal": len(rows), "plans": rows[:top],
             "families": list(best_of.values()),
+            "over_link": [] if rate is None else [
+                {"strategy": str(each.strategy), "step_s": each.step_s, "slowdown": each.slowdown}
+                for each in over_link(
+                    model, machine, links.network.between, bytes_per_s=rate, optimizer=optimizer,
+                    periods=[rule.period for rule in rules if rule.period] or _periods(job.steps),
+                )
+            ],
+            "link": link,
             "crossings_bytes_per_s": break_even_bandwidths(model, machine, links.network.between),
         }  # fmt: skip
         if not (as_json and run):
@@ -56,6 +71,24 @@ def plan_here_command(
     from shoal.cli.plan import train_by
 
     return train_by(ahead[0][0], what, size=size, batch=batch, as_json=as_json)
+
+
+def _periods(steps: int) -> list[int]:
+    """Those of which a run of so many steps has enough."""
+    return [each for each in AUTO_PERIODS if FEWEST_EXCHANGES * each <= steps] or [AUTO_PERIODS[0]]
+
+
+def _bytes_per_s(link: str) -> float:
+    from shoal.cli.plan import CannotPlan
+    from shoal.files.quantities import BadQuantity, rate
+
+    try:
+        found = rate(link)
+    except BadQuantity as error:
+        raise CannotPlan(f"--link {error}") from None
+    if found <= 0:
+        raise CannotPlan(f"--link {link}: expected a rate above 0")
+    return found
 
 
 def _row(strategy: Any, estimate: Any) -> dict[str, Any]:
@@ -91,6 +124,17 @@ def _print(report: dict[str, Any]) -> None:
         if heading:
             console.print(Text(heading, style="bold"))
         console.print(table)
+    if report["over_link"]:
+        first, dense = report["over_link"][0], next(row for row in report["over_link"] if row["strategy"] == "dp(2)")
+        console.print()
+        console.print(Text(f"On two hosts, one rank each, over {report['link']}", style="bold"))
+        for row in report["over_link"][:MOST_OVER_LINK]:
+            sooner = dense["step_s"] / (row["step_s"] * row["slowdown"])
+            words = f"{seconds(row['step_s'])} a step, {row['slowdown']:.3g} times the steps"
+            console.print(
+                Text(f"  {row['strategy']}: {words}; to the target {sooner:.3g} times as fast as dp(2)"), soft_wrap=True
+            )
+        console.print(Text(f"  So: {first['strategy']}"))
     if report["crossings_bytes_per_s"]:
         below = ", ".join(f"{name} {8e-9 * rate:.2g}" for name, rate in report["crossings_bytes_per_s"].items())
         console.print()

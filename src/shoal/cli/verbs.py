@@ -131,6 +131,9 @@ def plan(
         str | None,
         typer.Option(help="Also plan islands that exchange now and then: local(8), or auto for several periods."),
     ] = None,
+    link: Annotated[
+        str | None, typer.Option(help='A job on this machine: what to do over this link to another host, "50 Mb/s".')
+    ] = None,
     optimizer: Annotated[
         str, typer.Option(help="sgd, adamw or muon: what staleness and local steps cost it (stated assumptions).")
     ] = "adamw",
@@ -147,7 +150,7 @@ def plan(
         plan_command(
             what, cluster_name=cluster, devices=devices, batch=batch, by=by, top=top, as_json=as_json, html_file=html,
             run=run, sequence=sequence, precision=precision, price=price, watts=watts, kwh_price=kwh_price, pilot=pilot,
-            size=size, profile=profile, sync=sync, optimizer=optimizer,
+            size=size, profile=profile, sync=sync, optimizer=optimizer, link=link,
         )
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Clusters by name: the nodes of `clusters.toml`, as many as the user asks for.
+"""Clusters by name: the nodes of `clusters.toml`, as many as the user asks for, or this machine as it was calibrated.
 
 Latencies are of one hop of a ring, as they appear inside collectives (fitted, see `estimate/cost/constants.py`).
 """
@@ -8,12 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.cluster.calibrated import THIS, cluster_here
-from shoal.cluster.cluster import BadCluster, Cluster, Level
+from shoal.cluster.cluster import BadCluster, Cluster, Device, Level
 from shoal.cluster.devices import device
+from shoal.comm.calibration import read_calibration_file
 from shoal.common.suggest import did_you_mean
 from shoal.files.toml import read_toml
 
+THIS = "this"
+"""The name of the machine that Shoal runs on; known once it has been calibrated."""
 NVLINK_HOP_S = 7e-6
 """A hop inside a node (fitted: collectives of 2 to 8 ranks, nccl-tests on A100, H100, H200 and B200)."""
 NETWORK_HOP_S = 25e-6
@@ -67,3 +69,25 @@ def cluster(name: str, *, devices: int | None = None) -> Cluster:
     )
     full = Cluster(name=key, device=device(preset.device), levels=levels, devices=preset.node * preset.nodes)
     return full if devices is None else full.resized(devices)
+
+
+def cluster_here() -> Cluster:
+    """This host: a device is one rank's share of it.
+
+    Raises:
+        BadCluster: It was not calibrated, or only its links were.
+        WrongCalibration: The calibration file cannot be right.
+    """
+    found = read_calibration_file()
+    machine = found.machine if found is not None else None
+    if found is None or machine is None or "linear" not in machine.products:
+        raise BadCluster("this machine has not been calibrated; run `shoal calibrate` first")
+    rate = machine.products["linear"].forward.flops
+    part = Device(
+        name="this machine", peak_flops={"fp32": rate}, matmul_flops={"fp32": rate},
+        memory_bytes=machine.memory_bytes / machine.ranks, memory_bytes_per_s=machine.memory_bytes_per_s, sms=1,
+        origin="shoal calibrate",
+    )  # fmt: skip
+    link = found.links.inside
+    level = Level(ranks=machine.ranks, bytes_per_s=1 / link.byte_s, latency_s=link.latency_s)
+    return Cluster(name=THIS, device=part, levels=(level,), devices=machine.ranks)

@@ -99,6 +99,12 @@ class Setting:
         parts_s = (self._compressed_bucket_s(term, codec, bucket, link) for bucket in self.computing.buckets)
         return self.computing.step_s + sum(parts_s)
 
+    def islands_s(self, period: int, bytes_per_s: float) -> float:
+        """A step of islands that average their models every `period` steps, with its part of that."""
+        link = self.ends.at(bytes_per_s, latency_s=self.latency_s)
+        nbytes = sum(bucket.nbytes for bucket in self.computing.buckets)
+        return self.computing.step_s + collective_s("all_reduce", nbytes, self.ranks, link) / period
+
     def overtakes(self, term: CompressTerm, codec: Codec, *, slowdown: float = 1.0) -> float:
         """Bytes a second below which compressed steps win: 0 if they never do, inf if always. `slowdown`: how many
         compressed steps do for one dense step, for the time to a target in place of the time of a step.

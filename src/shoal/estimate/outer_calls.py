@@ -78,6 +78,12 @@ def exchange_volume(sync: SyncTerm, islands: int) -> float:
     return sum(sent(kind, payload_bytes=size, ranks=islands).bytes for kind, size in calls) / dense
 
 
+def hidden_steps(sync: SyncTerm, period: int) -> int:
+    """Steps that go on while an exchange is under way; 0 where islands wait for it."""
+    given = sync.values()
+    return period if given.get("eager") else int(given.get("overlap", 0))
+
+
 def _sent(held: Held, table: ShardTable) -> Sendable:
     floats = held.float_numbers() * NUMBER_BYTES * (2 if held.shapes.complex_floats else 1)
 

@@ -21,13 +21,14 @@ from shoal.estimate.shard_table import BUCKET_BYTES
 from shoal.estimate.steps.machine import Machine
 from shoal.estimate.steps.model import JobModel
 from shoal.estimate.steps.price import price_step
-from shoal.estimate.target import local_slowdown
+from shoal.estimate.target import SLOWDOWNS, local_slowdown
 from shoal.strategy import (
     ModelFacts,
     Strategy,
     SyncTerm,
     accumulate,
     cp,
+    diloco,
     dp,
     is_legal,
     pp,
@@ -35,7 +36,7 @@ from shoal.strategy import (
     shared,
     tp,
 )
-from shoal.strategy.terms.compress import compressors
+from shoal.strategy.terms.compress import CompressTerm, compressors
 from shoal.strategy.terms.term import Term
 
 MOST_RANKS = 16
@@ -118,19 +119,66 @@ def _pipelines(stages: int) -> Iterator[pp]:
 def break_even_bandwidths(model: JobModel, machine: Machine, link: LinkTimes) -> dict[str, float]:
     """Bytes a second between two hosts, one rank on each, below which compressed gradients beat dense ones: by
     compression, those that never do left out. `link` is what messages cost at its ends."""
+    setting, found = _setting(model, machine, link), {}
+    for term, codec in _codecs(machine).items():
+        rate = setting.overtakes(term, codec)
+        if 0 < rate < float("inf"):
+            found[str(term)] = rate
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OverLink:
+    """A strategy of two hosts, one rank each, joined by a link."""
+
+    strategy: Strategy
+    step_s: float
+    slowdown: float
+    """Steps to a target, relative to dense gradients."""
+
+    @property
+    def score_s(self) -> float:
+        """Seconds for what one dense step learns."""
+        return self.step_s * self.slowdown
+
+
+def over_link(
+    model: JobModel, machine: Machine, link: LinkTimes, *, bytes_per_s: float, periods: Sequence[int],
+    optimizer: str = "adamw",
+) -> list[OverLink]:  # fmt: skip
+    """Dense gradients, every compression that was timed on this machine, and islands of each period, best first."""
+    setting = _setting(model, machine, link)
+    found = [OverLink(strategy=Strategy(dp(2)), step_s=setting.dense_s(bytes_per_s), slowdown=1.0)]
+    for term, codec in _codecs(machine).items():
+        step_s = setting.compressed_s(term, codec, bytes_per_s)
+        found.append(OverLink(strategy=Strategy(dp(2, compress=term)), step_s=step_s,
+                              slowdown=SLOWDOWNS[type(term).__name__]))  # fmt: skip
+    for period_ in periods:
+        found.append(OverLink(
+            strategy=Strategy(dp(2, sync=diloco(period_))), step_s=setting.islands_s(period_, bytes_per_s),
+            slowdown=local_slowdown(period_, optimizer=optimizer),
+        ))  # fmt: skip
+    return sorted(found, key=lambda each: (each.score_s, str(each.strategy)))
+
+
+def _setting(model: JobModel, machine: Machine, link: LinkTimes) -> Setting:
+    """Two hosts of one rank each that train the job."""
     dense = price_step(model, Strategy(dp(2)), machine)
     assert dense.step_s is not None
     computed_s = dense.step_s - dense.step_split["data"]
-    setting = Setting(
+    return Setting(
         computing=Computing(step_s=computed_s, buckets=_buckets(model, dense.step_split["compute"])),
         ends=Ends(times=link, background_byte_s=machine.background_byte_s),
     )
+
+
+def _codecs(machine: Machine) -> dict[CompressTerm, Codec]:
+    """Compressions with what they cost here."""
     found = {}
     for term in (term for method in compressors() for term in method.measured()):
         times = named(machine.codecs, term)
-        rate = setting.overtakes(term, Codec(tensor_s=times[0], element_s=times[1])) if times is not None else 0.0
-        if 0 < rate < float("inf"):
-            found[str(term)] = rate
+        if times is not None and term.ring_bytes(1.0, 1.0, ranks=2, itemsize=4) is not None:
+            found[term] = Codec(tensor_s=times[0], element_s=times[1])
     return found
 
 

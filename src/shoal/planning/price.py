@@ -21,7 +21,7 @@ from shoal.estimate.cost.price import SPLIT, step_split_s
 from shoal.estimate.cost.schedule import stages
 from shoal.estimate.cost.weights import weights
 from shoal.estimate.errors import MEMORY_ERROR
-from shoal.estimate.outer_calls import exchange_volume
+from shoal.estimate.outer_calls import exchange_volume, hidden_steps
 from shoal.estimate.simulate.costs import StepCosts, step_costs
 from shoal.planning.candidates import COLUMNS, COMPRESSORS, ORDERS, Candidates, Column
 from shoal.shapes.shape import Transformer
@@ -216,7 +216,8 @@ def _between_groups_s(rows: Candidates, inputs: Inputs, split: Mapping[str, Colu
     # Islands average all that a rank holds of the parameters, with nothing to hide behind, once in `local` steps.
     held = elements * np.where(rows.zero == 0, rows.dp, 1)
     volume = _volume(rows)
-    average_s = links.ring_s(SCALE_BYTES * held, rounds=2.0) * volume
+    computing_s = split["compute"]
+    average_s = _waited_s(rows, links.ring_s(SCALE_BYTES * held, rounds=2.0) * volume, computing_s)
     found = np.where(rows.local > 0, average_s / np.maximum(1, rows.local), shown_s)
     for code, term in enumerate(COMPRESSORS):
         here = rows.compress == code
@@ -229,8 +230,18 @@ def _between_groups_s(rows: Candidates, inputs: Inputs, split: Mapping[str, Colu
         sent = term.ring_bytes(encoded, sides, ranks=rows.outer, itemsize=SCALE_BYTES)
         assert sent is not None, f"{term} has no estimate"
         exchange_s = links.ring_s(sent[0], rounds=sent[1]) + work_s
-        found = np.where(here, exchange_s * volume / np.maximum(1, rows.local), found)
+        period_s = np.where(rows.local > 0, _waited_s(rows, exchange_s * volume, computing_s), exchange_s)
+        found = np.where(here, period_s / np.maximum(1, rows.local), found)
     return found
+
+
+def _waited_s(rows: Candidates, period_s: Column, computing_s: Column) -> Column:
+    """What of the exchanges of a period shows: those that overlap with steps hide behind their computing."""
+    if rows.sync is None:
+        return period_s
+    parts = max(1, len(rows.sync.moments))
+    behind = np.array([hidden_steps(rows.sync, int(steps)) for steps in np.atleast_1d(rows.local)])
+    return np.asarray(parts * np.maximum(0.0, period_s / parts - behind * computing_s))
 
 
 def _volume(rows: Candidates) -> Column:

@@ -31,7 +31,6 @@ from shoal.layout.held_outside import Outside
 from shoal.layout.held_state import HeldNow
 from shoal.parallel.result import NonFinite
 from shoal.proof.data_reads import same_values, why_data_differ
-from shoal.proof.drawing import drawing_alike
 from shoal.proof.gate import NUMBER, TOLERANCES, is_settled, require_right
 from shoal.proof.gate_compare import Comparison, GradientWatch, Kind, Row, save_serial, worst
 from shoal.proof.gate_conditioning import Moved, allowed, hidden, movement
@@ -39,7 +38,7 @@ from shoal.proof.gate_model import gate_model
 from shoal.proof.gate_question import CannotCheck, question, require_independent
 from shoal.proof.gate_serial import FACTORS, STEPS, serial_steps
 from shoal.proof.model_fails import naming_what_cut_it
-from shoal.proof.undropped import Undropped
+from shoal.proof.undropped import Undropped, drawing_alike
 from shoal.runtime.compiled import running_eagerly
 from shoal.runtime.float64 import KeepFloat64, model_in_float64, to_float64
 from shoal.runtime.setup import prepare

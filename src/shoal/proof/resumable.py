@@ -20,7 +20,7 @@ from shoal.layout.held_outside import Outside
 from shoal.layout.held_state import HeldNow
 from shoal.proof.counters import LATER, counters, numbers, set_counter
 from shoal.proof.data_reads import same_values
-from shoal.proof.drawing import drawing_alike
+from shoal.proof.undropped import drawing_alike
 from shoal.strategy import Strategy, pp
 from shoal.strategy.islands import islands
 

@@ -116,6 +116,8 @@ def train_steps(ready: Prepared, steps: int) -> dict[str, Any]:
     # How often an optimiser with a closure computes the loss depends on the numbers.
     predictable = not ready.engine.optimizer.needs_closure
     ready.watched = GradientSums(ready.engine)
+    if ready.engine.outer is not None and ready.engine.outer.pairs is not None:
+        ready.engine.outer.pairs.log = []
     for step in range(steps):
         BOOK.take()
         with conditions(), naming_what_cut_it(ready.strategy):

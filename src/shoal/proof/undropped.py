@@ -1,13 +1,17 @@
 """Nothing is dropped: a model whose random masks are turned off, for a check in which a serial run and ranks that hold
 parts of the model must compute the same. Dropout modules, rates that modules carry as attributes and calls of the
-library's functions are all covered; what else a model draws can be found out, but not turned off.
+library's functions are all covered; what else a model draws can be
+made the same each time, but not turned off.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -26,15 +30,6 @@ DROPPING = frozenset(
 """Functions whose first argument comes back unchanged if nothing is dropped."""
 DROPOUT_ARGUMENT = 4
 """The place of `dropout_p` among the arguments of attention."""
-
-
-def undropped(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """A function that builds the same model with every rate at 0."""
-
-    def model() -> nn.Module:
-        return without_dropout(build())
-
-    return model
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
@@ -61,3 +56,18 @@ class Undropped(TorchFunctionMode):
             elif "dropout_p" in kwargs:
                 kwargs["dropout_p"] = 0.0
         return func(*args, **kwargs)
+
+
+@contextmanager
+def drawing_alike() -> Iterator[None]:
+    """Inside, whatever draws random numbers draws the same each time."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])

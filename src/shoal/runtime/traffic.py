@@ -24,6 +24,7 @@ from shoal.estimate.shard_table import shard_table
 from shoal.estimate.tensor_traffic import crossing_calls
 from shoal.estimate.traffic import Call, Group, ShardTable
 from shoal.job import Batch, Job
+from shoal.layout.blocks import units
 from shoal.layout.forward import Forward, JobShapes
 from shoal.layout.layout import Layout
 from shoal.layout.observe import job_shapes, observe
@@ -64,9 +65,8 @@ class Expected:
             self.routing.watch(model, [layer for layer in experts.layers if self.held.runs(layer.owner)])
         if self.layout.chooses and self.engine.placement.tensor.size > 1:
             self.regions = RegionsSeen(model, self.held)
-        if self.held.placing.zero == 3 and not self.engine.pipelined:
-            numbers = {each.block for each in self.shapes.parameters if each.trains} - {-1}
-            self.blocks = BlocksSeen(model, [self.shapes.blocks[number] for number in sorted(numbers)])
+        if any(level.zero == 3 for level in self.strategy.dp_levels) and not self.engine.pipelined:
+            self.blocks = BlocksSeen(model, [unit.name for unit in units(model) if unit.name])
 
     def forget(self) -> None:
         """Before a step: what was seen until now (in an evaluation) is not the step's."""

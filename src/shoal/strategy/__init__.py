@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from shoal.strategy.contract import Contract, contract
-from shoal.strategy.explanation import explanation
+from shoal.strategy.explanation import explanation, in_words
 from shoal.strategy.expression import Axis, Strategy, as_strategy
 from shoal.strategy.facts import ModelFacts
 from shoal.strategy.legality.check import IllegalStrategy, Refusal, check, is_legal, require_legal
@@ -24,7 +24,6 @@ from shoal.strategy.terms import REGISTRY
 from shoal.strategy.terms import __all__ as _terms
 from shoal.strategy.terms.arguments import TermError
 from shoal.strategy.text import parse
-from shoal.strategy.words import in_words
 
 serial = Strategy()
 """The strategy without terms: one process, nothing cut."""

@@ -13,8 +13,9 @@ from shoal.strategy.legality.check import check
 from shoal.strategy.mesh_picture import mesh_picture
 from shoal.strategy.taxonomy.place import SPECTRUM, place, spectrum_position
 from shoal.strategy.taxonomy.systems import systems_like
+from shoal.strategy.terms import dp
+from shoal.strategy.terms.numerals import capital
 from shoal.strategy.terms.term import Term
-from shoal.strategy.words import in_words
 
 
 def explanation(
@@ -79,3 +80,17 @@ def explanation(
             for like in systems_like(strategy)
         ],
     }
+
+
+def in_words(strategy: Strategy | Term) -> tuple[tuple[str, str], ...]:
+    """Each term as text, and what it does."""
+    lines = []
+    inside = False
+    for term in as_strategy(strategy).terms:
+        words = capital(term.words())
+        if isinstance(term, dp):
+            # An inner level splits what one replica of the outer level has received.
+            words = f"Inside each replica: {words[:1].lower()}{words[1:]}" if inside else words
+            inside = True
+        lines.append((str(term), words if words.endswith(".") else words + "."))
+    return tuple(lines) or (("serial", "One process trains alone; nothing is cut, and nothing is sent."),)

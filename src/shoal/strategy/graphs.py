@@ -12,6 +12,10 @@ from random import Random
 GRAPHS = ("ring", "torus", "exponential", "one-peer", "complete", "random")
 
 
+MANY = 32
+"""Above as many replicas `rounds_to_all` takes twice the rounds, where it would try each replica as the silent one."""
+
+
 def targets(graph: str, replicas: int, *, round: int = 0, seed: int = 0, directed: bool = False) -> list[list[int]]:
     """For each replica, the others that it sends to in a round.
 
@@ -105,5 +109,6 @@ def rounds_to_all(graph: str, replicas: int, *, origin: int, round: int, seed: i
             at += 1
         return at - 1
 
-    others = [other for other in range(replicas) if other != origin]
-    return max(reached(silent) for silent in (None, *(others if replicas > 2 else ())))
+    if not 2 < replicas <= MANY:
+        return reached(None) + (reached(None) - round if replicas > MANY else 0)
+    return max(reached(silent) for silent in (None, *(other for other in range(replicas) if other != origin)))

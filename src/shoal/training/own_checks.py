@@ -23,9 +23,8 @@ from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
 from shoal.layout.experts.rehearsal import rehearsing
 from shoal.proof.coupling import SamplesCoupled
-from shoal.proof.drawing import drawing_alike
 from shoal.proof.fixed_norms import FixedStatistics, fix_norms
-from shoal.proof.undropped import Undropped, without_dropout
+from shoal.proof.undropped import Undropped, drawing_alike, without_dropout
 
 LossOf = Callable[..., tuple[torch.Tensor, Any]]
 

@@ -6,7 +6,7 @@ asks, it exchanges the model with a partner. On islands that are asked a thread 
 model, or a centre) between two changes by the island itself. Both sides move by the same part of their difference, so
 nothing is lost or added.
 
-The order of all this is decided by timing, so each island writes a log of what was done to its model, which a proof
+The order of all this is decided by timing, so each island can write a log of what was done to its model, which a proof
 replays (`proof/replay.py`): rows of kind, island, clock, partner and the partner's clock, in their order here.
 """
 
@@ -52,11 +52,14 @@ class Pairs:
     """The asynchronous exchanges of one rank, which is an island of its own."""
 
     def __init__(self, level: OuterLevel, rule: PairRule) -> None:
+        if not isinstance(level.islands.group, ShoalGroup | None):
+            raise NotRunnable(f"{level.term} trains on the shoal backend only, which can answer at any time")
         self.level, self.rule = level, rule
         self.island = level.islands.index
         self.ranks = level.islands.ranks
         """Of all islands as the run began: their numbers stay when one is lost."""
-        self.log: list[Row] = []
+        self.log: list[Row] | None = None
+        """What was done to the model, where a proof asks for it."""
         self.lock = threading.Lock()
         self.answered = 0
         """Times that others asked since this was last read; their messages enter the ledger with this island's next."""
@@ -66,6 +69,10 @@ class Pairs:
         """Exchanges that changed the model since it was read."""
         self._answerer: _Answerer | None = None
         self._stop = self._stopping = False
+
+    def _note(self, row: Row) -> None:
+        if self.log is not None:
+            self.log.append(row)
 
     @property
     def clock(self) -> int:
@@ -77,13 +84,13 @@ class Pairs:
         Returns whether all islands stop here, which they agree on when they meet."""
         level, kept = self.level, self.level.kept
         self._stop |= stop
-        if not isinstance(level.islands.group, ShoalGroup | None):
-            raise NotRunnable(f"{level.term} trains on the shoal backend only, which can answer at any time")
+        if self._answerer is not None and self._answerer.error is not None:
+            raise self._answerer.error
         with self.lock:
             for model, now, was in zip(kept["model"], level.masters, kept["read"], strict=True):
                 model.add_(now - was)
             kept.numbers["clock"] = clock + 1
-            self.log.append(("update", self.island, clock + 1, -1, -1))
+            self._note(("update", self.island, clock + 1, -1, -1))
             level.consistency.stale(self._since_read)
         self._answer_from_here_on()
         with BOOK.during("outer"):
@@ -95,7 +102,7 @@ class Pairs:
             for model, now, was in zip(kept["model"], level.masters, kept["read"], strict=True):
                 now.copy_(model)
                 was.copy_(model)
-            self.log.append(("read", self.island, clock + 1, -1, -1))
+            self._note(("read", self.island, clock + 1, -1, -1))
             self._since_read = 0
         level.count, level.steps = 0.0, 0
         return self._stopping
@@ -108,7 +115,7 @@ class Pairs:
             assert self.rule.answers_with is not None
             with self.lock:
                 self._move(kept["model"], kept[self.rule.answers_with])
-                self.log.append(("average", self.island, self.clock, self.island, self.clock))
+                self._note(("average", self.island, self.clock, self.island, self.clock))
             return
         group = self.level.islands.group
         if self.ranks[partner] not in self.level.islands.ranks:
@@ -128,7 +135,7 @@ class Pairs:
             return
         self._move(kept["model"], reply.tensors)
         theirs = int(reply.numbers[1])
-        self.log.append(("average", self.island, self.clock, partner, theirs))
+        self._note(("average", self.island, self.clock, partner, theirs))
         self.level.consistency.looked(max(0, self.clock - theirs))
 
     def _move(self, mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
@@ -146,7 +153,7 @@ class Pairs:
             reply = PackedMessage(kept, numbers=NUMBERS).fill([self.island, self.clock], kept)
             self._move(question.tensors, kept)
             island, clock = (int(number) for number in question.numbers)
-            self.log.append(("average", island, clock, self.island, self.clock))
+            self._note(("average", island, clock, self.island, self.clock))
             self.answered += 1
             self._since_read += self.rule.answers_with == "model"
         return reply
@@ -191,6 +198,7 @@ class _Answerer(threading.Thread):
         super().__init__(name="shoal answers", daemon=True)
         self._pairs, self._messages = pairs, messages
         self._happened, self._ended = threading.Event(), False
+        self.error: BaseException | None = None
         self.start()
 
     def run(self) -> None:
@@ -199,8 +207,9 @@ class _Answerer(threading.Thread):
         while not self._ended:
             try:
                 task = next(tasks)
-            except (PeerLost, RuntimeError):
-                return  # The group is closed.
+            except BaseException as error:
+                self.error = error  # The island raises it in its next step.
+                return
             task.when_done(self._happened.set)
             while not (task.done or self._ended):
                 self._happened.wait()
