@@ -25,7 +25,7 @@ from shoal.parallel import apply
 from shoal.parallel.sync import streams
 from shoal.parallel.sync.averaged import RoundPlan
 from shoal.parallel.sync.outer import OuterLevel
-from shoal.parallel.sync.rounds import Round
+from shoal.parallel.sync.rounds import OuterRound
 from shoal.parallel.sync.scheme import Kept
 from shoal.parallel.sync.streams import Stream
 from shoal.proof.compare import compare
@@ -39,7 +39,7 @@ from shoal.training.entry import train_run
 
 
 def _ready(me: Any, name: str, strategy: str) -> Prepared:
-    job = for_proof(load_job(f"{JOBS}:{name}"))
+    job = for_proof(load_job(name if ":" in name else f"{JOBS}:{name}"))
     return prepare(job, parse(strategy), rank=me.rank, backend=me.backend, device=me.device, dtype=torch.float64)
 
 
@@ -183,16 +183,16 @@ def train_and_be_killed(arguments: dict[str, Any], channel: Any) -> Any:
 def _die_at(point: str, times: int) -> None:
     """Kills this process when it comes to a point for the given time; "average" is in the middle of an exchange."""
     seen: Counter[str] = Counter()
-    arrive = Round.arrive
+    arrive = OuterRound.arrive
 
     def arrived(at: str) -> None:
         seen[at] += 1
         if at == point and seen[at] == times:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def averaged(self: Round) -> Any:
+    def averaged(self: OuterRound) -> Any:
         arrived("average")
         return arrive(self)
 
-    Round.arrive = averaged  # type: ignore[method-assign]
+    OuterRound.arrive = averaged  # type: ignore[method-assign]
     on_reach(arrived)

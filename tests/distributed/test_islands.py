@@ -17,8 +17,6 @@ from shoal.training.record.run import STEPS, VALIDATION, read_lines
 Ranks = Callable[..., list[Any]]
 LOOSE = str(Path(__file__).parent / "jobs" / "loose.py")
 PROVE = "distributed.island_targets:prove_islands"
-TOLERANCE = {"norm": 1e-9}
-"""A bias in front of a batch norm has a true gradient of zero: what is compared there is rounding."""
 TWO = [
     ("plain", "dp(2, sync=local(3))"), ("norm", "dp(2, sync=local(2))"), ("momentum", "dp(2, sync=local(4))"),
     ("dropout", "dp(2, sync=local(3))"), ("unused", "dp(2, sync=local(2))"), ("sometimes", "dp(2, sync=local(3))"),
@@ -38,6 +36,12 @@ COUNTED = [
 ]  # fmt: skip
 
 
+def limit(case: tuple[str, str]) -> float:
+    """Of a proof's difference. A bias before batch norm has no gradient but rounding, of which Adam makes steps: the
+    running mean follows it, also under dp(2)."""
+    return 1e-9 if case[0] == "norm" else 1e-10
+
+
 def proven(ranks: Ranks, cases: list[tuple[str, str]], *, world: int, target: str = PROVE) -> list[float]:
     """The largest difference of each case over all ranks; infinite, where the ledger is not as predicted."""
     asked = {"cases": [(job, text, text) for job, text in cases], "steps": 7}
@@ -50,12 +54,12 @@ def proven(ranks: Ranks, cases: list[tuple[str, str]], *, world: int, target: st
 
 def test_islands_train_as_their_simulation(ranks: Ranks) -> None:
     for case, difference in zip(TWO, proven(ranks, TWO, world=2), strict=True):
-        assert difference < TOLERANCE.get(case[0], 1e-10), case
+        assert difference < limit(case), case
 
 
 def test_islands_of_several_ranks_train_as_their_simulation(ranks: Ranks) -> None:
     for case, difference in zip(FOUR, proven(ranks, FOUR, world=4), strict=True):
-        assert difference < TOLERANCE.get(case[0], 1e-10), case
+        assert difference < limit(case), case
 
 
 @pytest.mark.parametrize("scheme", [*(REGISTRY[name].example() for name in technique_names("sync")), "slowmo(2)"])
@@ -63,7 +67,7 @@ def test_every_scheme_trains_as_its_simulation(ranks: Ranks, scheme: str) -> Non
     often = re.sub(r"\(\d+", "(3", scheme)
     cases = [("norm", f"dp(2, sync={often})"), ("uneven", f"dp(2, sync={often})")]
     for case, difference in zip(cases, proven(ranks, cases, world=2), strict=True):
-        assert difference < TOLERANCE.get(case[0], 1e-10), case
+        assert difference < limit(case), case
 
 
 def test_what_islands_send_over_two_periods_is_what_is_estimated(ranks: Ranks) -> None:
@@ -103,7 +107,7 @@ def test_schemes_are_each_other_where_their_formulas_are(ranks: Ranks) -> None:
 def test_one_island_is_one_worker_with_the_outer_optimiser(ranks: Ranks) -> None:
     cases = [("plain", "dp(1, sync=diloco(3))"), ("plain", "dp(1, sync=bmuf(2))")]
     for case, difference in zip(cases, proven(ranks, cases, world=1), strict=True):
-        assert difference < TOLERANCE.get(case[0], 1e-10), case
+        assert difference < limit(case), case
 
 
 def test_a_pseudo_gradient_of_the_wrong_sign_is_found(ranks: Ranks) -> None:

@@ -103,6 +103,22 @@ def test_the_others_go_on_when_an_island_is_killed(ranks: Ranks, tmp_path: Path,
     assert max(float((values[name] - unlike[name]).abs().max()) for name in values) > 1e-3
 
 
+@pytest.mark.parametrize("point", ["step: forward", "evaluate: measured"])
+def test_a_round_on_the_wire_is_sent_again_without_the_lost_island(ranks: Ranks, tmp_path: Path, point: str) -> None:
+    """Killed between sending and applying, and while all evaluate with rounds on the wire."""
+    strategy = "dp(3, sync=diloco(4, fragments=2, overlap=1, blend=0.5))"
+    results, heard, values = lose(ranks, tmp_path, [(2, point, 5 if point.startswith("step") else 2)], strategy)
+    assert results[2] is None
+    assert results[0]["status"] == "finished"
+    assert results[0]["lost"][0]["ranks"] == [2]
+    assert [message["event"] for message in heard].count("lost") == 1
+    assert all(bool(torch.isfinite(value).all()) for value in values.values())
+    measured = read_json(tmp_path / "run" / RUN)["summary"]["consistency"]
+    assert measured["rounds"] >= 9
+    assert 0 < measured["spread"] <= measured["widest_spread"] < 1
+    assert measured["saved_bytes"] > 0
+
+
 def test_the_rest_of_an_island_ends_with_its_killed_rank(ranks: Ranks, tmp_path: Path) -> None:
     results, _, values = lose(ranks, tmp_path, [(5, "step: backward done", 10)], "dp(3, sync=local(4)) * dp(2, zero=3)")
     assert [result is None for result in results] == [False] * 4 + [True] * 2

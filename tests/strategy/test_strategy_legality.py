@@ -59,6 +59,13 @@ SAMPLES: dict[str, list[Sample]] = {
         Sample("dp(2, sync=diloco(3, eager=True), compress=topk(0.1))", "dp(2, sync=diloco(3), compress=topk(0.1))"),
         Sample('dp(2, sync=diloco(3, merge="radial"), compress=topk(0.1))', 'dp(2, sync=diloco(3, merge="radial"))'),
     ],
+    "resets-come-with-full-rounds": [
+        Sample('dp(2, sync=diloco(4, fragments=2, state="reset"))', 'dp(2, sync=diloco(4, state="reset"))'),
+    ],
+    "a-synchronous-start-is-dense": [
+        Sample("dp(2, sync=local(3, start=2), compress=topk(0.1))", "dp(2, sync=local(3, start=2))"),
+        Sample("dp(2, sync=local(3, start=2)) * dp(2, compress=topk(0.1))", "dp(2, sync=local(3, start=2)) * dp(2)"),
+    ],
     "shards-step-together": [Sample("dp(4, zero=1, sync=local(4))", "dp(4, sync=local(4)) * dp(2, zero=1)")],
     "shards-need-allreduce": [Sample("dp(4, zero=2, via=ps(1))", "dp(4, zero=0, via=ps(1))")],
     "one-level-shards": [Sample("dp(2, zero=1) * dp(2, zero=3)", "dp(2) * dp(2, zero=3)")],

@@ -131,12 +131,12 @@ def contents_of(
         contents.add_parameter(piece, piece.values.dtype, engine.part_of(piece.name))
     for key, piece in engine.owner.state():
         contents.add_state(key, piece, engine.part_of_piece(piece))
-    if engine.compression is not None:
+    for compression in engine.compressions:
         families = {slot.name: bucket.family for bucket in engine.buckets for slot in bucket.buffer.slots}
-        for key, piece in errors(engine.compression):
+        for key, piece in errors(compression):
             if engine.placement.writes(families[piece.name]):
                 contents.add_state(key, piece, engine.part_of(piece.name))
-        for name, key, values in extras(engine.compression):
+        for name, key, values in extras(compression):
             if engine.placement.writes(families[name]):
                 contents.add_extra(name, key, values, engine.part_of(name))
     contents.numbers = {

@@ -84,8 +84,8 @@ def restore(engine: Engine, checkpoint: Checkpoint) -> None:
         reach("restore: buffers read")
         engine.owner.load_parameters(saved.read_parameter)
         engine.owner.load(saved)
-        if engine.compression is not None:
-            load_errors(engine.compression, saved, step=checkpoint.step)
+        for compression in engine.compressions:
+            load_errors(compression, saved, step=checkpoint.step)
         reach("restore: optimizer read")
         compare(engine, checkpoint.sums, checkpoint.shapes_by_sum(), str(checkpoint.path))
         load_island(engine, saved)

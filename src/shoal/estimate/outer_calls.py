@@ -12,8 +12,9 @@ from collections.abc import Collection, Iterator
 
 from shoal.comm.wire import sent
 from shoal.estimate.held import Held
-from shoal.estimate.traffic import NUMBER_BYTES, Call, ShardTable
-from shoal.strategy import Strategy, bsp
+from shoal.estimate.shard_table import OfTerm, compressed_transfers
+from shoal.estimate.traffic import NUMBER_BYTES, Buffer, Call, ShardTable
+from shoal.strategy import Strategy, bsp, none
 from shoal.strategy.terms.sync import Sendable, Served, SyncTerm
 
 MANY, PART_BYTES = 64, 1 << 24
@@ -70,7 +71,7 @@ def exchange_volume(sync: SyncTerm, islands: int) -> float:
         raise ValueError(f"when replicas exchange under sync={sync} is not known in advance")
     held = Sendable(
         names=[str(number) for number in range(MANY)], slices=[MANY * PART_BYTES], buffers=0,
-        exchanged=lambda names: [("all_reduce", len(names) * PART_BYTES)], island=0, islands=islands,
+        exchanged=lambda names, number: [("all_reduce", len(names) * PART_BYTES)], island=0, islands=islands,
     )  # fmt: skip
     clocks = [SETTLED * sync.period + step - 1 for step in sync.moments]
     calls = [call for clock in clocks for call in sync.calls(clock, held)]
@@ -87,16 +88,38 @@ def hidden_steps(sync: SyncTerm, period: int) -> int:
 def _sent(held: Held, table: ShardTable) -> Sendable:
     floats = held.float_numbers() * NUMBER_BYTES * (2 if held.shapes.complex_floats else 1)
 
-    def exchanged(names: Collection[str]) -> list[tuple[str, int]]:
-        chosen = set(names)
-        sizes = (
-            max(4, buffer.itemsize) * sum(elements for name, elements in buffer.parts if name in chosen)
-            for buffer in table.buffers
-        )
-        return [("all_reduce", size) for size in sizes if size]
+    level = next(level for level in held.strategy.dp_levels if not isinstance(level.sync, bsp))
+    islands = held.placing.islands
+
+    def exchanged(names: Collection[str], number: int) -> list[tuple[str, int]]:
+        chosen, found = set(names), list[tuple[str, int]]()
+        for buffer in table.buffers:
+            size = buffer.padded_bytes // buffer.itemsize // buffer.sharding.ranks
+            part = (buffer.shard * size, (buffer.shard + 1) * size)
+            if isinstance(level.compress, none):
+                elements = sum(_overlap(range_, part) for name, range_ in _stretches(buffer) if name in chosen)
+                found += [("all_reduce", max(4, buffer.itemsize) * elements)] if elements else []
+            else:
+                slots = [slot for slot in buffer.slots if slot.name in chosen]
+                found += compressed_transfers(
+                    OfTerm(level.compress), slots, part, max(4, buffer.itemsize), ranks=islands.ranks,
+                    rank=islands.index, step=number,
+                )  # fmt: skip
+        return found
 
     return Sendable(
         names=[each.name for each in held.shapes.parameters if each.trains],
         slices=[buffer.padded_bytes // buffer.sharding.ranks for buffer in table.buffers], buffers=floats,
         exchanged=exchanged, island=held.placing.islands.index, islands=held.placing.islands.ranks,
     )  # fmt: skip
+
+
+def _stretches(buffer: Buffer) -> Iterator[tuple[str, tuple[int, int]]]:
+    """The parameters of a buffer, each with the padding that follows it."""
+    ends = [*(slot.start for slot in buffer.slots[1:]), buffer.padded_bytes // buffer.itemsize]
+    for slot, end in zip(buffer.slots, ends, strict=True):
+        yield slot.name, (slot.start, end)
+
+
+def _overlap(one: tuple[int, int], other: tuple[int, int]) -> int:
+    return max(0, min(one[1], other[1]) - max(one[0], other[0]))

@@ -16,7 +16,7 @@ from shoal.comm.compress.sizes import matrix_of
 from shoal.estimate.full_parameters import full_parameter_calls
 from shoal.estimate.held import Held
 from shoal.estimate.placing import ALONE, PredictedFamily, PredictedReplicas
-from shoal.estimate.traffic import Buffer, Call, Compressed, Norm, ShardTable
+from shoal.estimate.traffic import Buffer, Call, Compressed, Norm, PredictedSlot, ShardTable
 from shoal.layout.forward import Forward, ParameterShape
 from shoal.strategy import Strategy, pp
 from shoal.strategy.terms.compress import CompressTerm, Transfer
@@ -42,7 +42,7 @@ class Sends(Protocol):
 
 
 @dataclass(slots=True)
-class _OfTerm:
+class OfTerm:
     """Those of a term."""
 
     term: CompressTerm
@@ -89,19 +89,6 @@ class _Entry:
         return self.numel * self.parameter.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    """Where a parameter lies in its buffer."""
-
-    name: str
-    shape: tuple[int, ...]
-    start: int
-
-    @property
-    def stop(self) -> int:
-        return self.start + prod(self.shape)
-
-
 def shard_table(
     held: Held, strategy: Strategy, forward: Forward, *, calls: Sequence[Call] = (), step: int = LONG_AFTER,
     unused: Collection[str] = (), method: Sends | None = None, bucket_bytes: int | None = None,
@@ -112,7 +99,7 @@ def shard_table(
     `bucket_bytes`: if not BUCKET_BYTES. `gathers`: of a block, if not every micro-batch calls all blocks."""
     placing, term = held.placing, strategy.term(pp)
     if method is None and placing.compression is not None:
-        method = _OfTerm(placing.compression)
+        method = OfTerm(placing.compression)
     every = Gathers(strategy.micro_batches, strategy.micro_batches)
     now = _TableStep(step, unused, method, gathers or (lambda block: every))
     unflushed = term is not None and term.schedule == "pipedream"
@@ -204,7 +191,7 @@ def _buffer(
     itemsize = group[0].parameter.itemsize
     slots, start = [], 0
     for entry in sorted(group, key=lambda entry: entry.parameter.options):
-        slots.append(_Slot(entry.parameter.name, entry.shape, start))
+        slots.append(PredictedSlot(entry.parameter.name, entry.shape, start))
         start = _up(start + entry.numel, ALIGN)
     parts = replicas.route.inside.ranks if replicas.route is not None else 1
     padded = _up(start, ALIGN * lcm(replicas.sharding.ranks, parts))
@@ -216,21 +203,12 @@ def _buffer(
         padded_bytes=padded * itemsize, replicas=replicas.everyone.group, sharding=replicas.sharding.group,
         copies=replicas.copies.group, compressed=_compressed(held, replicas, slots, padded, itemsize, now),
         reductions=reductions, forward_gathers=forward_gathers, backward_gathers=backward_gathers,
-        itemsize=itemsize, parts=tuple(_parts(slots, padded, replicas)),
+        itemsize=itemsize, slots=tuple(slots), shard=replicas.sharding.index,
     )  # fmt: skip
 
 
-def _parts(slots: Sequence[_Slot], padded: int, replicas: PredictedReplicas) -> Iterator[tuple[str, int]]:
-    size = padded // replicas.sharding.ranks
-    low = replicas.sharding.index * size
-    for slot, end in zip(slots, [*(slot.start for slot in slots[1:]), padded], strict=True):
-        inside = min(end, low + size) - max(slot.start, low)
-        if inside > 0:
-            yield slot.name, inside
-
-
 def _compressed(
-    held: Held, replicas: PredictedReplicas, slots: Sequence[_Slot], padded: int, itemsize: int, now: _TableStep
+    held: Held, replicas: PredictedReplicas, slots: Sequence[PredictedSlot], padded: int, itemsize: int, now: _TableStep
 ) -> Compressed | None:
     route, method = replicas.route, now.method
     if route is None or method is None:
@@ -240,8 +218,23 @@ def _compressed(
         over = replicas.sharding if held.placing.zero else route.inside
         size = padded // over.ranks
         low, high = over.index * size, (over.index + 1) * size
+    transfers = compressed_transfers(
+        method, slots, (low, high), itemsize, ranks=route.between.ranks, rank=route.between.index, step=now.number,
+        unused=now.unused,
+    )  # fmt: skip
+    return Compressed(
+        inside=route.inside.group, between=route.between.group, outside=route.outside.group, whole=route.whole,
+        transfers=tuple(transfers),
+    )  # fmt: skip
+
+
+def compressed_transfers(
+    method: Sends, slots: Sequence[PredictedSlot], part: tuple[int, int], itemsize: int, *, ranks: int, rank: int, step: int,
+    unused: Collection[str] = (),
+) -> list[Transfer]:  # fmt: skip
+    """The collectives that sum a part of a buffer, compressed: the payloads, and what is not worth compressing."""
+    low, high = part
     working = max(itemsize, 4)
-    ranks = route.between.ranks
     reductions, dense = [], 0
     for slot in slots:
         first, last = max(slot.start, low) - slot.start, min(slot.stop, high) - slot.start
@@ -253,15 +246,12 @@ def _compressed(
             if body[0] >= body[1] or not method.pays(body[2], working, ranks=ranks):
                 body = None
         dense += last - first - (body[1] - body[0] if body is not None else 0)
-        if body is not None and slot.name not in now.unused:
-            reductions.append(method.sent_bytes(body[2], working, ranks, now.number, rank=route.between.index))
+        if body is not None and slot.name not in unused:
+            reductions.append(method.sent_bytes(body[2], working, ranks, step, rank=rank))
     transfers = compressed.joined(calls for calls in reductions if calls is not None)
     if dense:
         transfers.append(Transfer("all_reduce", dense * itemsize))
-    return Compressed(
-        inside=route.inside.group, between=route.between.group, outside=route.outside.group, whole=route.whole,
-        transfers=tuple(transfers),
-    )  # fmt: skip
+    return transfers
 
 
 def _body(in_rows: bool, shape: tuple[int, ...], low: int, high: int) -> tuple[int, int, tuple[int, ...]]:

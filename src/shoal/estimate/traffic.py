@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import prod
 
 from shoal.comm.ledger import Choose, Ledger, ledger_of
 from shoal.strategy.terms.compress import Transfer
@@ -62,6 +63,19 @@ class Compressed:
     """What goes between: the payloads, and what is not compressed."""
 
 
+@dataclass(frozen=True, slots=True)
+class PredictedSlot:
+    """Where a parameter lies in its buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + prod(self.shape)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Buffer:
     """One flat buffer of parameters and gradients."""
@@ -80,8 +94,9 @@ class Buffer:
     pieces: tuple[tuple[str, int], ...] = ()
     """Parameters in this rank's shard of it, and how many elements of each."""
     itemsize: int = 4
-    parts: tuple[tuple[str, int], ...] = ()
-    """Parameters of which this rank's shard holds elements, and how many, with the padding that follows them."""
+    slots: tuple[PredictedSlot, ...] = ()
+    shard: int = 0
+    """Which of the shards this rank has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -35,10 +35,12 @@ from shoal.parallel.pipeline.pipedream import PipeDream
 from shoal.parallel.placement import Placement
 from shoal.parallel.recompute import recompute_blocks
 from shoal.parallel.runnable import NotRunnable, require_runnable
+from shoal.parallel.sync.averaged import Averaged
 from shoal.parallel.sync.outer import OuterLevel
 from shoal.parallel.sync.scheme import Scheme
 from shoal.parallel.sync.served import ServedLevel
-from shoal.strategy import Strategy, dp, pp, recompute, shared, tp
+from shoal.parallel.sync.streams import lay_out
+from shoal.strategy import Strategy, dp, none, pp, recompute, shared, tp
 from shoal.strategy.islands import is_loose
 
 Options = Callable[[str, torch.Tensor], dict[str, Any]]
@@ -103,7 +105,7 @@ def parallelize(
         counts_loss=alike and (placement.context.index == 0 or not gathers),
         loss_share=1 / placement.context.size if gathers else 1.0, update_draws=update_draws,
     )  # fmt: skip
-    engine.outer = _outer(strategy, engine)
+    engine.outer = _outer(strategy, engine, seed)
     if _noise_is_seen(engine, strategy):
         engine.reduction.noise = GradientNoise(counts=placement.first_of_tensor)
         engine.reduction.holders = {family: placement.multiplicity(family) for family in cut.families()}
@@ -156,16 +158,20 @@ def _require_host_memory(model: nn.Module, strategy: Strategy) -> None:
         )
 
 
-def _outer(strategy: Strategy, engine: Engine) -> OuterLevel | None:
+def _outer(strategy: Strategy, engine: Engine, seed: int) -> OuterLevel | None:
     """What ties this rank's island to others, where a level of dp is loose."""
-    term = next((level.sync for level in strategy.dp_levels if is_loose(level)), None)
-    if term is None:
+    loose = next((level for level in strategy.dp_levels if is_loose(level)), None)
+    if loose is None:
         return None
     if engine.placement.seats is not None:
         return ServedLevel(engine.placement, engine.model)
+    term = loose.sync
     assert isinstance(term, Scheme), f"{term} has no runtime"
     level = OuterLevel(term, engine.placement, engine.buckets, engine.model, engine.names)
     level.consistency = engine.consistency
+    level.reset_optimizer = engine.owner.reset
+    if isinstance(term, Averaged):
+        lay_out(term, level, None if isinstance(loose.compress, none) else Method(loose.compress), seed=seed)
     return level
 
 

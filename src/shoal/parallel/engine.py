@@ -104,6 +104,12 @@ class Engine:
         return self.cut.absent
 
     @property
+    def compressions(self) -> list[Compression]:
+        """All that keep what was not sent: of gradients, and of rounds of islands."""
+        outer = [] if self.outer is None else [codec.compression for codec in self.outer.codecs]
+        return [*outer, *([] if self.compression is None else [self.compression])]
+
+    @property
     def replicas(self) -> Replicas:
         """The ranks among which plain parameters are replicated."""
         return self.placement.replicas(PLAIN)
@@ -227,6 +233,9 @@ class Engine:
         if work is not None:
             with self.owner.explaining():
                 work.wait()
+        if self.outer is not None and self.outer.term.synchronous(self.clock):
+            with torch.no_grad():
+                self.outer.sum_gradients(everything, [bucket.reduced() for bucket in self.buckets])
         reach("step: sums received")
         loss_sum, count, stop, *used, spread, parts = everything.tolist()
         loss = loss_sum / count if count else float("nan")

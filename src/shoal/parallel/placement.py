@@ -83,7 +83,7 @@ class Placement:
         compressing = [
             axis.name
             for axis in strategy.axes
-            if isinstance(axis.term, dp) and axis.size > 1 and not isinstance(axis.term.compress, none)
+            if axis.name in self.levels and axis.size > 1 and not isinstance(axis.term.compress, none)  # type: ignore[attr-defined]
         ]
         self.compressing = compressing[0] if compressing else None
         self.pipeline = self._axis(strategy, pp)

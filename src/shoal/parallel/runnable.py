@@ -24,6 +24,8 @@ def cannot_run(strategy: Strategy) -> str | None:
                 )
             if isinstance(term.via, ps) and (reason := _cannot_serve(strategy, term)):
                 return reason
+            if missing := term.sync.missing():
+                return f"{term}: {missing}"
         elif isinstance(term, amp):
             if term.dtype != "bf16":
                 return f'{term} cannot be trained yet; use amp("bf16")'
@@ -96,8 +98,11 @@ def _cannot_be_loose(strategy: Strategy) -> str | None:
         )
     if not isinstance(loose[0].via, allreduce):
         return f"{loose[0]}: models are averaged with an all-reduce; use via=allreduce()"
-    if not isinstance(loose[0].compress, none):
-        return f"{loose[0]}: compress on a level that averages models cannot be trained yet; leave compress out"
+    if not isinstance(loose[0].compress, none) and not loose[0].sync.compresses:
+        return (
+            f"{loose[0]}: {type(loose[0].sync).__name__} exchanges full models, so there is no difference that could "
+            "be compressed; leave compress out, or use local(h), diloco(h) or bmuf(h)"
+        )
     if any(isinstance(term, pp) and term.schedule == "pipedream" for term in strategy.terms):
         return f"{strategy}: pipedream inside {loose[0]} cannot be trained yet; use 1f1b"
     return None

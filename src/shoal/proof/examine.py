@@ -64,6 +64,8 @@ def _enough(steps: int, strategy: Strategy) -> int:
 def _synchronous(strategy: Strategy) -> Strategy:
     """The strategy with replicas that step together in place of those that are averaged."""
     for level in strategy.dp_levels:
-        if level.sync.period is not None or isinstance(level.via, ps):
+        if isinstance(level.via, ps):
             strategy = strategy.replace(level, dp(level.n))
+        elif level.sync.period is not None:
+            strategy = strategy.replace(level, dp(level.n, compress=level.compress))
     return strategy

@@ -48,6 +48,8 @@ class Islands:
     agreed: Callable[[list[list[torch.Tensor]], list[Any]], list[torch.Tensor]] | None = None
     """The parameters that are evaluated, where islands are not equal after an exchange; each then keeps its buffers."""
 
+    start: int = 0
+    """Steps at the start in which all of them learn from the gradients of all."""
     at: Callable[[int, Sequence[Island]], bool] | None = None
     """What the scheme does after a step (from 0), if that is not an exchange every few steps."""
 

@@ -106,9 +106,11 @@ def train_serially(
         started = counter
         if micro == per_step - 1:
             counter += len(indices)
+        together = islands is not None and step < islands.start
+        others = [[piece for other in shares if other is not mine for piece in other] for mine in shares]
         found = [
-            copy.update(step, indices, pieces, started, skip_empty=updates is not None)
-            for copy, pieces in zip(copies, shares, strict=True)
+            copy.update(step, indices, pieces, started, skip_empty=updates is not None, others=rest if together else ())
+            for copy, pieces, rest in zip(copies, shares, others, strict=True)
         ]
         sums.append(found[0])
         if islands is not None:
@@ -177,13 +179,17 @@ class _Copy:
         self.noise = torch.Generator().manual_seed(disturbed.seed) if disturbed is not None else None
         self.counted = 0.0
         """Samples or tokens since the last exchange."""
+        self.own_count = 0.0
+        """Those of the last update, without what other copies had."""
         self.kept: Any = {}
         """Of a scheme that ties islands together."""
 
     def update(
-        self, step: int, indices: np.ndarray, pieces: Sequence[np.ndarray], started: int, *, skip_empty: bool
-    ) -> tuple[float, float]:
-        """One update from the mean loss of these pieces of a batch; the sum of the losses and their count."""
+        self, step: int, indices: np.ndarray, pieces: Sequence[np.ndarray], started: int, *, skip_empty: bool,
+        others: Sequence[np.ndarray] = (),
+    ) -> tuple[float, float]:  # fmt: skip
+        """One update from the mean loss of these pieces of a batch; the sum of the losses and their count. It also
+        learns from `others`, which are another copy's: they leave no trace in buffers."""
         job, optimizer = self.job, self.optimizer
         if self.noise is not None:
             move_by_rounding(self.named.values(), self.noise)
@@ -193,8 +199,8 @@ class _Copy:
                 group["lr"] = lr * job.lr_factor(step)
         self.factor = job.lr_factor(step)
         if needs_closure(optimizer):
-            return self._with_closure(lambda: self._compute(indices, pieces, started))
-        total, count = self._compute(indices, pieces, started)
+            return self._with_closure(lambda: self._compute(indices, pieces, started, others))
+        total, count = self._compute(indices, pieces, started, others)
         if not count and skip_empty:
             return total, count
         if not count:
@@ -202,7 +208,7 @@ class _Copy:
                 f"job {job.name!r}: the loss of step {step + 1} counts nothing (its count is 0), so its mean is not a "
                 "number; take larger batches, or samples of which some count"
             )
-        self.counted += count
+        self.counted += self.own_count
         _sum_up(self.named, self.gradients)
         with self.conditions(), serial_update(self.drawn, self.named, started):
             optimizer.step()
@@ -221,14 +227,27 @@ class _Copy:
 
         with self.conditions():
             self.optimizer.step(closure)  # type: ignore[arg-type]
-        self.counted += evaluated[0][1]
+        self.counted += self.own_count
         return evaluated[0]
 
-    def _compute(self, indices: np.ndarray, pieces: Sequence[np.ndarray], started: int) -> tuple[float, float]:
+    def begin_anew(self) -> None:
+        """The optimiser forgets all earlier steps."""
+        self.optimizer, self.factor = self.job.optimizer(_groups(self.job, self.model)), 1.0
+
+    def _compute(
+        self, indices: np.ndarray, pieces: Sequence[np.ndarray], started: int, others: Sequence[np.ndarray] = ()
+    ) -> tuple[float, float]:
         """The sum of the losses and their count; gradients become those of the mean, clipped."""
-        job, total, count = self.job, 0.0, 0.0
+        job, total, count, foreign = self.job, 0.0, 0.0, 0.0
         self.optimizer.zero_grad(set_to_none=True)
-        for positions in (piece for piece in pieces if len(piece)):
+        buffers = [buffer.clone() for buffer in self.model.buffers()] if others else []
+        for at, positions in enumerate((*others, *pieces)):
+            if others and at == len(others):
+                foreign = count
+                for buffer, before in zip(self.model.buffers(), buffers, strict=True):
+                    buffer.copy_(before)
+            if not len(positions):
+                continue
             ordered = positions[::-1] if self.disturbed is not None and self.disturbed.reverse else positions
             batch = job.train.batch(indices[ordered])
             if self.dtype is not None:
@@ -241,6 +260,7 @@ class _Copy:
                     with self.randomness.backward():
                         loss.backward()
             total, count = total + float(loss.detach()), count + float(counted)
+        self.own_count = count - foreign
         if count:
             _average(self.named, self.largest, count)
             if job.clip is not None:

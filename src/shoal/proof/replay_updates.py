@@ -24,7 +24,7 @@ Log = Sequence[Sequence[Sequence[int]]]
 
 
 @dataclass(frozen=True)
-class Rule:
+class ServerRule:
     """What an update does besides averaging."""
 
     rate: Callable[[float], float]
@@ -33,7 +33,7 @@ class Rule:
 
 
 def replay(
-    job: Job, log: Log, shares: Islands, rule: Rule, *, parts: int, separate: bool,
+    job: Job, log: Log, shares: Islands, rule: ServerRule, *, parts: int, separate: bool,
     conditions: Callable[[], AbstractContextManager[None]],
 ) -> tuple[Reference, dict[tuple[int, int, int], float]]:  # fmt: skip
     """The model at the end, and the loss of each gradient by (worker, step, share)."""

@@ -197,6 +197,7 @@ def islands_of(strategy: Strategy, logs: list[list[Any]] | None = None) -> Islan
         num=level.n, every=scheme.period, replicas=strategy.replicas, micro_batches=strategy.micro_batches,
         begin=partial(Kept, scheme), exchange=scheme.simulate,
         agreed=None if scheme.equal else scheme.simulate_agreed, at=scheme.simulate_step,
+        start=getattr(getattr(scheme, "plan", None), "start", 0),
         logs=logs, pair=scheme.simulate_pair,
     )  # fmt: skip
 

@@ -14,7 +14,7 @@ from shoal.proof.compare import compare
 from shoal.proof.conditions import Conditions
 from shoal.proof.islands import Islands
 from shoal.proof.options import ProofOptions
-from shoal.proof.replay_updates import Rule, replay
+from shoal.proof.replay_updates import ServerRule, replay
 from shoal.runtime.setup import Prepared, prepare
 from shoal.strategy import Strategy
 from shoal.strategy.terms.sync import Served
@@ -84,7 +84,7 @@ def _replayed(
         begin=unused,
     )  # fmt: skip
     reference, losses = replay(
-        job, log, shares, Rule(rule.rate, rule.compensation), parts=options.parts,
+        job, log, shares, ServerRule(rule.rate, rule.compensation), parts=options.parts,
         separate=options.micro_batches > 1, conditions=Conditions(),
     )  # fmt: skip
     left_behind(reference, str(path))

@@ -82,15 +82,14 @@ class Prepared:
 
     def differences(self, counted: Ledger) -> list[str]:
         """How the ledger of the step just made departs from its prediction, but for what data alone decide."""
-        compression = self.engine.compression
-        undecided = compression.undecided if compression is not None else frozenset()
+        undecided = frozenset().union(*(each.undecided for each in self.engine.compressions))
         return _decided(counted.without("agreement"), undecided).differences(_decided(self.predicted, undecided))
 
 
 def _decided(ledger: Ledger, undecided: frozenset[tuple[str, str]]) -> Ledger:
-    """Without the exchanges of gradients that data alone decide."""
-    entries = ledger.entries.items()
-    return Ledger({k: entry for k, entry in entries if k.phase != "gradient" or (k.axis, k.kind) not in undecided})
+    """Without the compressed exchanges that data alone decide."""
+    sized = {key for key in ledger.entries if key.phase in ("gradient", "outer") and (key.axis, key.kind) in undecided}
+    return Ledger({key: entry for key, entry in ledger.entries.items() if key not in sized})
 
 
 def job_from(options: JobOptions) -> Job:

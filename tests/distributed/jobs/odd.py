@@ -78,6 +78,12 @@ class Chain(nn.Module):
         return self.head(x)
 
 
+def only_matrices() -> nn.Module:
+    """Nothing but matrices, as Muon wants them."""
+    layers = [nn.Linear(width, height, bias=False) for width, height in ((WIDTH, 8), (8, 8), (8, CLASSES))]
+    return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
+
+
 def only_linear() -> nn.Module:
     return nn.Linear(WIDTH, CLASSES)
 
@@ -473,6 +479,7 @@ JOBS: dict[str, Callable[[], Job]] = {
     "adagrad": lambda: make(Chain, optimizer=partial(torch.optim.Adagrad, lr=0.05)),
     "rmsprop": lambda: make(Chain, optimizer=partial(torch.optim.RMSprop, lr=0.01, momentum=0.5, centered=True)),
     "trust": lambda: make(Chain, optimizer=TrustRatio),
+    "matrices": lambda: make(only_matrices, optimizer=partial(torch.optim.Muon, lr=1e-2)),
     "dropout": lambda: make(Dropping),
     "dropout_inside": lambda: make(DroppingInside, clip=None),
     "tied": lambda: make(Tied, train=tokens()),

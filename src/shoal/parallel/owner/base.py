@@ -261,6 +261,10 @@ class Owner(ABC):
             self.publish()
             reach("restore: parameters published")
 
+    def reset(self) -> None:
+        """The optimiser begins anew, with nothing kept of earlier steps."""
+        self.optimizer = SlicedOptimizer(self.recipe, self.buckets)
+
     def load(self, saved: SavedState) -> None:
         """The optimiser's state from a checkpoint."""
         if self.remote is None:

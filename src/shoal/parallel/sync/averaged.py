@@ -40,6 +40,10 @@ class RoundPlan(NamedTuple):
     eager: bool = False
     merge: str = "mean"
     weight: str = "samples"
+    start: int = 0
+    """Steps at the start of training in which all islands step together: their gradients are summed."""
+    state: str = "local"
+    """What a round does to the state of the inner optimiser: nothing, or "reset"."""
 
     @property
     def late(self) -> int:
@@ -53,6 +57,8 @@ class RoundPlan(NamedTuple):
 
     def sent(self, step: int) -> list[int]:
         """The fragments that are sent after a step, counted from 1."""
+        if step <= self.start:
+            return []
         return [p for p in range(self.fragments) if (step - sent_after(p, self.fragments, self.h)) % self.h == 0]
 
     def applied(self, step: int) -> list[int]:
@@ -70,6 +76,7 @@ class Averaged(Scheme):
     """Islands with rounds. `plan` says which."""
 
     family = "sync"
+    compresses = True
 
     @property
     def plan(self) -> RoundPlan:
@@ -119,10 +126,13 @@ class Averaged(Scheme):
     def calls(self, clock: int, held: Sendable) -> list[tuple[str, int]]:
         plan = self.plan
         found: list[tuple[str, int]] = []
+        if clock < plan.start:
+            sizes = ((3 + len(held.names)) * NUMBER_BYTES, *held.slices, held.buffers)
+            return [("all_reduce", size) for size in sizes if size]
         for p in plan.sent(clock + 1) if clock + 1 > 0 else ():
             names = fragments_of(held.names, plan.fragments)[p]
             numbers = NUMBERS + (len(names) if plan.merge == "radial" else 0)
-            found += [("all_reduce", numbers * NUMBER_BYTES), *held.exchanged(names)]
+            found += [("all_reduce", numbers * NUMBER_BYTES), *held.exchanged(names, clock // plan.h)]
             if plan.plain and held.buffers:
                 found.append(("all_reduce", held.buffers))
         return found
@@ -135,6 +145,9 @@ class Averaged(Scheme):
         arriving = plan.sent(step) if plan.eager and step > plan.h else []
         arriving += plan.applied(step) if step > plan.overlap else []
         return [len(parts[p]) * NUMBER_BYTES for p in (*plan.sent(step), *arriving)]
+
+    def synchronous(self, clock: int) -> bool:
+        return clock < self.plan.start
 
     def act(self, level: OuterLevel, clock: int, *, stop: bool) -> bool:
         from shoal.parallel.sync.streams import after_update

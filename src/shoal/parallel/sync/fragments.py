@@ -48,6 +48,8 @@ class Portion:
     def __init__(self, names: Sequence[str], buckets: Sequence[Bucket]) -> None:
         self.names = list(names)
         """Of the full model."""
+        self.apart = 0.0
+        """Square of this island's distance from the mean of all at its last round; it is sent with the next one."""
         self.ranges = [_ranges(set(names), bucket) for bucket in buckets]
 
     def views(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -23,10 +23,11 @@ from shoal.comm.wire import sent
 from shoal.parallel.bucket import Bucket
 from shoal.parallel.consistency import Consistency
 from shoal.parallel.placement import Placement
+from shoal.parallel.sync.compressed import CompressedMoves
 from shoal.parallel.sync.fragments import Portion
 from shoal.parallel.sync.neighbours import NeighbourMessages
 from shoal.parallel.sync.pairs import Pairs
-from shoal.parallel.sync.rounds import Round
+from shoal.parallel.sync.rounds import OuterRound
 from shoal.parallel.sync.scheme import Kept, Scheme
 from shoal.parallel.sync.streams import PHASE, settle
 
@@ -49,7 +50,9 @@ class OuterLevel:
         """The trainable parameters of the full model."""
         self.portions: list[Portion] = []
         """What of the slices belongs to each fragment, where a scheme has fragments."""
-        self.flights: dict[int, Round] = {}
+        self.codecs: list[CompressedMoves] = []
+        """The codec of each fragment, where the level compresses."""
+        self.flights: dict[int, OuterRound] = {}
         """The rounds of fragments that are on the wire."""
         self.kept = Kept(term, masters)
         """What the scheme keeps, laid out as the masters are."""
@@ -65,6 +68,8 @@ class OuterLevel:
         numbers of the next one."""
         self.spread: float | None = None
         """The root mean square of these distances over all islands, relative to the norm of the slices."""
+        self.reset_optimizer: Callable[[], None] = lambda: None
+        """The inner optimiser begins anew."""
         self.messages = NeighbourMessages(self)
         """To and from neighbours, where a scheme has them."""
         rule = term.pairs(self.islands.index, self.islands.size)
@@ -222,6 +227,22 @@ class OuterLevel:
         for buffer, mean in zip(buffers, joined.split([b.numel() for b in buffers]), strict=True):
             buffer.copy_((mean if buffer.is_complex() else mean.real).view(buffer.shape))
 
+    def sum_gradients(self, numbers: torch.Tensor, gradients: Sequence[torch.Tensor]) -> None:
+        """A step of all islands together: loss, counts and gradients become sums over islands, buffers their mean by
+        counts. Collective over islands."""
+        group = self.islands.group
+        if group is None:
+            return
+        with BOOK.during(PHASE):
+            count = float(numbers[1])
+            works = [dist.all_reduce(flat, group=group, async_op=True) for flat in (numbers, *gradients)]
+            for work in works:
+                work.wait()
+            if self.buffers:
+                joined = self.joined_buffers().mul_(count / float(numbers[1]))
+                dist.all_reduce(joined, group=group)
+                self.put_buffers(joined)
+
     def settle(self) -> None:
         """Waits for what is on the wire. Collective over islands."""
         settle(self)
@@ -245,14 +266,14 @@ class OuterLevel:
         if self.islands.group is not None:
             dist.all_reduce(numbers, group=self.islands.group)
         total, stopping, apart = numbers.tolist()
-        self.note_spread(apart)
+        self.note_spread(apart, self.masters)
         return total, stopping > 0
 
-    def note_spread(self, apart: float) -> None:
-        """The sum of `apart` over all islands has arrived."""
-        if self.consistency.rounds:
-            norm = sum(float(torch.linalg.vector_norm(master)) ** 2 for master in self.masters)
-            self.spread = (apart / self.islands.size / norm) ** 0.5 if norm else 0.0
+    def note_spread(self, apart: float, values: Sequence[torch.Tensor]) -> None:
+        """The sum of the squared distances of all islands from their mean has arrived; 0 where there was none yet."""
+        norm = sum(float(torch.linalg.vector_norm(value)) ** 2 for value in values) if apart else 0.0
+        if norm:
+            self.spread = (apart / self.islands.size / norm) ** 0.5
 
     @property
     def device(self) -> torch.device:

@@ -18,10 +18,11 @@ from shoal.comm.transport.link import PeerLost
 from shoal.parallel.sync.fragments import Portion
 
 if TYPE_CHECKING:
+    from shoal.parallel.sync.compressed import CompressedMoves
     from shoal.parallel.sync.outer import OuterLevel
 
 
-class Arrived(NamedTuple):
+class ArrivedMean(NamedTuple):
     """What a round brings."""
 
     mean: list[torch.Tensor]
@@ -34,16 +35,18 @@ class Arrived(NamedTuple):
     """The mean of the islands' buffers, where they are exchanged."""
 
 
-class Round:
+class OuterRound:
     """One fragment's round, as one rank sees it."""
 
     def __init__(
         self, level: OuterLevel, portion: Portion, moved: Callable[[], list[torch.Tensor]], *, count: float, stop: bool,
-        buffers: bool = False, radial: bool = False,
+        buffers: bool = False, radial: bool = False, codec: CompressedMoves | None = None, number: int = 0,
     ) -> None:  # fmt: skip
         """`moved` gives this island's move anew whenever it is asked; `radial` and `buffers`: how moves are merged, and
-        whether buffers are sent, too."""
+        whether buffers are sent, too; `codec` compresses the fragment's round of this number."""
         self.level, self.portion, self.moved = level, portion, moved
+        self.codec, self.number = codec, number
+        self._before = [] if codec is None else codec.state()
         self.count, self.stop, self.buffers, self.radial = count, stop, buffers, radial
         self.works: list[Any] | None = None
         """On the wire; None where it has to be sent (again)."""
@@ -58,12 +61,15 @@ class Round:
         lengths = Lengths(level, self.portion).of(self._sums) if self.radial else None
         if lengths is not None:
             Lengths(level, self.portion).divide(self._sums, lengths)
-        for flat in self._sums:
-            flat.mul_(self.count)
+        if self.codec is None:
+            for flat in self._sums:
+                flat.mul_(self.count)
         self._buffers = level.joined_buffers().mul_(self.count) if self.buffers and level.buffers else None
-        numbers = torch.tensor([self.count, float(self.stop), level.apart], dtype=torch.float64, device=level.device)
+        numbers = torch.tensor([self.count, float(self.stop), self.portion.apart], dtype=torch.float64)
+        numbers = numbers.to(level.device)
         self._numbers = numbers if lengths is None else torch.cat([numbers, lengths * self.count])
-        sent = [self._numbers, *self._sums, *([] if self._buffers is None else [self._buffers])]
+        moves = self._sums if self.codec is None else []
+        sent = [self._numbers, *moves, *([] if self._buffers is None else [self._buffers])]
         self.works = []
         group = level.islands.group
         if group is None:
@@ -73,7 +79,7 @@ class Round:
         except PeerLost:
             self.works = None  # Those that are left find out together, when they wait for it.
 
-    def arrive(self) -> Arrived:
+    def arrive(self) -> ArrivedMean:
         """Waits for it; raises PeerLost where it has to be sent again."""
         if self.works is None:
             self.send()
@@ -83,19 +89,24 @@ class Round:
         for work in works:
             work.wait()
         total, stop, apart, *lengths = self._numbers.tolist()
-        self.level.note_spread(apart)
+        if self.codec is None:
+            self.level.note_spread(apart, self.portion.views(self.level.masters))
         mean = self._sums
-        for flat in mean:
-            flat.div_(total)
+        if self.codec is not None:
+            self.codec.restore(self._before)
+            self.codec.total(mean, self.count / total, self.number)
+        else:
+            for flat in mean:
+                flat.div_(total)
         if self.radial:
             merged = Lengths(self.level, self.portion)
             merged.divide(mean, merged.of(mean), torch.tensor(lengths, dtype=torch.float64) / total)
         own = self.moved()
-        self.level.apart = sum(
+        self.portion.apart = sum(
             float(torch.linalg.vector_norm(mine.sub_(flat))) ** 2 for mine, flat in zip(own, mean, strict=True)
         )
         buffers = None if self._buffers is None else self._buffers.div_(total)
-        return Arrived(mean, self.count / total, stop > 0, buffers)
+        return ArrivedMean(mean, self.count / total, stop > 0, buffers)
 
 
 class Lengths:

@@ -34,6 +34,7 @@ class Scheme(SyncTerm):
     exchanges = "model"
     spectrum = "model averaging / elastic averaging"
     where = "slow links"
+    compresses = False
     equal: ClassVar[bool] = True
     """Whether all islands hold the same model after an exchange. Where they do not, each keeps its own buffers as well,
     and what is evaluated and saved is what `agree` makes of them."""
@@ -56,6 +57,10 @@ class Scheme(SyncTerm):
         """Makes this island's values what is evaluated and saved; the level restores its own afterwards. `weight` is as
         in `exchange`, and the same for all islands where they are not equal after an exchange."""
         level.average(weight)
+
+    def synchronous(self, clock: int) -> bool:
+        """Whether all islands sum their gradients in a step (from 0), as if they were one."""
+        return False
 
     def pairs(self, island: int, islands: int) -> PairRule | None:
         """How this island exchanges with one other at a time, when it is ready; None for schemes in which islands

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 def simulate_rounds(scheme: Averaged, step: int, islands: Sequence[Any]) -> None:
     """What all islands do after a step, counted from 1."""
     plan = scheme.plan
+    if step <= plan.start:
+        _average_buffers(islands, [island.counted / sum(each.counted for each in islands) for island in islands])
+        for island in islands:
+            island.counted = 0.0
+            island.kept["anchor"] = [param.detach().clone() for param in island.named.values()]
+        return
     names = list(islands[0].named)
     groups = fragments_of(names, plan.fragments)
     for island in islands:
@@ -71,6 +77,8 @@ def _send(scheme: Averaged, islands: Sequence[Any], p: int, places: Sequence[int
         _average_buffers(islands, weights)
         for island in islands:
             island.counted = island.kept.numbers["counted"] = 0.0
+            if plan.state == "reset":
+                island.begin_anew()
 
 
 def _merged(moves: Sequence[torch.Tensor], weights: Sequence[float], merge: str) -> torch.Tensor:

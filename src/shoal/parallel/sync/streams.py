@@ -9,9 +9,11 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
+from shoal.comm.compress.method import Method
 from shoal.comm.ledger import BOOK
+from shoal.parallel.sync.compressed import CompressedMoves
 from shoal.parallel.sync.fragments import Portion, fragments_of
-from shoal.parallel.sync.rounds import Arrived, Round
+from shoal.parallel.sync.rounds import ArrivedMean, OuterRound
 
 if TYPE_CHECKING:
     from shoal.parallel.sync.averaged import Averaged
@@ -23,10 +25,11 @@ PHASE = "outer"
 def after_update(scheme: Averaged, level: OuterLevel, step: int, *, stop: bool) -> bool:
     """After the update of a step, counted from 1; whether all islands stop here."""
     plan = scheme.plan
-    if not level.portions:
-        parts = fragments_of(level.names, plan.fragments)
-        _require_agreement(level, parts)
-        level.portions = [Portion(names, level.buckets) for names in parts]
+    if step <= plan.start:
+        level.count, level.steps = 0.0, 0
+        for anchor, value in zip(level.kept["anchor"], level.masters, strict=True):
+            anchor.copy_(value)
+        return stop
     if not plan.plain:
         for p in range(plan.fragments):
             level.kept.numbers[f"count {p}"] += level.count
@@ -43,8 +46,17 @@ def after_update(scheme: Averaged, level: OuterLevel, step: int, *, stop: bool) 
         elif plan.eager:
             stopping |= stream.go_on(stop)
         else:
-            stopping |= stream.exchange(stop)
+            stopping |= stream.exchange(stop, number=(step - 1) // plan.h)
     return stopping
+
+
+def lay_out(scheme: Averaged, level: OuterLevel, method: Method | None, *, seed: int) -> None:
+    """Before the first step: which of this rank's slices belong to each fragment, and the codec of each. Collective."""
+    parts = fragments_of(level.names, scheme.plan.fragments)
+    _require_agreement(level, parts)
+    level.portions = [Portion(names, level.buckets) for names in parts]
+    if method is not None and level.islands.size > 1:
+        level.codecs = [CompressedMoves(level, portion, method, seed=seed) for portion in level.portions]
 
 
 def _require_agreement(level: OuterLevel, parts: list[list[str]]) -> None:
@@ -54,7 +66,7 @@ def _require_agreement(level: OuterLevel, parts: list[list[str]]) -> None:
         return
     mine = float(crc32(json.dumps(parts).encode()))
     found = torch.tensor([mine, -mine], dtype=torch.float64, device=level.device)
-    with BOOK.during("agreement"):
+    with BOOK.during("setup"):
         dist.all_reduce(found, dist.ReduceOp.MAX, group=level.islands.group)
     if found[0] != -found[1]:
         raise RuntimeError(
@@ -110,13 +122,15 @@ class Stream:
         numbers[f"count {p}"] = numbers[f"steps {p}"] = 0.0
         return found
 
-    def exchange(self, stop: bool) -> bool:
-        """Sends and applies at once."""
-        each = self._round(self.moved, self.take_count(), stop, buffers=self.plan.plain)
+    def exchange(self, stop: bool, *, number: int) -> bool:
+        """Sends and applies at once; `number`: of the fragment's rounds, from 0."""
+        each = self._round(self.moved, self.take_count(), stop, buffers=self.plan.plain, number=number)
         arrived = self._arrive(each)
         if arrived.buffers is not None:
             self.level.put_buffers(arrived.buffers)
         self._step(arrived.mean)
+        if self.plan.state == "reset":
+            self.level.reset_optimizer()
         return arrived.stop
 
     def send(self, stop: bool) -> None:
@@ -170,14 +184,15 @@ class Stream:
     def _stops(self) -> bool:
         return self.level.kept.numbers[f"stop {self.number}"] > 0
 
-    def _round(self, moved: object, count: float, stop: bool, *, buffers: bool = False) -> Round:
-        return Round(
+    def _round(self, moved: object, count: float, stop: bool, *, buffers: bool = False, number: int = 0) -> OuterRound:
+        return OuterRound(
             self.level, self.portion, moved, count=count, stop=stop, buffers=buffers,  # type: ignore[arg-type]
-            radial=self.plan.merge == "radial",
+            radial=self.plan.merge == "radial", codec=self.level.codecs[self.number] if self.level.codecs else None,
+            number=number,
         )  # fmt: skip
 
-    def _arrive(self, each: Round) -> Arrived:
-        def wait() -> Arrived:
+    def _arrive(self, each: OuterRound) -> ArrivedMean:
+        def wait() -> ArrivedMean:
             with BOOK.during(PHASE):
                 return each.arrive()
 

@@ -78,3 +78,37 @@ def compressed_rounds_are_not_late(case: Case, index: int, level: dp) -> Breach 
         what,
         lambda: [case.changed(index, compress=none()), case.changed(index, sync=level.sync.replace(**plain))],
     )
+
+
+@rule(dp, why="An optimiser that begins anew does so for all parameters, when all of them are exchanged.")
+def resets_come_with_full_rounds(case: Case, index: int, level: dp) -> Breach | None:
+    given = level.sync.values()
+    parts = {"fragments": 1, "overlap": 0, "eager": False, "blend": 0.0}
+    changed = [name for name, plain in parts.items() if given.get(name, plain) != plain]
+    if given.get("state") != "reset" or not changed:
+        return None
+    return Breach(
+        level,
+        f"{changed[0]}={given[changed[0]]} exchanges the parameters at different times or not fully, and "
+        'state="reset" is for all of them at once',
+        lambda: [
+            case.changed(index, sync=level.sync.replace(state="local")),
+            case.changed(index, sync=level.sync.replace(**{name: parts[name] for name in changed})),
+        ],
+    )
+
+
+@rule(dp, why="Steps in which gradients are summed over islands send them as they are.")
+def a_synchronous_start_is_dense(case: Case, index: int, level: dp) -> Breach | None:
+    compressing = [place for place, other in case.levels() if not isinstance(other.compress, none)]
+    if not level.sync.values().get("start") or not compressing:
+        return None
+    return Breach(
+        level,
+        f"the first {counted(level.sync.values()['start'], 'step')} sum gradients over all islands, uncompressed, and "
+        f"{case.strategy.terms[compressing[0]]} compresses",
+        lambda: [
+            case.changed(index, sync=level.sync.replace(start=0)),
+            case.changed(compressing[0], compress=none()),
+        ],
+    )

@@ -40,8 +40,9 @@ class Sendable(NamedTuple):
     """Bytes of each of its slices of the parameters."""
     buffers: int
     """Bytes of all floating-point buffers together."""
-    exchanged: Callable[[Collection[str]], list[tuple[str, int]]]
-    """The collectives that exchange its slices of these parameters: kinds and payload bytes."""
+    exchanged: Callable[[Collection[str], int], list[tuple[str, int]]]
+    """The collectives that sum its slices of these parameters over islands, compressed if the level says so, in the
+    round of this number: kinds and payload bytes."""
     island: int
     """The number of its island, from 0,"""
     islands: int
@@ -67,6 +68,8 @@ class SyncTerm(Term):
     spectrum: ClassVar[str] = "synchronous"
     """The place on the spectrum from consistent to inconsistent."""
     where = "any links"
+    compresses: ClassVar[bool] = True
+    """Whether what crosses between replicas can be compressed."""
     neighbours: ClassVar[bool] = False
     """Whether islands send to their neighbours in a graph and to no others, so that an exchange has no collective."""
     path: ClassVar[str] = ""
@@ -100,6 +103,10 @@ class SyncTerm(Term):
         """Likewise the all-reduces among the ranks of an island that hold different parts of the model, in bytes.
         `names`: the trainable parameters of the full model."""
         return []
+
+    def missing(self) -> str | None:
+        """Which of its arguments parse and explain but cannot be trained yet, as a sentence."""
+        return None
 
     def drift(self, replicas: int) -> Promise | None:
         """How this number of replicas under this rule differ from the serial run; None when they do not."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shoal.parallel.sync.averaged import Averaged, RoundPlan, Tensors
-from shoal.strategy.terms.arguments import flag, integer, real
+from shoal.strategy.terms.arguments import choice, flag, integer, real
 from shoal.strategy.terms.numerals import counted
 from shoal.strategy.terms.sync import SAME_TARGET
 from shoal.strategy.terms.term import Promise
@@ -31,6 +31,7 @@ class bmuf(Averaged):
     momentum: float = real(0.0, 1.0, default=0.5, kw_only=True, inclusive=True)
     lr: float = real(0.0, 10.0, default=1.0, kw_only=True)
     nesterov: bool = flag(default=False, kw_only=True)
+    state: str = choice("local", "reset", default="local", kw_only=True)
 
     title = "BMUF, block momentum"
 
@@ -46,7 +47,7 @@ class bmuf(Averaged):
 
     @property
     def plan(self) -> RoundPlan:
-        return RoundPlan(self.h)
+        return RoundPlan(self.h, state=self.state)
 
     @property
     def outer_state(self) -> tuple[str, ...]:

@@ -48,10 +48,22 @@ class diloco(Averaged):
     overlap: int = integer(0, 1_000_000, default=0, kw_only=True)
     blend: float = real(0.0, 1.0, default=0.0, kw_only=True, inclusive=True)
     eager: bool = flag(default=False, kw_only=True)
+    state: str = choice("local", "reset", default="local", kw_only=True)
     merge: str = choice("mean", "radial", default="mean", kw_only=True)
     weight: str = choice("samples", "equal", "tokens2/steps", default="samples", kw_only=True)
 
+    quorum: int = integer(0, default=0, kw_only=True)
+
     title = "DiLoCo, outer Nesterov momentum"
+
+    def missing(self) -> str | None:
+        if self.quorum:
+            return (
+                f"quorum={self.quorum}: rounds that are merged without the slowest islands cannot be trained yet; "
+                "leave quorum out (a killed island delays the others once, and they go on without it), or use "
+                "eager=True, where no island waits within a round"
+            )
+        return None
 
     def words(self) -> str:
         kind = "Nesterov" if self.form == "nesterov" else "heavy-ball"
@@ -75,7 +87,9 @@ class diloco(Averaged):
 
     @property
     def plan(self) -> RoundPlan:
-        return RoundPlan(self.h, self.fragments, self.overlap, self.blend, self.eager, self.merge, self.weight)
+        return RoundPlan(
+            self.h, self.fragments, self.overlap, self.blend, self.eager, self.merge, self.weight, state=self.state
+        )
 
     @property
     def outer_state(self) -> tuple[str, ...]:

@@ -1,7 +1,8 @@
 """Local SGD: islands step by themselves and average their parameters every h steps (`sync=local(h)`).
 
 An island's weight in the mean is the part of the samples (or tokens) that it learned from since the last exchange, as
-in FedAvg: with uneven shares, h = 1 and plain SGD the mean is then the synchronous step. Optimiser state stays local.
+in FedAvg: with uneven shares, h = 1 and plain SGD the mean is then the synchronous step. With start=k the first k steps
+are synchronous (post-local SGD, Lin et al. 2020). Optimiser state stays local, or begins anew after each average.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shoal.parallel.sync.averaged import Averaged, RoundPlan, Tensors
-from shoal.strategy.terms.arguments import integer
+from shoal.strategy.terms.arguments import choice, integer
 from shoal.strategy.terms.numerals import every
 from shoal.strategy.terms.sync import SAME_TARGET
 from shoal.strategy.terms.term import Promise
@@ -22,11 +23,14 @@ class local(Averaged):
     """Local SGD: replicas step by themselves and average their weights every h steps."""
 
     h: int = integer(1, sample=50)
+    start: int = integer(0, 1_000_000, default=0, kw_only=True)
+    state: str = choice("local", "reset", default="local", kw_only=True)
 
     title = "local SGD, periodic averaging"
 
     def words(self) -> str:
-        return f"replicas step by themselves and average their weights {every(self.h, 'step')}"
+        said = f"replicas step by themselves and average their weights {every(self.h, 'step')}"
+        return f"{said}, from step {self.start + 1} on; before, they sum gradients" if self.start else said
 
     def drift(self, replicas: int) -> Promise | None:
         if replicas == 1:
@@ -42,7 +46,7 @@ class local(Averaged):
 
     @property
     def plan(self) -> RoundPlan:
-        return RoundPlan(self.h)
+        return RoundPlan(self.h, start=self.start, state=self.state)
 
     def outer_step(self, moved: torch.Tensor, kept: Tensors) -> None:
         kept["anchor"].sub_(moved)
