@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.job import LAMB, LARS, MuonWithAdamW
+
 O = torch.optim
 
 
@@ -392,6 +394,17 @@ class Ascending(Written):
                     param.sub_(group["lr"] / (1 + place) * param.grad)
 
 
+def muon(groups: list[dict[str, Any]]) -> O.Optimizer:
+    """Muon for matrices, AdamW for the rest."""
+    found = []
+    for group in groups:
+        for matrices in (True, False):
+            params = [param for param in group["params"] if (param.dim() == 2) is matrices]
+            if params:
+                found.append({**group, "params": params, "muon": matrices})
+    return MuonWithAdamW(found, lr=0.02)
+
+
 Factory = Callable[[list[dict[str, Any]]], O.Optimizer]
 
 ELEMENTWISE: dict[str, Factory] = {
@@ -438,6 +451,9 @@ PARAMETERWISE: dict[str, Factory] = {
     "BySize": BySize,
     "NestedTensors": NestedTensors,
     "Shampoo": Shampoo,
+    "Muon": muon,
+    "LARS": partial(LARS, lr=0.5, momentum=0.9, weight_decay=0.01),
+    "LAMB": partial(LAMB, lr=0.02, weight_decay=0.01),
 }
 
 COUPLED: dict[str, Factory] = {

@@ -60,13 +60,13 @@ def sgd(groups: Any) -> torch.optim.Optimizer:
 
 
 class NormScaled(torch.optim.SGD):
-    """Steps by the norm of each tensor, which a shard does not have."""
+    """Steps by the norm of all gradients, which a shard does not have."""
 
     def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.grad.div_(param.grad.norm() + 1e-3)
+        every = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        norm = sum(float(param.grad.square().sum()) for param in every) ** 0.5  # type: ignore[union-attr]
+        for param in every:
+            param.grad.div_(norm + 1e-3)  # type: ignore[union-attr]
         return super().step(closure)
 
 

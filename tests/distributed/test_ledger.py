@@ -22,7 +22,7 @@ def entries(ranks: Run, strategy: str, world: int = 2, **options: Any) -> dict[t
 
 
 def loss(world: int = 2) -> dict[tuple[str, str, str], tuple[int, int]]:
-    return {("dp", "loss", "all_reduce"): (1, 2 * (3 + PARAMETERS) * 8 * (world - 1) // world)}
+    return {("dp", "loss", "all_reduce"): (1, 2 * (5 + PARAMETERS) * 8 * (world - 1) // world)}
 
 
 def test_stage_0_sends_the_model_once_there_and_once_back(ranks: Run) -> None:

@@ -24,7 +24,7 @@ def check(found: list[dict[str, Any]], label: str) -> None:
 
 
 FAST = ("AdamW-tensor", "SGD-nesterov", "ScheduleFree", "Madgrad", "Counted", "Lookahead", "Adafactor", "LBFGS",
-        "Prodigy", "Transposed")  # fmt: skip
+        "Prodigy", "Muon")  # fmt: skip
 
 
 def fast_and_slow(names: Iterable[str]) -> list[Any]:
@@ -44,28 +44,41 @@ def test_elementwise_optimizers_train_and_resume_as_one_process_under_any_strate
         check(found, f"{name} {strategy}")
 
 
-@pytest.mark.parametrize("name", fast_and_slow([*PARAMETERWISE, *COUPLED]))
-def test_other_optimizers_train_on_full_parameters_and_are_refused_on_slices(
+@pytest.mark.parametrize("name", fast_and_slow(PARAMETERWISE))
+def test_optimizers_of_full_parameters_train_and_resume_as_one_process_where_ranks_hold_pieces(
     ranks: Run, name: str, tmp_path: Path
 ) -> None:
+    strategies = ["dp(2)", "dp(2, zero=1)", "dp(2, zero=3) * accumulate(3)"]
+    settings = {
+        "optimizers": [name], "strategies": strategies, "others": ["dp(2, zero=2)", "dp(2)"], "folder": str(tmp_path),
+    }  # fmt: skip
+    found = ranks(f"{TARGETS}:zoo", settings, ranks=2)
+    for strategy in strategies:
+        check(found, f"{name} {strategy}")
+
+
+@pytest.mark.parametrize("name", fast_and_slow(COUPLED))
+def test_coupled_optimizers_train_on_replicas_and_are_refused_on_pieces(ranks: Run, name: str, tmp_path: Path) -> None:
     strategies = ["dp(2)", "dp(2) * accumulate(3)", "dp(2, zero=1)", "dp(2, zero=3)", "pp(2)"]
     settings = {
-        "optimizers": [name], "strategies": strategies[:4] if name in PARAMETERWISE else strategies,
-        "others": ['dp(2) * recompute("full")'], "folder": str(tmp_path),
+        "optimizers": [name], "strategies": strategies, "others": ['dp(2) * recompute("full")'],
+        "folder": str(tmp_path),
     }  # fmt: skip
     found = ranks(f"{TARGETS}:zoo", settings, ranks=2)
     for strategy in strategies[:2]:
         check(found, f"{name} {strategy}")
-    needs = "couples parameters" if name in COUPLED else "needs full parameters"
     for zero in (1, 3):
         said = found[0][f"{name} dp(2, zero={zero})"]["refused"]
-        assert f"{name} {needs}, and zero={zero} gives each rank slices of them" in said
-    if name in COUPLED:
-        assert f"{name} couples parameters, and pp gives each rank some of them" in found[0][f"{name} pp(2)"]["refused"]
+        assert f"{name} couples parameters, and zero={zero} gives each rank slices of them" in said
+    assert f"{name} couples parameters, and pp gives each rank some of them" in found[0][f"{name} pp(2)"]["refused"]
 
 
-def test_three_uneven_ranks_and_levels(ranks: Run, tmp_path: Path) -> None:
-    names = ["AdamW-tensor", "ScheduleFree", "Counted", "SGD-nesterov"]
+@pytest.mark.parametrize(
+    "names",
+    [["AdamW-tensor", "ScheduleFree", "Counted", "SGD-nesterov"], ["Muon", "Shampoo"],
+     pytest.param(["LARS", "LAMB", "Adafactor"], marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_three_uneven_ranks_and_levels(ranks: Run, names: list[str], tmp_path: Path) -> None:
     strategies = ["dp(3, zero=2)"]
     settings = {"optimizers": names, "strategies": strategies, "others": ["dp(3)"], "folder": str(tmp_path)}
     found = ranks(f"{TARGETS}:zoo", settings, ranks=3)

@@ -45,4 +45,4 @@ def test_losses_and_counts_that_do_not_add_up_are_named(ranks: Run) -> None:
         assert "has 1 samples, and two are needed" in found["one"]
         assert "a loss of shape [12]; pass the sum of the losses" in found["vector"]
         assert "the count requires a gradient" in found["count grad"]
-        assert "NormScaled needs full parameters" in found["optimizer"]
+        assert "NormScaled couples parameters" in found["optimizer"]

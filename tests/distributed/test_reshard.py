@@ -54,6 +54,8 @@ PAIRS = [
     ("coupled:complex_layers", "dp(2, zero=3)", "dp(3, zero=1)"),
     ("coupled:complex_layers", "dp(3, zero=1)", "pp(2, micro=2)"),
     ("coupled:complex_layers", "pp(2, micro=2)", "dp(3, zero=3)"),
+    ("growing:language", "dp(2, zero=1)", "pp(2, micro=2)"),
+    ("growing:language", "dp(3)", "dp(2, zero=3) * tp(2)"),
     ("uneven:mixtral", "ep(2)", "dp(2, zero=1)"),
     ("uneven:mixtral", "dp(2, zero=3)", "ep(2) * tp(2)"),
     ("uneven:llama_tied", "dp(2, zero=3) * tp(2)", 'pp(2, "1f1b", micro=4) * dp(2)'),

@@ -187,10 +187,9 @@ def test_elements_without_a_true_gradient_are_named_in_the_certificate() -> None
     assert "features.0.bias" in found.zero_gradient
 
 
-def test_a_whole_parameter_optimiser_is_exact_at_stage_0_and_refused_above() -> None:
-    prove(f"{JOBS}:trust", "dp(2)")
-    with pytest.raises(ValueError, match="TrustRatio needs full parameters, and zero=1 gives"):
-        verify(f"{JOBS}:trust", parse("dp(2, zero=1)"), steps=2)
+@pytest.mark.parametrize("strategy", ["dp(2)", "dp(2, zero=1)"])
+def test_an_optimiser_of_full_parameters_is_exact_on_shards_too(strategy: str) -> None:
+    prove(f"{JOBS}:trust", strategy)
 
 
 def test_bfloat16_promises_a_band_and_keeps_it() -> None:

@@ -103,7 +103,7 @@ def test_the_norm_costs_one_number_where_there_are_shards_and_nothing_elsewhere(
 
 def test_the_loss_travels_with_one_number_for_each_parameter() -> None:
     ledger = predict(table(0, 2, buffers=[], num_parameters=10))
-    assert entry(ledger, "dp", "loss", "all_reduce") == (1, (3 + 10) * 8)
+    assert entry(ledger, "dp", "loss", "all_reduce") == (1, (5 + 10) * 8)
 
 
 def test_synchronised_batch_norm_sends_two_numbers_a_channel_each_way() -> None:

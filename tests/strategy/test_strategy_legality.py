@@ -172,12 +172,18 @@ SAMPLES: dict[str, list[Sample]] = {
     "tp-batch-needs-features": [
         Sample("tp(2, batch=True)", "tp(2)", ModelFacts(tensor_parts=FOUR_HEADS), ModelFacts(tensor_parts=FOUR_HEADS)),
     ],
-    "cut-layers-need-elementwise-optimizers": [Sample("tp(2)", "dp(2)", LAYERWISE, LAYERWISE)],
+    "cut-layers-need-optimizers-that-do-not-couple": [
+        Sample("tp(2)", "dp(2)", COUPLED, COUPLED),
+        Sample("tp(2)", "tp(2)", COUPLED, LAYERWISE),
+    ],
     "stages-need-optimizers-that-do-not-couple": [
         Sample("pp(2)", "dp(2)", COUPLED, COUPLED),
         Sample("pp(2)", "pp(2)", COUPLED, LAYERWISE),
     ],
-    "dealt-experts-need-elementwise-optimizers": [Sample("ep(2)", "dp(2)", LAYERWISE, LAYERWISE)],
+    "split-experts-need-optimizers-that-do-not-couple": [
+        Sample("ep(2)", "dp(2)", COUPLED, COUPLED),
+        Sample("ep(2)", "ep(2)", COUPLED, LAYERWISE),
+    ],
     "cp-needs-positions-apart": [
         Sample("cp(2)", "dp(2)", ModelFacts(context_why="no attention"), ModelFacts(context_why="no attention")),
     ],
@@ -220,9 +226,9 @@ SAMPLES: dict[str, list[Sample]] = {
         Sample("dp(16) * ep(8)", "dp(8) * ep(8)", GPT, GPT),
         Sample("pp(2, micro=3)", "pp(2, micro=4)", GPT, GPT),
     ],
-    "sharded-optimizers-are-elementwise": [
-        Sample("dp(2, zero=1)", "dp(2)", ModelFacts(elementwise_optimizer=False), ModelFacts(elementwise_optimizer=False)),
-        Sample("dp(2, zero=1)", "dp(2, zero=1)", ModelFacts(elementwise_optimizer=False), ModelFacts(elementwise_optimizer=True)),
+    "sharded-optimizers-do-not-couple": [
+        Sample("dp(2, zero=1)", "dp(2)", COUPLED, COUPLED),
+        Sample("dp(2, zero=1)", "dp(2, zero=1)", COUPLED, LAYERWISE),
     ],
     "batch-loss-accumulates-nothing": [
         Sample("dp(2) * accumulate(2)", "dp(2)", ModelFacts(loss_over="batch"), ModelFacts(loss_over="batch")),

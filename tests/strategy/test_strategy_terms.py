@@ -165,7 +165,7 @@ def test_a_product_with_anything_else_is_a_type_error() -> None:
         (lambda: topk(float("nan")), ["nan"]),
         (lambda: topk("0.1"), ["'0.1'"]),
         (lambda: ssp(-1), ["at least 0"]),
-        (lambda: asp(1), ["no arguments"]),
+        (lambda: hogwild(1), ["no arguments"]),
         (lambda: tp(2) * tp(2), ["tp", "twice"]),
         (lambda: amp("bf16") * amp("fp16"), ["amp", "twice"]),
         (lambda: offload("optimizer") * offload("optimizer"), ["twice"]),

@@ -11,6 +11,7 @@ from shoal.estimate.steps.model import JobModel, StagePiece
 from shoal.estimate.steps.operations import operations
 from shoal.job import Job
 from shoal.job.facts import build_without_memory
+from shoal.job.groups import param_groups
 from shoal.layout.chain import StageCutError
 from shoal.layout.layout import Layout, facts_of, layout_of
 from shoal.layout.observe import job_shapes, observe
@@ -41,16 +42,19 @@ def job_model(job: Job) -> tuple[JobModel, ModelFacts]:
             StagePiece(name=link.path, is_block=link.is_block, parameter_bytes=sum(sizes.get(name, 0) for name in own))
         )
     words = layout.tensor.vocabulary
+    facts = facts_of(job, layout)
+    shapes = job_shapes(
+        job, layout, stages=_possible_stages(layout), full_parameters=facts.elementwise_optimizer is False
+    )
     return (
         JobModel(
             name=job.name, global_batch=job.global_batch, samples=samples,
             operations=operations(network_of_trace(recorded, name=job.name)), pieces=tuple(pieces),
             tensor_cut=_tensor_cut(layout), loss_cut=words is not None and words.loss_parallel,
             context_loss_cut=layout.context is not None and layout.context.batch is not None,
-            optimizer=_optimizer(job, model), shapes=job_shapes(job, layout, stages=_possible_stages(layout)),
-            forward=observe(job),
+            optimizer=_optimizer(job, model), shapes=shapes, forward=observe(job),
         ),
-        facts_of(job, layout),
+        facts,
     )  # fmt: skip
 
 
@@ -74,4 +78,4 @@ def _tensor_cut(layout: Layout) -> dict[str, str]:
 
 
 def _optimizer(job: Job, model: nn.Module) -> str:
-    return type(job.optimizer([{"params": list(model.parameters())[:1]}])).__name__
+    return type(job.optimizer(param_groups(model, job.options))).__name__

@@ -76,7 +76,7 @@ def of_contents(contents: Contents, engine: Engine) -> dict[str, int]:
     local |= {name: tuple(param.shape) for name, param in engine.model.named_parameters() if name not in local}
     found: dict[str, int] = {}
     for row in contents.pieces:
-        part = engine.part_of(row["parameter"])
+        part = TensorPart.from_json(row["part"]) if "part" in row else None
         row["sum"] = checksum(tensors[row["tensor"]], row["start"], part, local[row["parameter"]])
         # Compression residuals are redistributed if the number of replicas changes: only their ranges have checksums.
         if row["state"] is None or not row["state"].startswith(PRIVATE):
@@ -127,7 +127,7 @@ def _held(engine: Engine) -> Iterator[tuple[str, torch.Tensor, int, TensorPart |
         if name not in engine.absent:
             yield f"buffer {name}", buffer, 0, engine.part_of(name), tuple(buffer.shape)
     for key, piece in engine.optimizer.state(lambda bucket: (0, bucket.buffer.padded)):
-        yield name_of(piece.name, key), piece.values, piece.start, engine.part_of(piece.name), piece.shape
+        yield name_of(piece.name, key), piece.values, piece.start, engine.part_of_piece(piece), piece.shape
 
 
 def compare(engine: Engine, saved: dict[str, Any], shapes: dict[str, tuple[int, ...]], where: str) -> None:

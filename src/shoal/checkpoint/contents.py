@@ -127,13 +127,10 @@ def contents_of(
     """What this rank writes of the engine's state. `buffers`: the model's buffers as they are saved; `own`: this
     island's values, if they differ from the consensus."""
     contents = Contents(file=file_of(rank))
-    firsts = set()
     for piece in engine.owner.parameters():
         contents.add_parameter(piece, piece.values.dtype, engine.part_of(piece.name))
-        if piece.start == 0:
-            firsts.add(piece.name)
     for key, piece in engine.owner.state():
-        contents.add_state(key, piece, engine.part_of(piece.name))
+        contents.add_state(key, piece, engine.part_of_piece(piece))
     for compression in engine.compressions:
         families = {slot.name: bucket.family for bucket in engine.buckets for slot in bucket.buffer.slots}
         for key, piece in errors(compression):
@@ -142,14 +139,14 @@ def contents_of(
         for name, key, values in extras(compression):
             if engine.placement.writes(families[name]):
                 contents.add_extra(name, key, values, engine.part_of(name))
-    # The rank that writes a parameter's first element also writes its scalar state, so that it is written once.
     contents.numbers = {
         name: {key: contents.encoded(name, key, value) for key, value in values.items()}
-        for name, values in engine.optimizer.values().items()
-        if name in firsts
+        for name, values in engine.optimizer.values(engine.owner.owned).items()
     }
     place = engine.placement
-    if place.split.index == 0 and place.context.index == 0 and place.tensor.index == 0:
+    # What ranks keep for several parameters is the same on all of them; not all have all groups of full parameters.
+    first = place.split.index == 0 and place.context.index == 0 and place.tensor.index == 0
+    if first or (engine.owner.full is not None and place.islands.index == 0):
         optimizer = type(engine.optimizer.optimizer).__name__
         contents.optimizer = {
             where: {key: contents.encoded(f"{optimizer} ({where})", key, value) for key, value in entries.items()}

@@ -55,13 +55,11 @@ def add_island(contents: Contents, engine: Engine, own: list[torch.Tensor]) -> N
         for piece in owner.pieces_of(kept, owner.owned_in_island):
             contents.add_state(label(engine, f"{KEPT} {what}"), piece, engine.part_of(piece.name))
     if place.islands.index:
-        firsts = {piece.name for piece in owner.pieces_of(masters, owner.owned_in_island) if piece.start == 0}
         for key, piece in owner.optimizer.state(owner.owned_in_island):
-            contents.add_state(label(engine, key), piece, engine.part_of(piece.name))
-        for name, values in engine.optimizer.values().items():
-            if name in firsts:
-                of = label(engine, name)
-                contents.optimizer[of] = {key: contents.encoded(of, key, value) for key, value in values.items()}
+            contents.add_state(label(engine, key), piece, engine.part_of_piece(piece))
+        for name, values in engine.optimizer.values(owner.owned_in_island).items():
+            of = label(engine, name)
+            contents.optimizer[of] = {key: contents.encoded(of, key, value) for key, value in values.items()}
     if place.island.index == 0:
         counts = {
             "count": outer.count, "steps": outer.steps, DIFFERS: int(bool(own)),
@@ -116,6 +114,9 @@ class _IslandState:
 
     def read(self, name: str, key: str, start: int, stop: int) -> torch.Tensor:
         return self._saved.read(name, label(self._engine, key), start, stop)
+
+    def read_full(self, name: str, key: str, start: int, stop: int) -> torch.Tensor:
+        return self._saved.read_full(name, label(self._engine, key), start, stop)
 
     def values(self, name: str) -> dict[str, Any]:
         return dict(self._common.get(label(self._engine, name), {}))

@@ -89,6 +89,7 @@ def restore(engine: Engine, checkpoint: Checkpoint) -> None:
         reach("restore: optimizer read")
         compare(engine, checkpoint.sums, checkpoint.shapes_by_sum(), str(checkpoint.path))
         load_island(engine, saved)
+        engine.owner.resume(checkpoint.step, saved)
         engine.clock = checkpoint.step
 
 
@@ -119,6 +120,9 @@ class OwnView:
 
     def read(self, name: str, key: str, start: int, stop: int) -> torch.Tensor:
         return self._read(name, key, start, stop)
+
+    def read_full(self, name: str, key: str, start: int, stop: int) -> torch.Tensor:
+        return self._range(name, key, start, stop)
 
     def read_parameter(self, name: str, start: int, stop: int) -> torch.Tensor:
         return self._read(name, None, start, stop)

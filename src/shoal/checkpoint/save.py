@@ -84,6 +84,7 @@ def save(folder: Path, engine: Engine, *, step: int, progress: dict[str, Any], k
     except (TypeError, ValueError) as error:
         raise ValueError(f"the progress to save must be made of text, numbers, lists and dicts: {error}") from error
     with BOOK.during("checkpoint"), engine.consensus() as own:
+        engine.owner.gather_state()
         return _Save(Path(folder), engine, step, progress, keep, own).run()
 
 

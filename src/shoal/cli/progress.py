@@ -100,6 +100,9 @@ def summary(outcome: dict[str, Any]) -> None:
         rows["target"] = f"reached after {seconds:.1f} s of training, {steps} steps"
     if outcome["step_s"] is not None:
         rows["step"] = f"{1000 * outcome['step_s']:.0f} ms"
+    if outcome.get("critical_batch") is not None:
+        used = f"this run used {outcome['global_batch']}"
+        rows["critical batch"] = f"about {outcome['critical_batch']:.0f} samples by the gradient noise; {used}"
     rows["sent in a step"] = f"{sum(row['bytes'] for row in outcome['ledger']) / 1e6:.2f} MB by each rank"
     rows["peak memory"] = f"{outcome['memory_bytes'] / 2**20:.0f} MiB a rank"
     rows["run"] = outcome["folder"]

@@ -23,6 +23,18 @@ def train(
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps, instead of the job's own number.")] = None,
     batch: Annotated[int | None, BATCH] = None,
+    grow_batch: Annotated[
+        str | None, typer.Option(help='Grow the global batch: "samples:batch, ...", such as "2000:48, 6000:96".')
+    ] = None,
+    scale_rule: Annotated[
+        str | None, typer.Option(help="Scale the learning rate with the batch: linear or sqrt (docs/large_batches.md).")
+    ] = None,
+    base_batch: Annotated[
+        int | None, typer.Option(min=1, help="The batch that the rate was tuned for (default: the job's own).")
+    ] = None,
+    warmup: Annotated[
+        int | None, typer.Option(min=0, help="Steps in which a scaled rate is reached (default: a twentieth of all).")
+    ] = None,
     seed: Annotated[int | None, SEED] = None,
     folder: Annotated[
         str | None, typer.Option(help="Where the run is recorded (default: a new folder in runs/).")
@@ -65,6 +77,7 @@ def train(
 
     options = TrainOptions(
         job=job, strategy=strategy, size=size, steps=steps, global_batch=batch, seed=seed, folder=folder, resume=resume,
+        growth=grow_batch, scale_rule=scale_rule, base_batch=base_batch, warmup=warmup,
         go_on=go_on,
         checkpoint_every=checkpoint_every, trace=trace, stop_at_target=not full, backend=backend, gate=not no_gate,
         emulate=emulate, straggler="; ".join(straggler or ()) or None, fail="; ".join(fail or ()) or None,

@@ -28,9 +28,10 @@ from shoal.training.local import (
 )
 from shoal.training.options import TrainOptions
 
-INHERITED = {"strategy": str, "size": str, "steps": int, "global_batch": int, "seed": int, "checkpoint_every": int}
+INHERITED = {"strategy": str, "size": str, "steps": int, "global_batch": int, "seed": int, "checkpoint_every": int,
+             "growth": str, "scale_rule": str, "base_batch": int, "warmup": int}  # fmt: skip
 """What a resumed run takes from the run it goes on with, where the command line does not say."""
-OPTION = {"global_batch": "batch"}
+OPTION = {"global_batch": "batch", "growth": "grow-batch"}
 
 
 def train_command(

@@ -89,7 +89,7 @@ class ShoalGroup(CountedGroup):
             hosts = slow.hosts(ranks)
         self.peers = Peers(rank, size, collective, hosts=hosts)
         self.queue = TaskQueue(collective.values(), f"collectives of {name}")
-        self.messages = PointToPoint(messages, f"messages of {name}")
+        self.messages = PointToPoint(messages, f"messages of {name}", rank=rank)
         self._timeout_s = timeout.total_seconds()
         self._monitored = 0
         """Number of monitored barriers so far."""

@@ -15,9 +15,19 @@ import torch.distributed as dist
 
 from shoal.comm.mesh import Members
 
+_trainers: Members | None = None
+
+
+def only_among(trainers: Members | None) -> None:
+    """From now on the ranks that train are these; None: all ranks. Parameter servers have ranks of their own."""
+    global _trainers
+    _trainers = trainers
+
 
 def world_and_rank() -> tuple[int, int]:
-    """(number of ranks, this rank); (1, 0) if torch.distributed is not initialised."""
+    """(number of ranks that train, this rank); (1, 0) if torch.distributed is not initialised."""
+    if _trainers is not None:
+        return _trainers.size, _trainers.index
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size(), dist.get_rank()
     return 1, 0
@@ -26,6 +36,7 @@ def world_and_rank() -> tuple[int, int]:
 def exchange(report: Mapping[str, Any], over: Members | None = None) -> list[dict[str, Any]]:
     """The reports of all ranks of the world, or of `over`, in rank order. Collective; also a barrier."""
     text = json.dumps(report, allow_nan=False).encode()
+    over = over or _trainers
     world, group = (world_and_rank()[0], None) if over is None else (over.size, over.group)
     if world == 1:
         return [json.loads(text)]

@@ -6,7 +6,7 @@ axis of size 1 has no group: nothing is sent along it and nothing is counted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -42,8 +42,11 @@ class Mesh:
         rank: int,
         backend: str | None,
         algorithms: Mapping[str, str] | None = None,
+        announce: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
-        """`algorithms` names the all-reduce of some axes; a group along several axes uses the first that is named."""
+        """`algorithms` names the all-reduce of some axes; a group along several axes uses the first that is named.
+        `announce` is called on rank 0 before a group is made: ranks outside of the mesh take part in making it."""
+        self._announce = announce if rank == 0 else None
         self.axes = tuple(axes)
         self._algorithms = dict(algorithms or {})
         self.rank = rank
@@ -141,9 +144,19 @@ class Mesh:
         """A group of these ranks; None for a single rank. Collective, including ranks outside it."""
         if len(ranks) == 1:
             return None
+        if self._announce is not None:
+            self._announce(ranks)
         group = dist.new_group(list(ranks), backend=backend or self._backend, group_desc=label)
         if self.rank in ranks:
             self._groups.append(group)
+        return group
+
+    def of_all_ranks(self, label: str) -> dist.ProcessGroup:
+        """A group of all ranks of the job, also of those outside of the mesh. Not closed with the mesh. Collective."""
+        if self._announce is not None:
+            self._announce([])
+        group = dist.new_group(backend=self._backend, group_desc=label)
+        self._settle(group, label, (label,))
         return group
 
     def _settle(self, group: dist.ProcessGroup | None, label: str, key: Sequence[str]) -> None:

@@ -2,7 +2,7 @@
 
 They have their own links, separate from the collectives', and are not ordered among each other: a receive may wait
 while later ones complete. A message that arrives before its receive is posted is buffered. A lost peer fails
-the messages to and from it, and no others.
+the messages to and from it, and no others. A rank may send to itself: two of its threads may talk.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ def _no_steps() -> Steps:
 class PostedSend(Task):
     """An outgoing message."""
 
-    def __init__(self, peer: int, send: Send, data: Vector) -> None:
+    def __init__(self, peer: int, send: Send | None, data: Vector) -> None:
         super().__init__(_no_steps(), f"a message to rank {peer}")
         self.peer, self.send = peer, send
+        """`send` is None for a message to this rank itself."""
         self.data = data
         """Kept alive until it is sent: it may be a copy that was made for this message only."""
 
@@ -57,12 +58,21 @@ class PostedReceive(Task):
 class PointToPoint(TaskQueue):
     """The point-to-point messages between this rank and its peers."""
 
-    def __init__(self, links: Mapping[int, Link], name: str) -> None:
+    def __init__(self, links: Mapping[int, Link], name: str, *, rank: int = ANY) -> None:
+        """`rank`: this rank, if it may send to itself."""
         super().__init__(links.values(), name)
+        self._rank = rank
+        self._own: deque[tuple[int, PostedSend | Bytes]] = deque()
+        """Messages to itself, oldest first: the tag, and the message, or its bytes once it is buffered."""
         self._peers = {peer: _PeerQueue(link, self) for peer, link in links.items()}
         self._lost: dict[int, PeerLost] = {}
 
     def send(self, to: int, tag: int, data: Vector, *, background: bool) -> PostedSend:
+        if to == self._rank:
+            own = PostedSend(to, None, data)
+            self._own.append((tag, own))
+            self.submit(own, background=background)
+            return own
         link = self._peers[to].link
         message = PostedSend(to, Send(link, _HEADER.pack(tag, data.nbytes), data.bytes), data)
         if to in self._lost:
@@ -101,7 +111,7 @@ class PointToPoint(TaskQueue):
         waiting: list[Waits] = []
         moved = True
         while moved and self._tasks:
-            moved, waiting = False, []
+            moved, waiting = self._deliver_own(), []
             for peer, queue in self._peers.items():
                 if peer in self._lost:
                     continue
@@ -111,19 +121,38 @@ class PointToPoint(TaskQueue):
                     self._lose(lost)
                     moved = True
                 else:
-                    waiting += [queue, *(message.send for message in list(queue.outgoing)[:1])]
+                    waiting += [queue, *(m.send for m in list(queue.outgoing)[:1] if m.send is not None)]
         return waiting if self._tasks else ()
 
     def _send_outgoing(self, queue: _PeerQueue) -> bool:
         moved = False
         while queue.outgoing:
             message = queue.outgoing[0]
+            assert message.send is not None
             moved |= message.send.advance()
             if not message.send.done:
                 break
             queue.outgoing.popleft()
             self.end(message)
         return moved
+
+    def _deliver_own(self) -> bool:
+        """Delivers or buffers what this rank has sent to itself: its sends never wait for a receive."""
+        delivered, waiting = False, deque[tuple[int, "PostedSend | Bytes"]]()
+        while self._own:
+            tag, held = self._own.popleft()
+            payload = held.data.bytes if isinstance(held, PostedSend) else held
+            first = all(earlier != tag for earlier, _ in waiting)
+            message = self.wanted(self._rank, tag) if first else None
+            if message is not None:
+                self._deliver(message, self._rank, payload)
+                delivered = True
+            else:
+                waiting.append((tag, payload.copy() if isinstance(held, PostedSend) else payload))
+            if isinstance(held, PostedSend):
+                self.end(held)
+        self._own.extendleft(reversed(waiting))
+        return delivered
 
     def _match_unexpected(self, queue: _PeerQueue) -> bool:
         """Delivers buffered messages to receives that were posted since."""
@@ -155,8 +184,12 @@ class PointToPoint(TaskQueue):
 
     def _lose(self, lost: PeerLost) -> None:
         self._lost[lost.peer] = lost
-        self._peers[lost.peer].outgoing.clear()
-        self._peers[lost.peer].break_off()
+        queue = self._peers[lost.peer]
+        queue.outgoing.clear()
+        queue.break_off()
+        # No longer listened to: that it is disconnected must not be taken for the cause of other waits.
+        self._links = [link for link in self._links if link is not queue.link]
+        queue.link.take_back()
         for task in list(self._tasks):
             if isinstance(task, PostedSend | PostedReceive) and task.peer == lost.peer:
                 self.end(task, lost)

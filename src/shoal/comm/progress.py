@@ -79,6 +79,17 @@ class Task:
             call()
 
 
+class _FirstOf:
+    """Done when one of several tasks is."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self._tasks = tasks
+
+    @property
+    def done(self) -> bool:
+        return any(task.done for task in self._tasks)
+
+
 class TaskQueue:
     """The tasks of one group, in order."""
 
@@ -144,6 +155,26 @@ class TaskQueue:
         if task.error is not None:
             raise task.error
 
+    def wait_any(self, tasks: Sequence[Task], timeout_s: float) -> None:
+        """Waits until one of the tasks is done, or the time is over; no task is given up on."""
+        deadline = time.monotonic() + timeout_s
+        first, me = _FirstOf(tasks), threading.get_ident()
+        self._waiting.add(me)
+        try:
+            while not first.done and time.monotonic() < deadline:
+                if not self._driver.acquire(blocking=False):
+                    self._wake()
+                    if not self._driver.acquire(timeout=HAND_OVER_S):
+                        continue
+                try:
+                    self._drive(first, deadline, spin=False)
+                finally:
+                    self._driver.release()
+        finally:
+            self._waiting.discard(me)
+            if self._tasks and self._worker is not None:
+                self.call_worker()
+
     def _advance(self) -> Sequence[Waits]:
         """Runs tasks until one has to wait; returns the transfers it waits for, or nothing if no task is left."""
         while self._tasks:
@@ -175,7 +206,7 @@ class TaskQueue:
             failure = type(error)(*error.args) if not isinstance(error, PeerLost) else error
             task.finish(failure)
 
-    def _drive(self, until: Task | None, deadline: float, *, spin: bool) -> None:
+    def _drive(self, until: Task | _FirstOf | None, deadline: float, *, spin: bool) -> None:
         slept = False
         spin_until = time.monotonic() + self.spin_s if spin else 0.0
         while self._tasks and not (until is not None and until.done):

@@ -1,4 +1,4 @@
-"""Small arithmetic that several rooms need: parts of a range, divisors, bytes, and where a function is zero."""
+"""Small arithmetic that several rooms need: parts of a range, balanced shares, divisors, bytes, zeros of functions."""
 
 from __future__ import annotations
 
@@ -43,6 +43,16 @@ def falls_to_zero(
         else:
             high, below, above = middle, here, above / 2
     return low
+
+
+def balanced(sizes: Sequence[int], parts: int) -> list[int]:
+    """For each size the part that it goes to: the largest first, each to the part that has least so far (Graham 1969,
+    at most 4/3 of the best). Equal sizes go in their order."""
+    loads, found = [0] * parts, [0] * len(sizes)
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        found[place] = loads.index(min(loads))
+        loads[found[place]] += sizes[place]
+    return found
 
 
 ALIGNED = 16

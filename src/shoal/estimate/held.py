@@ -11,7 +11,7 @@ from shoal.estimate.traffic import Group
 from shoal.layout.cuts import Cut
 from shoal.layout.forward import JobShapes, ParameterShape
 from shoal.layout.tensor.plan import Region, Vocabulary
-from shoal.strategy import Strategy, pp, recompute, tp
+from shoal.strategy import Strategy, ep, pp, recompute, tp
 from shoal.strategy.schedule import rank_stages, stage_rank
 
 SHARED = -1
@@ -156,6 +156,12 @@ class Held:
         if self._expert_names.get(name, False):
             shape = (shape[0] // self.placing.experts.ranks, *shape[1:])
         return shape
+
+    def cut_across(self, name: str) -> type | None:
+        """The axis that cuts a parameter, as a kind of term: tp, or ep for experts in one stack."""
+        if self._expert_names.get(name, False):
+            return ep
+        return tp if name in self.tensor_cuts else None
 
     def float_numbers(self) -> int:
         """Of floating-point buffers; a rank of a pipeline keeps those of all stages."""

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from math import prod
 
 from shoal.estimate.traffic import Group
-from shoal.strategy import Strategy, bsp, cp, dp, ep, none, pp, shared, tp
+from shoal.strategy import Strategy, cp, dp, ep, none, pp, shared, tp
+from shoal.strategy.islands import is_loose
+from shoal.strategy.seats import seats_of
 
 ALONE = Group(axis="none", ranks=1)
 
@@ -68,13 +70,18 @@ class Placing:
             rank, self.place[name] = divmod(rank, size)
         self._known: dict[tuple[str, ...], Member] = {}
         terms = {axis.name: axis.term for axis in strategy.axes}
-        loose = [name for name, term in terms.items() if isinstance(term, dp) and not isinstance(term.sync, bsp)]
+        loose = [name for name, term in terms.items() if is_loose(term)]
         self.levels = [name for name, term in terms.items() if isinstance(term, dp) and name not in loose]
         together = [name for name in self.levels if isinstance(terms[name].via, shared)]  # type: ignore[attr-defined]
         sharded = [name for name in self.levels if terms[name].zero]  # type: ignore[attr-defined]
+        self.seats = seats_of(strategy)
+        self.summed = [name for name in self.levels if self.seats is None or name != self.seats.axis]
+        """Levels whose gradients are summed by collectives."""
         self.one_memory = bool(together)
         self.zero: int = 1 if together else terms[sharded[0]].zero if sharded else 0  # type: ignore[attr-defined]
         self.sharded = next(iter(together or sharded), None)
+        if self.seats is not None and self.summed and not sharded:
+            self.zero, self.sharded = 1, self.summed[-1]
         compressing = [
             name for name, size in self.axes
             if name in self.levels and size > 1 and not isinstance(terms[name].compress, none)  # type: ignore[attr-defined]
@@ -141,10 +148,10 @@ class Placing:
         return Member(Group(axis="+".join([*key, f"{pipeline}{list(stages)}"]), ranks=ranks), index)
 
     def replicas(self, family: PredictedFamily) -> PredictedReplicas:
-        over = [*self.levels, *self._named(cp)]
+        over = [*self.summed, *self._named(cp)]
         over += () if family.expert else self._named(ep)
         over += self._named(tp) if family.partial else ()
-        label = "dp" if set(over) == set(self.levels) else None
+        label = "dp" if set(over) == set(self.summed) else None
         route = self._route(over, family)
         if not self.zero:
             everyone = self._among(over, family.stages, label)
@@ -164,6 +171,11 @@ class Placing:
             self._among(inside, family.stages, None), self.along(self.compressing), self.along(*outside),
             self.compressing == self.sharded,
         )  # fmt: skip
+
+    def pieces(self, cut: type | None) -> Member:
+        """Those that hold pieces of the same parameter: they shard it, or it is cut across them."""
+        names = [self.sharded] if self.sharded else []
+        return self.along(*names, *(self._named(cut) if cut is not None else ()))
 
     def colleagues(self) -> Member:
         """Those who work on the same stage of a pipeline."""

@@ -13,8 +13,9 @@ from typing import NamedTuple, Protocol
 
 from shoal.comm.compress import traffic as compressed
 from shoal.comm.compress.sizes import matrix_of
+from shoal.estimate.full_parameters import full_parameter_calls
 from shoal.estimate.held import Held
-from shoal.estimate.placing import PredictedFamily, PredictedReplicas
+from shoal.estimate.placing import ALONE, PredictedFamily, PredictedReplicas
 from shoal.estimate.traffic import Buffer, Call, Compressed, Norm, ShardTable, Slot
 from shoal.layout.forward import Forward, ParameterShape
 from shoal.strategy import Strategy, pp
@@ -105,16 +106,19 @@ def shard_table(
     names = [each.name for each in held.shapes.parameters if each.trains]
     if unflushed:
         names = [name for name in names if set(held.holders(name)) & set(held.stages)]
+    buffers = tuple(_buffers(held, strategy, forward, now, bucket_bytes or BUCKET_BYTES))
+    pieces = {name: size for buffer in buffers for name, size in buffer.pieces}
     return ShardTable(
         zero=placing.zero,
         one_memory=placing.one_memory,
         micro_batches=strategy.micro_batches,
         num_parameters=len(names),
         world=placing.island.group,
-        norm=placing.parts_of_stage().group if unflushed else placing.norm.group,
+        norm=placing.parts_of_stage().group if unflushed else ALONE if placing.seats else placing.norm.group,
         stage=placing.colleagues().group if unflushed else None,
         samples=placing.samples.group,
-        buffers=tuple(_buffers(held, strategy, forward, now, bucket_bytes or BUCKET_BYTES)),
+        buffers=buffers,
+        update=tuple(full_parameter_calls(held, pieces)),
         norms=tuple(_norms(held, forward)),
         calls=tuple(calls),
     )
@@ -191,7 +195,11 @@ def _buffer(
         start = _up(start + entry.numel, ALIGN)
     parts = replicas.route.inside.ranks if replicas.route is not None else 1
     padded = _up(start, ALIGN * lcm(replicas.sharding.ranks, parts))
+    size = padded // replicas.sharding.ranks
+    low = replicas.sharding.index * size
+    inside = ((slot.name, min(slot.stop, low + size) - max(slot.start, low)) for slot in slots)
     return Buffer(
+        pieces=tuple((name, elements) for name, elements in inside if elements > 0),
         padded_bytes=padded * itemsize, replicas=replicas.everyone.group, sharding=replicas.sharding.group,
         copies=replicas.copies.group, compressed=_compressed(held, replicas, slots, padded, itemsize, now),
         reductions=reductions, forward_gathers=forward_gathers, backward_gathers=backward_gathers,

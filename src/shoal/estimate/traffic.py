@@ -15,12 +15,14 @@ For k micro-batches and a buffer of n bytes, sharded over S ranks with C copies,
     compress  inside the level: reduce-scatter and all-gather of n (stage 0), as above (sharded there), or all-reduce n
               (the level shards itself); between: payloads (`comm/compress/traffic.py`) and an all-reduce of what is not
               compressed; outside: all-reduce of this rank's part
-    loss      all-reduce of sum, count, stop flag and one use count for each parameter over all ranks
+    loss      all-reduce of sum, count, stop flag, two numbers for the noise of gradients and one use count for each
+              parameter over all ranks
     norm      all-reduce of one squared norm over the ranks that hold different parts of the model
     PipeDream as stage 0, gradients and norm k times; for each of the k updates an all-reduce of sum, count and use
               counts over those who work on the stage; loss: sum, count, stop flag and squared norm over all ranks
     batch norm of c channels, synchronised: all-gather of 2c+1 in forward, all-reduce of 2c in backward, k times each
               (recomputed: the all-gather a second time, in backward)
+    optimisers of full parameters, where ranks hold pieces: two all-to-alls (`full_parameters.py`)
     buffers that the job declares: all-reduce of 1 and of each averaged or summed number, broadcast of the others
 """
 
@@ -89,6 +91,8 @@ class Buffer:
     forward_gathers: int = 0
     backward_gathers: int = 0
     """Stage 3: how often it is gathered in a step."""
+    pieces: tuple[tuple[str, int], ...] = ()
+    """Parameters in this rank's shard of it, and how many elements of each."""
     itemsize: int = 4
     slots: tuple[Slot, ...] = ()
     shard: int = 0
@@ -121,6 +125,8 @@ class ShardTable:
     one_memory: bool = False
     """Whether those that shard see each other's memory: they meet, and send nothing."""
     norms: tuple[Norm, ...] = field(default=())
+    update: tuple[Call, ...] = field(default=())
+    """What an optimiser of full parameters sends (`full_parameters.py`), in each update."""
     calls: tuple[Call, ...] = field(default=())
     """What the other axes send in a step, by their own formulas."""
     stage: Group | None = None
@@ -137,15 +143,15 @@ def calls_of(table: ShardTable) -> list[Call]:
     """Every collective of a steady-state step, those of the other axes included."""
     found = (
         *loss_calls(table), *gradient_calls(table), *parameter_calls(table), *norm_calls(table),
-        *batch_norm_calls(table), *table.calls,
+        *update_calls(table), *batch_norm_calls(table), *table.calls,
     )  # fmt: skip
     return [call for call in found if call[-1] > 1]
 
 
 def loss_calls(table: ShardTable) -> Iterator[Call]:
-    """Of what steers a step: loss, count, stop flag."""
+    """Of what steers a step: loss, count, stop flag, noise."""
     if table.stage is None:
-        yield table.world.axis, "loss", "all_reduce", (3 + table.num_parameters) * NUMBER_BYTES, table.world.ranks
+        yield table.world.axis, "loss", "all_reduce", (5 + table.num_parameters) * NUMBER_BYTES, table.world.ranks
         return
     yield table.world.axis, "loss", "all_reduce", 4 * NUMBER_BYTES, table.world.ranks
     for _ in range(table.micro_batches):
@@ -207,6 +213,12 @@ def norm_calls(table: ShardTable) -> Iterator[Call]:
     """Of the norm of the gradient."""
     for _ in range(table.micro_batches if table.stage is not None else 1):
         yield table.norm.axis, "optimizer", "all_reduce", NUMBER_BYTES, table.norm.ranks
+
+
+def update_calls(table: ShardTable) -> Iterator[Call]:
+    """Of an optimiser of full parameters."""
+    for _ in range(table.micro_batches if table.stage is not None else 1):
+        yield from table.update
 
 
 def batch_norm_calls(table: ShardTable) -> Iterator[Call]:

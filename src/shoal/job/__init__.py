@@ -17,12 +17,16 @@ if TYPE_CHECKING:
     from shoal.job.hints import LayoutHints
     from shoal.job.huggingface import from_transformers
     from shoal.job.job import Batch, Data, Job, Target
+    from shoal.job.layerwise import LAMB, LARS, MuonWithAdamW
     from shoal.job.load import load_file, load_job
     from shoal.job.losses import classifier_metrics, cross_entropy, language_metrics, perplexity
     from shoal.job.order import Order, share
     from shoal.job.schedule import StepDecay, WarmupCosine, constant
 
 _HOME = {
+    "LAMB": "layerwise",
+    "LARS": "layerwise",
+    "MuonWithAdamW": "layerwise",
     "Batch": "job",
     "Data": "job",
     "DatasetData": "data.tensors",
@@ -52,6 +56,8 @@ _HOME = {
 }
 
 __all__ = [
+    "LAMB",
+    "LARS",
     "Batch",
     "Data",
     "DatasetData",
@@ -60,6 +66,7 @@ __all__ = [
     "Job",
     "JobError",
     "LayoutHints",
+    "MuonWithAdamW",
     "Order",
     "StepDecay",
     "Target",

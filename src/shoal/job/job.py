@@ -19,6 +19,7 @@ from shoal.job.buffers import BufferMode, wrong_declaration
 from shoal.job.errors import JobError
 from shoal.job.groups import Options, no_options
 from shoal.job.hints import LayoutHints, WithBlocks
+from shoal.job.large_batch import Growth, ScaleRule, rate_factor, wrong_scale
 from shoal.job.order import LastBatch, Order
 from shoal.job.schedule import constant
 
@@ -78,9 +79,17 @@ class Job:
     """(parameter name, parameter) -> its own optimiser options, for example {"weight_decay": 0.0}."""
     schedule: Callable[[int], float] = constant
     """Step, from 0 -> factor on every group's base learning rate. Stateless."""
+    scale_rule: ScaleRule = "none"
+    """How the learning rate grows with the batch: "linear", or "sqrt" of global_batch / base_batch."""
+    base_batch: int | None = None
+    """The batch that the learning rate was tuned for. None: global_batch."""
+    warmup: int = 0
+    """Steps in which a scaled rate is reached, linearly from the unscaled one."""
     clip: float | None = None
     """Largest global norm of the gradient; None: no clipping."""
     global_batch: int
+    growth: Growth = ()
+    """((sample counter, global batch from there on), ...): batches that grow instead of a rate that decays."""
     steps: int
     validation: Data | None = None
     metrics: Callable[[Any, Batch], dict[str, SumAndCount]] | None = None
@@ -119,6 +128,8 @@ class Job:
         ):
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
                 self._refuse(f"{what} is {value!r}, but must be a whole number of at least {least}")
+        if wrong := wrong_scale(self.scale_rule, self.base_batch, self.warmup, self.growth):
+            self._refuse(wrong)
         if not self.name:
             self._refuse("name is empty; give the job a name")
         for what in ("model", "loss", "optimizer", "options", "schedule"):
@@ -187,7 +198,14 @@ class Job:
 
     def order(self) -> Order:
         """The order in which training visits its samples."""
-        return Order(self.seed, len(self.train), self.global_batch, self.last_batch)
+        return Order(self.seed, len(self.train), self.global_batch, self.last_batch, self.growth)
+
+    def lr_factor(self, step: int) -> float:
+        """What base learning rates are multiplied by at a step (from 0): the schedule, and the rule for large
+        batches."""
+        base = self.global_batch if self.base_batch is None else self.base_batch
+        scale = rate_factor(self.scale_rule, batch=self.global_batch, base=base, warmup=self.warmup, step=step)
+        return self.schedule(step) * scale
 
     def measure(self, output: Any, batch: Batch) -> dict[str, SumAndCount]:
         """The sums and counts that validation adds up: the metrics, or the loss where the job names none."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from shoal.common.numbers import even_part
 from shoal.job.errors import JobError
+from shoal.job.large_batch import Growth, batch_at
 
 LastBatch = Literal["wrap", "short"]
 
@@ -21,10 +22,13 @@ class Order:
 
     The samples of all epochs form one endless sequence, and the counter is a position in it. With
     `last_batch="wrap"` every batch is full and may continue into the next epoch (into several, when the batch
-    is larger than an epoch); with "short" a batch ends where its epoch does.
+    is larger than an epoch); with "short" a batch ends where its epoch does. `growth`: ((counter, batch from there
+    on), ...).
     """
 
-    def __init__(self, seed: int, num_samples: int, global_batch: int, last_batch: LastBatch = "wrap") -> None:
+    def __init__(
+        self, seed: int, num_samples: int, global_batch: int, last_batch: LastBatch = "wrap", growth: Growth = ()
+    ) -> None:
         if num_samples < 1:
             raise JobError(f"num_samples is {num_samples}, but an order needs at least one sample")
         if global_batch < 1:
@@ -37,6 +41,7 @@ class Order:
         self.num_samples = int(num_samples)
         self.global_batch = int(global_batch)
         self.last_batch = last_batch
+        self.growth = growth
         self._permutations: dict[int, np.ndarray] = {}
 
     def permutation(self, epoch: int) -> np.ndarray:
@@ -55,9 +60,8 @@ class Order:
     def next(self, counter: int) -> int:
         """The counter at which the following global batch starts."""
         counter = _whole(counter)
-        if self.last_batch == "wrap":
-            return counter + self.global_batch
-        return min(counter + self.global_batch, self._epoch_end(counter))
+        end = counter + batch_at(self.growth, self.global_batch, counter)
+        return end if self.last_batch == "wrap" else min(end, self._epoch_end(counter))
 
     def indices(self, counter: int) -> np.ndarray:
         """The samples of the global batch that starts at `counter`, in order."""

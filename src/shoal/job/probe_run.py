@@ -158,6 +158,10 @@ class ProbeRun:
         kept = common(self.optimizers[rank])
         return {f"{where}: {key!r}": value for where, entries in kept.items() for key, value in entries.items()}
 
+    def group_counts(self, rank: int) -> dict[str, int]:
+        """Groups of an optimiser and of those that it wraps."""
+        return {prefix: len(each.param_groups) for prefix, each in layers(self.optimizers[rank])}
+
     def states(self) -> Iterator[tuple[str, nn.Parameter, Any]]:
         for optimizer, params in zip(self.optimizers, self.params, strict=True):
             for param in params:
@@ -235,8 +239,8 @@ def _joined(row: Row, tensor: ProbeSlice) -> Tensor | None:
 def _groups(
     copies: Sequence[Copy], rank: list[ProbeSlice], params: list[nn.Parameter]
 ) -> tuple[list[dict[str, Any]], list[tuple[int, nn.Parameter]]]:
-    """The groups of one rank. With slices, a rank without parameters of a group has an empty placeholder there, as in
-    the engine."""
+    """The groups of one rank. One without parameters of a group has a placeholder there, as in the engine: with slices
+    one without elements."""
     options: dict[int, dict[str, Any]] = {each.which: each.options for each in copies}
     sliced = any(tensor.shape != copies[tensor.sources[0][0]].shape or len(tensor.sources) > 1 for tensor in rank)
     groups, empty = [], []
@@ -246,9 +250,24 @@ def _groups(
             placeholder = nn.Parameter(torch.zeros(0, dtype=torch.float64))
             empty.append((which, placeholder))
             mine.append(placeholder)
-        if mine:
-            groups.append({"params": mine, **options[which]})
+        else:
+            mine += _lacking([each for each in copies if each.which == which], rank)
+        groups.append({"params": mine, **options[which]})
     return groups, empty
+
+
+def _lacking(copies: Sequence[Copy], rank: list[ProbeSlice]) -> list[nn.Parameter]:
+    """Of every number of dimensions that a rank has no parameter of in this group: the smallest, which never has a
+    gradient, as in the engine."""
+    held = {(tensor.which, len(tensor.shape)) for tensor in rank}
+    kinds: dict[int, Copy] = {}
+    for each in sorted(copies, key=lambda copy: copy.numel):
+        kinds.setdefault(len(each.shape), each)
+    return [
+        nn.Parameter(torch.zeros(each.shape, dtype=each.dtype))
+        for dims, each in kinds.items()
+        if (each.which, dims) not in held
+    ]
 
 
 def _closure(params: list[nn.Parameter]) -> Callable[[], Tensor]:

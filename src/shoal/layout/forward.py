@@ -220,6 +220,8 @@ class JobShapes:
     experts: tuple[ExpertShape, ...] = ()
     synchronised_norms: bool = False
     loss_over_batch: bool = False
+    full_parameters: bool = False
+    """Whether the optimiser needs full parameters (LARS, LAMB, Muon)."""
     buffers: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     """Buffers that the job declares: name -> (number of elements, synchronisation mode)."""
     floats: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

@@ -212,9 +212,11 @@ def _wire_shape(number: int, wire: Wire) -> WireShape:
 
 
 def job_shapes(
-    job: Job, layout: Layout, *, stages: tuple[int, ...] = (), dtype: torch.dtype | None = None
-) -> JobShapes:
-    """The plain form of a job's parameters and layout, for pipelines of these numbers of stages."""
+    job: Job, layout: Layout, *, stages: tuple[int, ...] = (), dtype: torch.dtype | None = None,
+    full_parameters: bool = False,
+) -> JobShapes:  # fmt: skip
+    """The plain form of a job's parameters and layout, for pipelines of these numbers of stages. `full_parameters`: the
+    job's optimiser needs them."""
     model = build_without_memory(job)
     chain = layout.chain
     pieces = () if chain is None else tuple(
@@ -248,6 +250,7 @@ def job_shapes(
         ),
         synchronised_norms=job.batch_norm == "sync",
         loss_over_batch=job.loss_over == "batch",
+        full_parameters=full_parameters,
         buffers=_buffers(job, model),
         floats={name: tuple(b.shape) for name, b in floats.items()},
         complex_floats=any(b.is_complex() for b in floats.values()),

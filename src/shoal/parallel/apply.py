@@ -27,6 +27,7 @@ from shoal.parallel.compression import Compression
 from shoal.parallel.cutting import cut_model
 from shoal.parallel.engine import Engine
 from shoal.parallel.executor import Executor, PlainExecutor
+from shoal.parallel.noise import GradientNoise
 from shoal.parallel.optimizer import Factory, Recipe
 from shoal.parallel.owner.kinds import owner_kind
 from shoal.parallel.pipeline.executor import Pipeline
@@ -37,8 +38,10 @@ from shoal.parallel.runnable import NotRunnable, require_runnable
 from shoal.parallel.sync.averaged import Averaged
 from shoal.parallel.sync.outer import OuterLevel
 from shoal.parallel.sync.scheme import Scheme
+from shoal.parallel.sync.served import ServedLevel
 from shoal.parallel.sync.streams import lay_out
-from shoal.strategy import Strategy, bsp, dp, none, pp, recompute, shared, tp
+from shoal.strategy import Strategy, dp, none, pp, recompute, shared, tp
+from shoal.strategy.islands import is_loose
 
 Options = Callable[[str, torch.Tensor], dict[str, Any]]
 
@@ -72,14 +75,8 @@ def parallelize(
     _require_host_memory(model, strategy)
     tensor = strategy.term(tp)
     placement = Placement(strategy, mesh, batch_over_tp=tensor is not None and tensor.batch)
-    known: list[dict[str, Any]] = []
-    labels: dict[str, int] = {}
-    for name, param in model.named_parameters():
-        mine = options(name, param)
-        if mine not in known:
-            known.append(mine)
-        labels[name] = known.index(mine)
-    names = [name for name, param in model.named_parameters() if param.requires_grad]
+    recipe = recipe_of(model, optimizer, options, elementwise=elementwise)
+    names = list(recipe.labels)
     shapes = {name: (tuple(param.shape), param.dtype) for name, param in model.named_parameters()}
     same_start(model, placement.world)
     reach("start: same values")
@@ -99,9 +96,6 @@ def parallelize(
     for family in cut.families():
         placement.replicas(family)
 
-    recipe = Recipe(
-        factory=optimizer, options=known, labels={name: labels[name] for name in names}, elementwise=elementwise
-    )
     owner = owner_kind(placement)(model, placement, cut, recipe, bucket_bytes=bucket_bytes)
     alike = placement.first_of_tensor or placement.batch_over_tp
     gathers = cut.sequence is not None and cut.sequence.gathers
@@ -112,10 +106,36 @@ def parallelize(
         loss_share=1 / placement.context.size if gathers else 1.0, update_draws=update_draws,
     )  # fmt: skip
     engine.outer = _outer(strategy, engine, seed)
+    if _noise_is_seen(engine, strategy):
+        engine.reduction.noise = GradientNoise(counts=placement.first_of_tensor)
+        engine.reduction.holders = {family: placement.multiplicity(family) for family in cut.families()}
     reach("start: parameters laid out")
     owner.barrier()  # Ranks that share memory have each written their part of the start.
     reach("start: engine ready")
     return engine
+
+
+def recipe_of(model: nn.Module, optimizer: Factory, options: Options, *, elementwise: bool) -> Recipe:
+    """How the optimiser of a model is built, from the model before it is cut."""
+    known: list[dict[str, Any]] = []
+    labels: dict[str, int] = {}
+    for name, param in model.named_parameters():
+        mine = options(name, param)
+        if mine not in known:
+            known.append(mine)
+        if param.requires_grad:
+            labels[name] = known.index(mine)
+    shapes = {name: tuple(param.shape) for name, param in model.named_parameters() if param.requires_grad}
+    return Recipe(factory=optimizer, options=known, labels=labels, elementwise=elementwise, shapes=shapes)
+
+
+def _noise_is_seen(engine: Engine, strategy: Strategy) -> bool:
+    """Whether each rank sees gradients of its own micro-batches, and there are several in a step. Not where stages or
+    parts of a sequence see pieces of one, nor where gradients are written to shared memory or compressed."""
+    place = engine.placement
+    several = place.samples.size * strategy.micro_batches > 1
+    pieces = place.pipeline.size * place.context.size * place.experts.size > 1 or bool(engine.cut.partial)
+    return several and not pieces and not place.shared_memory and engine.compression is None
 
 
 def executor_for(engine: Engine, strategy: Strategy) -> Executor:
@@ -140,9 +160,11 @@ def _require_host_memory(model: nn.Module, strategy: Strategy) -> None:
 
 def _outer(strategy: Strategy, engine: Engine, seed: int) -> OuterLevel | None:
     """What ties this rank's island to others, where a level of dp is loose."""
-    loose = next((level for level in strategy.dp_levels if not isinstance(level.sync, bsp)), None)
+    loose = next((level for level in strategy.dp_levels if is_loose(level)), None)
     if loose is None:
         return None
+    if engine.placement.seats is not None:
+        return ServedLevel(engine.placement, engine.model)
     term = loose.sync
     assert isinstance(term, Scheme), f"{term} has no runtime"
     level = OuterLevel(term, engine.placement, engine.buckets, engine.model, engine.names)

@@ -26,6 +26,8 @@ from torch import nn
 
 from shoal.comm.ledger import BOOK
 from shoal.parallel.bucket import NEVER, SHARED, Bucket, Started
+from shoal.parallel.noise import GradientNoise
+from shoal.parallel.placement import Family
 
 IN_FLIGHT = 2
 """Reduce-scatters on the wire at a time: each holds a bucket's worth of what arrives, which sharding is to save."""
@@ -45,6 +47,11 @@ class GradientReduction:
         """Called when a bucket's gradients have all arrived, by the bucket's identity (ZeRO-3 frees its parameters)."""
         self.before_scatter: Callable[[int], None] | None = None
         """Called with a number of the bucket before it is scattered (ZeRO-3 makes sure that all ranks do so)."""
+        self.on_reduced: Callable[[Bucket], None] | None = None
+        """Called with a bucket once its gradient needs no more sums in this step (servers are sent it at once)."""
+        self.noise: GradientNoise | None = None
+        """Where the noise of gradients is measured; `holders` then has the ranks that hold each family alike."""
+        self.holders: dict[Family, int] = {}
         self._at_work: list[Bucket] = []
         self._next = 0
         self._last_micro = True
@@ -66,6 +73,8 @@ class GradientReduction:
 
     def deliver(self, bucket: Bucket, slot: int, name: str, gradient: torch.Tensor) -> None:
         """Takes in the gradient of one parameter."""
+        if self.noise is not None:
+            self.noise.see(gradient, self.holders[bucket.family])
         bucket.receive(slot, gradient)
         self.used.add(name)
         if bucket.missing == 0:
@@ -128,9 +137,12 @@ class GradientReduction:
             self.before_scatter(-1 - self.buckets.index(bucket))
         with BOOK.during("gradient"):
             self._in_flight.append((bucket, self.reduce(bucket)))
-        if bucket.limited:
-            while self._in_flight and (len(self._in_flight) > IN_FLIGHT or self._oldest_has_arrived()):
+        if bucket.limited or self.on_reduced is not None:
+            while self._in_flight and (self._too_many(bucket) or self._oldest_has_arrived()):
                 self._wait_for_oldest()
+
+    def _too_many(self, bucket: Bucket) -> bool:
+        return bucket.limited and len(self._in_flight) > IN_FLIGHT
 
     def reduce(self, bucket: Bucket) -> Started:
         """Starts the reduction of a bucket whose gradient is complete."""
@@ -149,6 +161,9 @@ class GradientReduction:
         if started.work is not None:
             started.work.wait()
         self.arrived(bucket, started)
+        final = self._last_micro and (bucket.copies is None or bucket.copies.group is None)
+        if final and self.on_reduced is not None and bucket.part != SHARED:
+            self.on_reduced(bucket)
 
     def clear(self) -> None:
         """After the optimiser's step: the next step's gradients start from nothing."""

@@ -35,6 +35,8 @@ from shoal.parallel.compression import Compression
 from shoal.parallel.consistency import Consistency
 from shoal.parallel.cutting import CutModel
 from shoal.parallel.data import GradientReduction
+from shoal.parallel.flat_slice import Piece
+from shoal.parallel.noise import GradientNoise, measured
 from shoal.parallel.optimizer import SlicedOptimizer
 from shoal.parallel.optimizer_needs import closure_for, drawn_slices
 from shoal.parallel.owner.base import Gradients, Owner
@@ -141,6 +143,8 @@ class Engine:
         self.count(loss_sum, count)
         loss = self.learns_from(loss_sum)
         self.run_backward(loss.backward if loss.requires_grad else lambda: None, last=last)
+        if self.reduction.noise is not None:
+            self.reduction.noise.close(count)
         if last:
             self.close_backward()
 
@@ -174,10 +178,13 @@ class Engine:
         self.owner.release()
 
     def _share(self) -> None:
-        """One small all-reduce: loss, count, whether to stop, and the number of ranks with a gradient by parameter."""
+        """One small all-reduce: loss, count, whether to stop, the number of ranks with a gradient by parameter, and two
+        numbers for the noise of gradients."""
         used = [float(name in self.reduction.used) for name in self.names]
         # On the parameters' device: a group of accelerators carries nothing else.
-        everything = torch.cat([self.take_sums(), torch.tensor(used, dtype=torch.float64, device=self.device)])
+        sums, noise = self.take_sums(), self.reduction.noise
+        squares = noise.take(sums) if noise is not None else sums.new_zeros(GradientNoise.NUMBERS)
+        everything = torch.cat([sums, torch.tensor(used, dtype=torch.float64, device=self.device), squares])
         work = None
         if self.placement.island.group is not None:
             with BOOK.during("loss"):
@@ -196,12 +203,18 @@ class Engine:
         result, gradients = self.reduce()
         closure = closure_for(self, again, result.loss) if self.optimizer.needs_closure else None
         with BOOK.during("optimizer"), torch.no_grad():
+            remote = self.owner.remote
+            if remote is not None:
+                remote.stop = result.stop
             self.owner.update(gradients, lr_factor=lr_factor, closure=closure)
+            if remote is not None:
+                result = replace(result, grad_norm=remote.norm)
             reach("step: updated")
             if self.outer is not None:
                 stop = self.outer.after_update(self.clock, count=result.count, stop=result.stop)
                 result = replace(result, stop=stop)
-            self.owner.publish()
+            if self.owner.remote is None:
+                self.owner.publish()
         self.clock += 1
         reach("step: published")
         self.reduction.clear()
@@ -224,7 +237,7 @@ class Engine:
             with torch.no_grad():
                 self.outer.sum_gradients(everything, [bucket.reduced() for bucket in self.buckets])
         reach("step: sums received")
-        loss_sum, count, stop, *used = everything.tolist()
+        loss_sum, count, stop, *used, spread, parts = everything.tolist()
         loss = loss_sum / count if count else float("nan")
         if not isfinite(loss):
             self.owner.barrier()  # Another replica may still be summing where this one would write next.
@@ -234,6 +247,8 @@ class Engine:
         if self.compression is not None:
             with BOOK.during("gradient"), torch.no_grad():
                 self.compression.reduce(count, unused)
+        if self.owner.remote is not None:  # The servers divide and clip.
+            return StepResult(loss, count, float("nan"), stop > 0), Gradients(count, float("nan"), unused)
         with BOOK.during("optimizer"), torch.no_grad():
             reach("step: gradients reduced")
             norm = self.scale(count)
@@ -242,7 +257,8 @@ class Engine:
                 self.owner.barrier()  # As above: `scale` has just written into the gradient that others write to next.
                 self.reduction.clear()
                 raise NonFinite(f"the norm of the gradient is {norm} (the loss is {loss})", self.owner.hint)
-        return StepResult(loss, count, norm, stop > 0), Gradients(count, norm, unused)
+        noise = measured(spread, parts, count, norm)
+        return StepResult(loss, count, norm, stop > 0, noise), Gradients(count, norm, unused)
 
     def scale(self, count: float, over: Members | None = None) -> float:
         """Sums become means; means are clipped by the norm over all shards. The norm is taken also where nothing is
@@ -265,6 +281,8 @@ class Engine:
     def consensus(self) -> Iterator[list[torch.Tensor]]:
         """Parameters and buffers are what all islands agree on, to be evaluated or saved; then each island's own
         again. Yields the own ones, empty where islands are equal. All ranks call it alike."""
+        if self.owner.remote is not None:
+            self.owner.settle()
         if self.outer is None:
             yield []
             return
@@ -285,8 +303,12 @@ class Engine:
         cut = self.cut.cuts.get(name)
         if cut is None:
             return None
-        members = self.placement.experts if name in self.cut.stacks else self.placement.tensor
+        members = self.placement.cutting(name in self.cut.stacks)
         return TensorPart(cut, members.size, members.index)
+
+    def part_of_piece(self, piece: Piece) -> TensorPart | None:
+        """Which part of a parameter a piece is a range of; None if of the full one."""
+        return None if piece.full else self.part_of(piece.name)
 
     def speaks_for(self, name: str, *, of_island: bool = False) -> bool:
         """Whether this rank writes what is not sharded (a buffer, a frozen parameter) to a checkpoint; for its own

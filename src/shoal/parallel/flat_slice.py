@@ -12,6 +12,7 @@ from torch import nn
 
 from shoal.job.kept import Common, exact
 from shoal.parallel.bucket import Bucket
+from shoal.parallel.flat import Slot
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class Piece:
     start: int
     """First element, in the parameter laid out flat."""
     values: torch.Tensor
+    full: bool = False
+    """Whether it is a range of the full parameter, where ranks hold parts of it."""
 
 
 def pieces_within(bucket: Bucket, flat: torch.Tensor, offset: int, low: int, high: int) -> Iterator[Piece]:
@@ -45,6 +48,10 @@ class FlatSlice:
     first: str
     """Name of the first parameter in it; of the only one, if that is unfused."""
 
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
     def pieces(self, flat: torch.Tensor | None = None, low: int = 0, high: int | None = None) -> Iterator[Piece]:
         """The named ranges in it, of values laid out as it is: its own, if none are given."""
         flat = self.param.detach().reshape(-1) if flat is None else flat
@@ -56,6 +63,57 @@ class FlatSlice:
         slot = next(slot for slot in self.bucket.buffer.slots if slot.name == piece.name)
         return slot.start + piece.start - self.start
 
+    def take_gradient(self, reduced: torch.Tensor) -> None:
+        """`reduced`: the gradient of the bucket's master."""
+        offset = self.bucket.offset
+        self.param.grad = reduced[self.start - offset : self.stop - offset].view(self.param.shape)
+
+    def follow_buffer(self) -> None:
+        """The bucket's buffer lies elsewhere now."""
+        self.param.data = self.bucket.buffer.values[self.start : self.stop].view(self.param.shape)
+
+    def read(self, saved: SavedState, key: str, piece: Piece) -> torch.Tensor:
+        """The state of a piece from a checkpoint."""
+        return saved.read(piece.name, key, piece.start, piece.start + piece.values.numel())
+
+
+@dataclass(frozen=True)
+class OwnedSlice:
+    """A full parameter of which ranks hold pieces, on the rank that updates it (`full_parameters.py`)."""
+
+    bucket: Bucket
+    """That of this rank's own piece."""
+    param: nn.Parameter
+    slot: Slot
+
+    @property
+    def first(self) -> str:
+        return self.slot.name
+
+    @property
+    def size(self) -> int:
+        return self.param.numel()
+
+    def pieces(self, flat: torch.Tensor | None = None, low: int = 0, high: int | None = None) -> Iterator[Piece]:
+        """All of it, if the range of the bucket holds the first element of this rank's shard: of the ranks that own the
+        same, one writes that."""
+        at = self.bucket.buffer.shard.start
+        if low <= at and (high is None or at < high):
+            flat = self.param.detach().reshape(-1) if flat is None else flat
+            yield Piece(self.slot.name, tuple(self.param.shape), 0, flat, full=True)
+
+    def place_of(self, piece: Piece) -> int:
+        return 0
+
+    def take_gradient(self, reduced: torch.Tensor) -> None:
+        """It has it already (`FullParameters.collect`)."""
+
+    def follow_buffer(self) -> None:
+        """Its values come with every step."""
+
+    def read(self, saved: SavedState, key: str, piece: Piece) -> torch.Tensor:
+        return saved.read_full(piece.name, key, piece.start, piece.start + piece.values.numel())
+
 
 class SavedState(Protocol):
     """What a checkpoint offers of the optimiser, by parameter name."""
@@ -64,7 +122,10 @@ class SavedState(Protocol):
         """The element-wise state it holds for a parameter."""
 
     def read(self, name: str, key: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of that state, of the parameter laid out flat."""
+        """Elements [start, stop) of that state, of this rank's part of the parameter laid out flat."""
+
+    def read_full(self, name: str, key: str, start: int, stop: int) -> torch.Tensor:
+        """The same of the full parameter."""
 
     def values(self, name: str) -> dict[str, Any]:
         """What else it holds for a parameter: numbers, text, lists, tensors of other shapes."""
@@ -91,6 +152,8 @@ class HeldState:
         low = pieces[0].start
         values = torch.cat([piece.values for piece in pieces]) if len(pieces) > 1 else pieces[0].values
         return values[start - low : stop - low]
+
+    read_full = read
 
     def values(self, name: str) -> dict[str, Any]:
         return self._values.get(name, {})

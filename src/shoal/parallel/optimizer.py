@@ -2,14 +2,15 @@
 
 The optimiser is given long flat tensors, one for each stretch of equal options, instead of the parameters; its
 state is then sharded as they are. An optimiser that looks at a full parameter at a time (LAMB, Muon) is given one
-tensor for each parameter, of its shape, which needs full parameters: that is stage 0 only.
+tensor for each parameter, of its shape: where ranks hold pieces, one of them has the full one (`full_parameters.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from shoal.job.kept import Common, common, exact, holders, holds_parameters, lay
 from shoal.job.probe_layouts import attributes_of
 from shoal.job.probe_run import needs_closure
 from shoal.parallel.bucket import Bucket
-from shoal.parallel.flat_slice import FlatSlice, HeldState, Piece, SavedState
+from shoal.parallel.flat_slice import FlatSlice, HeldState, OwnedSlice, Piece, SavedState
+from shoal.parallel.full_parameters import FullParameters
 from shoal.parallel.fused import prefer_fused, start_momentum
 from shoal.parallel.learning_rates import LearningRates
 
@@ -41,6 +43,8 @@ class Recipe:
     """The trainable parameters of all ranks in the model's order, and which of the options each has."""
     elementwise: bool
     """Whether it may be given slices of parameters."""
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Of all parameters, as the model was built."""
 
 
 class SlicedOptimizer:
@@ -50,17 +54,22 @@ class SlicedOptimizer:
     step is skipped then, as a serial optimiser skips it, and is `unfused` from that step on.
     """
 
-    def __init__(self, recipe: Recipe, buckets: Sequence[Bucket], *, unfused: frozenset[str] = frozenset()) -> None:
-        self.buckets, self.elementwise, self.labels = buckets, recipe.elementwise, recipe.labels
+    def __init__(
+        self, recipe: Recipe, buckets: Sequence[Bucket], *, full: FullParameters | None = None,
+        unfused: frozenset[str] = frozenset(),
+    ) -> None:  # fmt: skip
+        """`full`: the parameters that this rank updates for others, for an optimiser that is not element-wise."""
+        self.buckets, self.elementwise, self.labels, self.full = buckets, recipe.elementwise, recipe.labels, full
         used = sorted(set(self.labels.values()))
         self.placeholders = self._placeholders(used)
-        self.slices: list[FlatSlice] = []
+        self.slices: list[FlatSlice | OwnedSlice] = []
+        self._missing = self._lacking(recipe.shapes)
         self.unfused = unfused
         options = recipe.options
         groups = [{"params": params, **options[which]} for which, params in zip(used, self._lay(used), strict=True)]
         groups = [group for group in groups if group["params"]]
         if not groups:
-            # A rank whose shard is all padding still steps, on nothing.
+            # A rank without parameters still steps, on nothing.
             groups = [{"params": [nn.Parameter(self._like.new_zeros(0))]}]
         given = {id(param) for group in groups for param in group["params"]}
         self.used = used
@@ -94,6 +103,30 @@ class SlicedOptimizer:
         full = {slot.options for bucket in self.buckets for slot in bucket.buffer.slots if slot.shape.numel()}
         return {which: nn.Parameter(self._like.new_zeros(0)) for which in used if partial or which not in full}
 
+    def _lacking(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[int, list[nn.Parameter]]:
+        """For an optimiser of full parameters: of every set of options and number of dimensions that this rank has no
+        parameter of, the smallest, without values and never with a gradient. The job's function `optimizer` then finds
+        what it expects (matrices for Muon, the rest for AdamW) on every rank."""
+        if self.elementwise:
+            return {}
+        mine = self._names()
+        kinds: dict[tuple[int, int], list[str]] = {}
+        for name, which in self.labels.items():
+            kinds.setdefault((which, len(shapes.get(name, ()))), []).append(name)
+        found: dict[int, list[nn.Parameter]] = {}
+        for (which, _), names in kinds.items():
+            if not mine.intersection(names) and all(name in shapes for name in names):
+                shape = min((shapes[name] for name in names), key=prod)
+                found.setdefault(which, []).append(nn.Parameter(self._like.new_zeros(shape)))
+        return found
+
+    def _names(self) -> set[str]:
+        """Parameters that this rank updates, where the optimiser has full ones."""
+        spread = self.full.names if self.full is not None else frozenset()
+        owned = self.full.owned if self.full is not None else {}
+        slots = (slot.name for bucket in self.buckets for slot in bucket.buffer.slots)
+        return {name for name in slots if name not in spread or name in owned}
+
     def _lay(self, used: list[int]) -> list[list[nn.Parameter]]:
         """Makes the slices; gives the parameters for each set of options."""
         self.slices = []
@@ -111,6 +144,11 @@ class SlicedOptimizer:
                         params[which].append((0, param))
             else:
                 for slot in slots:
+                    if self.full is not None and slot.name in self.full.names:
+                        if slot.name in self.full.owned:
+                            self.slices.append(self.full.owned[slot.name])
+                            params[slot.options].append((order[slot.name], self.slices[-1].param))
+                        continue
                     # Not the model's own: autograd would take an update between forward and backward (which only a
                     # pipeline without flush makes, on other weights) for an accident.
                     param = nn.Parameter(master[slot.start - offset : slot.stop - offset].view(slot.shape))
@@ -121,6 +159,7 @@ class SlicedOptimizer:
         for place, which in enumerate(used):
             if which in self.placeholders:
                 found[place].append(self.placeholders[which])
+            found[place] += self._missing.get(which, ())
         return found
 
     def regroup(self, unfused: frozenset[str]) -> None:
@@ -139,13 +178,13 @@ class SlicedOptimizer:
         """Hands the optimiser the reduced gradients, as they lie in the buckets. `without`: parameters that have no
         gradient in this step; all of them are unfused."""
         reduced = {id(bucket): bucket.reduced() for bucket in self.buckets}
+        if self.full is not None:
+            self.full.collect()
         for part in self.slices:
             if part.first in without:
                 part.param.grad = None
-                continue
-            offset = part.bucket.offset
-            gradient = reduced[id(part.bucket)][part.start - offset : part.stop - offset]
-            part.param.grad = gradient.view(part.param.shape)
+            else:
+                part.take_gradient(reduced[id(part.bucket)])
         for which, param in self.placeholders.items():
             used = any(label == which and name not in without for name, label in self.labels.items())
             param.grad = torch.zeros_like(param) if used else None
@@ -171,8 +210,10 @@ class SlicedOptimizer:
             self.optimizer.step(closure)  # type: ignore[arg-type]
         for part in self.slices:
             part.param.grad = None
+        if self.full is not None:
+            self.full.send_back()
 
-    def _sized(self, part: FlatSlice, value: Any) -> bool:
+    def _sized(self, part: FlatSlice | OwnedSlice, value: Any) -> bool:
         """Whether a value of the state has an element for each one of the parameter's."""
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
             return False
@@ -188,14 +229,16 @@ class SlicedOptimizer:
                     for piece in part.pieces(value.reshape(-1), low, high):
                         yield key, piece
 
-    def values(self) -> dict[str, dict[str, Any]]:
-        """All other state, by parameter name and key: numbers (Adam's step), lists, tensors of other shapes."""
+    def values(self, owned: Callable[[Bucket], tuple[int, int]] | None = None) -> dict[str, dict[str, Any]]:
+        """All other state, by parameter name and key: numbers (Adam's step), lists, tensors of other shapes. With
+        `owned`, of parameters whose first element is in that range of their bucket, so that one rank gives them."""
         found: dict[str, dict[str, Any]] = {}
         for part in self.slices:
             state = state_of(self.optimizer, part.param).items()
             values = {key: value for key, value in state if not self._sized(part, value)}
-            for piece in part.pieces():
-                found[piece.name] = values
+            for piece in part.pieces(None, *(owned(part.bucket) if owned is not None else ())):
+                if owned is None or piece.start == 0:
+                    found[piece.name] = values
         return found
 
     def common(self) -> Common:
@@ -205,6 +248,8 @@ class SlicedOptimizer:
         found: Common = {}
         adjusted = False
         for where, entries in common(self.optimizer).items():
+            if self._only_missing(where):
+                continue
             for key, value in entries.items():
                 if key == "lr" and where.startswith("group "):
                     wanted = self.rates.wanted(int(where.removeprefix("group ")))
@@ -221,20 +266,26 @@ class SlicedOptimizer:
             found["slices"] = {"apart": sorted(self.unfused)}
         return found
 
+    def _only_missing(self, where: str) -> bool:
+        """Whether a group has none of this rank's parameters."""
+        prefix, found, place = where.rpartition("group ")
+        each = dict(layers(self.optimizer)).get(prefix)
+        if not found or each is None or self.elementwise:
+            return False
+        missing = {id(param) for params in self._missing.values() for param in params}
+        return all(id(param) in missing for param in each.param_groups[int(place)]["params"])
+
     def _by_options(self, where: str, *, back: bool = False) -> str:
         """A group's place in the optimiser, as that of its options; or the other way. A wrapped optimiser with groups
         of its own (one for each matrix) keeps their places."""
         prefix, found, place = where.rpartition("group ")
-        mine = [which for which in self.used if self.elementwise or self._holds(which)]
+        mine = self.used
         groups = {each_prefix: len(each.param_groups) for each_prefix, each in layers(self.optimizer)}
         if not found or len(mine) != groups.get(prefix):
             return where
         if back:
             return f"{prefix}group {mine.index(int(place))}" if int(place) in mine else ""
         return f"{prefix}group {mine[int(place)]}"
-
-    def _holds(self, which: int) -> bool:
-        return any(slot.options == which for bucket in self.buckets for slot in bucket.buffer.slots)
 
     def load(self, saved: SavedState) -> None:
         """Fills the state of every slice, however the saved one was sliced, and what they have in common."""
@@ -268,16 +319,16 @@ class SlicedOptimizer:
                 flat: torch.Tensor | None = None
                 for piece in pieces:
                     at = part.place_of(piece)
-                    values = saved.read(piece.name, key, piece.start, piece.start + piece.values.numel())
+                    values = part.read(saved, key, piece)
                     if flat is None:
-                        flat = values.new_zeros(part.stop - part.start, device=part.param.device)
+                        flat = values.new_zeros(part.size, device=part.param.device)
                     flat[at : at + piece.values.numel()] = values
                 assert flat is not None
                 state[key] = flat.view(part.param.shape)
             if state:
                 put_state(self.optimizer, part.param, state)
 
-    def _is_fused(self, part: FlatSlice) -> bool:
+    def _is_fused(self, part: FlatSlice | OwnedSlice) -> bool:
         groups = self.optimizer.param_groups
         return any(group.get("fused") and any(p is part.param for p in group["params"]) for group in groups)
 

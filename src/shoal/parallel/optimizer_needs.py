@@ -43,7 +43,7 @@ def drawn_slices(engine: Engine) -> Iterator[tuple[torch.Tensor, list[ParameterR
     for param, pieces in engine.optimizer.contents():
         stretches = []
         for at, piece in pieces:
-            part = engine.part_of(piece.name)
+            part = engine.part_of_piece(piece)
             full, held = engine.shapes[piece.name][0], None if part is None else part.of
             stretches.append(ParameterRange(piece.name, full, held, piece.start, piece.values.numel(), at))
         yield param, stretches

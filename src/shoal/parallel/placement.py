@@ -7,11 +7,13 @@ for what is unsharded but sees only part of the tokens, and the stages that shar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shoal.comm.mesh import Members, Mesh
-from shoal.strategy import Strategy, allreduce, bsp, cp, dp, ep, none, pp, shared, tp
+from shoal.strategy import Strategy, allreduce, cp, dp, ep, none, pp, shared, tp
+from shoal.strategy.islands import is_loose
+from shoal.strategy.seats import seats_of
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,13 @@ class Placement:
     def __init__(self, strategy: Strategy, mesh: Mesh, *, batch_over_tp: bool = False) -> None:
         self.mesh = mesh
         levels = [(axis.name, axis.term) for axis in strategy.axes if isinstance(axis.term, dp)]
-        loose = [name for name, level in levels if not isinstance(level.sync, bsp)]
-        self.levels = [name for name, level in levels if isinstance(level.sync, bsp)]
-        """Levels of dp inside an island, whose gradients are summed every step."""
+        loose = [name for name, level in levels if is_loose(level)]
+        self.levels = [name for name, level in levels if name not in loose]
+        """Levels of dp inside an island, whose replicas step together."""
+        self.seats = seats_of(strategy)
+        """Where a level has parameter servers."""
+        self.summed = [name for name in self.levels if self.seats is None or name != self.seats.axis]
+        """Those of them whose gradients are summed by collectives."""
         sharded = [axis for axis in strategy.axes if axis.name in self.levels and axis.term.zero]  # type: ignore[attr-defined]
         self.zero: int = sharded[0].term.zero if sharded else 0  # type: ignore[attr-defined]
         self.sharded = sharded[0].name if sharded else None
@@ -72,6 +78,8 @@ class Placement:
         """Whether the replicas of one level share memory. Each then updates its slice, as at stage 1 of ZeRO."""
         if together:
             self.zero, self.sharded = 1, together[0]
+        elif self.seats is not None and self.summed and not sharded:
+            self.zero, self.sharded = 1, self.summed[-1]  # Each rank pushes and pulls a slice of its own.
         compressing = [
             axis.name
             for axis in strategy.axes
@@ -123,7 +131,7 @@ class Placement:
 
     def over(self, family: Family) -> list[str]:
         """The axes over which a family's gradients are summed."""
-        names = [*self.levels, *self._names(self.context)]
+        names = [*self.summed, *self._names(self.context)]
         if not family.expert:
             names += self._names(self.experts)
         if family.partial:
@@ -138,7 +146,7 @@ class Placement:
 
     def _make(self, family: Family) -> Replicas:
         over = self.over(family)
-        label = "dp" if set(over) == set(self.levels) else None
+        label = "dp" if set(over) == set(self.summed) else None
         route = self._route(over, family)
         if not self.zero:
             everyone = self._members(over, family.stages, label)
@@ -169,6 +177,16 @@ class Placement:
             return self.mesh.along(*names, label=label)
         return self.mesh.among(names, self.pipeline.axis, stages)
 
+    def cutting(self, stack: bool) -> Members:
+        """The ranks that hold parts of a cut parameter; `stack`: of one that holds several experts."""
+        return self.experts if stack else self.tensor
+
+    def pieces(self, across: Members | None) -> Members:
+        """The ranks that hold pieces of the same parameter: those that shard it, and those `across` which it is cut.
+        Collective."""
+        names = [self.sharded] if self.sharded else []
+        return self.mesh.along(*names, *(self._names(across) if across is not None else ()))
+
     def lose(self, ranks: Sequence[int]) -> None:
         """Goes on without islands that were lost: the others split the batch and exchange among themselves. Collective
         among those that are left."""
@@ -192,12 +210,15 @@ class Placement:
         return family.cut or family.partial or self.first_of_tensor
 
 
-def mesh_of(strategy: Strategy, *, rank: int, backend: str | None) -> Mesh:
-    """The ranks of a strategy, with the all-reduce that its levels of dp name."""
+def mesh_of(
+    strategy: Strategy, *, rank: int, backend: str | None, announce: Callable[[Sequence[int]], None] | None = None
+) -> Mesh:
+    """The ranks of a strategy, with the all-reduce that its levels of dp name. `announce` is called on the first rank
+    with the ranks of every group before it is made, where ranks outside of the mesh have to take part in that."""
     named = {
         axis.name: axis.term.via.algorithm
         for axis in strategy.axes
         if isinstance(axis.term, dp) and isinstance(axis.term.via, allreduce) and axis.term.via.algorithm != "auto"
     }
     axes = [(axis.name, axis.size) for axis in strategy.axes]
-    return Mesh(axes, rank=rank, backend=backend, algorithms=named)
+    return Mesh(axes, rank=rank, backend=backend, algorithms=named, announce=announce)

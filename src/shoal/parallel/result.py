@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shoal.parallel.noise import MeasuredNoise
+
 
 class CountWithGradient(ValueError):
     """The number by which losses are divided depends on the parameters."""
@@ -27,6 +29,8 @@ class StepResult:
     """Before clipping."""
     stop: bool
     """Whether some rank was asked to stop."""
+    noise: MeasuredNoise | None = None
+    """How noisy the gradient was, where that is measured."""
 
 
 NOTHING_COUNTED = "over 0 tokens or samples)"

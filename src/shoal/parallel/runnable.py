@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from shoal.strategy import Strategy, accumulate, allreduce, amp, bsp, cp, dp, ep, none, pp, recompute, shared, tp
+from shoal.strategy import Strategy, accumulate, allreduce, amp, bsp, cp, dp, ep, none, pp, ps, recompute, shared, tp
+from shoal.strategy.islands import is_loose
+from shoal.strategy.terms.sync import Served
 
 
 class NotRunnable(ValueError):
@@ -13,15 +15,15 @@ def cannot_run(strategy: Strategy) -> str | None:
     """Why the engine cannot run a strategy, as a sentence; None if it can."""
     for term in strategy.terms:
         if isinstance(term, dp):
-            if term.sync.period is None and term.sync != bsp():
+            if term.sync.period is None and term.sync != bsp() and not isinstance(term.via, ps):
                 return (
-                    f"{term}: sync={term.sync} cannot be trained yet; use sync=bsp(), local(h), diloco(h), bmuf(h), "
-                    "elastic(h, rho) or gossip(graph)"
+                    f"{term}: sync={term.sync} cannot be trained yet; use sync=bsp(), ssp(s), softsync(k), asp(), "
+                    "local(h), diloco(h), bmuf(h), elastic(h, rho) or gossip(graph)"
                 )
             if missing := term.sync.missing():
                 return f"{term}: {missing}"
-            if not isinstance(term.via, allreduce | shared):
-                return f"{term}: via={term.via} cannot be trained yet; use via=allreduce() or via=shared()"
+            if isinstance(term.via, ps) and (reason := _cannot_serve(strategy, term)):
+                return reason
         elif isinstance(term, amp):
             if term.dtype != "bf16":
                 return f'{term} cannot be trained yet; use amp("bf16")'
@@ -39,6 +41,26 @@ def cannot_run(strategy: Strategy) -> str | None:
         schedule = next((term.schedule for term in strategy.terms if isinstance(term, pp)), None)
         if schedule == "pipedream":
             return f"{strategy}: pipedream keeps versions of its weights, and in shared memory there is one; use 1f1b"
+    return None
+
+
+def _cannot_serve(strategy: Strategy, level: dp) -> str | None:
+    """Why a level with parameter servers cannot run."""
+    if not isinstance(level.sync, Served):
+        return f"{level}: models that are averaged through a server cannot be trained yet; use via=allreduce()"
+    if strategy.terms[0] != level:
+        return f"{strategy}: the level with servers stands outermost; put {level} first"
+    if any(isinstance(other.via, ps | shared) for other in strategy.dp_levels if other is not level):
+        return f"{strategy}: servers on one level and via=ps or via=shared on another cannot be trained yet; keep one"
+    if any(is_loose(other) for other in strategy.dp_levels if other is not level):
+        return f"{strategy}: two levels that are not bsp cannot be trained yet; keep sync=... on one of them"
+    if not isinstance(level.compress, none):
+        return f"{level}: compress on the way to a server cannot be trained yet; leave compress out"
+    for term in strategy.terms:
+        if isinstance(term, (cp, ep)):
+            return f"{strategy}: {type(term).__name__} with servers cannot be trained yet; use dp, tp or pp inside"
+        if isinstance(term, pp) and term.schedule == "pipedream":
+            return f"{strategy}: pipedream steps by itself, and servers step for all; use 1f1b"
     return None
 
 
@@ -65,6 +87,8 @@ def _cannot_be_loose(strategy: Strategy) -> str | None:
         return None
     if len(loose) > 1:
         return f"{strategy}: two levels that are not bsp cannot be trained yet; keep sync=... on one of them"
+    if isinstance(loose[0].via, ps):
+        return None
     if loose[0].sync.scheduling == "asynchronous" and strategy.world != loose[0].n:
         return (
             f"{strategy}: the ranks of an island would answer other islands at different times; under {loose[0].sync} "
@@ -83,18 +107,26 @@ def _cannot_be_loose(strategy: Strategy) -> str | None:
 
 
 def require_runnable(strategy: Strategy, *, elementwise: bool = True, coupled: bool = False) -> None:
-    """Raises NotRunnable with the reason. `coupled`: the optimiser needs all parameters together."""
+    """Raises NotRunnable with the reason. `elementwise`: the optimiser updates each element by itself; `coupled`: it
+    needs all parameters together."""
     reason = cannot_run(strategy)
     if reason is not None:
         raise NotRunnable(reason)
-    if not elementwise and any(level.zero or isinstance(level.via, shared) for level in strategy.dp_levels):
+    if not elementwise and any(isinstance(level.via, ps) for level in strategy.dp_levels):
         raise NotRunnable(
-            f"{strategy}: the optimiser needs full parameters (it is not element-wise), and zero >= 1 or "
-            "via=shared() would give it slices; use zero=0 and via=allreduce(), or an element-wise optimiser such as "
-            "AdamW"
+            f"{strategy}: the optimiser needs full parameters (it is not element-wise), and parameter servers hold "
+            "ranges of them; use via=allreduce(), or an element-wise optimiser such as AdamW"
         )
-    if coupled and any(isinstance(term, (pp, tp, ep)) and term.n > 1 for term in strategy.terms):
+    if not coupled:
+        return
+    if any(level.zero or isinstance(level.via, shared) for level in strategy.dp_levels):
+        raise NotRunnable(
+            f"{strategy}: the optimiser needs all parameters together, and zero >= 1 or via=shared() would give it "
+            "slices; use zero=0 and via=allreduce(), or an optimiser that updates each parameter by itself, such as "
+            "AdamW or Muon"
+        )
+    if any(isinstance(term, (pp, tp, ep)) and term.n > 1 for term in strategy.terms):
         raise NotRunnable(
             f"{strategy}: the optimiser needs all parameters together, and pp, tp and ep leave each rank some of them; "
-            "use dp with zero=0, or an element-wise optimiser such as AdamW"
+            "use dp with zero=0, or an optimiser that updates each parameter by itself, such as AdamW or Muon"
         )

@@ -54,10 +54,8 @@ def _axes(rows: Candidates, facts: ModelFacts) -> Column:
         passed &= rows.ep == 1
     elif facts.experts:
         passed &= facts.experts % rows.ep == 0
-    if facts.elementwise_optimizer is False:
-        passed &= ((rows.zero == 0) | (rows.dp == 1)) & ~tensor & (rows.ep == 1)
     if facts.coupled_optimizer:
-        passed &= rows.pp == 1
+        passed &= ((rows.zero == 0) | (rows.dp == 1)) & ~tensor & (rows.ep == 1) & (rows.pp == 1)
     return passed
 
 

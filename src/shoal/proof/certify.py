@@ -154,6 +154,9 @@ def _certificate(
     if any(rank.get("amplified") for rank in ranks):
         notes.append(AMPLIFIED)
     losses, exact = ranks[0]["losses"], options.exact
+    # Under servers the first rank has repeated the run; what it compares with is not the synchronous serial run.
+    serial = serial | {"losses": ranks[0].get("serial_losses", serial["losses"])}
+    serial["described"] = ranks[0].get("described", serial["described"])
     curve = [abs(a - b) / max(abs(b), 1e-300) for a, b in zip(losses, serial["losses"], strict=True)]
     conditioning = serial["conditioning"]
     declared = {name: mode for rank in ranks for name, mode in rank["declared"].items()}
@@ -189,7 +192,7 @@ def _certificate(
         zero_gradient=sorted({name for rank in ranks for name in rank["zero_gradient"]}),
         not_covered=NOT_COVERED["exact" if exact else "loss curve"],
         widened=serial["widened"], losses=losses, serial_losses=serial["losses"], notes=notes,
-        float32_drift=max((rank["float32_drift"] for rank in ranks if rank["float32_drift"] is not None), default=None),
+        float32_drift=max((r["float32_drift"] for r in ranks if r["float32_drift"] is not None), default=None),
         provable=provable,
     )  # fmt: skip
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from safetensors import safe_open
 
 from shoal.job.buffers import EXACT as SAME_AS_ONE_PROCESS
 from shoal.job.buffers import buffer_modes
+from shoal.layout.cuts import TensorPart
 from shoal.parallel.engine import Engine
 from shoal.parallel.flat_slice import Piece, pieces_within
 from shoal.parallel.owner.base import Gradients
@@ -70,6 +70,7 @@ def compare(ready: Prepared, path: str, *, zero_gradient: float = ZERO_GRADIENT)
         zero_gradient: Largest absolute drift of elements whose true gradient is zero.
     """
     engine = ready.engine
+    engine.owner.gather_state()
     rows: list[tuple[float, str]] = []
     noisy: set[str] = set()
     compared: dict[str, int] = {}
@@ -78,17 +79,17 @@ def compare(ready: Prepared, path: str, *, zero_gradient: float = ZERO_GRADIENT)
     with safe_open(path, framework="pt") as reference:
         known = set(reference.keys())
 
-        def own(kind: str, name: str, like: torch.Tensor) -> torch.Tensor:
+        def own(kind: str, name: str, like: torch.Tensor, *, part: TensorPart | None) -> torch.Tensor:
             full = reference.get_tensor(f"{kind}:{name}")
             if like.is_complex() and kind != "rounding":
                 full = torch.view_as_complex(full.clone())  # A file's tensors are not aligned for complex numbers.
-            part = engine.part_of(name)
             return full if part is None else part.of(full)
 
         def check(kind: str, piece: Piece, label: str, least: float = 0.0) -> None:
-            serial = own(kind, piece.name, piece.values).reshape(-1)
+            part = engine.part_of_piece(piece)
+            serial = own(kind, piece.name, piece.values, part=part).reshape(-1)
             there = slice(piece.start, piece.start + piece.values.numel())
-            rounding = own("rounding", piece.name, piece.values).reshape(-1)[there]
+            rounding = own("rounding", piece.name, piece.values, part=part).reshape(-1)[there]
             difference = distance(piece.values, serial[there])
             if rounding.any():
                 noisy.add(piece.name)
@@ -118,7 +119,7 @@ def compare(ready: Prepared, path: str, *, zero_gradient: float = ZERO_GRADIENT)
         for (kind, name), held in replicated.items():
             if f"{kind}:{name}" not in known or (kind, name) in declared:
                 continue
-            other = own(kind, name, held)
+            other = own(kind, name, held, part=engine.part_of(name))
             drift = float(distance(held, other).max())
             relative = drift / _size(other)
             moved = f"follows:{kind}:{name}"
@@ -139,11 +140,10 @@ def compare(ready: Prepared, path: str, *, zero_gradient: float = ZERO_GRADIENT)
 def _of_scalars(engine: Engine) -> Iterator[tuple[str, Piece]]:
     """Single numbers that the optimiser keeps for parameters of no dimension, where it has full parameters: Adam's
     moments are such, and so is its number of steps."""
-    kept = engine.optimizer.values()
-    for piece in engine.owner.parameters():
-        for key, value in kept.get(piece.name, {}).items() if piece.shape == () else ():
+    for name, kept in engine.optimizer.values(engine.owner.owned).items():
+        for key, value in kept.items() if engine.shapes[name][0] == () else ():
             if isinstance(value, torch.Tensor) and value.numel() == 1:
-                yield key, replace(piece, values=value.reshape(-1))
+                yield key, Piece(name, (), 0, value.reshape(-1))
 
 
 _KINDS = {"buffer": "buffer", "frozen": "frozen parameter"}

@@ -14,7 +14,7 @@ from shoal.proof.resumable import follow_samples, require_state_averaged, requir
 from shoal.proof.runs import by_timing, unflushed_ranks
 from shoal.runtime.compiled import compiled_parts, running_eagerly
 from shoal.runtime.setup import job_from, try_job
-from shoal.strategy import Strategy, contract, dp, parse, require_legal
+from shoal.strategy import Strategy, contract, dp, parse, ps, require_legal
 
 FILLS = 8
 """How many times over a pipeline without flush is filled, at least, before its loss curve is judged."""
@@ -64,6 +64,8 @@ def _enough(steps: int, strategy: Strategy) -> int:
 def _synchronous(strategy: Strategy) -> Strategy:
     """The strategy with replicas that step together in place of those that are averaged."""
     for level in strategy.dp_levels:
-        if level.sync.period is not None:
+        if isinstance(level.via, ps):
+            strategy = strategy.replace(level, dp(level.n))
+        elif level.sync.period is not None:
             strategy = strategy.replace(level, dp(level.n, compress=level.compress))
     return strategy

@@ -23,6 +23,7 @@ import shoal
 from shoal.job import Job
 from shoal.job.elementwise import probe
 from shoal.job.gradient_hooks import hooks_of
+from shoal.job.groups import param_groups
 from shoal.job.random_optimizer import without_draws
 from shoal.layout.recorded import Ref
 from shoal.layout.trace import CannotTrace, trace
@@ -60,7 +61,7 @@ def fingerprint(job: Job, model: nn.Module, strategy: Strategy, *, backend: str 
         held.add(f"hooks {name}", hooks_of(param))
     held.add("loss", job.loss)
     held.add("options", job.options)
-    optimizer = job.optimizer([{"params": [nn.Parameter(torch.zeros(2, 2))]}])
+    optimizer = job.optimizer(param_groups(model, job.options))
     held.add("optimizer class", type(optimizer))
     for group in optimizer.param_groups:
         held.add("optimizer group", {key: value for key, value in group.items() if key != "params"})

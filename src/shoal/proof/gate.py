@@ -15,7 +15,7 @@ from shoal.launch import run_ranks
 from shoal.proof.entry import gate_steps
 from shoal.proof.proven import is_proven, remember
 from shoal.runtime.options import JobOptions
-from shoal.strategy import Strategy, amp, bsp, dp, none, pp, shared
+from shoal.strategy import Strategy, allreduce, amp, bsp, dp, none, pp, ps, shared
 
 TOLERANCES = {"gradient": 1e-8, "loss": 1e-8, "buffer": 1e-8, "update": 1e-6}
 """Largest relative difference, by what is compared. Correct layouts measure 1e-12 and less in float64, wrong ones 1e-4
@@ -50,9 +50,9 @@ def exact_twin(strategy: Strategy) -> Strategy:
     if pipeline is not None and pipeline.schedule == "pipedream":
         strategy = strategy.replace(pipeline, pp(pipeline.n, "1f1b", micro=pipeline.micro))
     for level in strategy.dp_levels:
-        if not isinstance(level.compress, none) or level.sync != bsp():
+        if not isinstance(level.compress, none) or level.sync != bsp() or isinstance(level.via, ps):
             exact = dp(level.n, zero=level.zero)
-            if isinstance(level.sync, bsp) or isinstance(level.via, shared):
+            if isinstance(level.via, shared | allreduce) and (isinstance(level.sync, bsp) or level.via == shared()):
                 exact = dp(level.n, zero=level.zero, via=level.via)
             strategy = strategy.replace(level, exact)
     return strategy

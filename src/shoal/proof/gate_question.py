@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import psutil
-import torch
 from torch import nn
 
 from shoal.job import Job
@@ -55,7 +54,7 @@ def question(job: Job, strategy: Strategy, facts: ModelFacts, *, backend: str | 
         raise CannotCheck(f"{differ}. Under {' and '.join(axes)} several ranks read a sample and must see the same")
     return {
         "key": fingerprint(job, model, twin, backend=backend), "job": job.name, "strategy": str(twin),
-        "axes": list(axes), "world": twin.world, "batch": _batch(twin, facts), "optimizer": _optimizer(job),
+        "axes": list(axes), "world": twin.world, "batch": _batch(twin, facts), "optimizer": facts.optimizer,
         "updates": updates_compare(job, steps=STEPS),
         "skip": differ or _why_not(twin, replace(facts, batch_norm=facts.batch_norm and "sync"), model),
     }  # fmt: skip
@@ -66,10 +65,6 @@ def _batch(strategy: Strategy, facts: ModelFacts) -> int:
     shares = strategy.replicas * strategy.micro_batches
     batches = (batch for batch in range(2 * shares, most, shares))
     return next((b for b in batches if is_legal(strategy, facts=replace(facts, global_batch=b))), most)
-
-
-def _optimizer(job: Job) -> str:
-    return type(job.optimizer([{"params": [nn.Parameter(torch.zeros(2, 2))]}])).__name__
 
 
 def _why_not(strategy: Strategy, facts: ModelFacts, model: nn.Module) -> str:

@@ -75,22 +75,20 @@ def serial_steps(
         total, count = 0.0, 0.0
         if noise is not None:
             move_by_rounding(named.values(), noise)
-        pieces = _pieces(len(indices), micros, parts)
-        for piece in pieces:
+        for piece in _pieces(len(indices), micros, parts):
             positions = piece[::-1] if reverse else piece
             batch = {name: to_float64(entry) for name, entry in job.train.batch(indices[positions]).items()}
             with randomness.forward([counter + int(position) for position in positions], counter):
                 loss, counted = job.loss_of(job.run_model(model, batch), batch)
             if loss.requires_grad:
                 with randomness.backward():
-                    # As a script has it: of the mean, where the batch is in one piece.
-                    (loss / float(counted) if len(pieces) == 1 and counted else loss).backward()
+                    loss.backward()
             total, count = total + float(loss.detach()), count + float(counted)
         found.losses.append(total / count if count else float("nan"))
         with torch.no_grad():
             for param in named.values():
                 if param.grad is not None:
-                    param.grad = param.grad.to_dense() / (1.0 if len(pieces) == 1 else count)
+                    param.grad = param.grad.to_dense() / count
         if job.clip is not None:
             nn.utils.clip_grad_norm_(named.values(), job.clip)
         for name, param in named.items():

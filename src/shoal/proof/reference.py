@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from shoal.job import Job, JobError
+from shoal.job.kept import state_of
 from shoal.job.probe_run import needs_closure
 from shoal.job.random_optimizer import UpdateDraws, draws_numbers
 from shoal.proof.islands import Islands, after_step, agree
@@ -96,9 +97,7 @@ def train_serially(
         indices = _batch_at(job, counter)
         positions = np.arange(len(indices))
         if islands is not None:
-            shares = [
-                islands.share(positions, n, separate=micro_batches > 1, parts=parts) for n in range(len(copies))
-            ]
+            shares = [islands.share(positions, n, separate=micro_batches > 1, parts=parts) for n in range(len(copies))]
         else:
             shares = [[part for piece in np.array_split(positions, micro_batches)
                        for part in np.array_split(piece, parts)]]  # fmt: skip
@@ -118,13 +117,20 @@ def train_serially(
             after_step(step, copies, islands)
     if islands is not None:
         agree(copies, islands)
+    ends = range(steps + 1) if updates is None else updates
+    reported = [sums[start:stop] for start, stop in pairwise(ends)]
+    return reference_of(
+        first, [sum(total for total, _ in rows) / sum(count for _, count in rows) for rows in reported]
+    )
+
+
+def reference_of(first: _Copy, losses: list[float]) -> Reference:
+    """Where a model stands now."""
     named, optimizer, largest = first.named, first.optimizer, first.largest
     top = max((float(peak.max()) for peak in largest.values() if peak.numel()), default=0.0)
     keys = {key for param in named.values() for key in _elementwise_state(optimizer, param)}
-    ends = range(steps + 1) if updates is None else updates
-    reported = [sums[start:stop] for start, stop in pairwise(ends)]
     return Reference(
-        losses=[sum(total for total, _ in rows) / sum(count for _, count in rows) for rows in reported],
+        losses=losses,
         parameters={name: param.detach() for name, param in named.items()},
         state={name: _elementwise_state(optimizer, param, keys) for name, param in named.items()},
         buffers=dict(first.model.named_buffers()),
@@ -188,10 +194,10 @@ class _Copy:
         if self.noise is not None:
             move_by_rounding(self.named.values(), self.noise)
         for group, lr in zip(optimizer.param_groups, self.base, strict=True):
-            if job.schedule(step) != self.factor:
+            if job.lr_factor(step) != self.factor:
                 # A tensor keeps its own precision, as PyTorch's schedulers leave it.
-                group["lr"] = lr * job.schedule(step)
-        self.factor = job.schedule(step)
+                group["lr"] = lr * job.lr_factor(step)
+        self.factor = job.lr_factor(step)
         if needs_closure(optimizer):
             return self._with_closure(lambda: self._compute(indices, pieces, started, others))
         total, count = self._compute(indices, pieces, started, others)
@@ -229,13 +235,12 @@ class _Copy:
         self.optimizer, self.factor = self.job.optimizer(_groups(self.job, self.model)), 1.0
 
     def _compute(
-        self, indices: np.ndarray, pieces: Sequence[np.ndarray], started: int, others: Sequence[np.ndarray]
+        self, indices: np.ndarray, pieces: Sequence[np.ndarray], started: int, others: Sequence[np.ndarray] = ()
     ) -> tuple[float, float]:
         """The sum of the losses and their count; gradients become those of the mean, clipped."""
         job, total, count, foreign = self.job, 0.0, 0.0, 0.0
         self.optimizer.zero_grad(set_to_none=True)
         buffers = [buffer.clone() for buffer in self.model.buffers()] if others else []
-        alone = sum(len(piece) > 0 for piece in (*others, *pieces)) == 1
         for at, positions in enumerate((*others, *pieces)):
             if others and at == len(others):
                 foreign = count
@@ -253,12 +258,11 @@ class _Copy:
                     loss, counted = job.loss_of(job.run_model(self.model, batch), batch)
                 if loss.requires_grad:
                     with self.randomness.backward():
-                        # As a script has it: of the mean, where the batch is in one piece.
-                        (loss / float(counted) if alone and counted else loss).backward()
+                        loss.backward()
             total, count = total + float(loss.detach()), count + float(counted)
         self.own_count = count - foreign
         if count:
-            _average(self.named, self.largest, 1.0 if alone else count)
+            _average(self.named, self.largest, count)
             if job.clip is not None:
                 nn.utils.clip_grad_norm_(self.named.values(), job.clip)
         return total, count
@@ -305,9 +309,9 @@ def _groups(job: Job, model: nn.Module) -> list[dict[str, Any]]:
 def _batch_at(job: Job, counter: int) -> np.ndarray:
     """The samples of the global batch that starts at a counter, by the documented rule: epoch e visits the samples in
     the order PCG64(SeedSequence([seed, e])).permutation; epochs follow each other, and a batch goes on into the next
-    one ("wrap") or ends with its own ("short")."""
+    one ("wrap") or ends with its own ("short"). It has the size that it has grown to at its first sample."""
     num = len(job.train)
-    stop = counter + job.global_batch
+    stop = counter + ([job.global_batch] + [size for start, size in job.growth if start <= counter])[-1]
     if job.last_batch == "short":
         stop = min(stop, (counter // num + 1) * num)
     epochs = range(counter // num, (stop - 1) // num + 1)
@@ -322,7 +326,7 @@ def _elementwise_state(
     optimizer: torch.optim.Optimizer, param: nn.Parameter, keys: set[str] | None = None
 ) -> dict[str, torch.Tensor]:
     """State with a value for each element. Of a scalar parameter only `keys` separate it from numbers like the step."""
-    state: dict[str, Any] = optimizer.state.get(param, {})
+    state = state_of(optimizer, param)
     return {
         k: v.to_dense()
         for k, v in state.items()

@@ -4,6 +4,7 @@ compared with it slice by slice."""
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from safetensors.torch import save_file
 
 from shoal.comm.json_exchange import exchange
 from shoal.comm.ledger import BOOK
+from shoal.job import Job
 from shoal.launch.join import join, leave
 from shoal.layout.held_outside import Outside
 from shoal.parallel.pipeline.pipedream import micros_reported
@@ -23,10 +25,14 @@ from shoal.proof.model_fails import naming_what_cut_it
 from shoal.proof.options import ProofOptions
 from shoal.proof.reference import Reference, train_serially
 from shoal.proof.rounding import Disturbed
+from shoal.proof.served import NOTHING, run_and_replay
 from shoal.proof.tolerance import GRADIENT
 from shoal.runtime.compiled import running_eagerly
+from shoal.runtime.servers import is_server, serve_here
 from shoal.runtime.setup import Prepared, job_from, prepare
 from shoal.strategy import Strategy, parse, pp
+from shoal.strategy.islands import is_loose
+from shoal.strategy.seats import seats_of
 
 
 @running_eagerly()
@@ -50,14 +56,8 @@ def run_serially(options: ProofOptions, logs: list[list[Any]] | None = None) -> 
 
     reference = run()
     widened = dict(conditions.modules)
-    tensors = {f"parameter:{name}": value for name, value in reference.parameters.items()}
-    tensors |= {f"rounding:{name}": mask for name, mask in reference.rounding.items()}
-    tensors |= {f"gradient:{name}": value for name, value in reference.gradients.items()}
-    replicated = {("buffer", name): value for name, value in reference.buffers.items()}
-    replicated |= {("frozen", name): value for name, value in reference.frozen.items()}
-    tensors |= {f"{kind}:{name}": value for (kind, name), value in replicated.items()}
-    for name, state in reference.state.items():
-        tensors |= {f"{key}:{name}": value for key, value in state.items()}
+    more: dict[str, torch.Tensor] = {}
+    replicated = _replicated(reference)
     elements = dict.fromkeys(("parameter", GRADIENT), sum(value.numel() for value in reference.parameters.values()))
     for state in reference.state.values():
         for key, value in state.items():
@@ -68,14 +68,32 @@ def run_serially(options: ProofOptions, logs: list[list[Any]] | None = None) -> 
         for kind, moved in moves(reference, other):
             conditioning[kind] = max(conditioning.get(kind, 0.0), moved)
         for key, drift in follows(reference, other).items():
-            tensors[f"follows:{key}"] = torch.maximum(tensors.get(f"follows:{key}", drift), drift)
-    save_file({key: real(value).contiguous().clone() for key, value in tensors.items()}, options.reference)
+            more[f"follows:{key}"] = torch.maximum(more.get(f"follows:{key}", drift), drift)
+    left_behind(reference, options.reference, more)
+    if seats_of(strategy) is not None:
+        del elements[GRADIENT]  # Gradients are averaged on the servers; the optimiser's state shows them.
     described = _described(micro, options.parts, exact=options.exact, islands=islands_of(strategy, logs))
     return {
         "losses": reference.losses, "described": described, "widened": widened, "elements": elements,
         "conditioning": conditioning,
         "replicated": {f"{kind}:{name}": v.numel() for (kind, name), v in replicated.items() if v.numel()},
     }  # fmt: skip
+
+
+def _replicated(reference: Reference) -> dict[tuple[str, str], torch.Tensor]:
+    found = {("buffer", name): value for name, value in reference.buffers.items()}
+    return found | {("frozen", name): value for name, value in reference.frozen.items()}
+
+
+def left_behind(reference: Reference, path: str, more: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Writes the tensors that ranks compare with."""
+    tensors = {f"parameter:{name}": value for name, value in reference.parameters.items()}
+    tensors |= {f"rounding:{name}": mask for name, mask in reference.rounding.items()}
+    tensors |= {f"gradient:{name}": value for name, value in reference.gradients.items()}
+    tensors |= {f"{kind}:{name}": value for (kind, name), value in _replicated(reference).items()} | dict(more or {})
+    for name, state in reference.state.items():
+        tensors |= {f"{key}:{name}": value for key, value in state.items()}
+    save_file({key: real(value).contiguous().clone() for key, value in tensors.items()}, path)
 
 
 @running_eagerly()
@@ -85,6 +103,10 @@ def run_in_parallel(options: ProofOptions) -> dict[str, Any]:
     job, strategy = for_proof(job_from(options)), parse(options.strategy)
     report: dict[str, Any] = {"rank": me.rank, "float32_drift": None}
     steps = options.num_steps
+    if is_server(strategy, me.rank) or (seats_of(strategy) is not None and is_loose(strategy.terms[0])):
+        report |= _under_servers(options, job, strategy, me)
+        leave()
+        return report
     if options.exact:
         ready = prepare(job, strategy, rank=me.rank, backend=me.backend, device=me.device, dtype=torch.float64)
         with Outside(job).kept():
@@ -101,11 +123,22 @@ def run_in_parallel(options: ProofOptions) -> dict[str, Any]:
         with narrow.engine.consensus():
             rows = compare(narrow, options.reference, zero_gradient=math.inf)["worst"]
         report["float32_drift"] = max((row[0] for row in rows), default=0.0)
+        narrow.close()
     if not options.exact:
         ready = prepare(job, strategy, rank=me.rank, backend=me.backend, device=me.device)
         report |= train_steps(ready, steps) | {"worst": [], "zero_gradient": [], "declared": {}}
     leave()
     return report
+
+
+def _under_servers(options: ProofOptions, job: Job, strategy: Strategy, me: Any) -> dict[str, Any]:
+    """On a rank that only serves, and where servers let replicas run at their own speed."""
+    loose = is_loose(strategy.terms[0])
+    if not is_server(strategy, me.rank):
+        return run_and_replay(options, job, strategy, me)
+    for dtype in (torch.float64, None) if options.exact and not loose else (torch.float64,):
+        serve_here(job, strategy, rank=me.rank, backend=me.backend, dtype=dtype)
+    return NOTHING
 
 
 def train_steps(ready: Prepared, steps: int) -> dict[str, Any]:

@@ -35,6 +35,14 @@ class JobOptions:
     steps: int | None = None
     global_batch: int | None = None
     """Samples in a step, over all ranks."""
+    growth: str | None = None
+    """Batches that grow, as "samples:batch, ..." (`job/large_batch.py`)."""
+    scale_rule: str | None = None
+    """How the learning rate grows with the batch: "linear" or "sqrt"."""
+    base_batch: int | None = None
+    """The batch that the learning rate was tuned for. None: the job's own."""
+    warmup: int | None = None
+    """Steps in which a scaled rate is reached. None: a twentieth of the run."""
     seed: int | None = None
     evaluate_every: int | None = None
     """Steps between two evaluations; 0 evaluates at the end only."""
@@ -65,7 +73,7 @@ class JobOptions:
     @property
     def overrides(self) -> dict[str, Any]:
         """The fields of the job that are changed, with their values."""
-        names = ("steps", "global_batch", "seed", "evaluate_every")
+        names = ("steps", "global_batch", "scale_rule", "base_batch", "warmup", "seed", "evaluate_every")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     @property

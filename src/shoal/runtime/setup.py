@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shoal.comm.json_exchange import exchange
+from shoal.comm.json_exchange import exchange, only_among
 from shoal.comm.ledger import Ledger
 from shoal.comm.transport.emulated import host_of
 from shoal.estimate.traffic import ShardTable, predict
@@ -15,6 +15,7 @@ from shoal.job import Job, JobError, load_job
 from shoal.job.buffers import buffer_modes
 from shoal.job.elementwise import Probe, probe
 from shoal.job.facts import build_without_memory
+from shoal.job.large_batch import parse_growth
 from shoal.job.own_code import require_runs
 from shoal.job.random_optimizer import UpdateDraws, draws_numbers, without_draws
 from shoal.job.randomness import Randomness
@@ -30,9 +31,13 @@ from shoal.parallel.placement import mesh_of
 from shoal.runtime.compiled import require_uncompiled, running_eagerly
 from shoal.runtime.draws import cuts_of, places_of
 from shoal.runtime.options import JobOptions
+from shoal.runtime.servers import announcer, connect
 from shoal.runtime.step import StepRunner, build_model
 from shoal.runtime.traffic import Expected
 from shoal.strategy import Strategy, amp
+
+WARMUP = 20
+"""The part of a run's steps, as 1/n, in which a scaled rate is reached unless another number is given."""
 
 
 @dataclass
@@ -58,6 +63,7 @@ class Prepared:
         """Gives the model back. All ranks call it alike."""
         self.executor.settle()
         self.engine.close()
+        only_among(None)
 
     @property
     def table(self) -> ShardTable:
@@ -89,6 +95,12 @@ def _decided(ledger: Ledger, undecided: frozenset[tuple[str, str]]) -> Ledger:
 def job_from(options: JobOptions) -> Job:
     """The job that options name, with its overrides."""
     job, changed = load_job(options.job, size=options.size), options.overrides
+    if options.growth is not None:
+        changed["growth"] = parse_growth(options.growth)
+    if options.scale_rule is not None:
+        # The rate was tuned for the batch that the job has by itself.
+        changed["base_batch"] = options.base_batch or job.base_batch or int(job.global_batch)
+        changed.setdefault("warmup", job.warmup or changed.get("steps", job.steps) // WARMUP)
     return replace(job, **changed) if changed else job
 
 
@@ -110,7 +122,7 @@ def prepare(job: Job, strategy: Strategy, *, rank: int, backend: str | None, dev
     job's code keeps outside of the model is left as it was when the job was loaded."""
     if asks_for_hosts(strategy):
         strategy = by_hosts(strategy, [row["host"] for row in exchange({"host": host_of(rank)})])
-    mesh = mesh_of(strategy, rank=rank, backend=backend)
+    mesh = mesh_of(strategy, rank=rank, backend=backend, announce=announcer(strategy))
     model = build_model(job, dtype).to(device)
     tried = probe(without_draws(job.optimizer), model, job.options)
     _require_schedule(job, tried)
@@ -128,14 +140,15 @@ def prepare(job: Job, strategy: Strategy, *, rank: int, backend: str | None, dev
     randomness.numbers.cuts = cuts_of(engine)
     executor = executor_for(engine, strategy)
     runner = StepRunner(job, executor, strategy, randomness, autocast=strategy.term(amp) is not None, dtype=dtype)
-    expected = Expected(job, strategy, layout, executor, dtype)
+    connect(engine, strategy)
+    expected = Expected(job, strategy, layout, executor, dtype, full_parameters=not tried.elementwise)
     expected.watch()
     runner.before_step = expected.forget
     return Prepared(job, strategy, executor, runner, tried, expected)
 
 
 def _require_schedule(job: Job, optimizer: Probe) -> None:
-    if not optimizer.has_lr and any(job.schedule(step) != 1.0 for step in range(job.steps)):
+    if not optimizer.has_lr and any(job.lr_factor(step) != 1.0 for step in range(job.steps)):
         raise JobError(
             f"job {job.name!r}: {optimizer.name} has no learning rate ('lr') in its groups, so the schedule cannot "
             "change it; leave Job.schedule out, or name the optimiser's learning rate 'lr'"

@@ -98,6 +98,8 @@ class StepRunner:
         self.micro_batches = strategy.micro_batches
         self.last_batches: list[Batch] = []
         """The micro-batches of the last step: their shapes determine what it should send."""
+        self.share: int | None = None
+        """Which share of the batch this island computes, where that is another one from step to step (tickets)."""
         self.last_total = 0
         """Samples of the last global batch."""
         self.before_step: Callable[[], None] = lambda: None
@@ -123,9 +125,10 @@ class StepRunner:
         if engine.update_draws is not None:
             engine.update_draws.begin(counter)
         parts = [self.part(micro, indices, counter) for micro in range(self.micro_batches)]
+        engine.owner.settle()  # Parameters that servers send arrive while samples are fetched.
         if engine.buffers is not None:
             engine.buffers.begin(sum(part.num_samples for part in parts))
-        result = self.executor.step(_MicroBatches(self, parts), lr_factor=job.schedule(step))
+        result = self.executor.step(_MicroBatches(self, parts), lr_factor=job.lr_factor(step))
         self.last_batches, self.last_total = [part.batch for part in parts], len(indices)
         return result
 
@@ -146,9 +149,9 @@ class StepRunner:
 
     def part(self, micro: int, indices: np.ndarray, counter: int) -> BatchPart:
         """This rank's part of a micro-batch."""
-        samples = self.engine.placement.split
+        place, ranks = self._places()
         positions = np.arange(len(indices))
-        mine = share(positions, rank=samples.index, ranks=samples.size, micro=micro, micros=self.micro_batches)
+        mine = share(positions, rank=place, ranks=ranks, micro=micro, micros=self.micro_batches)
         first = int(mine[0]) if len(mine) else len(indices)
         # A rank without samples (the short batch at an epoch's end) still takes part in every collective. Batch norm
         # must not see a placeholder, so there it computes on nothing; elsewhere on one sample that counts for nothing.
@@ -159,15 +162,24 @@ class StepRunner:
         seed, over_tensor = seed_at(self.job.seed, start), self._over_tensor(micro, positions, counter)
         return BatchPart(batch, seed, range(start, start + num), over_tensor, counter, placeholder, everyone)
 
+    def _places(self) -> tuple[int, int]:
+        """This rank's place among those that split the batch, and how many they are."""
+        split, mine, seats = self.engine.placement.split, self.engine.placement.samples, self.engine.placement.seats
+        if self.share is None or seats is None:
+            return split.index, split.size
+        return self.share * mine.size + mine.index, seats.replicas * mine.size
+
     def _over_tensor(self, micro: int, positions: np.ndarray, counter: int) -> tuple[int, ...]:
         place = self.engine.placement
         if not place.batch_over_tp:
             return ()
+        here, ranks = self._places()
+        # Those along tp are neighbours among the ranks that split the batch.
+        offsets = [place.split.ranks.index(rank) - place.split.index for rank in place.tensor.ranks]
         shares = [
-            share(positions, rank=place.split.ranks.index(rank), ranks=place.split.size, micro=micro,
-                  micros=self.micro_batches)
-            for rank in place.tensor.ranks
-        ]  # fmt: skip
+            share(positions, rank=here + offset, ranks=ranks, micro=micro, micros=self.micro_batches)
+            for offset in offsets
+        ]
         return tuple(counter + int(position) for mine in shares for position in mine)
 
     def forward(self, part: BatchPart) -> Any:

@@ -20,6 +20,7 @@ from shoal.estimate.attention_traffic import attention_calls
 from shoal.estimate.axis_calls import axis_calls, buffer_calls
 from shoal.estimate.held import Held
 from shoal.estimate.outer_calls import outer_calls
+from shoal.estimate.server_calls import server_calls
 from shoal.estimate.shard_table import shard_table
 from shoal.estimate.tensor_traffic import crossing_calls
 from shoal.estimate.traffic import Call, Group, ShardTable
@@ -47,6 +48,8 @@ class Expected:
     layout: Layout
     executor: Executor
     dtype: torch.dtype | None = None
+    full_parameters: bool = False
+    """Whether the job's optimiser needs them."""
     routing: Routing | None = None
     regions: RegionsSeen | None = None
     blocks: BlocksSeen | None = None
@@ -84,7 +87,7 @@ class Expected:
     def shapes(self) -> JobShapes:
         term = self.strategy.term(pp)
         stages = () if term is None else (term.n * term.chunks,)
-        return job_shapes(self.job, self.layout, stages=stages, dtype=self.dtype)
+        return job_shapes(self.job, self.layout, stages=stages, dtype=self.dtype, full_parameters=self.full_parameters)
 
     @cached_property
     def held(self) -> Held:
@@ -117,6 +120,8 @@ class Expected:
             method=None if compression is None else compression.method,
             gathers=self.blocks.gathers if self.blocks is not None and self.blocks.any else None,
         )  # fmt: skip
+        if self.held.placing.seats is not None:
+            return replace(found, calls=(*found.calls, *server_calls(self.held, found)))
         last = max(0, self.engine.clock - 1)
         pairs = None if self.engine.outer is None else self.engine.outer.pairs
         asked = 0 if pairs is None else pairs.asked

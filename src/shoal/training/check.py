@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ def check(options: TrainOptions, channel: Any) -> dict[str, Any]:
     layout = layout_of(job, strategy)
     facts = facts_of(job, layout)
     require_legal(strategy, facts=facts)
+    for _, batch in job.growth:
+        require_legal(strategy, facts=replace(facts, global_batch=batch))
     require_runnable(
         strategy, elementwise=facts.elementwise_optimizer is not False, coupled=bool(facts.coupled_optimizer)
     )

@@ -19,7 +19,7 @@ from shoal.launch import RankFailed, run_ranks, warm_up
 from shoal.proof.gate import gate_locally
 from shoal.runtime.options import WrongOption
 from shoal.strategy import Strategy, Term, as_strategy, parse, require_legal
-from shoal.strategy.islands import islands
+from shoal.strategy.islands import losable
 from shoal.training.entry import MODULES, check_run, train_run
 from shoal.training.options import TrainOptions
 from shoal.training.record.lock import FolderBusy, FolderLock, take
@@ -188,7 +188,7 @@ def train_locally(options: TrainOptions, world: int, *, hang_after_s: float, on_
             outcomes = run_ranks(
                 train_run, options.to_json(), ranks=world, hang_after_s=hang_after_s,
                 on_message=lambda rank, message: on_message(message),
-                islands=islands(parse(options.strategy or "serial")),
+                islands=losable(parse(options.strategy or "serial")),
             )  # fmt: skip
         except RankFailed as error:
             _record_failure(Path(folder), error)

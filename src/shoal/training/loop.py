@@ -10,6 +10,7 @@ from __future__ import annotations
 import socket
 import statistics
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from shoal.comm.group import registered
 from shoal.comm.json_exchange import exchange
 from shoal.comm.ledger import BOOK, Ledger
 from shoal.estimate.outer_calls import period
+from shoal.job.large_batch import batch_at
 from shoal.launch.devices import peak_memory_bytes
 from shoal.launch.join import join, leave
 from shoal.launch.watch import beat
@@ -34,14 +36,16 @@ from shoal.parallel.batch_norm import batch_norms
 from shoal.parallel.result import NOTHING_COUNTED, NonFinite
 from shoal.parallel.sync.streams import PHASE as OUTER
 from shoal.proof.one_step import gate_here
+from shoal.runtime.servers import is_server, serve_here
 from shoal.runtime.setup import Prepared, job_from, prepare, staleness
 from shoal.strategy import parse
 from shoal.training.check import TrainingStopped, require_job_of, resume_point, warning
 from shoal.training.hindered import Hindered
 from shoal.training.local import can_go_on
-from shoal.training.lost_islands import LostIslands
+from shoal.training.lost_islands import LostIslands, lost_ranks
+from shoal.training.noise_scale import NoiseScale
 from shoal.training.options import TrainOptions
-from shoal.training.pace import Pace
+from shoal.training.pace import Counters, Pace, next_limit
 from shoal.training.record import lock
 from shoal.training.record.lock import FolderBusy, FolderLock
 from shoal.training.record.recorder import Recorder, new_folder, tracing
@@ -53,7 +57,7 @@ def train(options: TrainOptions, channel: Any) -> dict[str, Any]:
     asked = options.backend
     me = join(backend=None if asked is None else registered(asked), emulate=options.emulate)
     job, strategy = job_from(options), parse("serial" if options.strategy is None else options.strategy)
-    if options.gate:
+    if options.gate and not strategy.servers:
         # The ranks have no parent process that could have done it.
         with Outside(job).kept():
             facts = facts_of(job, layout_of(job, strategy))
@@ -66,6 +70,11 @@ def train(options: TrainOptions, channel: Any) -> dict[str, Any]:
     if options.go_on and options.resume is None and exchange({"found": can_go_on(folder)})[0]["found"]:
         options = replace(options, resume=str(folder))
     with _locked(folder, options.lock, me.rank, channel):
+        if is_server(strategy, me.rank):
+            channel.allow_loss()
+            served = serve_here(job, strategy, rank=me.rank, backend=me.backend, watch=beat)
+            leave(lost=lost_ranks())
+            return {**served, "memory_bytes": peak_memory_bytes(me.device)}
         ready = prepare(job, strategy, rank=me.rank, backend=me.backend, device=me.device)
         run = TrainingRun(ready, options, folder, channel, rank=me.rank)
         try:
@@ -118,7 +127,8 @@ class TrainingRun:
         self.last_loss: float | None = None
         self.evaluated_step: int | None = None
         self.stopping = False
-        self.pace = Pace(period(ready.strategy))
+        self.noise = NoiseScale()
+        self.pace = Pace(1 if ready.engine.placement.seats is not None else period(ready.strategy))
         self.lost = LostIslands(ready, channel, rank=rank)
         self.hindered = Hindered(options, rank=rank, world=ready.strategy.world, seed=self.job.seed)
         if options.resume is not None:
@@ -144,6 +154,7 @@ class TrainingRun:
         self.metrics, self.last_loss = dict(progress.get("metrics", {})), progress.get("loss")
         self.reached_s, self.reached_step = progress.get("reached_s"), progress.get("reached_step")
         self.saved_step, self.evaluated_step = self.step, progress.get("evaluated_step")
+        self.noise = NoiseScale(progress.get("noise", NoiseScale().state))
 
     def go(self) -> dict[str, Any]:
         job = self.job
@@ -155,7 +166,7 @@ class TrainingRun:
         self.lost.allow()
         self._evaluate_if_due()  # A stop comes before the evaluation of its step.
         while self.step < job.steps and not self._done():
-            self._one_step()
+            self._advance(every)
             if trace is not None:
                 trace.step()
             if self.stopping:
@@ -173,6 +184,22 @@ class TrainingRun:
             self._save(final=True)
         return self._close(status)
 
+    def _advance(self, every: int) -> None:
+        """One step; where servers let replicas run at their own speed, tickets until all stand at one step again."""
+        remote = self.engine.owner.remote
+        if remote is None or remote.together:
+            self._one_step()
+            return
+        limit = next_limit(self.step, self.job.steps, self.job.evaluate_every or 0, every)
+        counters = Counters(self.runner.order.next, {self.step: self.counter})
+        remote.ask(limit)
+        while not remote.paused:
+            self.step, self.counter = remote.step, counters.at(remote.step)
+            self.runner.share = remote.share if remote.by_tickets else None
+            self._one_step()
+        self.step, self.counter, self.stopping = remote.step, counters.at(remote.step), remote.stopping
+        self.engine.clock = self.step
+
     def _evaluate_if_due(self) -> None:
         due = self.pace.due(self.step, self.job.evaluate_every or 0)
         if due and 0 < self.step < self.job.steps and self.evaluated_step != self.step:
@@ -185,7 +212,7 @@ class TrainingRun:
         started = time.perf_counter()
         self.hindered.before_step(self.step + 1)
         self.engine.stop_requested = bool(self.channel.stop_requested)
-        lr_factor = self.job.schedule(self.step)
+        lr_factor = self.job.lr_factor(self.step)
         self.lost.in_step = True
         try:
             result = self.runner.step(self.step, self.counter)
@@ -197,6 +224,7 @@ class TrainingRun:
         self.hindered.after_step()
         seconds = time.perf_counter() - started
         samples = self.runner.order.next(self.counter) - self.counter
+        self.noise.add(result.noise, samples_per_count=samples / result.count)
         self.counter += samples
         self.step += 1
         self.train_s += seconds
@@ -211,7 +239,7 @@ class TrainingRun:
             "step": self.step, "samples": self.counter, "loss": result.loss, "count": result.count,
             "lr_factor": lr_factor, "grad_norm": result.grad_norm, "step_s": seconds,
             "samples_per_s": samples / seconds, "memory_bytes": memory,
-            "train_s": self.train_s, "sent_bytes": counted.bytes,
+            "train_s": self.train_s, "sent_bytes": counted.bytes, "critical_batch": self.noise.critical_batch,
         }  # fmt: skip
         if self.engine.outer is not None:
             sent = sum(entry.bytes for key, entry in counted.entries.items() if key.phase == OUTER)
@@ -247,6 +275,7 @@ class TrainingRun:
             "job": self.job.name, "seed": self.job.seed, "counter": self.counter, "train_s": self.train_s,
             "strategy": str(self.ready.strategy), "metrics": self.metrics, "reached_s": self.reached_s,
             "reached_step": self.reached_step, "loss": self.last_loss, "evaluated_step": self.evaluated_step,
+            "noise": self.noise.state,
         }  # fmt: skip
         self._settle()
 
@@ -306,6 +335,7 @@ class TrainingRun:
 
     def _close(self, status: Status) -> dict[str, Any]:
         self._settle()
+        served = self._leave_servers()
         steady = self.step_times[1:] or self.step_times
         outcome = {
             "status": status, "strategy": str(self.ready.strategy), "world": self.ready.strategy.world,
@@ -314,14 +344,33 @@ class TrainingRun:
             "step_s": statistics.median(steady) if steady else None,
             "memory_bytes": peak_memory_bytes(self.engine.device),
             "steps_to_target": self.reached_step, "time_to_target_s": self.reached_s,
+            "critical_batch": self.noise.critical_batch, "global_batch": self._batch_now(),
             "ledger": self.ledger.to_json(), "predicted": self.ready.predicted.to_json(),
-            "folder": str(self.folder), **self.lost.report(), **staleness(self.ready.executor),
+            "folder": str(self.folder), **self.lost.report(), **staleness(self.ready.executor), **served,
         }  # fmt: skip
         if measured := self.engine.consistency.summary():
             outcome["consistency"] = measured
         if self.recorder is not None:
             self.recorder.close(status, outcome)
         return outcome
+
+    def _leave_servers(self) -> dict[str, Any]:
+        """Takes leave of parameter servers; what they have counted, on rank 0."""
+        remote, report = self.engine.owner.remote, {}
+        if remote is None:
+            return {}
+        if self.rank == 0:
+            report = remote.report()
+            del report["log"]
+            for name, seen in (("staleness", "staleness"), ("ahead", "clocks_apart")):
+                counted = Counter({int(key): times for key, times in report.pop(seen, {}).items()})
+                setattr(self.engine.consistency, name, counted)
+        remote.close()
+        return {"servers": report} if report else {}
+
+    def _batch_now(self) -> int:
+        """The global batch that the run has grown to."""
+        return batch_at(self.job.growth, self.job.global_batch, self.counter)
 
     def failed(self, error: BaseException) -> None:
         if self.recorder is not None:

@@ -17,6 +17,12 @@ from shoal.strategy.islands import islands
 T = TypeVar("T")
 
 
+def lost_ranks() -> list[int]:
+    """The ranks that were killed so far, as the process that started this one has noted."""
+    folder = os.environ.get(LOST_FOLDER)
+    return [int(path.name) for path in Path(folder).iterdir()] if folder else []
+
+
 class LostIslands:
     """The losses of one run, as one rank sees them."""
 

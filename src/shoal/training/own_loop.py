@@ -33,7 +33,8 @@ from shoal.parallel.engine import Engine
 from shoal.parallel.optimizer import Factory
 from shoal.parallel.placement import Replicas, mesh_of
 from shoal.parallel.result import StepResult
-from shoal.strategy import ModelFacts, Strategy, Term, amp, as_strategy, parse, require_legal
+from shoal.parallel.runnable import NotRunnable
+from shoal.strategy import ModelFacts, Strategy, Term, amp, as_strategy, parse, ps, require_legal
 from shoal.training.own_checks import UNCHECKED, LossOf, ReplicaState, check_split, doubtful_counts
 
 
@@ -75,6 +76,8 @@ def engine(
     if me.device.type != "cpu":
         model.to(me.device)
     torch.set_num_threads(1 if me.world > 1 and me.device.type == "cpu" else torch.get_num_threads())
+    if any(isinstance(level.via, ps) for level in wanted.dp_levels):
+        raise NotRunnable(f"{wanted}: parameter servers train a Job (`shoal train`), not yet a loop of your own")
     running = parallelize(
         model, wanted, mesh, optimizer=optimizer, options=options, clip=clip, elementwise=tried.elementwise,
         coupled=tried.coupled, batch_norm="sync" if sync_batch_norm else "local",

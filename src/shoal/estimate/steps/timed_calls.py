@@ -21,6 +21,7 @@ from shoal.estimate.traffic import (
     loss_calls,
     norm_calls,
     parameter_calls,
+    update_calls,
 )
 
 NOTHING_BYTES = 1024.0
@@ -82,6 +83,8 @@ def data_calls(step: StepCalls) -> Iterator[TimedCall]:
             yield TimedCall(call, "gather_s", copies=1)
         else:
             yield TimedCall(call)
+    for call in _sent(tuple(update_calls(table))):
+        yield TimedCall(call, copies=2)  # Pieces are joined before they leave, and full parameters of what arrives.
     for call in _sent(step.buffers):
         yield TimedCall(call)
 

@@ -20,16 +20,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from shoal.comm.ledger import BOOK
 from shoal.comm.points import reach
 from shoal.parallel.bucket import Bucket
 from shoal.parallel.cutting import CutModel
 from shoal.parallel.data import GradientReduction
 from shoal.parallel.flat import FlatBuffer, Memory
 from shoal.parallel.flat_slice import Piece, SavedState, pieces_within, unlike_the_rest
+from shoal.parallel.full_parameters import FullParameters
 from shoal.parallel.optimizer import Recipe, SlicedOptimizer
 from shoal.parallel.placement import Family, Placement, Replicas
+from shoal.parallel.server.remote import RemoteOptimizer
 from shoal.parallel.zero import ReadsOutside
 
 Entry = tuple[str, nn.Parameter, int]
@@ -64,13 +68,27 @@ class Owner(ABC):
         self.buckets: list[Bucket] = []
         self._lay_out(model, bucket_bytes)
         self.reduction = GradientReduction(self.buckets, every_micro=cut.staged is None)
-        self.optimizer = SlicedOptimizer(recipe, self.buckets)
+        self.full = self._full_parameters()
+        self.optimizer = SlicedOptimizer(recipe, self.buckets, full=self.full)
         self.around_step: Callable[[], AbstractContextManager[Any]] = nullcontext
         """Entered around the optimiser's own step (for an optimiser that draws random numbers)."""
+        self.remote: RemoteOptimizer | None = None
+        """Where servers run the optimiser. `optimizer` then holds state only while a checkpoint is made or read."""
         self.before_update: list[Callable[[Gradients], None]] = []
         """Called before each update: proofs read the gradients as the optimiser gets them."""
 
     # Laying parameters out:
+
+    def _full_parameters(self) -> FullParameters | None:
+        """Where an optimiser needs full parameters and ranks hold pieces: who updates which."""
+        if self.recipe.elementwise:
+            return None
+        order = {name: place for place, name in enumerate(self.recipe.labels)}
+        found = FullParameters(
+            self.placement, self.cut, self.buckets, order,
+            values_held=self.keeps_full and not self.placement.shared_memory,
+        )  # fmt: skip
+        return found if found.classes else None
 
     def _lay_out(self, model: nn.Module, bucket_bytes: int) -> None:
         params = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
@@ -134,6 +152,9 @@ class Owner(ABC):
     ) -> None:
         """The optimiser's step on this rank's slices; parameters without a gradient are skipped. `closure` computes
         loss and gradients again, for an optimiser that asks for that."""
+        if self.remote is not None:
+            self.remote.update(gradients.count, gradients.unused, lr_factor)
+            return
         for observe in self.before_update:
             observe(gradients)
         if self.recipe.elementwise and not gradients.unused <= self.optimizer.unfused:
@@ -147,11 +168,40 @@ class Owner(ABC):
     def barrier(self) -> None:  # noqa: B027
         """Waits for the other replicas, where they write to the same memory."""
 
-    def settle(self) -> None:  # noqa: B027
+    def settle(self) -> None:
         """Between steps: nothing of an update is under way, and parameters are current. Collective."""
+        if self.remote is not None and self.remote.settle():
+            with BOOK.during("optimizer"), torch.no_grad():
+                self.publish()
 
-    def close(self) -> None:  # noqa: B027
+    def serve(self, remote: RemoteOptimizer) -> None:
+        """From now on servers run the optimiser; they begin with the parameters of the first replica. Collective."""
+        self.remote = remote
+        self.reduction.on_reduced = remote.push
+        self._load_servers(None, 0)
+
+    def gather_state(self) -> None:
+        """Where servers hold the optimiser's state: fetches it, to be saved."""
+        saved = self.remote.fetch() if self.remote is not None else None
+        if saved is not None:
+            self._load_optimizer(saved)
+
+    def resume(self, step: int, saved: SavedState) -> None:
+        """After a checkpoint of `step` was loaded: servers get what was. Collective."""
+        if self.remote is not None:
+            self._load_servers(saved, step)
+
+    def _load_servers(self, saved: SavedState | None, step: int) -> None:
+        assert self.remote is not None
+        self.remote.load(saved, step)
+        if self.placement.world.group is not None:
+            with BOOK.during("setup"):  # No replica pushes before the servers hold the model.
+                dist.barrier(group=self.placement.world.group)
+
+    def close(self) -> None:
         """Leaves every rank with full parameters of its own. Collective."""
+        if self.remote is not None:
+            self.remote.close()
 
     def watch_reads(self) -> ReadsOutside | None:
         """Notes parameters that are read where they are not gathered; None if they always are."""
@@ -169,7 +219,8 @@ class Owner(ABC):
         """The range of a bucket's buffer that this rank writes to a checkpoint: each element is written by one rank of
         the first island."""
         low, high = self.owned_in_island(bucket)
-        return (low, high) if self.placement.islands.index == 0 else (low, low)
+        first = self.placement.islands.index == 0 and (self.remote is None or self.remote.replica == 0)
+        return (low, high) if first else (low, low)
 
     def owned_in_island(self, bucket: Bucket) -> tuple[int, int]:
         """The range that this rank alone writes of its island's values."""
@@ -216,7 +267,11 @@ class Owner(ABC):
 
     def load(self, saved: SavedState) -> None:
         """The optimiser's state from a checkpoint."""
+        if self.remote is None:
+            self._load_optimizer(saved)
+
+    def _load_optimizer(self, saved: SavedState) -> None:
         mine = [slot.name for bucket in self.buckets for slot in bucket.buffer.slots]
         unfused = unlike_the_rest(saved, mine) if self.recipe.elementwise else frozenset()
-        self.optimizer = SlicedOptimizer(self.recipe, self.buckets, unfused=unfused)
+        self.optimizer = SlicedOptimizer(self.recipe, self.buckets, full=self.full, unfused=unfused)
         self.optimizer.load(saved)

@@ -88,4 +88,5 @@ class FullySharded(ShardedOwner):
         yield from self.pieces_of(self.masters, lambda bucket: (0, bucket.buffer.padded))
 
     def close(self) -> None:
+        super().close()
         self.gathering.remove()

@@ -103,4 +103,4 @@ class WeightStash:
             bucket.buffer.values, bucket.buffer.views = values, version.views[place]
             bucket.master = values[bucket.buffer.shard]
         for part in engine.optimizer.slices:
-            part.param.data = part.bucket.buffer.values[part.start : part.stop].view(part.param.shape)
+            part.follow_buffer()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from math import gcd
 
 from shoal.strategy.expression import Strategy
@@ -13,6 +13,8 @@ from shoal.strategy.terms.modifiers import accumulate
 from shoal.strategy.terms.numerals import counted
 
 rule = RuleTable()
+
+Fixes = Callable[[], Iterable[Strategy | None]]
 
 
 @rule(
@@ -52,54 +54,42 @@ def the_batch_divides(case: Case, index: int, strategy: Strategy) -> Breach | No
     return Breach(strategy if micro > 1 else blamed, f"a global batch of {batch} does not divide by {among}", fixes)
 
 
-def _optimizer(case: Case) -> str:
-    """The subject of a sentence about an optimiser that is not element-wise."""
-    named = f"{case.facts.optimizer} " if case.facts.optimizer else "the optimiser "
-    return named + ("couples parameters" if case.facts.coupled_optimizer else "needs full parameters")
-
-
-@rule(dp, why="LARS, LAMB and Muon need full parameters, and a shard ends anywhere inside one.")
-def sharded_optimizers_are_elementwise(case: Case, index: int, level: dp) -> Breach | None:
-    if not level.zero or case.facts.elementwise_optimizer is not False:
+def _coupled(case: Case, term: dp | tp | ep | pp, how: str, fixes: Fixes) -> Breach | None:
+    if not case.facts.coupled_optimizer:
         return None
-    return Breach(
-        level,
-        f"{_optimizer(case)}, and zero={level.zero} gives each rank slices of them",
-        lambda: [case.changed(index, zero=0)],
-    )
+    return Breach(term, f"{case.facts.optimizer or 'the optimiser'} couples parameters, and {how}", fixes)
 
 
-@rule(tp, why="LARS, LAMB and Muon need full parameters, and a rank of tp has part of one.")
-def cut_layers_need_elementwise_optimizers(case: Case, index: int, cut: tp) -> Breach | None:
-    if cut.n == 1 or case.facts.elementwise_optimizer is not False:
+@rule(dp, why="An optimiser that couples parameters (Prodigy, LBFGS) needs all of them, and a shard has slices.")
+def sharded_optimizers_do_not_couple(case: Case, index: int, level: dp) -> Breach | None:
+    if not level.zero:
         return None
-    return Breach(
-        cut,
-        f"{_optimizer(case)}, and tp gives each rank slices of them",
-        lambda: [case.put(index, dp(cut.n)), case.put(index, pp(cut.n)), case.put(index)],
-    )
+    how = f"zero={level.zero} gives each rank slices of them"
+    return _coupled(case, level, how, lambda: [case.changed(index, zero=0)])
 
 
-@rule(ep, why="LARS, LAMB and Muon need full parameters, and a rank of ep has some of the experts.")
-def dealt_experts_need_elementwise_optimizers(case: Case, index: int, experts: ep) -> Breach | None:
-    if experts.n == 1 or case.facts.elementwise_optimizer is not False:
+@rule(tp, why="An optimiser that couples parameters needs all of them, and a rank of tp has parts.")
+def cut_layers_need_optimizers_that_do_not_couple(case: Case, index: int, cut: tp) -> Breach | None:
+    if cut.n == 1:
         return None
-    return Breach(
-        experts,
-        f"{_optimizer(case)}, and ep gives each rank some of the experts",
-        lambda: [case.put(index, dp(experts.n)), case.put(index)],
-    )
+    fixes = lambda: [case.put(index, dp(cut.n)), case.put(index)]  # noqa: E731
+    return _coupled(case, cut, "tp gives each rank slices of them", fixes)
+
+
+@rule(ep, why="An optimiser that couples parameters needs all of them, and a rank of ep has some of the experts.")
+def split_experts_need_optimizers_that_do_not_couple(case: Case, index: int, experts: ep) -> Breach | None:
+    if experts.n == 1:
+        return None
+    fixes = lambda: [case.put(index, dp(experts.n)), case.put(index)]  # noqa: E731
+    return _coupled(case, experts, "ep gives each rank some of the experts", fixes)
 
 
 @rule(pp, why="An optimiser that couples parameters needs all of them on every rank.")
 def stages_need_optimizers_that_do_not_couple(case: Case, index: int, stages: pp) -> Breach | None:
-    if stages.n == 1 or not case.facts.coupled_optimizer:
+    if stages.n == 1:
         return None
-    return Breach(
-        stages,
-        f"{_optimizer(case)}, and pp gives each rank some of them",
-        lambda: [case.put(index, dp(stages.n)), case.put(index)],
-    )
+    fixes = lambda: [case.put(index, dp(stages.n)), case.put(index)]  # noqa: E731
+    return _coupled(case, stages, "pp gives each rank some of them", fixes)
 
 
 @rule(None, why="Every rank has a place on the mesh, and every place has a rank.")

@@ -9,7 +9,6 @@ from shoal.strategy.terms.axes import cp, dp, ep, pp, spatial, tp
 
 rule = RuleTable()
 
-
 def _cuttable(case: Case) -> int:
     """The greatest common divisor of all that tensor parallelism must divide; 0 if nothing is known."""
     facts = case.facts

@@ -4,8 +4,8 @@ when.
 They run from consistent to inconsistent: every step together, a bounded number of steps apart, whenever a
 gradient comes, averaged now and then, or mixed with neighbours only.
 
-Rules that run are a file of `technique/sync` each; those declared here parse, explain and are judged, and have no
-runtime so far.
+Rules by which islands exchange models are a file of `technique/sync` each. Those by which servers update the model
+(`Served`) decide here, in plain Python; `parallel/server` runs them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from shoal.common.numbers import packed_bytes
-from shoal.strategy.terms.arguments import integer
+from shoal.strategy.terms.arguments import choice, integer, real
 from shoal.strategy.terms.numerals import count, counted
+from shoal.strategy.terms.serving import Clocks, Decision, Push
 from shoal.strategy.terms.term import REGISTRY, Promise, Term
 
 Exchange = Literal["gradient", "model"]
@@ -112,7 +113,34 @@ class SyncTerm(Term):
         return None
 
 
-class bsp(SyncTerm):
+class Served(SyncTerm):
+    """A rule by which parameter servers update the model; replicas compute by themselves in between."""
+
+    family = "sync"
+
+    by_tickets: ClassVar[bool] = False
+    """Whether a replica that is free takes the next share of the data, in place of its own share of every step."""
+
+    def choose(self, waiting: Sequence[Push], clocks: Clocks, *, flush: bool = False) -> Decision:
+        """Which of the gradients that wait, oldest first, are averaged into the next update. `flush`: no more will
+        come before all replicas meet."""
+        raise TypeError(f"{self} does not define when servers update")
+
+    def may_read(self, worker: int, clocks: Clocks) -> bool:
+        """Whether a worker that has pushed may read parameters and go on."""
+        return True
+
+    def rate(self, staleness: float) -> float:
+        """What an update multiplies the learning rate by, from the mean staleness of its gradients."""
+        return 1.0
+
+    @property
+    def compensation(self) -> float:
+        """Lambda of DC-ASGD: g + lambda g g (w now - w read)."""
+        return 0.0
+
+
+class bsp(Served):
     """Bulk-synchronous: every step uses the gradients of all replicas, or of all but the slowest few."""
 
     backup: int = integer(0, default=0, kw_only=True)
@@ -132,13 +160,23 @@ class bsp(SyncTerm):
         slow = counted(self.backup, "replica")
         return Promise("statistical", f"the gradients of the slowest {slow} are dropped each step", band=SAME_TARGET)
 
+    def choose(self, waiting: Sequence[Push], clocks: Clocks, *, flush: bool = False) -> Decision:
+        current = [push for push in waiting if push.step == clocks.version]
+        enough = len(current) >= min(clocks.workers - self.backup, len(clocks.members))
+        return Decision(current if enough else (), [push for push in waiting if push.step < clocks.version])
 
-class softsync(SyncTerm):
+    def may_read(self, worker: int, clocks: Clocks) -> bool:
+        return clocks.clocks[worker] <= clocks.version
+
+
+class softsync(Served):
     """n-softsync (Rudra): the server steps as soon as n/k gradients have come, from whichever replicas."""
 
     k: int = integer(1)
+    lr: str = choice("plain", "staleness", default="plain", kw_only=True)
 
     title = "n-softsync"
+    by_tickets = True
     scheduling = "bounded asynchronous"
     spectrum = "backup workers / n-softsync"
 
@@ -155,8 +193,20 @@ class softsync(SyncTerm):
         reason = f"softsync({self.k}) lets a gradient be up to {2 * self.k} updates old"
         return Promise("bounded", reason, staleness=2 * self.k)
 
+    def choose(self, waiting: Sequence[Push], clocks: Clocks, *, flush: bool = False) -> Decision:
+        wanted, bound = -(-clocks.workers // self.k), 2 * self.k
+        # One update more must leave no gradient older than the bound, neither one that waits nor one under way.
+        by_age = sorted(waiting, key=lambda push: push.version)
+        chosen = [push for at, push in enumerate(by_age) if at < wanted or clocks.version + 1 - push.version > bound]
+        late = clocks.version + 1 - min(clocks.reading.values(), default=clocks.version) > bound
+        enough = len(waiting) >= min(wanted, len(clocks.members)) and not late
+        return Decision(chosen if enough or flush else ())
 
-class ssp(SyncTerm):
+    def rate(self, staleness: float) -> float:
+        return 1.0 / max(1.0, staleness) if self.lr == "staleness" else 1.0
+
+
+class ssp(Served):
     """Stale-synchronous: a replica may run ahead of the slowest by at most s steps."""
 
     s: int = integer(0, sample=3)
@@ -176,21 +226,48 @@ class ssp(SyncTerm):
         reason = f"ssp({self.s}) lets replicas be up to {counted(self.s, 'step')} apart"
         return Promise("bounded", reason, staleness=self.s)
 
+    def choose(self, waiting: Sequence[Push], clocks: Clocks, *, flush: bool = False) -> Decision:
+        # One update a step, of all replicas: ssp(0) is bsp() with any optimiser.
+        current = [push for push in waiting if push.step == clocks.version]
+        return Decision(current if current and clocks.slowest > clocks.version else ())
 
-class asp(SyncTerm):
+    def may_read(self, worker: int, clocks: Clocks) -> bool:
+        return clocks.clocks[worker] - clocks.slowest <= self.s
+
+
+class asp(Served):
     """Asynchronous: every gradient is applied when it arrives; no replica waits."""
 
+    lr: str = choice("plain", "staleness", default="plain", kw_only=True)
+    compensate: float = real(0.0, 10.0, default=0.0, kw_only=True, inclusive=True)
+
     title = "asynchronous (Downpour)"
+    by_tickets = True
     scheduling = "asynchronous"
     spectrum = "asynchronous / HOGWILD"
 
     def words(self) -> str:
-        return "every gradient is applied when it arrives, however old its weights are; no replica waits"
+        text = "every gradient is applied when it arrives, however old its weights are; no replica waits"
+        if self.lr == "staleness":
+            text += "; the learning rate is divided by the age of the gradient"
+        if self.compensate:
+            text += f"; its delay is compensated to first order (DC-ASGD, lambda {self.compensate:g})"
+        return text
 
     def drift(self, replicas: int) -> Promise | None:
         if replicas == 1:
             return None
         return Promise("statistical", "asp() puts no bound on the age of a gradient", band=SAME_TARGET)
+
+    def choose(self, waiting: Sequence[Push], clocks: Clocks, *, flush: bool = False) -> Decision:
+        return Decision(waiting[:1])
+
+    def rate(self, staleness: float) -> float:
+        return 1.0 / max(1.0, staleness) if self.lr == "staleness" else 1.0
+
+    @property
+    def compensation(self) -> float:
+        return self.compensate
 
 
 class hogwild(SyncTerm):

@@ -49,6 +49,7 @@ CURVES = {
     "lr": "training/lr",
     "lr_factor": "training/lr_factor",
     "grad_norm": "training/grad_norm",
+    "critical_batch": "training/critical_batch",
     "step_s": "speed/step_s",
     "samples_per_s": "speed/samples_per_s",
     "spread": "consistency/spread",

@@ -1,0 +1,1 @@
+"""Parameter servers: who updates the model, when, and in which order (`via=ps(...)`)."""

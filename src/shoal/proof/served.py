@@ -1,0 +1,96 @@
+"""The parallel run of a proof, where replicas run at their own speed under servers: trained, then replayed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.comm.json_exchange import exchange
+from shoal.comm.ledger import BOOK
+from shoal.job import Job
+from shoal.proof.compare import compare
+from shoal.proof.conditions import Conditions
+from shoal.proof.islands import Islands
+from shoal.proof.options import ProofOptions
+from shoal.proof.replay_updates import Rule, replay
+from shoal.runtime.setup import Prepared, prepare
+from shoal.strategy import Strategy
+from shoal.strategy.terms.sync import Served
+
+NOTHING: dict[str, Any] = {
+    "losses": [], "ledger_differences": [], "ledger_compared": True, "predicted": [], "worst": [], "zero_gradient": [],
+    "compared": {}, "amplified": False, "replicated": [], "declared": {}, "float32_drift": None,
+}  # fmt: skip
+"""The report of a rank that only serves."""
+
+
+def run_and_replay(options: ProofOptions, job: Job, strategy: Strategy, me: Any) -> dict[str, Any]:
+    """On every worker: trains by tickets; then the first one replays the log, and each compares what it holds."""
+    ready = prepare(job, strategy, rank=me.rank, backend=me.backend, device=me.device, dtype=torch.float64)
+    report, mine = by_tickets(ready, options.num_steps)
+    path = Path(options.reference).with_name("replayed.safetensors")
+    serial: dict[str, Any] = {}
+    remote = ready.engine.owner.remote
+    assert remote is not None
+    if me.rank == 0:
+        log = remote.report()["log"]
+        serial = _replayed(options, job, strategy, log, path, mine)
+    exchange({})  # The file is there.
+    with ready.engine.consensus():
+        report |= compare(ready, str(path))
+    ready.close()
+    return report | serial
+
+
+def by_tickets(ready: Prepared, steps: int) -> tuple[dict[str, Any], list[tuple[int, int, int]]]:
+    """Trains until all tickets are done. Losses, and how the ledger of each ticket differs from its prediction; and the
+    tickets of this worker."""
+    remote, runner = ready.engine.owner.remote, ready.runner
+    assert remote is not None
+    starts, losses, unlike, tickets = [0], [], [], []
+    while len(starts) <= steps:
+        starts.append(runner.order.next(starts[-1]))
+    remote.ask(steps)
+    while not remote.paused:
+        BOOK.take()
+        step, runner.share = remote.step, remote.share if remote.by_tickets else None
+        tickets.append((remote.replica, remote.step, remote.share))
+        with Conditions()():
+            losses.append(runner.step(step, starts[step]).loss)
+        counted = BOOK.take().without("shapes")
+        if len(losses) > 1:
+            unlike += ready.differences(counted)
+    return {
+        "losses": losses, "ledger_differences": sorted(set(unlike)), "ledger_compared": True,
+        "predicted": ready.predicted.to_json(), "float32_drift": None,
+    }, tickets  # fmt: skip
+
+
+def _replayed(
+    options: ProofOptions, job: Job, strategy: Strategy, log: Any, path: Path, mine: list[tuple[int, int, int]]
+) -> dict[str, Any]:
+    from shoal.proof.runs import left_behind
+
+    rule, workers = strategy.dp_levels[0].sync, strategy.dp_levels[0].n
+    assert isinstance(rule, Served)
+
+    def unused(*given: Any) -> None:
+        raise AssertionError
+
+    shares = Islands(
+        num=workers, every=1, replicas=strategy.replicas, micro_batches=strategy.micro_batches, exchange=unused,
+        begin=unused,
+    )  # fmt: skip
+    reference, losses = replay(
+        job, log, shares, Rule(rule.rate, rule.compensation), parts=options.parts,
+        separate=options.micro_batches > 1, conditions=Conditions(),
+    )  # fmt: skip
+    left_behind(reference, str(path))
+    ages = [version - read for version, pushes in enumerate(log) for *_, read in pushes]
+    return {
+        "serial_losses": [losses.get(ticket, float("nan")) for ticket in mine],
+        "described": f"one process, plain PyTorch, float64: the {len(log)} updates of this run repeated from the "
+        f"servers' log, each of {len(ages)} gradients at the version it was computed with (age up to {max(ages)})",
+    }  # fmt: skip

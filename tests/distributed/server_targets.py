@@ -1,0 +1,205 @@
+"""What the tests of parameter servers run on real ranks: workers and servers, in float64."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distributed.proofs import JOBS, _barrier, _from_rank_0
+from shoal.checkpoint.restore import restore
+from shoal.checkpoint.save import open_checkpoint, save
+from shoal.comm.points import on_reach
+from shoal.job import load_job
+from shoal.launch.join import join, leave
+from shoal.parallel.owner.base import Owner
+from shoal.parallel.server.coordinator import Coordinator, Update
+from shoal.parallel.server.shard import ServedShard
+from shoal.proof.compare import compare
+from shoal.proof.conditions import Conditions, for_proof
+from shoal.proof.entry import serial_run
+from shoal.proof.options import ProofOptions
+from shoal.proof.runs import train_steps
+from shoal.proof.served import run_and_replay
+from shoal.runtime.servers import is_server, serve_here
+from shoal.runtime.setup import Prepared, prepare
+from shoal.strategy import parse
+from shoal.strategy.terms.serving import Push
+from shoal.training.entry import train_run
+
+
+def prove_served(arguments: dict[str, Any], channel: Any) -> list[dict[str, Any]]:
+    """For each (job, strategy, strategy of the serial run): the largest difference from it, and the ledger."""
+    me, steps, rows = join(), arguments["steps"], []
+    with tempfile.TemporaryDirectory() as own:
+        folder = Path(_from_rank_0(own))
+        for number, (name, text, judge) in enumerate(arguments["cases"]):
+            path = folder / f"{number}.safetensors"
+            if me.rank == 0:
+                serial_run(
+                    {"job": f"{JOBS}:{name}", "strategy": judge, "reference": str(path), "exact": True,
+                     "num_steps": steps, "micro_batches": arguments.get("micro_batches", 1)}, None,
+                )  # fmt: skip
+            _barrier()
+            job, strategy = for_proof(load_job(f"{JOBS}:{name}")), parse(text)
+            if is_server(strategy, me.rank):
+                serve_here(job, strategy, rank=me.rank, backend=me.backend, dtype=torch.float64)
+                rows.append({"difference": 0.0, "where": "", "ledger": [], "compared": 0})
+            else:
+                ready = prepare(
+                    job, strategy, rank=me.rank, backend=me.backend, device=me.device, dtype=torch.float64
+                )
+                trained = train_steps(ready, steps)
+                ready.watched = None  # Gradients are averaged on the servers.
+                ready.executor.settle()
+                with ready.engine.consensus():
+                    compared = compare(ready, str(path))
+                report = ready.engine.owner.remote.report() if me.rank == 0 else {}  # type: ignore[union-attr]
+                ready.close()
+                difference, where = max(compared["worst"], default=(0.0, "nothing"))
+                rows.append({"difference": difference, "where": where, "ledger": trained["ledger_differences"],
+                             "compared": sum(compared["compared"].values()), "report": report})  # fmt: skip
+            _barrier()
+    leave()
+    return rows
+
+
+def _prepared(me: Any, job: Any, strategy: Any) -> Prepared:
+    return prepare(job, strategy, rank=me.rank, backend=me.backend, device=me.device, dtype=torch.float64)
+
+
+def replayed(arguments: dict[str, Any], channel: Any) -> list[dict[str, Any]]:
+    """For each (job, strategy): how far a run by tickets is from its replay, and what the servers counted."""
+    me, rows = join(), []
+    with tempfile.TemporaryDirectory() as own:
+        folder = Path(_from_rank_0(own))
+        for name, text in arguments["cases"]:
+            job, strategy = for_proof(load_job(f"{JOBS}:{name}")), parse(text)
+            options = ProofOptions(
+                job=name, strategy=text, num_steps=arguments["steps"], exact=True, reference=str(folder / "none"),
+            )  # fmt: skip
+            if is_server(strategy, me.rank):
+                serve_here(job, strategy, rank=me.rank, backend=me.backend, dtype=torch.float64)
+                rows.append({"difference": 0.0, "compared": 0, "ledger": [], "losses": 0.0})
+            else:
+                report = run_and_replay(options, job, strategy, me)
+                pairs = zip(report["losses"], report.get("serial_losses", report["losses"]), strict=True)
+                rows.append({
+                    "difference": max((row[0] for row in report["worst"]), default=0.0),
+                    "compared": sum(report["compared"].values()), "ledger": report["ledger_differences"],
+                    "losses": max((abs(a - b) for a, b in pairs), default=0.0),
+                })  # fmt: skip
+            _barrier()
+    leave()
+    return rows
+
+
+def off_by_one(arguments: dict[str, Any], channel: Any) -> Any:
+    """The log says that gradients are one update older than they are."""
+    right = Coordinator._update
+
+    def update(self: Coordinator, pushes: list[Push]) -> Update:
+        made = right(self, pushes)
+        self.log[-1] = [[worker, step, share, max(0, version - 1)] for worker, step, share, version in self.log[-1]]
+        return made
+
+    Coordinator._update = update  # type: ignore[method-assign]
+    return replayed(arguments, channel)
+
+
+def applied_twice(arguments: dict[str, Any], channel: Any) -> Any:
+    """One gradient is applied a second time."""
+    right = ServedShard.update
+    times = [0]
+
+    def update(self: ServedShard, *given: Any) -> None:
+        times[0] += 1
+        right(self, *given)
+        if times[0] == 3:
+            right(self, *given)
+
+    ServedShard.update = update  # type: ignore[method-assign]
+    return replayed(arguments, channel)
+
+
+def never_pulled(arguments: dict[str, Any], channel: Any) -> Any:
+    """The second shard always sends the parameters that it began with."""
+    right = ServedShard.send
+    first: dict[int, list[torch.Tensor]] = {}
+
+    def send(self: ServedShard, worker: int) -> None:
+        if self.index == 1:
+            self._copies = first.setdefault(id(self), [part.master.clone() for part in self.parts])
+        right(self, worker)
+
+    ServedShard.send = send  # type: ignore[method-assign]
+    return replayed(arguments, channel)
+
+
+def resumed_served(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
+    """A run without a break and one that is saved and taken up again under another strategy: parameters and state."""
+    me, at, steps, folder = join(), arguments["at"], arguments["steps"], Path(arguments["folder"])
+    job = for_proof(load_job(f"{JOBS}:{arguments['job']}"))
+    found: dict[str, Any] = {}
+    for name, text, first, stop in (
+        ("unbroken", arguments["strategy"], 0, steps), ("saved", arguments["strategy"], 0, at),
+        ("resumed", arguments["under"], at, steps),
+    ):  # fmt: skip
+        strategy = parse(text)
+        if is_server(strategy, me.rank):
+            serve_here(job, strategy, rank=me.rank, backend=me.backend, dtype=torch.float64)
+        elif me.rank < strategy.workers:
+            ready = _prepared(me, job, strategy)
+            counter = 0
+            if first:
+                checkpoint = open_checkpoint(folder / f"step-{at:08}")
+                restore(ready.engine, checkpoint)
+                counter = checkpoint.progress["counter"]
+            with Conditions()():
+                for step in range(first, stop):
+                    ready.runner.step(step, counter)
+                    counter = ready.runner.order.next(counter)
+            ready.executor.settle()
+            if name == "saved":
+                save(folder, ready.engine, step=at, progress={"counter": counter})
+            values = {param_name: param.detach().clone() for param_name, param in ready.engine.model.named_parameters()}
+            ready.close()
+            found[name] = values
+        _barrier()
+    leave()
+    if not found.keys() >= {"unbroken", "resumed"}:
+        return {"difference": 0.0}
+    pairs = [(found["unbroken"][name], found["resumed"][name]) for name in found["unbroken"]]
+    return {"difference": max(float((one - other).abs().max()) for one, other in pairs)}
+
+
+def forgets_state(arguments: dict[str, Any], channel: Any) -> Any:
+    """The state of the servers is left out of the checkpoint."""
+    Owner.gather_state = lambda self: None  # type: ignore[method-assign]
+    return resumed_served(arguments, channel)
+
+
+def killed_worker(arguments: dict[str, Any], channel: Any) -> Any:
+    """A training run in which workers are killed or late: (rank, point, how often it is reached, seconds or None)."""
+    for rank, point, times, late_s in arguments.pop("disturbed"):
+        if rank == channel.rank:
+            _disturb(point, times, late_s)
+    return train_run(arguments, channel)
+
+
+def _disturb(point: str, times: int, late_s: float | None) -> None:
+    seen = [0]
+
+    def arrived(at: str) -> None:
+        seen[0] += at == point
+        if at == point and late_s is not None:
+            time.sleep(late_s)
+        elif at == point and seen[0] == times:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    on_reach(arrived)

@@ -1,0 +1,148 @@
+"""Parameter servers on real ranks: the same model as an all-reduce gives, whoever serves it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.strategy import parse
+from shoal.strategy.islands import losable
+from shoal.training.record.run import RUN, read_json
+
+Ranks = Callable[..., list[Any]]
+PROVE = "distributed.server_targets:prove_served"
+
+COLOCATED = [
+    ("plain", "dp(2, via=ps(1, colocated=True))"), ("norm", "dp(2, via=ps(2, colocated=True))"),
+    ("unused", "dp(2, via=ps(2, colocated=True))"), ("uneven", "dp(2, via=ps(2, colocated=True))"),
+    ("momentum", "dp(2, via=ps(2, colocated=True)) * accumulate(2)"), ("plain", "dp(2, sync=ssp(0))"),
+]  # fmt: skip
+
+
+def proven(ranks: Ranks, cases: list[tuple[str, str]], *, world: int, steps: int = 5) -> None:
+    asked = {"cases": [(job, text, "dp(2)") for job, text in cases], "steps": steps}
+    for case, rows in zip(cases, zip(*ranks(PROVE, asked, ranks=world), strict=True), strict=True):
+        assert sum(row["compared"] for row in rows) > 0, case
+        assert max(row["difference"] for row in rows) < 1e-10, (case, rows)
+        assert [row["ledger"] for row in rows] == [[]] * world, case
+
+
+def test_servers_among_workers_train_as_one_process(ranks: Ranks) -> None:
+    proven(ranks, COLOCATED, world=2)
+
+
+DEDICATED = [
+    ("plain", "dp(2, via=ps(2))"), ("norm", "dp(2, via=ps(2))"), ("sometimes", "dp(2, via=ps(2))"),
+    ("dropout", "dp(3, via=ps(1))"), ("uneven", "dp(2, sync=ssp(0), via=ps(2))"), ("uneven", "dp(3, via=ps(1))"),
+]  # fmt: skip
+INSIDE = [
+    ("plain", "dp(2, via=ps(2, colocated=True)) * dp(2)"), ("plain", "dp(2, via=ps(2, colocated=True)) * tp(2)"),
+    ("plain", "dp(2, via=ps(2, colocated=True)) * dp(2, zero=3)"),
+    ("unused", "dp(2, via=ps(1, colocated=True)) * dp(2, zero=2)"),
+    ("plain", 'dp(2, via=ps(2, colocated=True)) * pp(2, "1f1b", micro=3)'),
+    ("plain", "dp(2, sync=ssp(0), via=ps(1, colocated=True)) * dp(2, zero=1)"),
+    ("plain", 'dp(1, via=ps(1)) * pp(2, "1f1b", micro=2)'),
+]  # fmt: skip
+
+
+def test_servers_of_their_own_train_as_one_process(ranks: Ranks) -> None:
+    proven(ranks, DEDICATED, world=4)
+
+
+def test_servers_of_sharded_and_cut_replicas_train_as_one_process(ranks: Ranks) -> None:
+    proven(ranks, INSIDE, world=4)
+
+
+REPLAYED = "distributed.server_targets:replayed"
+ASYNCHRONOUS = [
+    ("plain", "dp(2, sync=asp(), via=ps(2))"), ("momentum", 'dp(3, sync=asp(lr="staleness"), via=ps(1))'),
+    ("plain", "dp(3, sync=asp(compensate=0.5), via=ps(1))"), ("unused", "dp(3, sync=softsync(2), via=ps(1))"),
+    ("norm", "dp(3, sync=ssp(2), via=ps(1))"), ("plain", "dp(3, sync=bsp(backup=1), via=ps(1))"),
+    ("uneven", "dp(4, sync=asp())"), ("plain", "dp(2, sync=asp()) * dp(2, zero=3)"),
+    ("plain", 'dp(2, sync=ssp(1)) * pp(2, "1f1b", micro=3)'),
+]  # fmt: skip
+
+
+def differences(ranks: Ranks, cases: list[tuple[str, str]], *, target: str = REPLAYED) -> list[float]:
+    """How far each run is from its replay; infinite where a ticket's ledger is not as predicted."""
+    found = []
+    for case, rows in zip(cases, zip(*ranks(target, {"cases": cases, "steps": 6}, ranks=4), strict=True), strict=True):
+        assert sum(row["compared"] for row in rows) > 0, case
+        worst = max(max(row["difference"], row["losses"]) for row in rows)
+        found.append(float("inf") if any(row["ledger"] for row in rows) else worst)
+    return found
+
+
+def test_what_depends_on_speed_is_repeated_from_the_log(ranks: Ranks) -> None:
+    for case, difference in zip(ASYNCHRONOUS, differences(ranks, ASYNCHRONOUS), strict=True):
+        assert difference < 1e-10, case
+
+
+@pytest.mark.parametrize("fault", ["off_by_one", "applied_twice", "never_pulled"])
+def test_a_replay_finds_what_servers_do_wrong(ranks: Ranks, fault: str) -> None:
+    case = [("plain", "dp(2, sync=asp(), via=ps(2))")]
+    assert differences(ranks, case, target=f"distributed.server_targets:{fault}")[0] > 1e-6
+
+
+RESUMED = "distributed.server_targets:resumed_served"
+
+
+@pytest.mark.parametrize("under", ["dp(2, via=ps(1))", "dp(3)", "dp(2, via=ps(2, colocated=True))"])
+def test_a_run_goes_on_from_its_checkpoint_with_or_without_servers(ranks: Ranks, tmp_path: Path, under: str) -> None:
+    strategy, world = (under, 2) if "colocated" in under else ("dp(2, via=ps(1))", 3)
+    asked = {"job": "plain", "strategy": strategy, "under": under, "at": 3, "steps": 6, "folder": str(tmp_path)}
+    assert max(row["difference"] for row in ranks(RESUMED, asked, ranks=world)) < 1e-12
+
+
+def test_the_state_of_the_servers_is_part_of_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    asked = {
+        "job": "momentum", "strategy": "dp(2, via=ps(1))", "under": "dp(2, via=ps(1))", "at": 3, "steps": 6,
+        "folder": str(tmp_path),
+    }  # fmt: skip
+    rows = ranks("distributed.server_targets:forgets_state", asked, ranks=3)
+    assert max(row["difference"] for row in rows) > 1e-6
+
+
+LOOSE = str(Path(__file__).parent / "jobs" / "loose.py")
+KILLED = "distributed.server_targets:killed_worker"
+
+
+def disturbed(ranks: Ranks, tmp_path: Path, strategy: str, rows: list[Any], **options: Any) -> Any:
+    chosen = parse(strategy)
+    asked = {
+        "job": LOOSE, "strategy": strategy, "folder": str(tmp_path / "run"), "gate": False, "checkpoint_every": 11,
+        "disturbed": rows, **options,
+    }  # fmt: skip
+    return ranks(KILLED, asked, ranks=chosen.world, islands=losable(chosen))
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["dp(3, sync=asp(), via=ps(1))", "dp(3, sync=ssp(2), via=ps(1))", "dp(3, sync=softsync(1), via=ps(1))",
+     "dp(3, sync=bsp(backup=1), via=ps(1))", "dp(3, sync=asp(), via=ps(1, colocated=True))"],
+)  # fmt: skip
+def test_a_killed_worker_does_not_stop_the_others(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
+    results = disturbed(ranks, tmp_path, strategy, [(2, "step: backward done", 5, None)])
+    assert results[2] is None
+    assert results[0]["status"] == "finished"
+    assert results[0]["step"] == 22
+    lost = results[0]["servers"]["lost_workers"]
+    assert [row["worker"] for row in lost] == [2]
+    assert results[0]["lost"][0]["ranks"] == [2]
+    if "asp" in strategy or "softsync" in strategy:
+        assert results[0]["servers"]["gradients"] == 3 * 22  # Every ticket was learned from, the lost one by another.
+        assert results[0]["servers"]["repeated"] <= 1
+    assert read_json(tmp_path / "run" / RUN)["summary"]["servers"]["lost_workers"] == lost
+
+
+@pytest.mark.parametrize("s", [0, 1, 3])
+def test_a_straggler_is_never_left_behind_by_more_than_the_bound(ranks: Ranks, tmp_path: Path, s: int) -> None:
+    strategy = f"dp(3, sync=ssp({s}), via=ps(1))"
+    outcome = disturbed(ranks, tmp_path, strategy, [(2, "step: forward", 0, 0.02)], evaluate_every=0)[0]
+    ahead = outcome["consistency"]["ahead"]
+    assert ahead["max"] == s
+    assert sum(ahead["histogram"].values()) == 3 * 22
+    assert outcome["consistency"]["staleness"]["max"] <= s
