@@ -229,8 +229,8 @@ def _compressed(
 
 
 def compressed_transfers(
-    method: Sends, slots: Sequence[PredictedSlot], part: tuple[int, int], itemsize: int, *, ranks: int, rank: int, step: int,
-    unused: Collection[str] = (),
+    method: Sends, slots: Sequence[PredictedSlot], part: tuple[int, int], itemsize: int, *, ranks: int, rank: int,
+    step: int, unused: Collection[str] = (),
 ) -> list[Transfer]:  # fmt: skip
     """The collectives that sum a part of a buffer, compressed: the payloads, and what is not worth compressing."""
     low, high = part

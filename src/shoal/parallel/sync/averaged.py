@@ -127,7 +127,7 @@ class Averaged(Scheme):
         plan = self.plan
         found: list[tuple[str, int]] = []
         if clock < plan.start:
-            sizes = ((3 + len(held.names)) * NUMBER_BYTES, *held.slices, held.buffers)
+            sizes = ((5 + len(held.names)) * NUMBER_BYTES, *held.slices, held.buffers)
             return [("all_reduce", size) for size in sizes if size]
         for p in plan.sent(clock + 1) if clock + 1 > 0 else ():
             names = fragments_of(held.names, plan.fragments)[p]
