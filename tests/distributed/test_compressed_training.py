@@ -23,10 +23,13 @@ FOLDER = Path(__file__).parent / "jobs"
 LANGUAGE, TIED, MOE = (f"{FOLDER / 'uneven.py'}:{name}" for name in ("language", "language_tied", "mixtral"))
 
 METHODS = [
-    text for text in written("feedback", sketch="sketch(3, 500)", powersgd="powersgd(2)")
+    text for text in written(
+        "feedback", sketch="sketch(3, 500)", powersgd="powersgd(2)", chunktopk="chunktopk(0.03, decay=1.0)",
+        demo="demo(0.03, decay=1.0)",
+    )
     if Method(term_of(text)).keeps == ("residual",) and not term_of(text).between_groups
 ]  # fmt: skip
-"""Those that keep what they do not send, and nothing else."""
+"""Those that keep what they do not send, and nothing else; all of it, where a method may forget some."""
 
 TWO = ["dp(2, C)", "dp(2, zero=1, C)", "dp(2, zero=2, C)", "dp(2, zero=3, C)", "dp(2, zero=1, C) * accumulate(2)"]
 FOUR = [
