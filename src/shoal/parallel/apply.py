@@ -135,7 +135,7 @@ def _noise_is_seen(engine: Engine, strategy: Strategy) -> bool:
     place = engine.placement
     several = place.samples.size * strategy.micro_batches > 1
     pieces = place.pipeline.size * place.context.size * place.experts.size > 1 or bool(engine.cut.partial)
-    return several and not pieces and not place.shared_memory and engine.compression is None
+    return several and not pieces and engine.owner.private_gradients and engine.compression is None
 
 
 def executor_for(engine: Engine, strategy: Strategy) -> Executor:

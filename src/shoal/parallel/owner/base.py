@@ -58,6 +58,8 @@ class Owner(ABC):
 
     keeps_full = True
     """Whether every rank holds the full parameters between steps."""
+    private_gradients = True
+    """Whether a rank has the gradient of its own samples before it is reduced."""
     hint = ""
     """What may have caused a loss that is no number."""
 

@@ -66,6 +66,8 @@ class SharedMemoryBucket(ShardedBucket):
 class SharedMemoryOwner(Owner):
     """Replicas in shared memory."""
 
+    private_gradients = False
+
     buckets: list[SharedMemoryBucket]  # type: ignore[assignment]
     _locks: SharedBlock | None = None
 
