@@ -178,3 +178,12 @@ def test_run_keeps_the_batch_and_prints_one_object_and_may_share_cores(place: Pl
     assert "4 ranks share 1 cores here" in done.stderr
     run = json.loads(next((place.folder / "runs").glob("*/run.json")).read_text(encoding="utf-8"))
     assert run["arguments"]["global_batch"] == 16
+
+
+def test_a_plan_in_a_process_that_goes_on_leaves_its_garbage_collector_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    import gc
+
+    monkeypatch.setattr("sys.argv", ["shoal", "plan", "gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--json"])
+    with pytest.raises(SystemExit):
+        run()
+    assert gc.isenabled()

@@ -5,7 +5,6 @@ Nothing heavy is imported until a verb needs it, so help answers at once.
 
 from __future__ import annotations
 
-import gc
 import sys
 from typing import Annotated
 
@@ -143,7 +142,6 @@ def plan(
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Estimate every legal strategy of a model on a cluster, rank those that fit, and report what a change would do."""
-    gc.disable()  # A plan is over before there are cycles worth freeing; looking for them takes a tenth of its time.
     from shoal.cli.plan import plan_command
 
     sys.exit(

@@ -205,4 +205,4 @@ def _declared(facts: ModelFacts | None) -> dict[str, Any]:
     if facts is None:
         return {}
     values = {field.name: getattr(facts, field.name) for field in dataclasses.fields(facts)}
-    return {name: value for name, value in values.items() if value is not None}
+    return {name: value for name, value in values.items() if value not in (None, "")}
