@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import xml.etree.ElementTree as ElementTree
 
 import pytest
 
 from cli.command import Place
+from cli.conftest import Shoal
 
 WITHOUT_TORCH = """
 import sys
@@ -180,10 +182,6 @@ def test_run_keeps_the_batch_and_prints_one_object_and_may_share_cores(place: Pl
     assert run["arguments"]["global_batch"] == 16
 
 
-def test_a_plan_in_a_process_that_goes_on_leaves_its_garbage_collector_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    import gc
-
-    monkeypatch.setattr("sys.argv", ["shoal", "plan", "gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--json"])
-    with pytest.raises(SystemExit):
-        run()
+def test_a_plan_in_a_process_that_goes_on_leaves_its_garbage_collector_on(shoal: Shoal) -> None:
+    assert shoal("plan", "gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--json").status == 0
     assert gc.isenabled()
