@@ -22,14 +22,17 @@ class Hindered:
         self._rank, self._seed = rank, seed
         self._slow = read_slow_ranks(options.straggler, world=world)
         self._killed = [each.step for each in read_killed_ranks(options.fail, world=world) if each.rank == rank]
+        self._last: int | None = None
         self._started_s, self._computed_s = 0.0, 0.0
         self.slept_s = 0.0
         """In all steps."""
 
     def before_step(self, step: int) -> None:
         """`step`: counted from 1."""
-        if step in self._killed:
+        # Where data is handed out by tickets, a rank may have no ticket of the named step: then its next one counts.
+        if any((step if self._last is None else self._last + 1) <= at <= step for at in self._killed):
             os.kill(os.getpid(), signal.SIGKILL)
+        self._last = step
         asleep_s = self.sleep_s(step)
         if asleep_s > 0:
             time.sleep(asleep_s)
