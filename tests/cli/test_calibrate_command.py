@@ -18,6 +18,7 @@ from shoal.training.record.run import read_run
 
 
 @pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.timeout(120)
 def test_what_it_wrote_is_what_a_training_uses(shoal: Shoal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "configuration" / "file.toml"
