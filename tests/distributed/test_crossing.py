@@ -23,7 +23,7 @@ EVERYWHERE = (
 )  # fmt: skip
 """Models that can be cut before every block."""
 IN_TWO = ("shared_block", "derived", "early", "views", "bank", "one_norm")
-QUICK = ("one_tensor_three_times", "shared_block", "derived", "written_in_block", "hooked", "kept_buffer")
+QUICK = ("one_tensor_three_times", "shared_block", "derived", "written_in_block", "hooked", "kept_buffer", "detached")
 SCHEDULES = ("'gpipe', micro=3", "'interleaved', micro=4, chunks=2", "'zero-bubble', micro=4",
              "'zero-bubble', micro=3, chunks=2")  # fmt: skip
 

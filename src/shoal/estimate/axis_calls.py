@@ -320,7 +320,7 @@ def _wires(held: Held, step: _Step, stage: int) -> list[tuple[int, bool]]:
         if along:
             streamed = True
             size //= held.placing.tensor.ranks
-        found.append((size, flow.learns))
+        found.append((size, flow.learns and wire.learns))
     return found
 
 

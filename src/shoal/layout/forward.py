@@ -163,6 +163,8 @@ class WireShape:
     call: int
     leaf: int
     is_argument: bool
+    learns: bool
+    """Whether a gradient comes back: code behind the cut may detach it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -207,8 +207,8 @@ def _observed(job: Job, model: nn.Module, batch: dict[str, torch.Tensor], autoca
 def _wire_shape(number: int, wire: Wire) -> WireShape:
     """Where to find a value that crosses the cut before a piece: among its arguments, or the results of a piece."""
     if wire.arguments:
-        return WireShape(number, 0, wire.arguments[0], True)
-    return WireShape(*wire.results[0], False)
+        return WireShape(number, 0, wire.arguments[0], True, wire.learns)
+    return WireShape(*wire.results[0], False, wire.learns)
 
 
 def job_shapes(

@@ -30,6 +30,9 @@ from shoal.strategy.terms.sync import Served
 
 LOOK_S = 0.5
 """How often the coordinator looks for late workers."""
+LAST_LOOK_S = 0.05
+"""How long it looks for ended workers before it reports: a busy server may not have slept since one ended, and only a
+sleeper finds a broken connection."""
 
 
 def message_size(seats: Seats, names: Sequence[str]) -> int:
@@ -58,6 +61,8 @@ class Server:
         self.coordinator = Coordinator(rule, seats.replicas) if rank == first else None
         self.first = first
         self.lost: list[dict[str, Any]] = []
+        self._ended: set[int] = set()
+        """Replicas whose process ended: what they sent before is no longer heeded, and they are lost once."""
         self.norm = nan
         self.failed = False
         """Whether the last gradient was not finite: nothing was updated, and workers are to stop."""
@@ -126,9 +131,14 @@ class Server:
             return
         for replica in [replica for replica, life in self._lives.items() if life.done]:
             del self._lives[replica]
-            self._lose(replica, "its process ended")
+            self._lose_ended(replica)
         for replica in self.coordinator.late(time.monotonic()):
             self._lose(replica, "it took too long for a step")
+
+    def _lose_ended(self, replica: int) -> None:
+        if replica not in self._ended | self._left:
+            self._ended.add(replica)
+            self._lose(replica, "its process ended")
 
     def _lose(self, replica: int, reason: str) -> None:
         assert self.coordinator is not None
@@ -143,6 +153,8 @@ class Server:
 
     def _handle(self, message: Message) -> None:
         kind, worker = Kind(message.whole("kind")), message.whole("worker")
+        if self.coordinator is not None and kind in (Kind.ASK, Kind.PUSH) and worker in self._ended:
+            return  # Its ticket is another's already.
         if kind == Kind.LOAD:
             self._load(message)
         elif kind == Kind.FETCH:
@@ -176,6 +188,9 @@ class Server:
         source = message.whole("source")
         if message.whole("stop"):  # The report of the coordinator.
             assert self.coordinator is not None
+            if self._lives:
+                self.up.messages.wait_any(list(self._lives.values()), LAST_LOOK_S)
+            self._release_late()
             report = self.coordinator.report() | {"log": self.coordinator.log}
             self.down.send_table(source, report | ({"lost_workers": self.lost} if self.lost else {}), [])
         else:
@@ -241,7 +256,7 @@ class Server:
             if not absent:
                 break
             for worker in absent:
-                self._lose(worker, "its process ended")
+                self._lose_ended(worker)
             pushes = [push for push in pushes if push.worker not in absent]
             self.coordinator.log[-1] = [[p.worker, p.step, p.share, p.version] for p in pushes]
             if not pushes:
