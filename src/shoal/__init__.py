@@ -69,8 +69,8 @@ _LATER = {
 __all__ = [
     "CalibrationReport", "Certificate", "Evaluation", "Explanation", "ExportedModel", "Job", "LayoutHints",
     "NetworkReport", "PlanReport", "Run", "SimulatedSteps", "TrainOptions", "Validation", "analyze", "calibrate",
-    "engine", "evaluate", "explain", "export", "layout_of", "load_run", "plan", "simulate", "train", "train_job", "validate",
-    "verify",
+    "engine", "evaluate", "explain", "export", "layout_of", "load_run", "plan", "simulate", "train", "train_job",
+    "validate", "verify",
 ]  # fmt: skip
 __all__ += [name for name in dict.fromkeys([*_strategy.__all__, *_strategy.REGISTRY]) if name not in __all__]
 
