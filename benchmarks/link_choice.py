@@ -12,8 +12,6 @@ quiet machine.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import json
 import statistics
 import sys
@@ -24,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from _report import arguments, report
 
-from shoal.cli.plan_here import plan_here_command
+from shoal.api.plan import plan
 from shoal.estimate.outer_calls import period
 from shoal.files.quantities import rate
 from shoal.strategy import Strategy, none, parse
@@ -41,10 +39,7 @@ SHORT = 4
 
 def planned(asked: Any, link: str) -> list[dict[str, Any]]:
     """Strategies over a link, best first, as `shoal plan --json` has them."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        plan_here_command(asked.job, devices=2, batch=asked.batch, top=1, as_json=True, run=False, size=None, link=link)
-    return list(json.loads(out.getvalue())["over_link"])
+    return list(plan(asked.job, devices=2, batch=asked.batch, top=1, link=link).report["over_link"])
 
 
 def kind(text: str) -> str:

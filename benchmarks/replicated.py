@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from shoal.cli.validate import print_scores, read_measurements
+from shoal.api.validate import read_measurements
+from shoal.cli.validate import print_scores
 from shoal.cluster import BadCluster, device
 from shoal.estimate.cost.constants import PHYSICS
 from shoal.estimate.validate import Prediction, score

@@ -2,6 +2,7 @@
 
     run = shoal.train(job, "dp(2, zero=3)")      # job: a shoal.Job, a file, or a built-in name
     model = run.model()
+    print(shoal.plan("gpt:1.3b", cluster="dgx-a100", devices=16))
 
 Strategies are ordinary values: `from shoal import dp, tp` and multiply. What needs torch is loaded when asked for.
 """
@@ -14,6 +15,14 @@ from shoal import strategy as _strategy
 from shoal.strategy import *  # noqa: F403
 
 if TYPE_CHECKING:
+    from shoal.api.analyze import NetworkReport, analyze
+    from shoal.api.calibrate import CalibrationReport, calibrate
+    from shoal.api.evaluate import Evaluation, evaluate
+    from shoal.api.explain import Explanation, explain
+    from shoal.api.export import ExportedModel, export
+    from shoal.api.plan import PlanReport, plan
+    from shoal.api.simulate import SimulatedSteps, simulate
+    from shoal.api.validate import Validation, validate
     from shoal.job import Job
     from shoal.job.hints import LayoutHints
     from shoal.layout.layout import layout_of
@@ -28,22 +37,40 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _LATER = {
+    "CalibrationReport": "shoal.api.calibrate:CalibrationReport",
     "Certificate": "shoal.proof.certify:Certificate",
+    "Evaluation": "shoal.api.evaluate:Evaluation",
+    "Explanation": "shoal.api.explain:Explanation",
+    "ExportedModel": "shoal.api.export:ExportedModel",
     "Job": "shoal.job:Job",
     "LayoutHints": "shoal.job.hints:LayoutHints",
+    "NetworkReport": "shoal.api.analyze:NetworkReport",
+    "PlanReport": "shoal.api.plan:PlanReport",
     "Run": "shoal.training.record.run:Run",
+    "SimulatedSteps": "shoal.api.simulate:SimulatedSteps",
     "TrainOptions": "shoal.training.options:TrainOptions",
+    "Validation": "shoal.api.validate:Validation",
+    "analyze": "shoal.api.analyze:analyze",
+    "calibrate": "shoal.api.calibrate:calibrate",
     "engine": "shoal.training.own_loop:engine",
+    "evaluate": "shoal.api.evaluate:evaluate",
+    "explain": "shoal.api.explain:explain",
+    "export": "shoal.api.export:export",
     "layout_of": "shoal.layout.layout:layout_of",
     "load_run": "shoal.training.record.run:read_run",
+    "plan": "shoal.api.plan:plan",
+    "simulate": "shoal.api.simulate:simulate",
     "train": "shoal.training.local:train_job",
     "train_job": "shoal.training.local:train_job",
+    "validate": "shoal.api.validate:validate",
     "verify": "shoal.proof.certify:verify",
 }
 
 __all__ = [
-    "Certificate", "Job", "LayoutHints", "Run", "TrainOptions", "engine", "layout_of", "load_run", "train", "train_job",
-    "verify",
+    "CalibrationReport", "Certificate", "Evaluation", "Explanation", "ExportedModel", "Job", "LayoutHints",
+    "NetworkReport", "PlanReport", "Run", "SimulatedSteps", "TrainOptions", "Validation", "analyze", "calibrate",
+    "engine", "evaluate", "explain", "export", "layout_of", "load_run", "plan", "simulate", "train", "train_job",
+    "validate", "verify",
 ]  # fmt: skip
 __all__ += [name for name in dict.fromkeys([*_strategy.__all__, *_strategy.REGISTRY]) if name not in __all__]
 

@@ -10,7 +10,7 @@ import pytest
 
 from cli.command import Place
 from cli.conftest import Shoal
-from shoal.cli.explain_job import names_job
+from shoal.api.explain import names_a_job
 
 JOB = """
 import torch
@@ -68,7 +68,7 @@ def test_a_job_is_told_from_a_strategy(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     Path("model.py").write_text("")
     for job in ("language", "language:tiny", " Image:resnet", "model.py", "gone.py", "model.py:other", "langage:tiny"):
-        assert names_job(job), job
+        assert names_a_job(job), job
     for strategy in (
         "dp(2)",
         "serial",
@@ -82,7 +82,7 @@ def test_a_job_is_told_from_a_strategy(tmp_path: Path, monkeypatch: pytest.Monke
         "\0",
         ".",
     ):
-        assert not names_job(strategy), strategy
+        assert not names_a_job(strategy), strategy
 
 
 def test_the_layout_is_one_object(steps: str, shoal: Shoal) -> None:

@@ -149,7 +149,7 @@ def test_a_model_larger_than_the_memory_at_hand_is_exported(tmp_path: Path, to: 
     # 268 MB of parameters through 96 MB of memory.
     script = (
         "import resource, sys, torch\nfrom pathlib import Path\n"
-        "from shoal.export.formats import export\nfrom shoal.export.trained import checkpoint_of\n"
+        "from shoal.exporting.formats import export\nfrom shoal.exporting.trained import checkpoint_of\n"
         "import torch.distributed.checkpoint\n"
         "with torch.device('meta'):\n    m = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048) for _ in range(16)])\n"
         "c = checkpoint_of(Path('run'))\n"

@@ -4,12 +4,10 @@ fast p processors could be at best and at worst. A preset's shape is enough and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.output import emitter, print_json, short, write_picture
-from shoal.job import names
-from shoal.job.errors import JobError, did_you_mean
+from shoal.api.analyze import analyze
+from shoal.cli.output import emitter, short, write_picture
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,56 +25,18 @@ FOLDED_WIDE = 14
 """What they keep at least."""
 
 
-class CannotAnalyze(ValueError):
-    """A name that is neither a preset nor a job."""
-
-
 def analyze_command(text: str, *, batch: int | None, as_json: bool, picture_file: str | None) -> None:
     """Prints the analysis of a preset or a job, and draws it where a file is named."""
-    from shoal.analysis import preset_network, report
-    from shoal.analysis.presets import is_preset
-
-    if is_preset(text):
-        found = report(preset_network(text, batch=batch))
-        _show(found, picture_file=picture_file, show=print_json if as_json else _print)
-        return
-    _require_job(text)
     from rich.console import Console
 
     with emitter(_print, as_json=as_json) as show:
-        with Console(stderr=True).status("importing torch") as status:
-            from shoal.analysis.traced import traced_network
-            from shoal.job import load_job
-
-            job = load_job(text)
-            status.update(f"tracing {job.name}")
-            found = report(traced_network(job, batch=batch))
-        _show(found, picture_file=picture_file, show=show)
-
-
-def _require_job(text: str) -> None:
-    """Before torch is imported. What begins with a task is refused by the job's own rules, later."""
-    if names.is_file(text) or text.partition(":")[0].strip().lower() in names.TASKS:
-        return
-    try:
-        names.parse_name(text)
-    except JobError:
-        from shoal.analysis import preset_names
-
-        known = preset_names()
-        raise CannotAnalyze(
-            f"nothing is called {text!r}: expected a Python file that defines `job`, a task ({', '.join(names.TASKS)}) "
-            f"or a known network ({', '.join(known)}).{did_you_mean(text.strip().lower(), known)}"
-        ) from None
-
-
-def _show(report: dict[str, Any], *, picture_file: str | None, show: Callable[[dict[str, Any]], None]) -> None:
-    if picture_file is not None:
-        from shoal.pictures.analysis import analysis_svg
-
-        write_picture(analysis_svg(report), picture_file, option="--picture")
-        report["picture"] = {"file": picture_file}
-    show(report)
+        with Console(stderr=True).status("") as status:
+            found = analyze(text, batch=batch, progress=status.update)
+        report = found.to_json()
+        if picture_file is not None:
+            write_picture(found.to_svg(), picture_file, option="--picture")
+            report["picture"] = {"file": picture_file}
+        show(report)
 
 
 def _print(report: dict[str, Any]) -> None:

@@ -9,90 +9,36 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shoal.calibration.findings import CannotCalibrate, Findings, findings_of, write_findings
+from shoal.api.calibrate import calibrate, is_launched
 from shoal.cli.output import emitter
-from shoal.comm.calibration import calibration_path
 
-SIZES = [1 << power for power in range(10, 25, 2)]
-THOROUGH = {"sizes": SIZES, "rounds": 9, "seconds": 20.0, "machine": 4}
-QUICK = {"sizes": [1 << 12, 1 << 16, 1 << 20, 1 << 22], "rounds": 3, "seconds": 5.0, "machine": 1}
-MOST_RANKS = 4
+if TYPE_CHECKING:
+    from shoal.calibration.findings import Findings
+
 COLLECTIVES = "collectives and links"
 NOT_WRITTEN = "shoal: nothing was written; calibrate when the machine is idle, or write these figures with --force"
 
-Show = Callable[[Any], None]
 
-
-def calibrate_command(
-    *, ranks: int | None, output: str | None, quick: bool, force: bool, links: bool, as_json: bool
-) -> int:
-    path = Path(output) if output else calibration_path()
-    if path is None:
-        raise CannotCalibrate(
-            "there is no place for the file (SHOAL_CALIBRATION is empty, or HOME not set); name one by --output"
-        )
-    if not (hasattr(os, "memfd_create") and hasattr(os, "eventfd")):
-        raise CannotCalibrate("the shoal backend needs Linux; without it there are no links to measure here")
-    arguments: dict[str, Any] = QUICK if quick else THOROUGH
-    if links:
-        arguments = {**arguments, "machine": 0}
-    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    if launched and ranks is not None:
-        raise CannotCalibrate(f"--ranks {ranks}: the launcher has started the ranks already; leave --ranks out")
-    status = 0
+def calibrate_command(*, as_json: bool, **options: Any) -> int:
+    """Measures, prints, and returns the exit status."""
+    launched, status = is_launched(), 0
+    quiet = launched and os.environ["RANK"] != "0"
     with emitter(show, as_json=as_json) as emit:
-        if launched:
-            measured = _as_one_rank(arguments)
-        else:
-            measured = _on_ranks(arguments, ranks or min(MOST_RANKS, max(2, len(os.sched_getaffinity(0)))))
-        if measured is not None:
-            findings = findings_of(measured)
-            written = findings.usable or force
-            if written:
-                write_findings(findings, path)
-            report: Any = {**findings.to_json(), "file": str(path) if written else None} if as_json else findings
+        with contextlib.nullcontext(lambda message: None) if quiet else _progress() as moved:
+            found = calibrate(on_message=moved, **options)
+        if found is not None:
+            report: Any = found.to_json() if as_json else found.findings
             emit(report)
-            print(f"written to {path}" if written else NOT_WRITTEN, file=sys.stderr)
-            status = 0 if written else 1
+            print(f"written to {found.file}" if found.file else NOT_WRITTEN, file=sys.stderr)
+            status = 0 if found.file else 1
     if launched:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         # Gloo's threads may hang or abort the interpreter's own way out; all is done by now.
         os._exit(status)
     return status
-
-
-def _on_ranks(arguments: dict[str, Any], ranks: int) -> dict[str, Any]:
-    from shoal.calibration.entry import measure_here
-    from shoal.launch import run_ranks
-
-    with _progress() as moved:
-
-        def on_message(rank: int, message: dict[str, Any]) -> None:
-            if message["event"] == "stopping":
-                raise KeyboardInterrupt  # There is nothing to bring to an end.
-            if rank == 0:
-                moved(message)
-
-        measured: dict[str, Any] = run_ranks(measure_here, arguments, ranks=ranks, on_message=on_message)[0]
-    return measured
-
-
-def _as_one_rank(arguments: dict[str, Any]) -> dict[str, Any] | None:
-    """What was measured on rank 0, None on the others."""
-    from shoal.calibration.measure import measure
-    from shoal.launch.channel import Channel
-
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if world < 2:
-        raise CannotCalibrate("the launcher has started one rank; expected at least 2")
-    with _progress() if rank == 0 else contextlib.nullcontext(lambda message: None) as moved:
-        measured = measure(arguments, Channel(rank=rank, world=world, receiver=moved))
-    return measured if rank == 0 else None
 
 
 @contextlib.contextmanager

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 
@@ -14,28 +12,13 @@ def evaluate_command(
     """Evaluates on ranks of this machine and prints the metrics."""
     from rich.console import Console
 
+    from shoal.api.evaluate import evaluate
     from shoal.cli.output import emitter
-    from shoal.launch import run_ranks
-    from shoal.parallel.runnable import require_runnable
-    from shoal.runtime.options import JobOptions
-    from shoal.strategy import parse, require_legal
-    from shoal.training.evaluate import EvaluateOptions, evaluate_run
-    from shoal.training.record.run import RUN, read_json
 
-    given = Path(run)
-    folder = given.parent.parent if given.name.startswith("step-") else given
-    arguments = read_json(folder / RUN).get("arguments") or {}
-    known = {each.name for each in fields(JobOptions)}
-    of_job = {name: value for name, value in arguments.items() if name in known}
-    strategy = parse("serial" if strategy_text is None else strategy_text)
-    require_legal(strategy)
-    require_runnable(strategy)
-    options = EvaluateOptions.from_json(
-        {**of_job, "run": run, "step": step, "strategy": str(strategy)} | ({"job": job} if job is not None else {})
-    )
     with emitter(_print, as_json=as_json) as show:
         with Console(stderr=True).status("evaluating"):
-            outcome = run_ranks(evaluate_run, options.to_json(), ranks=strategy.world)[0]
+            strategy = "serial" if strategy_text is None else strategy_text
+            outcome = evaluate(run, strategy=strategy, step=step, job=job).to_json()
         show(outcome)
     return 0
 

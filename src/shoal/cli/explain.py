@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shoal.api.explain import CannotExplain, explain, names_a_job
 from shoal.cli.output import CannotDraw, echoed, print_json, require_drawable, write_picture
-from shoal.strategy import Strategy, explanation, parse
+from shoal.strategy import Strategy, parse
 
 if TYPE_CHECKING:
     from shoal.estimate.pipeline.simulate import PipelineTimeline
@@ -17,19 +18,15 @@ TIMELINE_FILE = "timeline.svg"
 STYLES = {"F": "bold blue", "B": "bold yellow", "W": "bold magenta", "idle": "dim", "ruler": "dim"}
 
 
-class CannotExplain(ValueError):
-    """Options that do not go with what is to be explained."""
-
-
 def explain_anything(
     text: str, *, as_json: bool, world: int | None, timeline: bool, timeline_file: str | None,
     strategy_text: str | None, size: str | None, picture_file: str | None = None,
 ) -> None:  # fmt: skip
     """A strategy, or a job where the text names one and is no strategy."""
-    from shoal.cli.explain_job import explain_job, names_job
+    from shoal.cli.explain_job import explain_job
 
     drawn = timeline_file if timeline_file is not None else TIMELINE_FILE if timeline else None
-    if names_job(text):
+    if names_a_job(text):
         if drawn is not None:
             raise CannotExplain(f"--timeline draws a strategy, but {text!r} is a job; name the strategy alone")
         if picture_file is not None:
@@ -52,7 +49,7 @@ def explain_strategy(
     text that is none raises a StrategyError, ready to be shown.
     """
     strategy = parse(text)
-    report = explanation(strategy, world=world)
+    report = explain(strategy, ranks=world).to_json()
     timeline = None if timeline_file is None else _draw(strategy, timeline_file)
     if picture_file is not None:
         from shoal.pictures import picture_svg

@@ -4,14 +4,11 @@ a pipeline can be cut and what crosses; what tensor, context and expert parallel
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from shoal.api.explain import explain
 from shoal.cli.output import emitter, short
-from shoal.job import names
-from shoal.job.errors import did_you_mean
-from shoal.strategy import StrategyError, parse
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,46 +17,16 @@ MOST_LINES = 12
 """Of one kind: longer lists end in a count. `--json` has them all."""
 
 
-def names_job(text: str) -> bool:
-    """Whether a text means a job: it is no strategy, but a Python file or a built-in task's name, or near to one."""
-    try:
-        parse(text)
-    except StrategyError:
-        pass
-    else:
-        return False
-    path, _ = names.split_file(text)
-    if path.endswith(".py") or os.path.isfile(path):
-        return True
-    word = text.partition(":")[0].strip().lower()
-    return "(" not in text and (word in names.all_words() or bool(did_you_mean(word, names.TASKS)))
-
-
 def explain_job(
     text: str, *, size: str | None = None, strategy_text: str | None = None, world: int | None = None, as_json: bool
 ) -> None:
     """Prints the layout of a job; with a strategy, whether the job can be trained by it."""
     from rich.console import Console
 
-    from shoal.cli.train import require_known
-
-    strategy = None if strategy_text is None else parse(strategy_text)
-    require_known(text, size)
     with emitter(_print, as_json=as_json) as show:
-        with Console(stderr=True).status("importing torch") as status:
-            from shoal.job import load_job
-            from shoal.layout.described import describe, describe_strategy
-            from shoal.layout.layout import layout_of
-            from shoal.parallel.runnable import cannot_run
-
-            job = load_job(text, size=size)
-            status.update(f"tracing {job.name}")
-            report = describe(job, layout_of(job))
-            if strategy is not None:
-                status.update(f"judging {strategy}")
-                report["strategy"] = describe_strategy(job, strategy, world=world)
-                report["strategy"]["cannot_run"] = cannot_run(strategy) or ""
-        show(report)
+        with Console(stderr=True).status("") as status:
+            found = explain(text, size=size, strategy=strategy_text, ranks=world, progress=status.update)
+        show(found.to_json())
 
 
 def _print(report: dict[str, Any]) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from shoal.api.validate import read_measurements
 from shoal.cli.output import print_json, write_file
-from shoal.cli.validate import read_measurements
 from shoal.estimate.cost.learn import learn_profile
 from shoal.estimate.cost.price import price
 from shoal.estimate.cost.profile import Profile

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-MOST_BOXES = 20_000
-"""Passes in one timeline. More of them make a picture of several megabytes in which nothing can be seen."""
+from shoal.api.drawable import MOST_BOXES, CannotDraw, require_drawable
 
-
-class CannotDraw(ValueError):
-    """A picture that does not exist, is too large to be seen, or cannot be written."""
+__all__ = [
+    "MOST_BOXES", "CannotDraw", "echoed", "emitter", "print_json", "require_drawable", "short", "write_file",
+    "write_picture",
+]  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -64,15 +64,6 @@ def write_picture(svg: str, path: str, *, option: str) -> None:
     if suffix.lower() not in ("", ".svg"):
         raise CannotDraw(f"{option} {path!r}: pictures are drawn as SVG, not as {suffix}; name a .svg file")
     write_file(svg, path, option=option)
-
-
-def require_drawable(what: str, passes: int) -> None:
-    """Refuses a timeline in which nothing could be seen."""
-    if passes > MOST_BOXES:
-        raise CannotDraw(
-            f"{what}: a timeline of {passes:,} passes is too large to be seen, at most {MOST_BOXES:,} are drawn; "
-            "the pattern is the same with fewer micro-batches or ranks"
-        )
 
 
 def short(number: float, unit: str = "") -> str:

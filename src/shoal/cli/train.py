@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from shoal.api.known import require_known
 from shoal.cli.output import echoed, emitter
 from shoal.cli.progress import LiveProgress, plain_lines, summary
 from shoal.training.local import (
@@ -75,16 +76,6 @@ def train_command(
                 bar.close()
         show(outcome if as_json else {**outcome, "strategy": echoed(outcome["strategy"], written)})
     return 0 if outcome["status"] == "finished" else 130
-
-
-def require_known(job: str, size: str | None) -> None:
-    """Refuses a name that is none of a built-in job, without loading anything."""
-    from shoal.job import names
-
-    if not names.is_file(job):
-        chosen = names.parse_name(job, size=size)
-        if size is not None and names.parse_name(chosen.task, size=size).size != chosen.size:
-            raise CannotTrain(f"--size {size}: the job {job!r} is of size {chosen.size}; keep one of the two")
 
 
 def _run_of(resume: str) -> Path | None:

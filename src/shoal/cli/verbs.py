@@ -146,7 +146,7 @@ def plan(
 
     sys.exit(
         plan_command(
-            what, cluster_name=cluster, devices=devices, batch=batch, by=by, top=top, as_json=as_json, html_file=html,
+            what, cluster=cluster, devices=devices, batch=batch, by=by, top=top, as_json=as_json, html_file=html,
             run=run, sequence=sequence, precision=precision, price=price, watts=watts, kwh_price=kwh_price, pilot=pilot,
             size=size, profile=profile, sync=sync, optimizer=optimizer, link=link,
         )
@@ -179,9 +179,9 @@ def simulate(
 
     sys.exit(
         simulate_command(
-            what, strategy_text=strategy, cluster_name=cluster, devices=devices, batch=batch, steps=steps,
-            stragglers=straggler or (), links=link or (), noise=noise, seed=seed, mtbf_h=mtbf_hours,
-            checkpoint_s=checkpoint_seconds, restart_s=restart_seconds, trace_file=perfetto, svg_file=svg,
+            what, strategy=strategy, cluster=cluster, devices=devices, batch=batch, steps=steps,
+            straggler=straggler or (), link=link or (), noise=noise, seed=seed, mtbf_hours=mtbf_hours,
+            checkpoint_seconds=checkpoint_seconds, restart_seconds=restart_seconds, trace_file=perfetto, svg_file=svg,
             as_json=as_json,
         )
     )  # fmt: skip

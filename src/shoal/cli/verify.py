@@ -10,8 +10,8 @@ def verify_command(
 ) -> int:
     from rich.console import Console
 
+    from shoal.api.known import require_known
     from shoal.cli.output import emitter
-    from shoal.cli.train import require_known
     from shoal.parallel.runnable import require_runnable
     from shoal.strategy import parse, require_legal
 

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.common.log import log_progress
 from shoal.launch import RankFailed, run_ranks, warm_up
 from shoal.launch.start import Target
 from shoal.proof.entry import MODULES, examine, parallel_run, serial_run
@@ -93,7 +94,7 @@ def verify(
     size: str | None = None,
     overrides: dict[str, Any] | None = None,
     target: Target | str = parallel_run,
-    progress: Callable[[str], None] = lambda text: None,
+    progress: Callable[[str], None] = log_progress,
 ) -> Certificate:
     """Trains serially and under the strategy, compares, and certifies the difference.
 
@@ -104,7 +105,7 @@ def verify(
         size: Size of a built-in job.
         overrides: Fields of the job to change: `global_batch`, `seed`.
         target: What the ranks run: tests plant faults there.
-        progress: Is given what is being done.
+        progress: Is given what is being done. The `shoal` logger by default.
 
     Raises:
         IllegalStrategy: The strategy cannot train this job.

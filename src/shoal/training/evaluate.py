@@ -24,7 +24,7 @@ class EvaluateOptions(JobOptions):
 def evaluate_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     """On every rank: the metrics of a checkpoint, the same on all of them."""
     from shoal.checkpoint.restore import restore
-    from shoal.export.trained import checkpoint_of
+    from shoal.exporting.trained import checkpoint_of
     from shoal.job import JobError
     from shoal.launch.join import join, leave
     from shoal.launch.watch import beat

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.common.hindrance import BadHindrance, read_killed_ranks, read_slow_ranks
+from shoal.common.log import log_message
 from shoal.launch import RankFailed, run_ranks, warm_up
 from shoal.proof.gate import gate_locally
 from shoal.runtime.options import WrongOption
@@ -40,7 +41,7 @@ def train_job(
     strategy: str | Strategy | Term = "serial",
     *,
     folder: str | Path | None = None,
-    on_message: Listener = lambda message: None,
+    on_message: Listener = log_message,
     hang_after_s: float = 300.0,
     gate: bool = True,
     **options: Any,
@@ -52,7 +53,7 @@ def train_job(
             Ranks load a file by themselves; of a Job object they are forks of this process.
         strategy: Text or terms: `"dp(2, zero=1)"` or `dp(2, zero=1) * tp(2)`.
         folder: Where the run is recorded. None: a new folder in `runs`.
-        on_message: Is given what ranks report: steps, metrics, checkpoints, warnings.
+        on_message: Is given what ranks report: steps, metrics, checkpoints, warnings. The `shoal` logger by default.
         hang_after_s: Seconds without any progress after which the run is ended.
         gate: Whether a layout that has not been proven yet is checked first, by two steps in float64.
         options: The other fields of `TrainOptions`.

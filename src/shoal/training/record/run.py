@@ -80,7 +80,7 @@ class Run(Estimate):
         Example:
             logits = read_run("runs/first").model()(tokens)
         """
-        from shoal.export.trained import checkpoint_of, options_of, trained_model
+        from shoal.exporting.trained import checkpoint_of, options_of, trained_model
 
         return trained_model(checkpoint_of(self.folder, step), options_of(self.arguments, job))
 

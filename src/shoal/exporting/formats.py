@@ -18,7 +18,7 @@ from torch import nn
 
 from shoal.checkpoint.saved import Checkpoint
 from shoal.common.suggest import did_you_mean
-from shoal.export.weights import CannotExport, ExportedTensor, Progress, tensors_of, write_raw, write_safetensors
+from shoal.exporting.weights import CannotExport, ExportedTensor, Progress, tensors_of, write_raw, write_safetensors
 
 NAMES = {"safetensors": "model.safetensors", "state_dict": "model.pt", "hf-folder": "hf", "dcp": "dcp"}
 """The formats, and where each goes below a run's `export` folder."""

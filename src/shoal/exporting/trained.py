@@ -13,7 +13,7 @@ from shoal.checkpoint.files import checkpoints
 from shoal.checkpoint.opening import open_checkpoint
 from shoal.checkpoint.rows import CheckpointBroken
 from shoal.checkpoint.saved import Checkpoint
-from shoal.export.weights import CannotExport, full_state, tensors_of
+from shoal.exporting.weights import CannotExport, full_state, tensors_of
 from shoal.job import Job
 from shoal.runtime.options import JobOptions
 from shoal.runtime.setup import job_from

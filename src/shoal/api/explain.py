@@ -1,0 +1,127 @@
+"""`shoal.explain`: what a strategy is, in words, as a mesh, by its contract and by its place in the field; of a job,
+how its model may be partitioned.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shoal.api.call import PrintedTable, checked_keywords, job_of, strategy_of
+from shoal.common.log import log_progress
+from shoal.job import names
+from shoal.job.errors import did_you_mean
+from shoal.strategy import Strategy, StrategyError, Term, explanation, parse
+
+if TYPE_CHECKING:
+    from shoal.job import Job
+
+
+class CannotExplain(ValueError):
+    """Options that do not go with what is to be explained."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Explanation(PrintedTable):
+    """A strategy in words, or the layout of a job."""
+
+    of: str
+    report: dict[str, Any]
+    """All that `shoal explain --json` prints."""
+    is_job: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain values."""
+        return self.report
+
+    def _table(self) -> tuple[str, list[str], list[list[str]]]:
+        if self.is_job:
+            report = self.report
+            rows = [
+                ["pipeline", f"{len(report['pieces'])} pieces, {report['cuts']} places to cut"],
+                *(["tensor", line] for line in report["tensor"]["lines"][:6]),
+            ]
+            if "strategy" in report:
+                rows += [["refused", f"{each['term']}: {each['reason']}"] for each in report["strategy"]["refusals"]]
+            return f"{self.of}: {report['model']}, {report['parameters']:,} parameters", ["", ""], rows
+        rows = [[term["term"], term["words"]] for term in self.report["terms"]]
+        rows += [["contract", self.report["contract"]["name"]], ["ranks", str(self.report["mesh"]["world"])]]
+        rows += [["refused", f"{each['term']}: {each['reason']}"] for each in self.report["refusals"]]
+        return self.of, ["", ""], rows
+
+
+@checked_keywords
+def explain(
+    what: str | Job | Strategy | Term,
+    *,
+    strategy: str | Strategy | Term | None = None,
+    size: str | None = None,
+    ranks: int | None = None,
+    progress: Callable[[str], None] = log_progress,
+) -> Explanation:
+    """Describes a strategy, or how the model of a job may be partitioned.
+
+    Args:
+        what: A strategy (text or terms), or a job (a Job, a file, a built-in name).
+        strategy: With a job: check whether it can be trained with this.
+        size: Size of a built-in job.
+        ranks: Check the strategy against this number of ranks.
+        progress: Is given what is being done. The `shoal` logger by default.
+
+    Returns:
+        The description; `.report` has all of it as plain values.
+
+    Example:
+        shoal.explain("dp(8, zero=1) * tp(2)")
+    """
+    if isinstance(what, str) and not names_a_job(what):
+        what = parse(what)
+    if isinstance(what, (Strategy, Term)):
+        for option, given in (("--strategy", strategy), ("--size", size)):
+            if given is not None:
+                raise CannotExplain(f"{option} {given}: it goes with a job, but {str(what)!r} names none")
+        return Explanation(of=str(what), report=explanation(strategy_of(what), world=ranks), is_job=False)
+    if ranks is not None and strategy is None:
+        raise CannotExplain(f"--ranks {ranks} checks a strategy, but {what!r} is a job; add --strategy")
+    return _explain_job(what, strategy=strategy, size=size, ranks=ranks, progress=progress)
+
+
+def _explain_job(
+    what: str | Job, *, strategy: str | Strategy | Term | None, size: str | None, ranks: int | None,
+    progress: Callable[[str], None],
+) -> Explanation:  # fmt: skip
+    from shoal.api.known import require_known
+
+    chosen = None if strategy is None else strategy_of(strategy)
+    if isinstance(what, str):
+        require_known(what, size)
+    progress("importing torch")
+    from shoal.layout.described import describe, describe_strategy
+    from shoal.layout.layout import layout_of
+    from shoal.parallel.runnable import cannot_run
+
+    job = job_of(what, size=size)
+    progress(f"tracing {job.name}")
+    report = describe(job, layout_of(job))
+    if chosen is not None:
+        progress(f"judging {chosen}")
+        report["strategy"] = describe_strategy(job, chosen, world=ranks)
+        report["strategy"]["cannot_run"] = cannot_run(chosen) or ""
+    return Explanation(of=job.name, report=report, is_job=True)
+
+
+def names_a_job(text: str) -> bool:
+    """Whether a text means a job: it is no strategy, but a Python file or a built-in task's name, or near to one."""
+    try:
+        parse(text)
+    except StrategyError:
+        pass
+    else:
+        return False
+    path, _ = names.split_file(text)
+    if path.endswith(".py") or os.path.isfile(path):
+        return True
+    word = text.partition(":")[0].strip().lower()
+    return "(" not in text and (word in names.all_words() or bool(did_you_mean(word, names.TASKS)))
