@@ -136,3 +136,11 @@ def test_an_unknown_case_is_named() -> None:
     )  # fmt: skip
     assert done.returncode == 1
     assert "--only tensr: there is no such case; there are tensor, pipeline" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_rank_that_holds_half_of_a_model_starts_with_little_more_than_that() -> None:
+    found = {row["name"]: row["fraction"] for row in answer("start_memory.py")["rows"]}
+    assert found.pop("dp(2)") > 1.0
+    assert all(fraction <= 0.6 for fraction in found.values()), found

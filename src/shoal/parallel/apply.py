@@ -18,6 +18,7 @@ from shoal.comm.compress.method import Method
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members, Mesh
 from shoal.comm.points import reach
+from shoal.job.on_disk import is_on_disk, leave_pages, to_memory
 from shoal.job.random_optimizer import UpdateDraws
 from shoal.job.randomness import Randomness
 from shoal.layout.layout import Layout
@@ -97,6 +98,7 @@ def parallelize(
         placement.replicas(family)
 
     owner = owner_kind(placement)(model, placement, cut, recipe, bucket_bytes=bucket_bytes)
+    to_memory(model)
     alike = placement.first_of_tensor or placement.batch_over_tp
     gathers = cut.sequence is not None and cut.sequence.gathers
     engine = Engine(
@@ -196,3 +198,5 @@ def same_start(model: nn.Module, everyone: Members) -> None:
             dist.broadcast(full, src=everyone.ranks[0], group=everyone.group)
             if full is not tensor:
                 tensor.copy_(full)
+            if is_on_disk(tensor):
+                leave_pages()

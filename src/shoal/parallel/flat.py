@@ -17,6 +17,8 @@ from math import lcm
 import torch
 from torch import nn
 
+from shoal.job.on_disk import is_on_disk, leave_pages
+
 Memory = Callable[[int, torch.dtype], torch.Tensor]
 
 ALIGN = 16
@@ -83,6 +85,8 @@ class FlatBuffer:
             if start < stop:
                 values = slot.param.data.reshape(-1)
                 self.values[start:stop] = values[start - slot.start : stop - slot.start]
+                if is_on_disk(slot.param):
+                    leave_pages()
         self.attach()
 
     @property

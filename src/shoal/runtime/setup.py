@@ -16,6 +16,7 @@ from shoal.job.buffers import buffer_modes
 from shoal.job.elementwise import Probe, probe
 from shoal.job.facts import build_without_memory
 from shoal.job.large_batch import parse_growth
+from shoal.job.on_disk import leaving_pages
 from shoal.job.own_code import require_runs
 from shoal.job.random_optimizer import UpdateDraws, draws_numbers, without_draws
 from shoal.job.randomness import Randomness
@@ -34,7 +35,7 @@ from shoal.runtime.options import JobOptions
 from shoal.runtime.servers import announcer, connect
 from shoal.runtime.step import StepRunner, build_model
 from shoal.runtime.traffic import Expected
-from shoal.strategy import Strategy, amp
+from shoal.strategy import Strategy, amp, ep, pp, tp
 
 WARMUP = 20
 """The part of a run's steps, as 1/n, in which a scaled rate is reached unless another number is given."""
@@ -123,10 +124,12 @@ def prepare(job: Job, strategy: Strategy, *, rank: int, backend: str | None, dev
     if asks_for_hosts(strategy):
         strategy = by_hosts(strategy, [row["host"] for row in exchange({"host": host_of(rank)})])
     mesh = mesh_of(strategy, rank=rank, backend=backend, announce=announcer(strategy))
-    model = build_model(job, dtype).to(device)
+    on_disk = dtype is None and torch.device(device).type == "cpu" and shards_parameters(strategy)
+    model = build_model(job, dtype, on_disk=on_disk).to(device)
     tried = probe(without_draws(job.optimizer), model, job.options)
     _require_schedule(job, tried)
-    randomness = Randomness(job.seed, places_of(job, model, dtype), exact=dtype is not None)
+    with leaving_pages():
+        randomness = Randomness(job.seed, places_of(job, model, dtype), exact=dtype is not None)
     with Outside(job).kept():
         layout = layout_of(job, strategy)
     engine = parallelize(
@@ -145,6 +148,12 @@ def prepare(job: Job, strategy: Strategy, *, rank: int, backend: str | None, dev
     expected.watch()
     runner.before_step = expected.forget
     return Prepared(job, strategy, executor, runner, tried, expected)
+
+
+def shards_parameters(strategy: Strategy) -> bool:
+    """Whether no rank holds the full model between steps."""
+    cut = any(strategy.term(axis) is not None for axis in (tp, pp, ep))
+    return cut or any(level.zero == 3 for level in strategy.dp_levels)
 
 
 def _require_schedule(job: Job, optimizer: Probe) -> None:

@@ -6,6 +6,7 @@ dropout draws, each sample its own (`job/randomness.py`). So a resumed run goes 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from shoal.comm.points import reach
 from shoal.job import Batch, Job, share
 from shoal.job.draw_rules import key_of
 from shoal.job.facts import require_initialised
+from shoal.job.on_disk import built_on_disk
 from shoal.job.randomness import Randomness
 from shoal.parallel.batch_norm import batch_norms, couples_samples
 from shoal.parallel.executor import Executor
@@ -298,10 +300,14 @@ class _MicroBatches:
         return self.runner.loss(self.parts[micro], output)
 
 
-def build_model(job: Job, dtype: torch.dtype | None = None) -> nn.Module:
-    """The job's model with its seeded start: the same on every rank and in the serial run."""
+def build_model(job: Job, dtype: torch.dtype | None = None, *, on_disk: bool = False) -> nn.Module:
+    """The job's model with its seeded start: the same on every rank and in the serial run. `on_disk`: its large tensors
+    lie in files until they are cut."""
     torch.manual_seed(job.seed)
-    model = job.model()
+    model, why = built_on_disk(job.model) if on_disk else (job.model(), "")
+    if why:
+        text = f"the full model was built in memory, since its tensors cannot lie in files ({why}); "
+        warnings.warn(text + "set TMPDIR to a folder with room for the model once per rank", stacklevel=2)
     require_initialised(model, job.name)
     return model if dtype is None else model._apply(lambda tensor: _as(tensor, dtype))
 

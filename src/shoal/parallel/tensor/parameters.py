@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from shoal.comm.mesh import Members
+from shoal.job.on_disk import is_on_disk, leave_pages, moved
 from shoal.layout.cuts import Cut
 
 
@@ -58,6 +59,8 @@ def cut_parameters(
         for _, module, attribute in places[id(full)]:
             held = module._parameters if attribute in module._parameters else module._buffers
             held[attribute] = part  # type: ignore[assignment]
+        if is_on_disk(full):
+            leave_pages()
     kept = {(id(module), attribute) for module, attribute in keep}
     touched = {id(m): (m, done[name]) for name in done for _, m, a in places[id(tensors[name])] if a != "bias"}
     for module, cut in touched.values():
@@ -80,6 +83,7 @@ def _part(name: str, full: torch.Tensor, cut: Cut, members: Members, *, even: bo
         )
     with torch.no_grad():
         part = cut.part(full.detach(), members.size, members.index).clone(memory_format=torch.contiguous_format)
+        part = moved(part) if is_on_disk(full) else part
     if isinstance(full, nn.Parameter):
         part = nn.Parameter(part, requires_grad=full.requires_grad)
         part.__dict__.update(full.__dict__)  # What others noted on it, for example for their optimiser.

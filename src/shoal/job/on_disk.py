@@ -1,0 +1,164 @@
+"""Builds a model whose large tensors lie in files, so that no rank holds all of it in memory before it is cut.
+
+The model's own code runs as ever, on real tensors in host memory that are mapped from unlinked temporary files: every
+value is the one that a plain build gives, to the bit, whatever `__init__`, `reset_parameters` or a library draws, ties
+or registers. The mode below moves the result of each operation that made a large tensor to such a file, and every few
+megabytes takes the files' pages out of this process (they stay on the disk, and in the host's cache while it has room).
+What the engine lays out afterwards it copies into memory, range by range; a mapped tensor ends with its last use.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+LEAST = 1 << 20
+"""Bytes from which a tensor is moved to a file."""
+RESIDENT = 32 << 20
+"""Bytes of files that operations may touch before their pages leave this process."""
+
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+_mapped: dict[int, weakref.ref[mmap.mmap]] = {}
+"""Address -> the mapping there."""
+
+
+def folder_for_tensors() -> Path:
+    """Where the files are: TMPDIR where it is set, otherwise a folder that is no memory on common systems."""
+    given = os.environ.get("TMPDIR")
+    usual = Path("/var/tmp")
+    return usual if not given and os.access(usual, os.W_OK) else Path(tempfile.gettempdir())
+
+
+class BuiltOnDisk(TorchDispatchMode):
+    """While it is entered, large host tensors that operations make lie in files. `why` says where that failed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.why = ""
+        self._touched = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor):
+            given = {_address(x) for x in tree_leaves((args, kwargs)) if _large(x)} if _large(result) else set()
+            if _large(result):
+                self._touched += result.untyped_storage().nbytes()
+                if _address(result) not in given and _address(result) not in _mapped and not self.why:
+                    result = self._try_move(result, copied=not str(func).startswith("aten.empty"))
+        if self._touched > RESIDENT:
+            self._touched = 0
+            leave_pages()
+        return result
+
+    def _try_move(self, tensor: Tensor, *, copied: bool) -> Tensor:
+        try:
+            return moved(tensor, copied=copied)
+        except OSError as error:
+            self.why = f"{folder_for_tensors()}: {os.strerror(error.errno or 0)}"
+            return tensor
+
+
+def moved(tensor: Tensor, *, copied: bool = True) -> Tensor:
+    """The tensor in a file, with its values if they are `copied`; a small one stays where it is."""
+    if not _large(tensor):
+        return tensor
+    bytes_there = _file(tensor.untyped_storage().nbytes())
+    there = bytes_there.view(tensor.dtype).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+    return there.copy_(tensor) if copied else there
+
+
+def _large(x: Any) -> bool:
+    plain = isinstance(x, Tensor) and type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu"
+    return plain and x.layout == torch.strided and x.untyped_storage().nbytes() >= LEAST
+
+
+def _address(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def _file(nbytes: int) -> Tensor:
+    """A byte tensor in an unlinked file, which ends with the tensor."""
+    folder = str(folder_for_tensors())
+    try:
+        file = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT):
+            raise
+        file, path = tempfile.mkstemp(dir=folder)
+        os.unlink(path)
+    try:
+        os.posix_fallocate(file, 0, nbytes)  # A full disk is found here, not by a signal at a write.
+        held = mmap.mmap(file, nbytes)
+    finally:
+        os.close(file)
+    tensor = torch.frombuffer(held, dtype=torch.uint8)
+    address = _address(tensor)
+    _mapped[address] = weakref.ref(held, lambda _: _mapped.pop(address, None))
+    return tensor
+
+
+def leave_pages() -> None:
+    """Takes the pages of all mapped tensors out of this process; the next read brings them back from the file. Memory
+    that was freed goes back too: glibc would keep the holes that aligned tensors leave, and not fill them again."""
+    for known in list(_mapped.values()):
+        held = known()
+        if held is not None:
+            held.madvise(mmap.MADV_DONTNEED)
+    if _mapped and _trim is not None:
+        _trim(0)
+
+
+def is_on_disk(tensor: Tensor) -> bool:
+    """Whether a tensor lies in such a file."""
+    return bool(_mapped) and tensor.device.type == "cpu" and type(tensor) in (Tensor, nn.Parameter) and (
+        _address(tensor) in _mapped
+    )  # fmt: skip
+
+
+def built_on_disk(build: Callable[[], nn.Module]) -> tuple[nn.Module, str]:
+    """A model with its large tensors in files, and why some are not (empty where all are)."""
+    with BuiltOnDisk() as mode:
+        model = build()
+    leave_pages()
+    return model, mode.why
+
+
+@contextmanager
+def leaving_pages() -> Iterator[None]:
+    """While a model on the disk computes: the pages of a module leave this process when it has."""
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        if any(is_on_disk(param) for param in module._parameters.values() if param is not None):
+            leave_pages()
+
+    hook = register_module_forward_hook(after)
+    try:
+        yield
+    finally:
+        hook.remove()
+        leave_pages()
+
+
+def to_memory(model: nn.Module) -> None:
+    """Copies what still lies in files into memory."""
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if is_on_disk(tensor):
+                tensor.data = tensor.data.clone()
+    leave_pages()
