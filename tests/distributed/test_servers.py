@@ -127,7 +127,7 @@ def disturbed(ranks: Ranks, tmp_path: Path, strategy: str, rows: list[Any], **op
          "dp(3, sync=asp(), via=ps(1, colocated=True))"))],
 )  # fmt: skip
 def test_a_killed_worker_does_not_stop_the_others(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
-    results = disturbed(ranks, tmp_path, strategy, [(2, "step: backward done", 5, None)])
+    results = disturbed(ranks, tmp_path, strategy, [(2, "step: backward done", 10, None)])
     assert results[2] is None
     assert results[0]["status"] == "finished"
     assert results[0]["step"] == 22
