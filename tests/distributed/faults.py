@@ -157,8 +157,8 @@ def other_start(arguments: dict[str, Any], channel: Any) -> Any:
     """The last rank builds its model with another seed. No fault: everyone starts from rank 0's values."""
     build = setup.build_model
 
-    def faulty(job: Any, dtype: Any = None) -> Any:
-        model = build(job, dtype)
+    def faulty(job: Any, dtype: Any = None, **options: Any) -> Any:
+        model = build(job, dtype, **options)
         if channel.rank == channel.world - 1:
             with torch.no_grad():
                 for param in model.parameters():

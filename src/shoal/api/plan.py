@@ -80,6 +80,11 @@ class PlanReport(PrintedTable):
         return self.title, ["", "step", "memory", "strategy"], rows
 
 
+def on_this_machine(what: str | Job, cluster: str) -> bool:
+    """Whether it is a job for this machine, planned by what `shoal calibrate` measured."""
+    return cluster == THIS and (not isinstance(what, str) or names_job(what))
+
+
 @checked_keywords
 def plan(
     what: str | Job,
@@ -136,7 +141,7 @@ def plan(
     """
     rules = _rules(sync)
     batch = None if batch is None else str(batch)
-    if cluster == THIS and (not isinstance(what, str) or names_job(what)):
+    if on_this_machine(what, cluster):
         unused = {
             "--by": None if by in ("time", "step") else by, "--sequence": sequence,
             "--precision": precision, "--price": price, "--watts": watts, "--kwh-price": kwh_price, "--pilot": pilot,

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-from shoal.api.plan import CannotPlan, PlanReport, plan
+from shoal.api.plan import CannotPlan, PlanReport, on_this_machine, plan
 from shoal.cli.output import emitter, print_json, write_file
 from shoal.planning.quantities import amount, gigabytes
 
@@ -16,6 +16,8 @@ def plan_command(
     what: str, *, as_json: bool, html_file: str | None, run: bool, size: str | None = None, **options: Any
 ) -> int:
     """Plans, prints, and if asked trains."""
+    if html_file is not None and on_this_machine(what, options["cluster"]):
+        raise CannotPlan(f"--html {html_file}: a plan for this machine has no page; leave it out, or use --json")
     with emitter(_show, as_json=as_json and not run) as emit:
         found = plan(what, size=size, to_run=run, **options)
         if html_file is not None:
