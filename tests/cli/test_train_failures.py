@@ -98,7 +98,7 @@ def test_parameters_that_are_no_numbers_never_replace_a_good_checkpoint(
 
 
 def test_a_long_evaluation_is_no_hang(shoal: Shoal, tmp_path: Path) -> None:
-    slow = "import time\nif not output.requires_grad: time.sleep(0.5)"
+    slow = "import time\nif not output.requires_grad: time.sleep(0.1)"
     job = write_job(tmp_path, loss=slow)
     done = shoal("train", job, "-s", "dp(2)", "--steps", "1", "--hang-after", "1")
     assert done.status == 0, done.err
