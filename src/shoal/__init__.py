@@ -21,18 +21,17 @@ if TYPE_CHECKING:
     from shoal.api.explain import Explanation, explain
     from shoal.api.export import ExportedModel, export
     from shoal.api.plan import PlanReport, plan
+    from shoal.api.running import load_run, train, verify
+    from shoal.api.running import train as train_job
     from shoal.api.simulate import SimulatedSteps, simulate
     from shoal.api.validate import Validation, validate
     from shoal.job import Job
     from shoal.job.hints import LayoutHints
     from shoal.layout.layout import layout_of
-    from shoal.proof.certify import Certificate, verify
-    from shoal.training.local import train_job
-    from shoal.training.local import train_job as train
+    from shoal.proof.certify import Certificate
     from shoal.training.options import TrainOptions
     from shoal.training.own_loop import engine
     from shoal.training.record.run import Run
-    from shoal.training.record.run import read_run as load_run
 
 __version__ = "0.1.0"
 
@@ -57,13 +56,13 @@ _LATER = {
     "explain": "shoal.api.explain:explain",
     "export": "shoal.api.export:export",
     "layout_of": "shoal.layout.layout:layout_of",
-    "load_run": "shoal.training.record.run:read_run",
+    "load_run": "shoal.api.running:load_run",
     "plan": "shoal.api.plan:plan",
     "simulate": "shoal.api.simulate:simulate",
-    "train": "shoal.training.local:train_job",
-    "train_job": "shoal.training.local:train_job",
+    "train": "shoal.api.running:train",
+    "train_job": "shoal.api.running:train",
     "validate": "shoal.api.validate:validate",
-    "verify": "shoal.proof.certify:verify",
+    "verify": "shoal.api.running:verify",
 }
 
 __all__ = [

@@ -121,3 +121,22 @@ def test_a_run_is_logged_evaluated_and_exported(tmp_path: Path, caplog: pytest.L
     for name, value in run.model().state_dict().items():
         assert torch.equal(value, state[name])
     assert "load_state_dict" in repr(written)
+
+
+def test_refusals_name_keywords_in_python(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^kwh_price=2: .*leave it out") as refused:
+        shoal.plan("language:tiny", kwh_price=2)
+    assert "--" not in str(refused.value)
+    with pytest.raises(ValueError, match=r"^emulate='2x2' cannot be read"):
+        shoal.train("language:tiny", "dp(2)", emulate="2x2", folder=tmp_path / "run")
+
+
+def test_results_print_as_tables() -> None:
+    found = shoal.load_run  # Printed by what is told, not by how it is stored.
+    assert found.__doc__ is not None
+    certificate = shoal.Certificate(
+        job="mine", strategy="dp(2)", world=2, contract="exact", passed=True, max_rel_diff=2e-15, tolerance=1e-10,
+        worst="w", ledger_matches=True, steps=3,
+    )  # fmt: skip
+    assert repr(certificate).startswith("PASSED: mine under dp(2) on 2 ranks\n")
+    assert "<table>" in certificate._repr_html_()

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.api.call import PrintedTable, checked_keywords
+from shoal.api.call import checked_keywords
 from shoal.calibration.findings import CannotCalibrate, Findings, findings_of, write_findings
 from shoal.comm.calibration import calibration_path
 from shoal.common.log import log_message
+from shoal.common.printed import PrintedTable
 
 SIZES = [1 << power for power in range(10, 25, 2)]
 THOROUGH = {"sizes": SIZES, "rounds": 9, "seconds": 20.0, "machine": 4}

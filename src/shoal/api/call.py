@@ -1,11 +1,13 @@
-"""What the functions of the API share: refusals of wrong keywords, jobs and strategies in every form, printing."""
+"""What the functions of the API share: refusals in the words of the caller, jobs and strategies in every form."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import html
 import inspect
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from shoal.common.suggest import did_you_mean
@@ -32,9 +34,44 @@ def checked_keywords(function: Callable[Given, Found]) -> Callable[Given, Found]
                     f"shoal.{function.__name__}: no option {name!r}{did_you_mean(name, known)}; "
                     f"it takes {', '.join(known)}"
                 )
-        return function(*args, **kwargs)
+        with refusals_name_keywords():
+            return function(*args, **kwargs)
 
     return checked
+
+
+_IN_A_SHELL = False
+_OPTION = re.compile(r"(?<![\w`-])--([a-z][a-z-]*)(?: (?=[^\s:;,.)])(?=(?:'[^']*'|\S+)(?:[:;,]| cannot\b)))?")
+"""An option, with the space before its value where one follows."""
+
+
+def speak_of_options() -> None:
+    """Refusals name options of the command line from here on: the caller is `shoal` itself."""
+    global _IN_A_SHELL
+    _IN_A_SHELL = True
+
+
+def in_keywords(function: Callable[Given, Found]) -> Callable[Given, Found]:
+    """The function, with refusals that name its keywords."""
+
+    @functools.wraps(function)
+    def called(*args: Given.args, **kwargs: Given.kwargs) -> Found:
+        with refusals_name_keywords():
+            return function(*args, **kwargs)
+
+    return called
+
+
+@contextlib.contextmanager
+def refusals_name_keywords() -> Iterator[None]:
+    """Refusals are written in the words of the command line. To a caller in Python `--kwh-price 2: ...` is
+    `kwh_price=2: ...`."""
+    try:
+        yield
+    except ValueError as error:
+        if not _IN_A_SHELL and len(error.args) == 1 and isinstance(error.args[0], str):
+            error.args = (_OPTION.sub(lambda found: found[1].replace("-", "_") + "=", error.args[0]),)
+        raise
 
 
 def strategy_of(given: str | Strategy | Term) -> Strategy:
@@ -42,9 +79,11 @@ def strategy_of(given: str | Strategy | Term) -> Strategy:
     return parse(given) if isinstance(given, str) else as_strategy(given)
 
 
-def job_of(given: str | Job, *, size: str | None = None) -> Job:
+def job_of(given: str | Path | Job, *, size: str | None = None) -> Job:
     """A job from its file, its built-in name or itself."""
     from shoal.job import Job, load_job
+
+    given = str(given) if isinstance(given, Path) else given
 
     if isinstance(given, Job):
         return given
@@ -54,28 +93,3 @@ def job_of(given: str | Job, *, size: str | None = None) -> Job:
             "the name of a built-in one"
         )
     return load_job(given, size=size)
-
-
-class PrintedTable:
-    """A result that prints as a title and a table, in a terminal and in a notebook."""
-
-    def _table(self) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
-        """(title, heads, rows)"""
-        raise NotImplementedError
-
-    def __repr__(self) -> str:
-        title, heads, rows = self._table()
-        lines = [list(heads), *(list(row) for row in rows)]
-        wide = [max(len(line[place]) for line in lines) for place in range(len(heads))]
-        return "\n".join([title, *(
-            "  " + "  ".join(cell.ljust(room) for cell, room in zip(line, wide, strict=True)).rstrip() for line in lines
-        )])  # fmt: skip
-
-    def _repr_html_(self) -> str:
-        title, heads, rows = self._table()
-
-        def line(cells: Sequence[str], tag: str) -> str:
-            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-        body = "".join(line(row, "td") for row in rows)
-        return f"<p>{html.escape(title)}</p><table>{line(heads, 'th')}{body}</table>"

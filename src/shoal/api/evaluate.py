@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.api.call import PrintedTable, checked_keywords, strategy_of
+from shoal.api.call import checked_keywords, strategy_of
+from shoal.common.printed import PrintedTable
 from shoal.strategy import Strategy, Term, require_legal
 from shoal.training.record.run import RUN, Run, read_json
 

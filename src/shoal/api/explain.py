@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shoal.api.call import PrintedTable, checked_keywords, job_of, strategy_of
+from shoal.api.call import checked_keywords, job_of, strategy_of
 from shoal.common.log import log_progress
+from shoal.common.printed import PrintedTable
 from shoal.job import names
 from shoal.job.errors import did_you_mean
 from shoal.strategy import Strategy, StrategyError, Term, explanation, parse

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.api.call import PrintedTable, checked_keywords
+from shoal.api.call import checked_keywords
+from shoal.common.printed import PrintedTable
 from shoal.training.record.run import RUN, Run, read_json
 
 if TYPE_CHECKING:

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.api.call import PrintedTable, checked_keywords, job_of
+from shoal.api.call import checked_keywords, job_of
 from shoal.cluster import Cluster, cluster, read_cluster
 from shoal.cluster.presets import THIS
+from shoal.common.printed import PrintedTable
 from shoal.job import names
 from shoal.planning.counterfactual import changes, what_would_fit
 from shoal.planning.quantities import seconds

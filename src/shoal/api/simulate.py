@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from shoal.api.call import PrintedTable, checked_keywords, job_of, strategy_of
+from shoal.api.call import checked_keywords, job_of, strategy_of
 from shoal.api.drawable import require_drawable
 from shoal.api.plan import CannotPlan, names_job, samples_of, the_cluster
 from shoal.common.hindrance import BadHindrance, SlowRanks, read_slow_ranks
+from shoal.common.printed import PrintedTable
 from shoal.estimate.simulate import Disturbance, Links, Step, Straggler, goodput, perfetto, simulate_steps
 from shoal.estimate.simulate.disturb import BadDisturbance
 from shoal.estimate.simulate.goodput import DEVICE_MTBF_H, RESTART_S, checkpoint_time_s

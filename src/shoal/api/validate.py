@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.api.call import PrintedTable, checked_keywords
+from shoal.api.call import checked_keywords
+from shoal.common.printed import PrintedTable
 from shoal.estimate.cost.rows import BadRows
 from shoal.estimate.slow_links import is_slow_link, predict_slow_links, with_sources
 from shoal.estimate.validate import Prediction, predict, score

@@ -11,12 +11,14 @@ from collections.abc import Iterator
 
 import typer
 
+from shoal.api.call import speak_of_options
 from shoal.cli import running_verbs, verbs  # noqa: F401 (they register themselves)
 from shoal.cli.app import app
 
 
 def run() -> None:
     """The `shoal` command. Errors that a user can mend are shown as sentences, not as tracebacks."""
+    speak_of_options()
     try:
         _start_early(sys.argv[1:])
         # Typer turns an interrupt into a status, which it returns.

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.common.log import log_progress
+from shoal.common.printed import PrintedTable
 from shoal.launch import RankFailed, run_ranks, warm_up
 from shoal.launch.start import Target
 from shoal.proof.entry import MODULES, examine, parallel_run, serial_run
@@ -41,8 +42,8 @@ NOT_COVERED = {
 """By what is compared."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Certificate:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Certificate(PrintedTable):
     """What was proven, or what was not."""
 
     job: str
@@ -85,9 +86,20 @@ class Certificate:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
+    def _table(self) -> tuple[str, list[str], list[list[str]]]:
+        rows = [
+            ["contract", self.contract],
+            ["largest difference", f"{self.max_rel_diff:.2g} (tolerance {self.tolerance:.2g}), in {self.worst}"],
+            ["bytes sent", "as predicted" if self.ledger_matches else "not as predicted"],
+            ["steps", str(self.steps)],
+            *([["not covered", self.not_covered]] if self.not_covered else []),
+            *([["note", note] for note in self.notes]),
+        ]
+        return f"{self.verdict}: {self.job} under {self.strategy} on {self.world} ranks", ["", ""], rows
+
 
 def verify(
-    job: str | Job,
+    job: str | Path | Job,
     strategy: str | Strategy | Term,
     *,
     steps: int = 10,
@@ -112,6 +124,7 @@ def verify(
         SamplesCoupled: It splits batches whose samples depend on each other; the text says how.
     """
     strategy = parse(strategy) if isinstance(strategy, str) else as_strategy(strategy)
+    job = str(job) if isinstance(job, Path) else job
     if not isinstance(job, str):
         from shoal.job.load import named
         from shoal.launch.fork_of_caller import forking_this_process

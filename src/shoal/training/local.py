@@ -37,7 +37,7 @@ class CannotTrain(ValueError):
 
 
 def train_job(
-    job: str | Job,
+    job: str | Path | Job,
     strategy: str | Strategy | Term = "serial",
     *,
     folder: str | Path | None = None,
@@ -69,6 +69,7 @@ def train_job(
         model = run.model()
     """
     _require_call(job, strategy, folder, hang_after_s, on_message)
+    job = str(job) if isinstance(job, Path) else job
     if not isinstance(job, str):
         from shoal.job.load import named
         from shoal.launch.fork_of_caller import forking_this_process
@@ -95,7 +96,7 @@ def train_job(
 
 def _require_call(job: Any, strategy: Any, folder: Any, hang_after_s: Any, on_message: Any) -> None:
     """Refuses what would otherwise be dropped silently, or fail far from its cause."""
-    if not isinstance(job, str) and not _is_job(job):
+    if not isinstance(job, (str, Path)) and not _is_job(job):
         raise CannotTrain(
             f"train_job was given a {type(job).__name__}; give a shoal.Job, the file that defines one, such as "
             '"mine.py" or "mine.py:name", or the name of a built-in one'

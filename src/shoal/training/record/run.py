@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 from shoal.checkpoint.regular import discard, read_regular
 from shoal.comm.ledger import Ledger
+from shoal.common.printed import PrintedTable
 from shoal.estimate.estimate import Estimate
 
 Status = Literal["running", "finished", "stopped", "failed"]
@@ -44,8 +45,8 @@ class RunBroken(ValueError):
     """A folder that is no run, or one whose files cannot be read."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Run(Estimate):
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Run(PrintedTable, Estimate):
     """What was measured. `status` "running" is also what a killed run looks like."""
 
     folder: Path
@@ -69,6 +70,19 @@ class Run(Estimate):
     def losses(self) -> list[float]:
         """The loss of every step; NaN where it was not finite."""
         return [math.nan if row.get("loss") is None else float(row["loss"]) for row in self.steps]
+
+    def _table(self) -> tuple[str, list[str], list[list[str]]]:
+        loss = self.summary.get("loss")
+        metrics = ", ".join(f"{name} {value:.4g}" for name, value in (self.summary.get("metrics") or {}).items())
+        rows = [
+            ["status", self.status if self.reason is None else f"{self.status}: {self.reason}"],
+            ["steps", str(len(self.steps))],
+            *([["loss", f"{loss:.4g}"]] if loss is not None else []),
+            *([["validation", metrics]] if metrics else []),
+            *([["step", f"{1000 * self.step_s:.3g} ms"]] if self.step_s is not None else []),
+            ["folder", str(self.folder)],
+        ]
+        return f"{self.job} under {self.strategy} on {self.world} ranks", ["", ""], rows
 
     def model(self, *, step: int | None = None, job: str | None = None) -> Any:
         """The trained model: a plain `nn.Module` with full weights, in evaluation mode.
