@@ -5,8 +5,8 @@
 
 Both small tasks, four replicas, SGD with momentum, AdamW and Muon, three seeds. The rate of each optimiser is the one
 that reaches the target soonest under bsp(), of five or more. Every scheme then keeps that rate. What a scheme adds (an
-outer rate and momentum, the strength of a pull) is chosen by a small sweep with seed 0: the setting with the fewest steps in
-the mean over tasks and optimisers. Each run is a line of INTO/runs.jsonl and is not run again: stop and go on at will.
+outer rate and momentum, the strength of a pull) is chosen by a small sweep with seed 0: the setting with the fewest steps
+in the mean over tasks and optimisers. Each run is a line of INTO/runs.jsonl and is not run again: stop and go on at will.
 
 Batch norm is of each replica's own samples, as schemes without a common step need it.
 Steps are counted in global batches: a step is as many samples under every scheme. Under schemes in which
@@ -221,8 +221,7 @@ def table(found: list[dict[str, Any]], tasks: list[str]) -> str:
     columns = [(task, optimizer) for task, optimizer in COMBINED if task in tasks]
     by = {(cell["strategy"], cell["task"], cell["optimizer"]): cell for cell in found}
     lines = [
-        "| ".join(("", "technique ", "strategy ", *(f"{task}, {optimizer} " for task, optimizer in columns), "staleness "))
-        + "| spread |",
+        "| technique | strategy | " + " | ".join(", ".join(column) for column in columns) + " | staleness | spread |",
         "|---" * (len(columns) + 4) + "|",
     ]  # fmt: skip
     for scheme in SCHEMES:
