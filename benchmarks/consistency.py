@@ -5,8 +5,9 @@
 
 Both small tasks, four replicas, SGD with momentum, AdamW and Muon, three seeds. The rate of each optimiser is the one
 that reaches the target soonest under bsp(), of five or more. Every scheme then keeps that rate. What a scheme adds (an
-outer rate and momentum, the strength of a pull) is chosen by a small sweep with seed 0: the setting with the fewest steps
-in the mean over tasks and optimisers. Each run is a line of INTO/runs.jsonl and is not run again: stop and go on at will.
+outer rate and momentum, the strength of a pull) is chosen by a small sweep with seed 0: the setting with the fewest
+steps in the mean over tasks and optimisers. Each run is a line of INTO/runs.jsonl and is not run again:
+stop and go on at will.
 
 Batch norm is of each replica's own samples, as schemes without a common step need it.
 Steps are counted in global batches: a step is as many samples under every scheme. Under schemes in which
