@@ -107,7 +107,9 @@ class Engine:
     def compressions(self) -> list[Compression]:
         """All that keep what was not sent: of gradients, and of rounds of islands."""
         outer = [] if self.outer is None else [codec.compression for codec in self.outer.codecs]
-        return [*outer, *([] if self.compression is None else [self.compression])]
+        remote = self.owner.remote
+        pushes = [] if remote is None or remote.codec is None else [remote.codec]
+        return [*outer, *pushes, *([] if self.compression is None else [self.compression])]
 
     @property
     def replicas(self) -> Replicas:

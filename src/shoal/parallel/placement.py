@@ -83,7 +83,7 @@ class Placement:
         compressing = [
             axis.name
             for axis in strategy.axes
-            if axis.name in self.levels and axis.size > 1 and not isinstance(axis.term.compress, none)  # type: ignore[attr-defined]
+            if axis.name in self.summed and axis.size > 1 and not isinstance(axis.term.compress, none)  # type: ignore[attr-defined]
         ]
         self.compressing = compressing[0] if compressing else None
         self.pipeline = self._axis(strategy, pp)
@@ -163,7 +163,7 @@ class Placement:
     def _route(self, over: Sequence[str], family: Family) -> Route | None:
         if self.compressing is None:
             return None
-        outside = self.levels[: self.levels.index(self.compressing)]
+        outside = self.summed[: self.summed.index(self.compressing)]
         inside = [name for name in over if name not in (*outside, self.compressing, self.sharded)]
         return Route(
             self._members(inside, family.stages, None),

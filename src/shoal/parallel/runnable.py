@@ -56,8 +56,11 @@ def _cannot_serve(strategy: Strategy, level: dp) -> str | None:
         return f"{strategy}: servers on one level and via=ps or via=shared on another cannot be trained yet; keep one"
     if any(is_loose(other) for other in strategy.dp_levels if other is not level):
         return f"{strategy}: two levels that are not bsp cannot be trained yet; keep sync=... on one of them"
-    if not isinstance(level.compress, none):
-        return f"{level}: compress on the way to a server cannot be trained yet; leave compress out"
+    if not isinstance(level.compress, none) and level.compress.pushed_bytes(1 << 20, 4) is None:
+        return (
+            f"{level}: a server reads each worker's push by itself and knows its size; {level.compress} is made by all "
+            "ranks together, or sized by the data; use another, such as topk(0.01), int8() or onebit()"
+        )
     for term in strategy.terms:
         if isinstance(term, (cp, ep)):
             return f"{strategy}: {type(term).__name__} with servers cannot be trained yet; use dp, tp or pp inside"

@@ -7,16 +7,21 @@ from typing import Any
 
 import torch
 
+from shoal.comm.compress.compressor import Compressor
 from shoal.comm.json_exchange import exchange
 from shoal.comm.ledger import BOOK
+from shoal.estimate.server_calls import pushed_parts
 from shoal.job import Job
 from shoal.proof.compare import compare
 from shoal.proof.conditions import Conditions
 from shoal.proof.islands import Islands
 from shoal.proof.options import ProofOptions
+from shoal.proof.pushed import SimulatedPushes
 from shoal.proof.replay_updates import ServerRule, replay
 from shoal.runtime.setup import Prepared, prepare
-from shoal.strategy import Strategy
+from shoal.strategy import Strategy, none
+from shoal.strategy.islands import is_loose
+from shoal.strategy.seats import seats_of
 from shoal.strategy.terms.sync import Served
 
 NOTHING: dict[str, Any] = {
@@ -35,8 +40,7 @@ def run_and_replay(options: ProofOptions, job: Job, strategy: Strategy, me: Any)
     remote = ready.engine.owner.remote
     assert remote is not None
     if me.rank == 0:
-        log = remote.report()["log"]
-        serial = _replayed(options, job, strategy, log, path, mine)
+        serial = _replayed(options, job, strategy, remote.report(), path, mine, _simulated_pushes(ready))
     exchange({})  # The file is there.
     with ready.engine.consensus():
         report |= compare(ready, str(path))
@@ -68,11 +72,28 @@ def by_tickets(ready: Prepared, steps: int) -> tuple[dict[str, Any], list[tuple[
     }, tickets  # fmt: skip
 
 
+def replays_pushes(strategy: Strategy) -> bool:
+    """Whether a replay of the servers' log also repeats how workers compress: where each worker is one rank."""
+    seats = seats_of(strategy)
+    return seats is not None and (isinstance(strategy.dp_levels[0].compress, none) or (
+        seats.positions == 1 and is_loose(strategy.dp_levels[0])))  # fmt: skip
+
+
+def _simulated_pushes(ready: Prepared) -> SimulatedPushes | None:
+    term = ready.strategy.dp_levels[0].compress
+    if not isinstance(term, Compressor) or not replays_pushes(ready.strategy):
+        return None
+    parts = list(pushed_parts(ready.expected.held, ready.table))
+    return SimulatedPushes(parts, term, seed=ready.job.seed, clip=ready.job.clip)
+
+
 def _replayed(
-    options: ProofOptions, job: Job, strategy: Strategy, log: Any, path: Path, mine: list[tuple[int, int, int]]
-) -> dict[str, Any]:
+    options: ProofOptions, job: Job, strategy: Strategy, report: Any, path: Path, mine: list[tuple[int, int, int]],
+    sends: SimulatedPushes | None,
+) -> dict[str, Any]:  # fmt: skip
     from shoal.proof.runs import left_behind
 
+    log = report["log"]
     rule, workers = strategy.dp_levels[0].sync, strategy.dp_levels[0].n
     assert isinstance(rule, Served)
 
@@ -85,10 +106,10 @@ def _replayed(
     )  # fmt: skip
     reference, losses = replay(
         job, log, shares, ServerRule(rule.rate, rule.compensation), parts=options.parts,
-        separate=options.micro_batches > 1, conditions=Conditions(),
+        separate=options.micro_batches > 1, conditions=Conditions(), dropped=report["dropped_log"], sends=sends,
     )  # fmt: skip
     left_behind(reference, str(path))
-    ages = [version - read for version, pushes in enumerate(log) for *_, read in pushes]
+    ages = [version - read for version, pushes in enumerate(log) for _, _, _, read, _ in pushes]
     return {
         "serial_losses": [losses.get(ticket, float("nan")) for ticket in mine],
         "described": f"one process, plain PyTorch, float64: the {len(log)} updates of this run repeated from the "

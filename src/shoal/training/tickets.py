@@ -57,7 +57,7 @@ def leave_servers(engine: Engine, rank: int) -> dict[str, Any]:
         return {}
     report = remote.report() if rank == 0 else {}
     if report:
-        del report["log"]
+        del report["log"], report["dropped_log"]
         for name, seen in (("staleness", "staleness"), ("ahead", "clocks_apart")):
             counted = Counter({int(key): times for key, times in report.pop(seen, {}).items()})
             setattr(engine.consistency, name, counted)
