@@ -205,9 +205,9 @@ class Engine:
         result, gradients = self.reduce()
         closure = closure_for(self, again, result.loss) if self.optimizer.needs_closure else None
         with BOOK.during("optimizer"), torch.no_grad():
-            remote = self.owner.remote
-            if remote is not None:
-                remote.stop = result.stop
+            remote, tickets = self.owner.remote, self.owner.tickets
+            if tickets is not None:
+                tickets.stop = result.stop
             self.owner.update(gradients, lr_factor=lr_factor, closure=closure)
             if remote is not None:
                 result = replace(result, grad_norm=remote.norm)

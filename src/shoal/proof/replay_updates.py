@@ -20,7 +20,7 @@ from torch import nn
 
 from shoal.job import Job
 from shoal.proof.islands import Islands
-from shoal.proof.reference import Reference, _batch_at, _Copy, reference_of
+from shoal.proof.reference import Reference, _batch_at, _Copy, _groups, reference_of
 
 Log = Sequence[Sequence[Sequence[int]]]
 """For each update its gradients, as (worker, step, share, version read, number of the worker's push)."""
@@ -71,14 +71,17 @@ class _Workers:
 def replay(
     job: Job, log: Log, shares: Islands, rule: ServerRule, *, parts: int, separate: bool,
     conditions: Callable[[], AbstractContextManager[None]], dropped: Sequence[Sequence[int]] = (),
-    sends: Sends | None = None,
+    sends: Sends | None = None, own_state: bool = False,
 ) -> tuple[Reference, dict[tuple[int, int, int], float]]:  # fmt: skip
     """The model at the end, and the loss of each gradient by (worker, step, share). `dropped`: gradients that were
-    computed and not used; `sends`: where workers compress."""
+    computed and not used; `sends`: where workers compress; `own_state`: each worker has an optimiser of its own, and an
+    update is one worker's."""
     copy = _Copy(replace(job, clip=None), torch.float64, conditions, None)
     params = list(copy.named.values())
     buffers = {w: [b.clone() for b in copy.model.buffers()] for w in range(shares.num)}
     counted = dict.fromkeys(range(shares.num), 0.0)
+    optimizers = {w: job.optimizer(_groups(job, copy.model)) for w in range(1, shares.num) if own_state}
+    optimizers[0] = copy.optimizer
     versions = [[param.detach().clone() for param in params]]
     starts = [0]
 
@@ -115,10 +118,11 @@ def replay(
             nn.utils.clip_grad_norm_(params, job.clip)
         ages = [version - row[3] for row in pushes]
         factor = job.schedule(max(row[1] for row in pushes)) * rule.rate(sum(ages) / len(ages))
-        for group, lr in zip(copy.optimizer.param_groups, copy.base, strict=True):
+        optimizer = optimizers[pushes[0][0] if own_state else 0]
+        for group, lr in zip(optimizer.param_groups, copy.base, strict=True):
             group["lr"] = lr * factor
         with conditions():
-            copy.optimizer.step()
+            optimizer.step()
         versions.append([param.detach().clone() for param in params])
     for worker in range(shares.num):
         workers.upto(worker, float("inf"))

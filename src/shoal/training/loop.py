@@ -128,7 +128,7 @@ class TrainingRun:
         self.evaluated_step: int | None = None
         self.stopping = False
         self.noise = NoiseScale()
-        self.pace = Pace(1 if ready.engine.placement.seats is not None else period(ready.strategy))
+        self.pace = Pace(1 if ready.engine.owner.tickets is not None else period(ready.strategy))
         self.lost = LostIslands(ready, channel, rank=rank)
         self.hindered = Hindered(options, rank=rank, world=ready.strategy.world, seed=self.job.seed)
         if options.resume is not None:
@@ -186,11 +186,11 @@ class TrainingRun:
 
     def _advance(self, every: int) -> None:
         """One step; where servers let replicas run at their own speed, tickets until all stand at one step again."""
-        remote = self.engine.owner.remote
-        if remote is None or remote.together:
+        tickets = self.engine.owner.tickets
+        if tickets is None or tickets.together:
             self._one_step()
         else:
-            run_tickets(self, remote, self._one_step, every)
+            run_tickets(self, tickets, self._one_step, every)
 
     def _evaluate_if_due(self) -> None:
         due = self.pace.due(self.step, self.job.evaluate_every or 0)

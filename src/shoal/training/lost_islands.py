@@ -11,6 +11,7 @@ from shoal.comm.backend import ShoalGroup
 from shoal.comm.losses import Losses
 from shoal.launch.join import current
 from shoal.launch.supervise import LOST_FOLDER
+from shoal.parallel.shared_tickets import SharedTickets
 from shoal.runtime.setup import Prepared
 from shoal.strategy.islands import islands
 
@@ -48,6 +49,8 @@ class LostIslands:
         if outer is not None and folder and place is not None and isinstance(outer.islands.group, ShoalGroup):
             outer.losses = Losses(Path(folder), place.store, self._rank, islands(self._strategy))
             outer.on_loss = self._go_on_without
+            if isinstance(tickets := self._engine.owner.tickets, SharedTickets):
+                tickets.lost = lost_ranks
             self._channel.allow_loss()
 
     def together(self, act: Callable[[], T]) -> T:
