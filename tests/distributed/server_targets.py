@@ -32,6 +32,7 @@ from shoal.runtime.setup import Prepared, prepare
 from shoal.strategy import parse
 from shoal.strategy.terms.serving import Push
 from shoal.training.entry import train_run
+from shoal.training.lost_islands import LostIslands
 
 
 def prove_served(arguments: dict[str, Any], channel: Any) -> list[dict[str, Any]]:
@@ -204,6 +205,18 @@ def killed_worker(arguments: dict[str, Any], channel: Any) -> Any:
         if rank == channel.rank:
             _disturb(point, times, late_s)
     return train_run(arguments, channel)
+
+
+def killed_early(arguments: dict[str, Any], channel: Any) -> Any:
+    """A worker is killed in its first ticket, while the first rank is still busy with its start."""
+    right = LostIslands.allow
+
+    def late(self: LostIslands) -> None:
+        time.sleep(1.0 if channel.rank == 0 else 0.0)
+        right(self)
+
+    LostIslands.allow = late  # type: ignore[method-assign]
+    return killed_worker(arguments, channel)
 
 
 def _disturb(point: str, times: int, late_s: float | None) -> None:

@@ -121,13 +121,15 @@ LOOSE = str(Path(__file__).parent / "jobs" / "loose.py")
 KILLED = "distributed.server_targets:killed_worker"
 
 
-def disturbed(ranks: Ranks, tmp_path: Path, strategy: str, rows: list[Any], **options: Any) -> Any:
+def disturbed(
+    ranks: Ranks, tmp_path: Path, strategy: str, rows: list[Any], *, target: str = KILLED, **options: Any
+) -> Any:
     chosen = parse(strategy)
     asked = {
         "job": LOOSE, "strategy": strategy, "folder": str(tmp_path / "run"), "gate": False, "checkpoint_every": 11,
         "disturbed": rows, **options,
     }  # fmt: skip
-    return ranks(KILLED, asked, ranks=chosen.world, islands=losable(chosen))
+    return ranks(target, asked, ranks=chosen.world, islands=losable(chosen))
 
 
 @pytest.mark.parametrize(
@@ -149,6 +151,13 @@ def test_a_killed_worker_does_not_stop_the_others(ranks: Ranks, tmp_path: Path, 
         assert results[0]["servers"]["gradients"] == 3 * 22  # Every ticket was learned from, the lost one by another.
         assert results[0]["servers"]["repeated"] <= 1
     assert read_json(tmp_path / "run" / RUN)["summary"]["servers"]["lost_workers"] == lost
+
+
+def test_a_worker_may_be_killed_before_the_first_rank_is_ready(ranks: Ranks, tmp_path: Path) -> None:
+    strategy, early = "dp(3, sync=asp(), via=ps(1, colocated=True))", "distributed.server_targets:killed_early"
+    results = disturbed(ranks, tmp_path, strategy, [(2, "step: backward done", 1, None)], target=early)
+    assert results[0]["status"] == "finished"
+    assert [row["worker"] for row in results[0]["servers"]["lost_workers"]] == [2]
 
 
 @pytest.mark.parametrize("s", [1, *(pytest.param(s, marks=pytest.mark.slow) for s in (0, 3, 10))])

@@ -162,8 +162,8 @@ class TrainingRun:
         if every:
             require_savable(self.engine, self.ready.optimizer)
         trace = tracing(self.folder, steps=3) if self.rank == 0 and self.options.trace else None
-        BOOK.take()
         self.lost.allow()
+        BOOK.take()
         self._evaluate_if_due()  # A stop comes before the evaluation of its step.
         while self.step < job.steps and not self._done():
             self._advance(every)

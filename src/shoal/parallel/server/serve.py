@@ -104,9 +104,9 @@ class Server:
 
     def _turn(self) -> None:
         message = self._backlog.popleft() if self._backlog else self._wait()
+        self._release_late()  # First: a report names all that were lost before it.
         if message is not None:
             self._handle(message)
-        self._release_late()
         if self.coordinator is not None:
             for action in self.coordinator.decide(time.monotonic()):
                 self._act(action)
@@ -136,6 +136,8 @@ class Server:
 
     def _lose(self, replica: int, reason: str) -> None:
         assert self.coordinator is not None
+        if replica in self._left or replica not in self.coordinator.clocks.members:
+            return  # It took its leave, or is known to be lost.
         since_s = self.coordinator._since.get(replica)
         waited_s = None if since_s is None else time.monotonic() - since_s
         ticket = self.coordinator.outstanding.get(replica)
