@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.app import BATCH, JOB, JSON, SEED, SIZE, STRAGGLER, STRATEGY, app
+from shoal.cli.app import BATCH, JOB, JSON, SEED, SIZE, START_FROM, STRAGGLER, STRATEGY, app
 
 
 @app.command()
@@ -43,6 +43,7 @@ def train(
         str | None,
         typer.Option(help="A run's folder or a checkpoint to go on from, by default with its settings."),
     ] = None,
+    start_from: Annotated[str | None, START_FROM] = None,
     go_on: Annotated[
         bool, typer.Option("--go-on", help="Resume the run in --folder, or start it if there is none yet.")
     ] = False,
@@ -78,7 +79,7 @@ def train(
     options = TrainOptions(
         job=job, strategy=strategy, size=size, steps=steps, global_batch=batch, seed=seed, folder=folder, resume=resume,
         growth=grow_batch, scale_rule=scale_rule, base_batch=base_batch, warmup=warmup,
-        go_on=go_on,
+        go_on=go_on, start_from=start_from,
         checkpoint_every=checkpoint_every, trace=trace, stop_at_target=not full, backend=backend, gate=not no_gate,
         emulate=emulate, straggler="; ".join(straggler or ()) or None, fail="; ".join(fail or ()) or None,
     )  # fmt: skip
@@ -93,12 +94,14 @@ def verify(
     size: Annotated[str | None, SIZE] = None,
     batch: Annotated[int | None, BATCH] = None,
     seed: Annotated[int | None, SEED] = None,
+    start_from: Annotated[str | None, START_FROM] = None,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Prove that a strategy trains the same model as one process does, or report how far it differs."""
     from shoal.cli.verify import verify_command
 
-    sys.exit(verify_command(job, strategy, steps=steps, size=size, batch=batch, seed=seed, as_json=as_json))
+    sys.exit(verify_command(job, strategy, steps=steps, size=size, batch=batch, seed=seed,
+                            start_from=start_from, as_json=as_json))  # fmt: skip
 
 
 @app.command()

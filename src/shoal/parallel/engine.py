@@ -61,6 +61,8 @@ class Engine:
     cut: CutModel
     """What the axes that cut the model have made of it."""
     stop_requested: bool = False
+    asked_to_stop: Callable[[], bool] = bool
+    """Asked as late in a step as possible: a stop that comes during the step ends the run after this one."""
     compression: Compression | None = None
     """Where a level of dp compresses."""
     buffers: BufferExchange | None = None
@@ -195,7 +197,7 @@ class Engine:
 
     def take_sums(self) -> torch.Tensor:
         """This rank's loss, count and wish to stop since this was last asked."""
-        self._sums[2].fill_(float(self.stop_requested))
+        self._sums[2].fill_(float(self.stop_requested or self.asked_to_stop()))
         sums, self._sums = self._sums, torch.zeros_like(self._sums)
         return sums
 

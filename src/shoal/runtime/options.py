@@ -46,6 +46,8 @@ class JobOptions:
     seed: int | None = None
     evaluate_every: int | None = None
     """Steps between two evaluations; 0 evaluates at the end only."""
+    start_from: str | None = None
+    """A file or folder of weights that the model starts with (`job/weights/`)."""
 
     def __post_init__(self) -> None:
         for each in fields(self):

@@ -117,6 +117,7 @@ class TrainingRun:
     def __init__(self, ready: Prepared, options: TrainOptions, folder: Path, channel: Any, *, rank: int) -> None:
         self.ready, self.options, self.folder, self.channel, self.rank = ready, options, folder, channel, rank
         self.job, self.engine, self.runner = ready.job, ready.engine, ready.runner
+        self.engine.asked_to_stop = lambda: bool(channel.stop_requested)
         self.step, self.counter, self.train_s = 0, 0, 0.0
         self.step_times: list[float] = []
         self.ledger = Ledger()

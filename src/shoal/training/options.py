@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from shoal.runtime.options import JobOptions
+from shoal.runtime.options import JobOptions, WrongOption
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,14 @@ class TrainOptions(JobOptions):
     """The token by which the run holds its folder. None: rank 0 takes the lock."""
     checked: bool = field(default=False, metadata={"set by": "train_locally"})
     """Whether the checkpoint to resume from was found intact just before."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.start_from is not None and self.resume is not None and not self.go_on:
+            raise WrongOption(
+                f"--start-from {self.start_from} gives a new run its weights, and --resume {self.resume} goes on with "
+                "those of a run; leave one out"
+            )
 
     def recorded(self) -> dict[str, Any]:
         """What the record of the run keeps: all that a user gives."""
