@@ -83,6 +83,10 @@ def __getattr__(name: str) -> Any:
 
         module, attribute = _LATER[name].split(":")
         return getattr(import_module(module), attribute)
+    if name == "operators":
+        from importlib import import_module
+
+        return import_module("shoal.operators")
     if name in _strategy.REGISTRY:
         return _strategy.REGISTRY[name]
     raise AttributeError(f"module 'shoal' has no attribute {name!r}")
