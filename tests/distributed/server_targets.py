@@ -35,6 +35,10 @@ from shoal.training.entry import train_run
 from shoal.training.lost_islands import LostIslands
 
 
+def _named(name: str) -> str:
+    return name if name.endswith(".py") else f"{JOBS}:{name}"
+
+
 def prove_served(arguments: dict[str, Any], channel: Any) -> list[dict[str, Any]]:
     """For each (job, strategy, strategy of the serial run): the largest difference from it, and the ledger."""
     me, steps, rows = join(), arguments["steps"], []
@@ -44,11 +48,11 @@ def prove_served(arguments: dict[str, Any], channel: Any) -> list[dict[str, Any]
             path = folder / f"{number}.safetensors"
             if me.rank == 0:
                 serial_run(
-                    {"job": f"{JOBS}:{name}", "strategy": judge, "reference": str(path), "exact": True,
+                    {"job": _named(name), "strategy": judge, "reference": str(path), "exact": True,
                      "num_steps": steps, "micro_batches": arguments.get("micro_batches", 1)}, None,
                 )  # fmt: skip
             _barrier()
-            job, strategy = for_proof(load_job(f"{JOBS}:{name}")), parse(text)
+            job, strategy = for_proof(load_job(_named(name))), parse(text)
             if is_server(strategy, me.rank):
                 serve_here(job, strategy, rank=me.rank, backend=me.backend, dtype=torch.float64)
                 rows.append({"difference": 0.0, "where": "", "ledger": [], "compared": 0})
@@ -81,7 +85,7 @@ def replayed(arguments: dict[str, Any], channel: Any) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as own:
         folder = Path(_from_rank_0(own))
         for name, text in arguments["cases"]:
-            job, strategy = for_proof(load_job(f"{JOBS}:{name}")), parse(text)
+            job, strategy = for_proof(load_job(_named(name))), parse(text)
             options = ProofOptions(
                 job=name, strategy=text, num_steps=arguments["steps"], exact=True, reference=str(folder / "none"),
             )  # fmt: skip

@@ -15,6 +15,8 @@ from shoal.training.record.run import RUN, read_json
 Ranks = Callable[..., list[Any]]
 PROVE = "distributed.server_targets:prove_served"
 
+MOE = str(Path(__file__).parents[2] / "examples" / "moe.py")
+
 COLOCATED = [
     ("plain", "dp(2, via=ps(1, colocated=True))"), ("norm", "dp(2, via=ps(2, colocated=True))"),
     ("unused", "dp(2, via=ps(2, colocated=True))"), ("uneven", "dp(2, via=ps(2, colocated=True))"),
@@ -45,6 +47,8 @@ INSIDE = [
     ("plain", 'dp(2, via=ps(2, colocated=True)) * pp(2, "1f1b", micro=3)'),
     ("plain", "dp(2, sync=ssp(0), via=ps(1, colocated=True)) * dp(2, zero=1)"),
     ("plain", 'dp(1, via=ps(1)) * pp(2, "1f1b", micro=2)'),
+    ("uneven_tokens", "dp(2, via=ps(2, colocated=True)) * cp(2)"),
+    (MOE, "dp(2, via=ps(1, colocated=True)) * ep(2)"),
 ]  # fmt: skip
 
 
