@@ -96,6 +96,17 @@ def test_a_replay_finds_what_servers_do_wrong(ranks: Ranks, fault: str) -> None:
     assert differences(ranks, case, target=f"distributed.server_targets:{fault}")[0] > 1e-6
 
 
+def test_strangers_at_the_ports_of_servers_are_refused_and_change_nothing(ranks: Ranks) -> None:
+    asked = {"cases": [("plain", "dp(2, sync=asp(), via=ps(2))")], "steps": 4, "strangers": 10}
+    found = ranks("distributed.server_targets:among_strangers", asked, ranks=4)
+    assert max(max(row["difference"], row["losses"]) for each in found for row in each["rows"]) < 1e-10
+    assert sum(row["compared"] for each in found for row in each["rows"]) > 0
+    for rank, each in enumerate(found):
+        assert each["strangers"] >= 10
+        assert each["open"] == 0  # Ports close once all ranks are there.
+        assert any(f"rank {rank} refused" in line and "this job's token" in line for line in each["refused"]), each
+
+
 RESUMED = "distributed.server_targets:resumed_served"
 
 
