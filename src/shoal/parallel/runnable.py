@@ -57,8 +57,6 @@ def _cannot_serve(strategy: Strategy, level: dp) -> str | None:
             "ranks together, or sized by the data; use another, such as topk(0.01), int8() or onebit()"
         )
     for term in strategy.terms:
-        if isinstance(term, (cp, ep)):
-            return f"{strategy}: {type(term).__name__} with servers cannot be trained yet; use dp, tp or pp inside"
         if isinstance(term, pp) and term.schedule == "pipedream":
             return f"{strategy}: pipedream steps by itself, and servers step for all; use 1f1b"
     return None
