@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from shoal.api.simulate import SimulatedSteps, simulate
     from shoal.api.validate import Validation, validate
     from shoal.job import Job
+    from shoal.job.callbacks import Callback, TrainingState
     from shoal.job.hints import LayoutHints
     from shoal.layout.layout import layout_of
     from shoal.proof.certify import Certificate
@@ -39,6 +40,7 @@ __version__ = "0.1.0"
 _LATER = {
     "CalibrationReport": "shoal.api.calibrate:CalibrationReport",
     "Comparison": "shoal.api.compare:Comparison",
+    "Callback": "shoal.job.callbacks:Callback",
     "Certificate": "shoal.proof.certify:Certificate",
     "Evaluation": "shoal.api.evaluate:Evaluation",
     "Explanation": "shoal.api.explain:Explanation",
@@ -50,6 +52,7 @@ _LATER = {
     "Run": "shoal.training.record.run:Run",
     "SimulatedSteps": "shoal.api.simulate:SimulatedSteps",
     "TrainOptions": "shoal.training.options:TrainOptions",
+    "TrainingState": "shoal.job.callbacks:TrainingState",
     "Validation": "shoal.api.validate:Validation",
     "analyze": "shoal.api.analyze:analyze",
     "calibrate": "shoal.api.calibrate:calibrate",
@@ -71,10 +74,10 @@ _LATER = {
 }
 
 __all__ = [
-    "CalibrationReport", "Certificate", "Comparison", "Evaluation", "Explanation", "ExportedModel", "Job",
-    "LayoutHints", "NetworkReport", "PlanReport", "Run", "SimulatedSteps", "TrainOptions", "Validation", "analyze",
-    "calibrate", "compare", "engine", "evaluate", "explain", "export", "layout_of", "load_run", "plan", "report",
-    "runs", "simulate", "train", "train_job", "validate", "verify",
+    "CalibrationReport", "Callback", "Certificate", "Comparison", "Evaluation", "Explanation", "ExportedModel", "Job",
+    "LayoutHints", "NetworkReport", "PlanReport", "Run", "SimulatedSteps", "TrainOptions", "TrainingState",
+    "Validation", "analyze", "calibrate", "compare", "engine", "evaluate", "explain", "export", "layout_of",
+    "load_run", "plan", "report", "runs", "simulate", "train", "train_job", "validate", "verify",
 ]  # fmt: skip
 __all__ += [name for name in dict.fromkeys([*_strategy.__all__, *_strategy.REGISTRY]) if name not in __all__]
 

@@ -18,6 +18,7 @@ from shoal.comm.points import on_reach
 from shoal.job import load_job
 from shoal.launch.join import join, leave
 from shoal.parallel.owner.base import Owner
+from shoal.parallel.server.codec import PushCodec
 from shoal.parallel.server.coordinator import Coordinator, Update
 from shoal.parallel.server.shard import ServedShard
 from shoal.proof.compare import compare
@@ -31,6 +32,7 @@ from shoal.runtime.setup import Prepared, prepare
 from shoal.strategy import parse
 from shoal.strategy.terms.serving import Push
 from shoal.training.entry import train_run
+from shoal.training.lost_islands import LostIslands
 
 
 def prove_served(arguments: dict[str, Any], channel: Any) -> list[dict[str, Any]]:
@@ -105,7 +107,7 @@ def off_by_one(arguments: dict[str, Any], channel: Any) -> Any:
 
     def update(self: Coordinator, pushes: list[Push]) -> Update:
         made = right(self, pushes)
-        self.log[-1] = [[worker, step, share, max(0, version - 1)] for worker, step, share, version in self.log[-1]]
+        self.log[-1] = [[*row[:3], max(0, row[3] - 1), row[4]] for row in self.log[-1]]
         return made
 
     Coordinator._update = update  # type: ignore[method-assign]
@@ -138,6 +140,19 @@ def never_pulled(arguments: dict[str, Any], channel: Any) -> Any:
         right(self, worker)
 
     ServedShard.send = send  # type: ignore[method-assign]
+    return replayed(arguments, channel)
+
+
+def forgets_the_rest(arguments: dict[str, Any], channel: Any) -> Any:
+    """What a compressed push leaves is not kept for the next one."""
+    right = PushCodec._encoded
+
+    def encoded(self: PushCodec, each: Any, *given: Any) -> torch.Tensor:
+        payload = right(self, each, *given)
+        each.state.clear()
+        return payload
+
+    PushCodec._encoded = encoded  # type: ignore[method-assign]
     return replayed(arguments, channel)
 
 
@@ -190,6 +205,18 @@ def killed_worker(arguments: dict[str, Any], channel: Any) -> Any:
         if rank == channel.rank:
             _disturb(point, times, late_s)
     return train_run(arguments, channel)
+
+
+def killed_early(arguments: dict[str, Any], channel: Any) -> Any:
+    """A worker is killed in its first ticket, while the first rank is still busy with its start."""
+    right = LostIslands.allow
+
+    def late(self: LostIslands) -> None:
+        time.sleep(1.0 if channel.rank == 0 else 0.0)
+        right(self)
+
+    LostIslands.allow = late  # type: ignore[method-assign]
+    return killed_worker(arguments, channel)
 
 
 def _disturb(point: str, times: int, late_s: float | None) -> None:

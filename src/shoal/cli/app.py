@@ -22,4 +22,5 @@ SIZE = typer.Option("--size", help="Size of a built-in task: tiny, small, or a r
 BATCH = typer.Option(min=1, help="Global batch, instead of the job's own.")
 SEED = typer.Option(min=0, help="Seed, instead of the job's own.")
 STRAGGLER = typer.Option(help='Slow ranks: "rank 2: 3x", "random 10%: 5x", "all: 20 ms". May be given again.')
+START_FROM = typer.Option(help="Weights to start with: safetensors, a state_dict or dcp folder (docs/weights.md).")
 JSON = typer.Option("--json", help="One JSON object on standard output.")
