@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from shoal.api.running import load_run, train, verify
     from shoal.api.running import train as train_job
     from shoal.api.simulate import SimulatedSteps, simulate
+    from shoal.api.tokenize import TokenFolder, tokenize
     from shoal.api.validate import Validation, validate
     from shoal.job import Job
     from shoal.job.callbacks import Callback, TrainingState
@@ -53,6 +54,7 @@ _LATER = {
     "SimulatedSteps": "shoal.api.simulate:SimulatedSteps",
     "TrainOptions": "shoal.training.options:TrainOptions",
     "TrainingState": "shoal.job.callbacks:TrainingState",
+    "TokenFolder": "shoal.api.tokenize:TokenFolder",
     "Validation": "shoal.api.validate:Validation",
     "analyze": "shoal.api.analyze:analyze",
     "calibrate": "shoal.api.calibrate:calibrate",
@@ -67,6 +69,7 @@ _LATER = {
     "report": "shoal.api.compare:report",
     "runs": "shoal.api.compare:runs",
     "simulate": "shoal.api.simulate:simulate",
+    "tokenize": "shoal.api.tokenize:tokenize",
     "train": "shoal.api.running:train",
     "train_job": "shoal.api.running:train",
     "validate": "shoal.api.validate:validate",
@@ -75,9 +78,10 @@ _LATER = {
 
 __all__ = [
     "CalibrationReport", "Callback", "Certificate", "Comparison", "Evaluation", "Explanation", "ExportedModel", "Job",
-    "LayoutHints", "NetworkReport", "PlanReport", "Run", "SimulatedSteps", "TrainOptions", "TrainingState",
-    "Validation", "analyze", "calibrate", "compare", "engine", "evaluate", "explain", "export", "layout_of",
-    "load_run", "plan", "report", "runs", "simulate", "train", "train_job", "validate", "verify",
+    "LayoutHints", "NetworkReport", "PlanReport", "Run", "SimulatedSteps", "TokenFolder", "TrainOptions",
+    "TrainingState", "Validation", "analyze", "calibrate", "compare", "engine", "evaluate", "explain", "export",
+    "layout_of", "load_run", "plan", "report", "runs", "simulate", "tokenize", "train", "train_job", "validate",
+    "verify",
 ]  # fmt: skip
 __all__ += [name for name in dict.fromkeys([*_strategy.__all__, *_strategy.REGISTRY]) if name not in __all__]
 
