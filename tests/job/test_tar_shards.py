@@ -64,7 +64,7 @@ def test_what_is_no_shard_is_refused(tmp_path: Path, shards: Path) -> None:
     whole = (shards / "t-0.tar").read_bytes()
     cut = tmp_path / "cut.tar"
     cut.write_bytes(whole[: 512 + 60])
-    with pytest.raises(JobError, match="cut off|not an uncompressed tar"):
+    with pytest.raises(JobError, match=r"cut off|not an uncompressed tar"):
         TarData(cut, x="npy")
     (tmp_path / "x.tar").write_bytes(b"no tar at all" * 100)
     with pytest.raises(JobError, match="not an uncompressed tar file"):
@@ -145,7 +145,7 @@ def test_a_fetch_that_fails_leaves_nothing(tmp_path: Path) -> None:
         raise OSError("the line was cut")
 
     cache = ShardCache(tmp_path / "cache", fetch=broken)
-    with pytest.raises(JobError, match="cannot be fetched .* the line was cut"):
+    with pytest.raises(JobError, match=r"cannot be fetched .* the line was cut"):
         TarData(["far/t.tar"], x="npy", cache=cache)
     assert [file.name for file in (tmp_path / "cache").iterdir()] == [".lock"]
 
