@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shoal.api.running import load_run, train, verify
     from shoal.api.running import train as train_job
     from shoal.api.simulate import SimulatedSteps, simulate
+    from shoal.api.simulate_servers import SimulatedServers
     from shoal.api.validate import Validation, validate
     from shoal.job import Job
     from shoal.job.hints import LayoutHints
@@ -46,6 +47,7 @@ _LATER = {
     "NetworkReport": "shoal.api.analyze:NetworkReport",
     "PlanReport": "shoal.api.plan:PlanReport",
     "Run": "shoal.training.record.run:Run",
+    "SimulatedServers": "shoal.api.simulate_servers:SimulatedServers",
     "SimulatedSteps": "shoal.api.simulate:SimulatedSteps",
     "TrainOptions": "shoal.training.options:TrainOptions",
     "Validation": "shoal.api.validate:Validation",
@@ -67,7 +69,7 @@ _LATER = {
 
 __all__ = [
     "CalibrationReport", "Certificate", "Evaluation", "Explanation", "ExportedModel", "Job", "LayoutHints",
-    "NetworkReport", "PlanReport", "Run", "SimulatedSteps", "TrainOptions", "Validation", "analyze", "calibrate",
+    "NetworkReport", "PlanReport", "Run", "SimulatedServers", "SimulatedSteps", "TrainOptions", "Validation", "analyze", "calibrate",
     "engine", "evaluate", "explain", "export", "layout_of", "load_run", "plan", "simulate", "train", "train_job",
     "validate", "verify",
 ]  # fmt: skip
