@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from shoal.api.running import load_run, train, verify
     from shoal.api.running import train as train_job
     from shoal.api.simulate import SimulatedSteps, simulate
+    from shoal.api.simulate_servers import SimulatedServers
     from shoal.api.tokenize import TokenFolder, tokenize
     from shoal.api.validate import Validation, validate
     from shoal.job import Job
@@ -51,6 +52,7 @@ _LATER = {
     "NetworkReport": "shoal.api.analyze:NetworkReport",
     "PlanReport": "shoal.api.plan:PlanReport",
     "Run": "shoal.training.record.run:Run",
+    "SimulatedServers": "shoal.api.simulate_servers:SimulatedServers",
     "SimulatedSteps": "shoal.api.simulate:SimulatedSteps",
     "TrainOptions": "shoal.training.options:TrainOptions",
     "TrainingState": "shoal.job.callbacks:TrainingState",
@@ -78,10 +80,10 @@ _LATER = {
 
 __all__ = [
     "CalibrationReport", "Callback", "Certificate", "Comparison", "Evaluation", "Explanation", "ExportedModel", "Job",
-    "LayoutHints", "NetworkReport", "PlanReport", "Run", "SimulatedSteps", "TokenFolder", "TrainOptions",
-    "TrainingState", "Validation", "analyze", "calibrate", "compare", "engine", "evaluate", "explain", "export",
-    "layout_of", "load_run", "plan", "report", "runs", "simulate", "tokenize", "train", "train_job", "validate",
-    "verify",
+    "LayoutHints", "NetworkReport", "PlanReport", "Run", "SimulatedServers", "SimulatedSteps", "TokenFolder",
+    "TrainOptions", "TrainingState", "Validation", "analyze", "calibrate", "compare", "engine", "evaluate", "explain",
+    "export", "layout_of", "load_run", "plan", "report", "runs", "simulate", "tokenize", "train", "train_job",
+    "validate", "verify",
 ]  # fmt: skip
 __all__ += [name for name in dict.fromkeys([*_strategy.__all__, *_strategy.REGISTRY]) if name not in __all__]
 
