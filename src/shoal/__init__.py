@@ -17,6 +17,7 @@ from shoal.strategy import *  # noqa: F403
 if TYPE_CHECKING:
     from shoal.api.analyze import NetworkReport, analyze
     from shoal.api.calibrate import CalibrationReport, calibrate
+    from shoal.api.doctor import Diagnosis, doctor
     from shoal.api.evaluate import Evaluation, evaluate
     from shoal.api.explain import Explanation, explain
     from shoal.api.export import ExportedModel, export
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from shoal.api.running import load_run, train, verify
     from shoal.api.running import train as train_job
     from shoal.api.simulate import SimulatedSteps, simulate
+    from shoal.api.submit import Submission, submit
     from shoal.api.validate import Validation, validate
     from shoal.job import Job
     from shoal.job.hints import LayoutHints
@@ -38,6 +40,7 @@ __version__ = "0.1.0"
 _LATER = {
     "CalibrationReport": "shoal.api.calibrate:CalibrationReport",
     "Certificate": "shoal.proof.certify:Certificate",
+    "Diagnosis": "shoal.api.doctor:Diagnosis",
     "Evaluation": "shoal.api.evaluate:Evaluation",
     "Explanation": "shoal.api.explain:Explanation",
     "ExportedModel": "shoal.api.export:ExportedModel",
@@ -47,10 +50,12 @@ _LATER = {
     "PlanReport": "shoal.api.plan:PlanReport",
     "Run": "shoal.training.record.run:Run",
     "SimulatedSteps": "shoal.api.simulate:SimulatedSteps",
+    "Submission": "shoal.api.submit:Submission",
     "TrainOptions": "shoal.training.options:TrainOptions",
     "Validation": "shoal.api.validate:Validation",
     "analyze": "shoal.api.analyze:analyze",
     "calibrate": "shoal.api.calibrate:calibrate",
+    "doctor": "shoal.api.doctor:doctor",
     "engine": "shoal.training.own_loop:engine",
     "evaluate": "shoal.api.evaluate:evaluate",
     "explain": "shoal.api.explain:explain",
@@ -59,6 +64,7 @@ _LATER = {
     "load_run": "shoal.api.running:load_run",
     "plan": "shoal.api.plan:plan",
     "simulate": "shoal.api.simulate:simulate",
+    "submit": "shoal.api.submit:submit",
     "train": "shoal.api.running:train",
     "train_job": "shoal.api.running:train",
     "validate": "shoal.api.validate:validate",
@@ -66,10 +72,10 @@ _LATER = {
 }
 
 __all__ = [
-    "CalibrationReport", "Certificate", "Evaluation", "Explanation", "ExportedModel", "Job", "LayoutHints",
-    "NetworkReport", "PlanReport", "Run", "SimulatedSteps", "TrainOptions", "Validation", "analyze", "calibrate",
-    "engine", "evaluate", "explain", "export", "layout_of", "load_run", "plan", "simulate", "train", "train_job",
-    "validate", "verify",
+    "CalibrationReport", "Certificate", "Diagnosis", "Evaluation", "Explanation", "ExportedModel", "Job",
+    "LayoutHints", "NetworkReport", "PlanReport", "Run", "SimulatedSteps", "Submission", "TrainOptions",
+    "Validation", "analyze", "calibrate", "doctor", "engine", "evaluate", "explain", "export", "layout_of",
+    "load_run", "plan", "simulate", "submit", "train", "train_job", "validate", "verify",
 ]  # fmt: skip
 __all__ += [name for name in dict.fromkeys([*_strategy.__all__, *_strategy.REGISTRY]) if name not in __all__]
 

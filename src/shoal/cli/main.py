@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import typer
 
 from shoal.api.call import speak_of_options
-from shoal.cli import running_verbs, verbs  # noqa: F401 (they register themselves)
+from shoal.cli import doctor, running_verbs, submit, verbs  # noqa: F401 (they register themselves)
 from shoal.cli.app import app
 
 
@@ -50,7 +50,7 @@ def _few_cycles() -> Iterator[None]:
         gc.enable()
 
 
-RUNNING = ("train", "verify", "calibrate", "evaluate", "export", "plan", "demo")
+RUNNING = ("train", "verify", "calibrate", "evaluate", "export", "plan", "demo", "doctor")
 """Verbs that may start ranks."""
 
 
