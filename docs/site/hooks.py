@@ -16,6 +16,15 @@ BEHIND = {"train": "shoal.training.local.train_job", "verify": "shoal.proof.cert
 """Functions that are wrapped where they are offered."""
 
 
+def on_config(config: Any) -> Any:
+    """Pages that mkdocs.yml does not name come last."""
+    named = set(re.findall(r"[\w-]+\.md", str(config["nav"])))
+    others = sorted(path.name for path in (ROOT / "docs").glob("*.md") if path.name not in named)
+    if others:
+        config["nav"].append({"More": others})
+    return config
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Adds the pages that lie elsewhere."""
     for page, source in PAGES.items():

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from shoal.api.submit import Submission, submit
     from shoal.api.validate import Validation, validate
     from shoal.job import Job
+    from shoal.job.callbacks import Callback, TrainingState
     from shoal.job.hints import LayoutHints
     from shoal.layout.layout import layout_of
     from shoal.proof.certify import Certificate
@@ -39,6 +40,7 @@ __version__ = "0.1.0"
 
 _LATER = {
     "CalibrationReport": "shoal.api.calibrate:CalibrationReport",
+    "Callback": "shoal.job.callbacks:Callback",
     "Certificate": "shoal.proof.certify:Certificate",
     "Diagnosis": "shoal.api.doctor:Diagnosis",
     "Evaluation": "shoal.api.evaluate:Evaluation",
@@ -52,6 +54,7 @@ _LATER = {
     "SimulatedSteps": "shoal.api.simulate:SimulatedSteps",
     "Submission": "shoal.api.submit:Submission",
     "TrainOptions": "shoal.training.options:TrainOptions",
+    "TrainingState": "shoal.job.callbacks:TrainingState",
     "Validation": "shoal.api.validate:Validation",
     "analyze": "shoal.api.analyze:analyze",
     "calibrate": "shoal.api.calibrate:calibrate",
@@ -72,10 +75,10 @@ _LATER = {
 }
 
 __all__ = [
-    "CalibrationReport", "Certificate", "Diagnosis", "Evaluation", "Explanation", "ExportedModel", "Job",
-    "LayoutHints", "NetworkReport", "PlanReport", "Run", "SimulatedSteps", "Submission", "TrainOptions",
-    "Validation", "analyze", "calibrate", "doctor", "engine", "evaluate", "explain", "export", "layout_of",
-    "load_run", "plan", "simulate", "submit", "train", "train_job", "validate", "verify",
+    "CalibrationReport", "Callback", "Certificate", "Diagnosis", "Evaluation", "Explanation", "ExportedModel",
+    "Job", "LayoutHints", "NetworkReport", "PlanReport", "Run", "SimulatedSteps", "Submission", "TrainOptions",
+    "TrainingState", "Validation", "analyze", "calibrate", "doctor", "engine", "evaluate", "explain", "export",
+    "layout_of", "load_run", "plan", "simulate", "submit", "train", "train_job", "validate", "verify",
 ]  # fmt: skip
 __all__ += [name for name in dict.fromkeys([*_strategy.__all__, *_strategy.REGISTRY]) if name not in __all__]
 
@@ -86,6 +89,10 @@ def __getattr__(name: str) -> Any:
 
         module, attribute = _LATER[name].split(":")
         return getattr(import_module(module), attribute)
+    if name == "operators":
+        from importlib import import_module
+
+        return import_module("shoal.operators")
     if name in _strategy.REGISTRY:
         return _strategy.REGISTRY[name]
     raise AttributeError(f"module 'shoal' has no attribute {name!r}")

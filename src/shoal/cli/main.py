@@ -11,18 +11,18 @@ from collections.abc import Iterator
 
 import typer
 
-from shoal.api.call import speak_of_options
+from shoal.api.call import refusals_name_options
 from shoal.cli import doctor, running_verbs, submit, verbs  # noqa: F401 (they register themselves)
 from shoal.cli.app import app
 
 
 def run() -> None:
     """The `shoal` command. Errors that a user can mend are shown as sentences, not as tracebacks."""
-    speak_of_options()
     try:
         _start_early(sys.argv[1:])
         # Typer turns an interrupt into a status, which it returns.
-        with _few_cycles() if sys.argv[1:2] == ["plan"] else contextlib.nullcontext():
+        few = _few_cycles() if sys.argv[1:2] == ["plan"] else contextlib.nullcontext()
+        with few, refusals_name_options():
             status = app(standalone_mode=False)
         sys.stdout.flush()
     except (KeyboardInterrupt, typer.Abort):

@@ -103,6 +103,13 @@ def summary(outcome: dict[str, Any]) -> None:
     if outcome.get("critical_batch") is not None:
         used = f"this run used {outcome['global_batch']}"
         rows["critical batch"] = f"about {outcome['critical_batch']:.0f} samples by the gradient noise; {used}"
+    if outcome.get("ended"):
+        rows["ended"] = outcome["ended"]
+    if outcome.get("best"):
+        rows["best"] = ", ".join(
+            "  ".join(f"{name} {value:.6g}" if name != "step" else f"step {value}:" for name, value in row.items())
+            for row in outcome["best"]
+        )
     rows["sent in a step"] = f"{sum(row['bytes'] for row in outcome['ledger']) / 1e6:.2f} MB by each rank"
     rows["peak memory"] = f"{outcome['memory_bytes'] / 2**20:.0f} MiB a rank"
     rows["run"] = outcome["folder"]

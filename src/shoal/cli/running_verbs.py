@@ -50,7 +50,32 @@ def train(
     checkpoint_every: Annotated[
         int | None, typer.Option(min=0, help="Steps between checkpoints; 0 writes none.")
     ] = None,
+    checkpoint_minutes: Annotated[
+        float | None, typer.Option(min=0.01, help="Minutes between checkpoints, besides those by steps.")
+    ] = None,
+    checkpoint_async: Annotated[
+        bool, typer.Option("--checkpoint-async", help="Write checkpoints from a copy while training goes on.")
+    ] = False,
+    keep: Annotated[int | None, typer.Option(min=1, help="Newest checkpoints to keep (default: 2).")] = None,
+    keep_best: Annotated[
+        int | None, typer.Option(min=0, help="Keep also the checkpoints of the N best evaluations.")
+    ] = None,
+    weights_only: Annotated[
+        bool, typer.Option("--weights-only", help="Leave the optimiser's state out of checkpoints (not resumable).")
+    ] = False,
+    patience: Annotated[
+        int | None, typer.Option(min=1, help="Stop after this number of evaluations without improvement.")
+    ] = None,
+    monitor: Annotated[
+        str | None, typer.Option(help="Value for --patience and --keep-best (default: the target's, or loss).")
+    ] = None,
+    better: Annotated[str | None, typer.Option(help="Whether lower or higher values of --monitor are better.")] = None,
+    min_delta: Annotated[float | None, typer.Option(min=0.0, help="Least change that counts as improvement.")] = None,
+    evaluate_every: Annotated[int | None, typer.Option(min=0, help="Steps between evaluations; 0: at the end.")] = None,
     trace: Annotated[bool, typer.Option("--trace", help="Write a Chrome/Perfetto trace of some steps.")] = False,
+    log: Annotated[
+        list[str] | None, typer.Option(help="Write curves also to csv, wandb or mlflow. May be given again.")
+    ] = None,
     full: Annotated[
         bool, typer.Option("--full", help="Run all steps even if the target is reached early.")
     ] = False,
@@ -81,6 +106,9 @@ def train(
         growth=grow_batch, scale_rule=scale_rule, base_batch=base_batch, warmup=warmup,
         go_on=go_on, start_from=start_from,
         checkpoint_every=checkpoint_every, trace=trace, stop_at_target=not full, backend=backend, gate=not no_gate,
+        checkpoint_minutes=checkpoint_minutes, checkpoint_async=checkpoint_async, keep=keep or 2,
+        keep_best=keep_best or 0, weights_only=weights_only, patience=patience, monitor=monitor, better=better,
+        min_delta=min_delta or 0.0, evaluate_every=evaluate_every, log=", ".join(log or ()) or None,
         emulate=emulate, straggler="; ".join(straggler or ()) or None, fail="; ".join(fail or ()) or None,
     )  # fmt: skip
     sys.exit(train_command(options, ranks=ranks, hang_after_s=hang_after, as_json=as_json))

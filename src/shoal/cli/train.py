@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import os
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,8 +30,11 @@ from shoal.training.local import (
 from shoal.training.options import TrainOptions
 
 INHERITED = {"strategy": str, "size": str, "steps": int, "global_batch": int, "seed": int, "checkpoint_every": int,
-             "growth": str, "scale_rule": str, "base_batch": int, "warmup": int}  # fmt: skip
+             "growth": str, "scale_rule": str, "base_batch": int, "warmup": int, "evaluate_every": int,
+             "checkpoint_minutes": float, "checkpoint_async": bool, "keep": int, "keep_best": int, "weights_only": bool,
+             "patience": int, "monitor": str, "better": str, "min_delta": float, "log": str}  # fmt: skip
 """What a resumed run takes from the run it goes on with, where the command line does not say."""
+DEFAULTS = {each.name: each.default for each in fields(TrainOptions)}
 OPTION = {"global_batch": "batch", "growth": "grow-batch"}
 
 
@@ -101,10 +104,10 @@ def _inherit(options: TrainOptions, run: Path | None) -> TrainOptions:
     own: dict[str, Any] = {}
     for name, kind in INHERITED.items():
         value = before.get(name)
-        if getattr(options, name) is not None or value is None:
+        if getattr(options, name) != DEFAULTS[name] or value is None:
             continue
         if type(value) is not kind:
-            expected = "text" if kind is str else "a whole number"
+            expected = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}[kind]
             raise RunBroken(
                 f"{run / RUN} has the {name} {value!r}, but {expected} was expected; "
                 f"repair it, or give --{OPTION.get(name, name.replace('_', '-'))}"

@@ -109,7 +109,9 @@ class Engine:
     def compressions(self) -> list[Compression]:
         """All that keep what was not sent: of gradients, and of rounds of islands."""
         outer = [] if self.outer is None else [codec.compression for codec in self.outer.codecs]
-        return [*outer, *([] if self.compression is None else [self.compression])]
+        remote = self.owner.remote
+        pushes = [] if remote is None or remote.codec is None else [remote.codec]
+        return [*outer, *pushes, *([] if self.compression is None else [self.compression])]
 
     @property
     def replicas(self) -> Replicas:
@@ -205,9 +207,9 @@ class Engine:
         result, gradients = self.reduce()
         closure = closure_for(self, again, result.loss) if self.optimizer.needs_closure else None
         with BOOK.during("optimizer"), torch.no_grad():
-            remote = self.owner.remote
-            if remote is not None:
-                remote.stop = result.stop
+            remote, tickets = self.owner.remote, self.owner.tickets
+            if tickets is not None:
+                tickets.stop = result.stop
             self.owner.update(gradients, lr_factor=lr_factor, closure=closure)
             if remote is not None:
                 result = replace(result, grad_norm=remote.norm)

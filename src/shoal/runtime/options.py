@@ -15,6 +15,7 @@ from shoal.common.suggest import did_you_mean
 KINDS: dict[str, tuple[Any, str]] = {
     "str": (str, "text"),
     "int": (int, "a whole number of at least 0"),
+    "float": (float, "a number of at least 0"),
     "bool": (bool, "True or False"),
 }
 """What a field of each type takes, and how a refusal calls it."""
@@ -55,7 +56,10 @@ class JobOptions:
             kind, expected = KINDS[str(each.type).removesuffix(" | None")]
             if value is None and "None" in str(each.type):
                 continue
-            if type(value) is not kind or (kind is int and value < 0):
+            if kind is float and type(value) is int:
+                value = float(value)
+                object.__setattr__(self, each.name, value)
+            if type(value) is not kind or (kind in (int, float) and not value >= 0):
                 raise WrongOption(f"{each.name}={value!r}; expected {expected}")
 
     def to_json(self) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def evaluate_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     checkpoint = checkpoint_of(Path(options.run), options.step)
     require_job_of(checkpoint, job)
     ready = prepare(job, parse(options.strategy), rank=me.rank, backend=me.backend, device=me.device)
-    restore(ready.engine, checkpoint)
+    restore(ready.engine, checkpoint, weights_only=True)
     with ready.engine.consensus():
         metrics = ready.runner.evaluate(watch=beat)
     leave()

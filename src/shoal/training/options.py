@@ -23,8 +23,28 @@ class TrainOptions(JobOptions):
     by a scheduler."""
     checkpoint_every: int | None = None
     """Steps between checkpoints; 0 writes none. None: four in a run."""
+    checkpoint_minutes: float | None = None
+    """Minutes between checkpoints, by rank 0's clock, besides those by steps."""
+    checkpoint_async: bool = False
+    """Whether a thread writes checkpoints from a copy while training goes on."""
+    keep: int = 2
+    """The newest checkpoints that are kept."""
+    keep_best: int = 0
+    """Checkpoints of the best evaluations that are kept besides; each is written after its evaluation."""
+    weights_only: bool = False
+    """Whether checkpoints leave out the optimiser's state. They can be exported and evaluated, not resumed."""
+    patience: int | None = None
+    """Evaluations without improvement after which the run ends."""
+    monitor: str | None = None
+    """The validation value that patience and keep_best look at. None: that of the job's target, or the loss."""
+    better: str | None = None
+    """`lower` or `higher`. None: as the target says; lower for the loss."""
+    min_delta: float = 0.0
+    """The least change of the monitored value that counts as improvement."""
     trace: bool = False
     """Whether a trace of some steps is written, for Perfetto."""
+    log: str | None = None
+    """Where else curves are written: `csv`, `wandb`, `mlflow`, or several of them, as "csv, wandb"."""
     stop_at_target: bool = True
     """Whether the run ends at the job's target, or goes on to its last step."""
     backend: str | None = None
@@ -49,6 +69,12 @@ class TrainOptions(JobOptions):
                 f"--start-from {self.start_from} gives a new run its weights, and --resume {self.resume} goes on with "
                 "those of a run; leave one out"
             )
+        if self.better not in (None, "lower", "higher"):
+            raise WrongOption(f"--better {self.better}: expected lower or higher")
+        if self.keep < 1:
+            raise WrongOption("--keep 0: at least 1 checkpoint must be kept; --checkpoint-every 0 writes none")
+        if self.patience == 0:
+            raise WrongOption("--patience 0: expected at least 1 evaluation without improvement")
 
     def recorded(self) -> dict[str, Any]:
         """What the record of the run keeps: all that a user gives."""
