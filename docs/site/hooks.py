@@ -54,5 +54,6 @@ def _reference() -> str:
     names = dict(re.findall(r'^    "(\w+)": "(shoal[\w.]*:\w+)",$', (ROOT / "src/shoal/__init__.py").read_text(), re.M))
     lines = ["# Which functions and classes does `import shoal` offer?", ""]
     for name in sorted(set(names) - {"train_job"}, key=str.lower):
-        lines += [f"::: {BEHIND.get(name, names[name].replace(':', '.'))}", ""]
+        path = BEHIND.get(name, names[name].replace(":", "."))
+        lines += [f"::: {path}", "    options:", f"      heading: shoal.{name}", f"      toc_label: {name}", ""]
     return "\n".join(lines)
