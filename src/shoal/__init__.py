@@ -17,6 +17,7 @@ from shoal.strategy import *  # noqa: F403
 if TYPE_CHECKING:
     from shoal.api.analyze import NetworkReport, analyze
     from shoal.api.calibrate import CalibrationReport, calibrate
+    from shoal.api.compare import Comparison, compare, report, runs
     from shoal.api.doctor import Diagnosis, doctor
     from shoal.api.evaluate import Evaluation, evaluate
     from shoal.api.explain import Explanation, explain
@@ -40,6 +41,7 @@ __version__ = "0.1.0"
 
 _LATER = {
     "CalibrationReport": "shoal.api.calibrate:CalibrationReport",
+    "Comparison": "shoal.api.compare:Comparison",
     "Callback": "shoal.job.callbacks:Callback",
     "Certificate": "shoal.proof.certify:Certificate",
     "Diagnosis": "shoal.api.doctor:Diagnosis",
@@ -58,6 +60,7 @@ _LATER = {
     "Validation": "shoal.api.validate:Validation",
     "analyze": "shoal.api.analyze:analyze",
     "calibrate": "shoal.api.calibrate:calibrate",
+    "compare": "shoal.api.compare:compare",
     "doctor": "shoal.api.doctor:doctor",
     "engine": "shoal.training.own_loop:engine",
     "evaluate": "shoal.api.evaluate:evaluate",
@@ -66,6 +69,8 @@ _LATER = {
     "layout_of": "shoal.layout.layout:layout_of",
     "load_run": "shoal.api.running:load_run",
     "plan": "shoal.api.plan:plan",
+    "report": "shoal.api.compare:report",
+    "runs": "shoal.api.compare:runs",
     "simulate": "shoal.api.simulate:simulate",
     "submit": "shoal.api.submit:submit",
     "train": "shoal.api.running:train",
@@ -75,10 +80,11 @@ _LATER = {
 }
 
 __all__ = [
-    "CalibrationReport", "Callback", "Certificate", "Diagnosis", "Evaluation", "Explanation", "ExportedModel",
-    "Job", "LayoutHints", "NetworkReport", "PlanReport", "Run", "SimulatedSteps", "Submission", "TrainOptions",
-    "TrainingState", "Validation", "analyze", "calibrate", "doctor", "engine", "evaluate", "explain", "export",
-    "layout_of", "load_run", "plan", "simulate", "submit", "train", "train_job", "validate", "verify",
+    "CalibrationReport", "Callback", "Certificate", "Comparison", "Diagnosis", "Evaluation", "Explanation",
+    "ExportedModel", "Job", "LayoutHints", "NetworkReport", "PlanReport", "Run", "SimulatedSteps", "Submission",
+    "TrainOptions", "TrainingState", "Validation", "analyze", "calibrate", "compare", "doctor", "engine",
+    "evaluate", "explain", "export", "layout_of", "load_run", "plan", "report", "runs", "simulate", "submit",
+    "train", "train_job", "validate", "verify",
 ]  # fmt: skip
 __all__ += [name for name in dict.fromkeys([*_strategy.__all__, *_strategy.REGISTRY]) if name not in __all__]
 

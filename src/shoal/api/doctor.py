@@ -73,6 +73,9 @@ def doctor(
         seconds: After this long no further part of it is begun.
         progress: Is given what is being done. The `shoal` logger by default.
 
+    Returns:
+        Facts by section, advice, and what was tried. It prints as one text.
+
     Example:
         print(shoal.doctor())
     """

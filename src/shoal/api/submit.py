@@ -82,6 +82,9 @@ def submit(
         secret: Under k8s: the Secret whose key `token` the ranks share. None: NAME-token.
         options: Further options of `shoal train`, as words.
 
+    Returns:
+        The text, and `.send()`.
+
     Raises:
         CannotSubmit: Something that was given does not fit; the text says what would.
 

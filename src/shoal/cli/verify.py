@@ -6,9 +6,8 @@ from typing import Any
 
 
 def verify_command(
-    job: str, text: str, *, steps: int, size: str | None, batch: int | None, seed: int | None,
-    start_from: str | None = None, as_json: bool,
-) -> int:  # fmt: skip
+    job: str, text: str, *, steps: int, size: str | None, changed: dict[str, Any], as_json: bool
+) -> int:
     from rich.console import Console
 
     from shoal.api.known import require_known
@@ -32,7 +31,6 @@ def verify_command(
         with console.status("importing torch") as status:
             from shoal.proof.certify import verify
 
-            changed = {"global_batch": batch, "seed": seed, "start_from": start_from}
             certificate = verify(job, strategy, steps=steps, size=size, overrides=changed, progress=doing)
         report: Any = certificate.to_json() if as_json else certificate
         emit(report)

@@ -60,19 +60,19 @@ def built(job: Job) -> nn.Module:
     return model
 
 
-def require_runs(job: Job, *, samples: int, autocast: bool = False) -> None:
+def require_runs(job: Job, *, samples: int, autocast: torch.dtype | None = None) -> None:
     """Runs forward, loss, validation and metrics once on the CPU. Random states are as they were before.
 
     Args:
         job: Its model is built anew.
         samples: How many samples a rank computes at once.
-        autocast: Whether training multiplies in bfloat16.
+        autocast: What training multiplies in, where that is not the model's own precision.
 
     Raises:
         JobError: Some part of the job fails, or trains nothing; the text names it.
     """
     states = random.getstate(), np.random.get_state()
-    precision: Any = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
+    precision: Any = torch.autocast("cpu", autocast) if autocast is not None else nullcontext()
     try:
         with torch.random.fork_rng(devices=[]), precision:
             torch.manual_seed(job.seed)

@@ -12,6 +12,7 @@ from shoal.checkpoint.restore import find_intact, require_full
 from shoal.checkpoint.rows import CheckpointBroken
 from shoal.checkpoint.saved import Checkpoint
 from shoal.job import Job
+from shoal.job.work import flops_per_sample
 from shoal.launch.agree import choose
 from shoal.launch.devices import devices_here
 from shoal.layout.layout import facts_of, layout_of
@@ -67,7 +68,8 @@ def check(options: TrainOptions, channel: Any) -> dict[str, Any]:
     if options.gate:
         for message in require_independent_once(job, strategy, facts, asked, backend=options.backend):
             channel.say(message)
-    return {"job": job.name, "steps": job.steps, "resume": resume, "question": asked}
+    return {"job": job.name, "steps": job.steps, "resume": resume, "question": asked,
+            "flops_per_sample": flops_per_sample(job)}  # fmt: skip
 
 
 def _require_checkpoints(options: TrainOptions, strategy: Strategy) -> None:
