@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from shoal.api.running import train as train_job
     from shoal.api.simulate import SimulatedSteps, simulate
     from shoal.api.validate import Validation, validate
+    from shoal.exporting.trained import full_weights as load_weights
     from shoal.job import Job
     from shoal.job.callbacks import Callback, TrainingState
     from shoal.job.hints import LayoutHints
@@ -60,6 +61,7 @@ _LATER = {
     "export": "shoal.api.export:export",
     "layout_of": "shoal.layout.layout:layout_of",
     "load_run": "shoal.api.running:load_run",
+    "load_weights": "shoal.exporting.trained:full_weights",
     "plan": "shoal.api.plan:plan",
     "simulate": "shoal.api.simulate:simulate",
     "train": "shoal.api.running:train",
@@ -71,8 +73,8 @@ _LATER = {
 __all__ = [
     "Callback", "CalibrationReport", "Certificate", "Evaluation", "Explanation", "ExportedModel", "Job", "LayoutHints",
     "NetworkReport", "PlanReport", "Run", "SimulatedSteps", "TrainOptions", "TrainingState", "Validation", "analyze",
-    "calibrate", "engine", "evaluate", "explain", "export", "layout_of", "load_run", "plan", "simulate", "train",
-    "train_job", "validate", "verify",
+    "calibrate", "engine", "evaluate", "explain", "export", "layout_of", "load_run", "load_weights", "plan", "simulate",
+    "train", "train_job", "validate", "verify",
 ]  # fmt: skip
 __all__ += [name for name in dict.fromkeys([*_strategy.__all__, *_strategy.REGISTRY]) if name not in __all__]
 
