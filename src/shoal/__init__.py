@@ -17,6 +17,7 @@ from shoal.strategy import *  # noqa: F403
 if TYPE_CHECKING:
     from shoal.api.analyze import NetworkReport, analyze
     from shoal.api.calibrate import CalibrationReport, calibrate
+    from shoal.api.compare import Comparison, compare, report, runs
     from shoal.api.evaluate import Evaluation, evaluate
     from shoal.api.explain import Explanation, explain
     from shoal.api.export import ExportedModel, export
@@ -39,6 +40,7 @@ __version__ = "0.1.0"
 
 _LATER = {
     "CalibrationReport": "shoal.api.calibrate:CalibrationReport",
+    "Comparison": "shoal.api.compare:Comparison",
     "Callback": "shoal.job.callbacks:Callback",
     "Certificate": "shoal.proof.certify:Certificate",
     "Evaluation": "shoal.api.evaluate:Evaluation",
@@ -55,6 +57,7 @@ _LATER = {
     "Validation": "shoal.api.validate:Validation",
     "analyze": "shoal.api.analyze:analyze",
     "calibrate": "shoal.api.calibrate:calibrate",
+    "compare": "shoal.api.compare:compare",
     "engine": "shoal.training.own_loop:engine",
     "evaluate": "shoal.api.evaluate:evaluate",
     "explain": "shoal.api.explain:explain",
@@ -63,6 +66,8 @@ _LATER = {
     "load_run": "shoal.api.running:load_run",
     "load_weights": "shoal.exporting.trained:full_weights",
     "plan": "shoal.api.plan:plan",
+    "report": "shoal.api.compare:report",
+    "runs": "shoal.api.compare:runs",
     "simulate": "shoal.api.simulate:simulate",
     "train": "shoal.api.running:train",
     "train_job": "shoal.api.running:train",
@@ -71,10 +76,10 @@ _LATER = {
 }
 
 __all__ = [
-    "Callback", "CalibrationReport", "Certificate", "Evaluation", "Explanation", "ExportedModel", "Job", "LayoutHints",
-    "NetworkReport", "PlanReport", "Run", "SimulatedSteps", "TrainOptions", "TrainingState", "Validation", "analyze",
-    "calibrate", "engine", "evaluate", "explain", "export", "layout_of", "load_run", "load_weights", "plan", "simulate",
-    "train", "train_job", "validate", "verify",
+    "CalibrationReport", "Callback", "Certificate", "Comparison", "Evaluation", "Explanation", "ExportedModel", "Job",
+    "LayoutHints", "NetworkReport", "PlanReport", "Run", "SimulatedSteps", "TrainOptions", "TrainingState",
+    "Validation", "analyze", "calibrate", "compare", "engine", "evaluate", "explain", "export", "layout_of",
+    "load_run", "load_weights", "plan", "report", "runs", "simulate", "train", "train_job", "validate", "verify",
 ]  # fmt: skip
 __all__ += [name for name in dict.fromkeys([*_strategy.__all__, *_strategy.REGISTRY]) if name not in __all__]
 
@@ -85,6 +90,10 @@ def __getattr__(name: str) -> Any:
 
         module, attribute = _LATER[name].split(":")
         return getattr(import_module(module), attribute)
+    if name == "operators":
+        from importlib import import_module
+
+        return import_module("shoal.operators")
     if name in _strategy.REGISTRY:
         return _strategy.REGISTRY[name]
     raise AttributeError(f"module 'shoal' has no attribute {name!r}")

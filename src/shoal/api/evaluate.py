@@ -25,7 +25,7 @@ class Evaluation(PrintedTable):
     metrics: dict[str, float]
 
     def to_json(self) -> dict[str, Any]:
-        """What `shoal evaluate --json` prints."""
+        """What the verb prints with `--json`."""
         return asdict(self)
 
     def _table(self) -> tuple[str, list[str], list[list[str]]]:
@@ -73,7 +73,7 @@ def evaluate(
     folder = given.parent.parent if given.name.startswith("step-") else given
     arguments = read_json(folder / RUN).get("arguments") or {}
     known = {each.name for each in fields(JobOptions)}
-    of_job = {name: value for name, value in arguments.items() if name in known}
+    of_job = {name: value for name, value in arguments.items() if name in known and name != "start_from"}
     chosen = strategy_of(strategy)
     require_legal(chosen)
     require_runnable(chosen)

@@ -24,6 +24,7 @@ SIZE = typer.Option("--size", help="Size of a built-in task: tiny, small, or a r
 BATCH = typer.Option(min=1, help="Global batch, instead of the job's own.")
 SEED = typer.Option(min=0, help="Seed, instead of the job's own.")
 STRAGGLER = typer.Option(help='Slow ranks: "rank 2: 3x", "random 10%: 5x", "all: 20 ms". May be given again.')
+START_FROM = typer.Option(help="Weights to start with: safetensors, a state_dict or dcp folder (docs/weights.md).")
 SET = typer.Option(
     "--set", metavar="NAME=VALUE",
     help="Change a value of the job or an option of its optimiser: lr=3e-4, clip=1.0. May be given again.",

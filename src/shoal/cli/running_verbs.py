@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.app import BATCH, CONFIG, JOB, JSON, SEED, SET, SIZE, STRAGGLER, STRATEGY, app
+from shoal.cli.app import BATCH, CONFIG, JOB, JSON, SEED, SET, SIZE, START_FROM, STRAGGLER, STRATEGY, app
 
 
 @app.command()
@@ -45,6 +45,7 @@ def train(
         str | None,
         typer.Option(help="A run's folder or a checkpoint to go on from, by default with its settings."),
     ] = None,
+    start_from: Annotated[str | None, START_FROM] = None,
     go_on: Annotated[
         bool, typer.Option("--go-on", help="Resume the run in --folder, or start it if there is none yet.")
     ] = False,
@@ -106,7 +107,7 @@ def train(
     options = TrainOptions(
         job=job, strategy=strategy, size=size, steps=steps, global_batch=batch, seed=seed, folder=folder, resume=resume,
         set=parse_settings(set_), growth=grow_batch, scale_rule=scale_rule, base_batch=base_batch, warmup=warmup,
-        go_on=go_on,
+        go_on=go_on, start_from=start_from,
         checkpoint_every=checkpoint_every, trace=trace, stop_at_target=not full, backend=backend, gate=not no_gate,
         checkpoint_minutes=checkpoint_minutes, checkpoint_async=checkpoint_async, keep=keep or 2,
         keep_best=keep_best or 0, weights_only=weights_only, patience=patience, monitor=monitor, better=better,
@@ -124,6 +125,7 @@ def verify(
     size: Annotated[str | None, SIZE] = None,
     batch: Annotated[int | None, BATCH] = None,
     seed: Annotated[int | None, SEED] = None,
+    start_from: Annotated[str | None, START_FROM] = None,
     set_: Annotated[list[str] | None, SET] = None,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
@@ -131,7 +133,7 @@ def verify(
     from shoal.api.settings import parse_settings
     from shoal.cli.verify import verify_command
 
-    changed = {"global_batch": batch, "seed": seed, "set": parse_settings(set_)}
+    changed = {"global_batch": batch, "seed": seed, "start_from": start_from, "set": parse_settings(set_)}
     sys.exit(verify_command(job, strategy, steps=steps, size=size, changed=changed, as_json=as_json))
 
 

@@ -84,7 +84,7 @@ def run_folder(path: Path) -> Path:
 def options_of(arguments: Mapping[str, Any], job: str | None = None) -> JobOptions:
     """The job of a run, from what its record keeps; `job` names it where its file was moved."""
     known = {each.name for each in fields(JobOptions)}
-    given = {name: value for name, value in arguments.items() if name in known}
+    given = {name: value for name, value in arguments.items() if name in known and name != "start_from"}
     if job is not None:
         given["job"] = job
     if not isinstance(given.get("job"), str):

@@ -189,7 +189,7 @@ def _outer(strategy: Strategy, engine: Engine, seed: int) -> OuterLevel | None:
     loose = next((level for level in strategy.dp_levels if is_loose(level)), None)
     if loose is None:
         return None
-    if engine.placement.seats is not None:
+    if engine.placement.seats is not None or engine.placement.hogwild is not None:
         return ServedLevel(engine.placement, engine.model)
     term = loose.sync
     assert isinstance(term, Scheme), f"{term} has no runtime"

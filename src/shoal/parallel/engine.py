@@ -63,6 +63,8 @@ class Engine:
     cut: CutModel
     """What the axes that cut the model have made of it."""
     stop_requested: bool = False
+    asked_to_stop: Callable[[], bool] = bool
+    """Asked as late in a step as possible: a stop that comes during the step ends the run after this one."""
     compression: Compression | None = None
     """Where a level of dp compresses."""
     buffers: BufferExchange | None = None
@@ -113,7 +115,9 @@ class Engine:
     def compressions(self) -> list[Compression]:
         """All that keep what was not sent: of gradients, and of rounds of islands."""
         outer = [] if self.outer is None else [codec.compression for codec in self.outer.codecs]
-        return [*outer, *([] if self.compression is None else [self.compression])]
+        remote = self.owner.remote
+        pushes = [] if remote is None or remote.codec is None else [remote.codec]
+        return [*outer, *pushes, *([] if self.compression is None else [self.compression])]
 
     @property
     def replicas(self) -> Replicas:
@@ -200,7 +204,7 @@ class Engine:
 
     def take_sums(self) -> torch.Tensor:
         """This rank's loss, count and wish to stop since this was last asked."""
-        self._sums[2].fill_(float(self.stop_requested))
+        self._sums[2].fill_(float(self.stop_requested or self.asked_to_stop()))
         sums, self._sums = self._sums, torch.zeros_like(self._sums)
         return sums
 
@@ -210,9 +214,9 @@ class Engine:
         result, gradients = self.reduce()
         closure = closure_for(self, again, result.loss) if self.optimizer.needs_closure else None
         with BOOK.during("optimizer"), torch.no_grad():
-            remote = self.owner.remote
-            if remote is not None:
-                remote.stop = result.stop
+            remote, tickets = self.owner.remote, self.owner.tickets
+            if tickets is not None:
+                tickets.stop = result.stop
             if not result.skipped:
                 self.owner.update(gradients, lr_factor=lr_factor, closure=closure)
             if remote is not None:

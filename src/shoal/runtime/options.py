@@ -48,6 +48,8 @@ class JobOptions:
     seed: int | None = None
     evaluate_every: int | None = None
     """Steps between two evaluations; 0 evaluates at the end only."""
+    start_from: str | None = None
+    """A file or folder of weights that the model starts with (`job/weights/`)."""
     set: dict[str, Any] | None = None
     """Other plain values of the job, or options of its optimiser: {"lr": 3e-4, "clip": 1.0}."""
 

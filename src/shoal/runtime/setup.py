@@ -21,6 +21,7 @@ from shoal.job.overrides import overridden
 from shoal.job.own_code import require_runs
 from shoal.job.random_optimizer import UpdateDraws, draws_numbers, without_draws
 from shoal.job.randomness import Randomness
+from shoal.job.weights.start import start_from
 from shoal.launch.devices import devices_here
 from shoal.layout.held_outside import Outside
 from shoal.layout.layout import layout_of
@@ -105,6 +106,8 @@ def job_from(options: JobOptions) -> Job:
         # The rate was tuned for the batch that the job has by itself.
         changed["base_batch"] = options.base_batch or job.base_batch or int(job.global_batch)
         changed.setdefault("warmup", job.warmup or changed.get("steps", job.steps) // WARMUP)
+    if options.start_from is not None:
+        job = start_from(job, options.start_from)
     return replace(job, **changed) if changed else job
 
 
@@ -146,7 +149,7 @@ def prepare(job: Job, strategy: Strategy, *, rank: int, backend: str | None, dev
     randomness.numbers.cuts = cuts_of(engine)
     executor = executor_for(engine, strategy)
     runner = StepRunner(job, executor, strategy, randomness, autocast=precision_of(strategy), dtype=dtype)
-    connect(engine, strategy)
+    connect(engine, strategy, seed=job.seed)
     expected = Expected(job, strategy, layout, executor, dtype, full_parameters=not tried.elementwise)
     expected.watch()
     runner.before_step = expected.forget

@@ -91,6 +91,7 @@ class TrainingRun:
     def __init__(self, ready: Prepared, options: TrainOptions, folder: Path, channel: Any, *, rank: int) -> None:
         self.ready, self.options, self.folder, self.channel, self.rank = ready, options, folder, channel, rank
         self.job, self.engine, self.runner = ready.job, ready.engine, ready.runner
+        self.engine.asked_to_stop = lambda: bool(channel.stop_requested)
         self.step, self.counter, self.train_s = 0, 0, 0.0
         self.step_times: list[float] = []
         self.ledger = Ledger()
@@ -108,7 +109,7 @@ class TrainingRun:
         self.noise = NoiseScale()
         known = options.flops_per_sample if rank == 0 else None
         self.speed = speed_of(known, ready.strategy, ready.engine.device)
-        self.pace = Pace(1 if ready.engine.placement.seats is not None else period(ready.strategy))
+        self.pace = Pace(1 if ready.engine.owner.tickets is not None else period(ready.strategy))
         self.lost = LostIslands(ready, channel, rank=rank)
         self.hindered = Hindered(options, rank=rank, world=ready.strategy.world, seed=self.job.seed)
         if options.resume is not None:
@@ -146,8 +147,8 @@ class TrainingRun:
         job = self.job
         self.saving.prepare()
         trace = tracing(self.folder, steps=3) if self.rank == 0 and self.options.trace else None
-        BOOK.take()
         self.lost.allow()
+        BOOK.take()
         self._evaluate_if_due()  # A stop comes before the evaluation of its step.
         while self.step < job.steps and not self._done():
             self._advance()
@@ -177,11 +178,11 @@ class TrainingRun:
 
     def _advance(self) -> None:
         """One step; where servers let replicas run at their own speed, tickets until all stand at one step again."""
-        remote = self.engine.owner.remote
-        if remote is None or remote.together:
+        tickets = self.engine.owner.tickets
+        if tickets is None or tickets.together:
             self._one_step()
         else:
-            run_tickets(self, remote, self._one_step, self.saving.every)
+            run_tickets(self, tickets, self._one_step, self.saving.every)
 
     def _evaluate_if_due(self) -> None:
         due = self.pace.due(self.step, self.job.evaluate_every or 0)

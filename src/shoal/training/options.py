@@ -66,6 +66,11 @@ class TrainOptions(JobOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.start_from is not None and self.resume is not None and not self.go_on:
+            raise WrongOption(
+                f"--start-from {self.start_from} gives a new run its weights, and --resume {self.resume} goes on with "
+                "those of a run; leave one out"
+            )
         if self.better not in (None, "lower", "higher"):
             raise WrongOption(f"--better {self.better}: expected lower or higher")
         if self.keep < 1:

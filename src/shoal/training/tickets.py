@@ -12,6 +12,7 @@ from typing import Any
 
 from shoal.parallel.engine import Engine
 from shoal.parallel.server.remote import RemoteOptimizer
+from shoal.parallel.shared_tickets import SharedTickets
 
 
 def next_limit(step: int, steps: int, *every: int) -> int:
@@ -36,7 +37,7 @@ class Counters:
         return self.known[step]
 
 
-def run_tickets(run: Any, remote: RemoteOptimizer, one_step: Callable[[], None], every: int) -> None:
+def run_tickets(run: Any, remote: RemoteOptimizer | SharedTickets, one_step: Callable[[], None], every: int) -> None:
     """Computes tickets up to the next limit. `run` is the TrainingRun, whose step and counter are those of the ticket;
     `every`: steps from one checkpoint to the next."""
     limit = next_limit(run.step, run.job.steps, run.job.evaluate_every or 0, every)
@@ -51,15 +52,18 @@ def run_tickets(run: Any, remote: RemoteOptimizer, one_step: Callable[[], None],
 
 
 def leave_servers(engine: Engine, rank: int) -> dict[str, Any]:
-    """Takes leave of parameter servers, if there are some; what they have counted, on rank 0."""
-    remote = engine.owner.remote
-    if remote is None:
+    """Takes leave of parameter servers, if there are some; what they have counted, on rank 0. Replicas that update one
+    memory have counted it there."""
+    remote, tickets = engine.owner.remote, engine.owner.tickets
+    if tickets is None:
         return {}
-    report = remote.report() if rank == 0 else {}
+    report = tickets.report() if rank == 0 else {}
     if report:
-        del report["log"]
+        report.pop("log", None)
+        report.pop("dropped_log", None)
         for name, seen in (("staleness", "staleness"), ("ahead", "clocks_apart")):
             counted = Counter({int(key): times for key, times in report.pop(seen, {}).items()})
             setattr(engine.consistency, name, counted)
-    remote.close()
-    return {"servers": report} if report else {}
+    if remote is not None:
+        remote.close()
+    return {"servers" if remote is not None else "hogwild": report} if report else {}
