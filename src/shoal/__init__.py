@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from shoal.api.submit import Submission, submit
     from shoal.api.tokenize import TokenFolder, tokenize
     from shoal.api.validate import Validation, validate
+    from shoal.exporting.trained import full_weights as load_weights
     from shoal.job import Job
     from shoal.job.callbacks import Callback, TrainingState
     from shoal.job.hints import LayoutHints
@@ -72,6 +73,7 @@ _LATER = {
     "export": "shoal.api.export:export",
     "layout_of": "shoal.layout.layout:layout_of",
     "load_run": "shoal.api.running:load_run",
+    "load_weights": "shoal.exporting.trained:full_weights",
     "plan": "shoal.api.plan:plan",
     "report": "shoal.api.compare:report",
     "runs": "shoal.api.compare:runs",
@@ -88,8 +90,9 @@ __all__ = [
     "CalibrationReport", "Callback", "Certificate", "Comparison", "Diagnosis", "Evaluation", "Explanation",
     "ExportedModel", "Job", "LayoutHints", "NetworkReport", "PlanReport", "Run", "SimulatedServers",
     "SimulatedSteps", "Submission", "TokenFolder", "TrainOptions", "TrainingState", "Validation", "analyze",
-    "calibrate", "compare", "doctor", "engine", "evaluate", "explain", "export", "layout_of", "load_run", "plan",
-    "report", "runs", "simulate", "submit", "tokenize", "train", "train_job", "validate", "verify",
+    "calibrate", "compare", "doctor", "engine", "evaluate", "explain", "export", "layout_of", "load_run",
+    "load_weights", "plan", "report", "runs", "simulate", "submit", "tokenize", "train", "train_job", "validate",
+    "verify",
 ]  # fmt: skip
 __all__ += [name for name in dict.fromkeys([*_strategy.__all__, *_strategy.REGISTRY]) if name not in __all__]
 
