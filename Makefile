@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv bytecode demo compare quick test test-all fuzz soak lint bench docs clean
+.PHONY: venv bytecode demo compare quick test test-all fuzz soak kills lint bench docs clean
 
 venv: $(STAMP)
 
@@ -60,6 +60,11 @@ MINUTES ?= 5
 SEED ?= 1
 soak: venv
 	$(BIN)/python tests/soak.py --minutes $(MINUTES) --seed $(SEED)
+
+# Runs that lose a rank at random under schemes that go on without it.
+KILLS ?= 50
+kills: venv
+	$(BIN)/python tests/kills.py --kills $(KILLS) --seed $(SEED)
 
 # The documentation as a site, in build/site: links and anchors are checked, and nothing is fetched to read it.
 docs: venv

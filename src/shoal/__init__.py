@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from shoal.api.running import load_run, train, verify
     from shoal.api.running import train as train_job
     from shoal.api.simulate import SimulatedSteps, simulate
+    from shoal.api.simulate_servers import SimulatedServers
     from shoal.api.submit import Submission, submit
+    from shoal.api.tokenize import TokenFolder, tokenize
     from shoal.api.validate import Validation, validate
     from shoal.job import Job
     from shoal.job.callbacks import Callback, TrainingState
@@ -53,10 +55,12 @@ _LATER = {
     "NetworkReport": "shoal.api.analyze:NetworkReport",
     "PlanReport": "shoal.api.plan:PlanReport",
     "Run": "shoal.training.record.run:Run",
+    "SimulatedServers": "shoal.api.simulate_servers:SimulatedServers",
     "SimulatedSteps": "shoal.api.simulate:SimulatedSteps",
     "Submission": "shoal.api.submit:Submission",
     "TrainOptions": "shoal.training.options:TrainOptions",
     "TrainingState": "shoal.job.callbacks:TrainingState",
+    "TokenFolder": "shoal.api.tokenize:TokenFolder",
     "Validation": "shoal.api.validate:Validation",
     "analyze": "shoal.api.analyze:analyze",
     "calibrate": "shoal.api.calibrate:calibrate",
@@ -73,6 +77,7 @@ _LATER = {
     "runs": "shoal.api.compare:runs",
     "simulate": "shoal.api.simulate:simulate",
     "submit": "shoal.api.submit:submit",
+    "tokenize": "shoal.api.tokenize:tokenize",
     "train": "shoal.api.running:train",
     "train_job": "shoal.api.running:train",
     "validate": "shoal.api.validate:validate",
@@ -81,10 +86,10 @@ _LATER = {
 
 __all__ = [
     "CalibrationReport", "Callback", "Certificate", "Comparison", "Diagnosis", "Evaluation", "Explanation",
-    "ExportedModel", "Job", "LayoutHints", "NetworkReport", "PlanReport", "Run", "SimulatedSteps", "Submission",
-    "TrainOptions", "TrainingState", "Validation", "analyze", "calibrate", "compare", "doctor", "engine",
-    "evaluate", "explain", "export", "layout_of", "load_run", "plan", "report", "runs", "simulate", "submit",
-    "train", "train_job", "validate", "verify",
+    "ExportedModel", "Job", "LayoutHints", "NetworkReport", "PlanReport", "Run", "SimulatedServers",
+    "SimulatedSteps", "Submission", "TokenFolder", "TrainOptions", "TrainingState", "Validation", "analyze",
+    "calibrate", "compare", "doctor", "engine", "evaluate", "explain", "export", "layout_of", "load_run", "plan",
+    "report", "runs", "simulate", "submit", "tokenize", "train", "train_job", "validate", "verify",
 ]  # fmt: skip
 __all__ += [name for name in dict.fromkeys([*_strategy.__all__, *_strategy.REGISTRY]) if name not in __all__]
 
