@@ -35,7 +35,7 @@ class Slow:
 
 def trained(data: Any, *, steps: int, ahead: int, compute_s: float) -> tuple[list[Any], float]:
     """What steps would see, and the seconds that they take after the first."""
-    order, seen, counter, start = Order(0, len(data), 8), [], 0, 0.0
+    order, seen, counter, start = Order(0, len(DATA), 8), [], 0, 0.0
     for step in range(steps):
         seen.append(data.batch(order.indices(counter))["x"].tolist())
         following = counter = order.next(counter)
