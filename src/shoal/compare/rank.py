@@ -40,7 +40,8 @@ def job_of(settings: Mapping[str, Any]) -> Job:
     """The job with what a comparison changes of it, the same for all contestants."""
     job = load_job(settings["job"], size=settings.get("size"))
     changes = {name: value for name, value in settings["changes"].items() if value is not None}
-    return replace(job, **changes)
+    # Callbacks are called in Shoal's loop only, where they may also end a run.
+    return replace(job, callbacks=(), **changes)
 
 
 def run_shoal(settings: dict[str, Any], channel: Any) -> dict[str, Any]:
