@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shoal.api.compare import Comparison, compare, report, runs
     from shoal.api.evaluate import Evaluation, evaluate
     from shoal.api.explain import Explanation, explain
+    from shoal.api.explain_run import RunExplanation, explain_run
     from shoal.api.export import ExportedModel, export
     from shoal.api.plan import PlanReport, plan
     from shoal.api.running import load_run, train, verify
@@ -59,7 +60,9 @@ _LATER = {
     "compare": "shoal.api.compare:compare",
     "engine": "shoal.training.own_loop:engine",
     "evaluate": "shoal.api.evaluate:evaluate",
+    "RunExplanation": "shoal.api.explain_run:RunExplanation",
     "explain": "shoal.api.explain:explain",
+    "explain_run": "shoal.api.explain_run:explain_run",
     "export": "shoal.api.export:export",
     "layout_of": "shoal.layout.layout:layout_of",
     "load_run": "shoal.api.running:load_run",
@@ -75,9 +78,10 @@ _LATER = {
 
 __all__ = [
     "CalibrationReport", "Callback", "Certificate", "Comparison", "Evaluation", "Explanation", "ExportedModel", "Job",
-    "LayoutHints", "NetworkReport", "PlanReport", "Run", "SimulatedSteps", "TrainOptions", "TrainingState",
-    "Validation", "analyze", "calibrate", "compare", "engine", "evaluate", "explain", "export", "layout_of",
-    "load_run", "plan", "report", "runs", "simulate", "train", "train_job", "validate", "verify",
+    "LayoutHints", "NetworkReport", "PlanReport", "Run", "RunExplanation", "SimulatedSteps", "TrainOptions",
+    "TrainingState", "Validation", "analyze", "calibrate", "compare", "engine", "evaluate", "explain", "explain_run",
+    "export", "layout_of", "load_run", "plan", "report", "runs", "simulate", "train", "train_job", "validate",
+    "verify",
 ]  # fmt: skip
 __all__ += [name for name in dict.fromkeys([*_strategy.__all__, *_strategy.REGISTRY]) if name not in __all__]
 

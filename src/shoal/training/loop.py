@@ -44,10 +44,10 @@ from shoal.training.monitor import Monitor
 from shoal.training.noise_scale import NoiseScale
 from shoal.training.options import TrainOptions
 from shoal.training.pace import Pace
-from shoal.training.step_split import StepSplit
 from shoal.training.record.recorder import Recorder, new_folder, tracing
 from shoal.training.record.run import RUN, Status
 from shoal.training.saving import Saving
+from shoal.training.step_split import StepSplit
 from shoal.training.tickets import leave_servers, run_tickets
 
 

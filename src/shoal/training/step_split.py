@@ -1,5 +1,5 @@
-"""Where the steps of one rank go: waiting for communication, reading data, forward, the rest. Read from stopwatches that
-run anyway; nothing is sent before the run's end, when the medians of all ranks are collected."""
+"""Where the steps of one rank go: waiting for communication, reading data, forward, the rest. Read from stopwatches
+that run anyway; nothing is sent before the run's end, when the medians of all ranks are collected."""
 
 from __future__ import annotations
 
