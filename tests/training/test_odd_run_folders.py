@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from shoal.api.train import inherited as _inherit
 from shoal.checkpoint.files import put_in_place, remove, tidy
 from shoal.checkpoint.rows import CheckpointBroken
-from shoal.cli.train import _inherit
 from shoal.training.check import require_job_of
 from shoal.training.options import TrainOptions
 from shoal.training.record.lines import Lines, cut

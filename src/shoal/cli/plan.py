@@ -49,8 +49,8 @@ def _show(found: PlanReport) -> None:
 
 def train_by(strategy: Any, what: str, *, size: str | None, batch: int | None, as_json: bool) -> int:
     """The same call as `shoal train`."""
+    from shoal.api.train import TrainOptions
     from shoal.cli.train import train_command
-    from shoal.training.options import TrainOptions
 
     gc.enable()
     if not as_json:

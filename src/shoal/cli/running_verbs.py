@@ -105,8 +105,8 @@ def train(
 ) -> None:
     """Train a job under a strategy: live progress, a run folder, checkpoints."""
     from shoal.api.settings import parse_settings
+    from shoal.api.train import TrainOptions
     from shoal.cli.train import train_command
-    from shoal.training.options import TrainOptions
 
     options = TrainOptions(
         job=job, strategy=strategy, size=size, steps=steps, global_batch=batch, seed=seed, folder=folder, resume=resume,
