@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv bytecode demo compare quick test test-all fuzz soak lint bench clean
+.PHONY: venv bytecode demo compare quick test test-all fuzz soak kills lint bench docs clean
 
 venv: $(STAMP)
 
@@ -61,8 +61,18 @@ SEED ?= 1
 soak: venv
 	$(BIN)/python tests/soak.py --minutes $(MINUTES) --seed $(SEED)
 
+# Runs that lose a rank at random under schemes that go on without it.
+KILLS ?= 50
+kills: venv
+	$(BIN)/python tests/kills.py --kills $(KILLS) --seed $(SEED)
+
+# The documentation as a site, in build/site: links and anchors are checked, and nothing is fetched to read it.
+docs: venv
+	@$(BIN)/python -c "import mkdocstrings" 2>/dev/null || $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
 bench: venv
 	@for file in benchmarks/[a-z]*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache runs
+	rm -rf build $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache runs

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from shoal.api.analyze import NetworkReport, analyze
     from shoal.api.calibrate import CalibrationReport, calibrate
     from shoal.api.compare import Comparison, compare, report, runs
+    from shoal.api.doctor import Diagnosis, doctor
     from shoal.api.evaluate import Evaluation, evaluate
     from shoal.api.explain import Explanation, explain
     from shoal.api.explain_run import RunExplanation, explain_run
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from shoal.api.running import load_run, train, verify
     from shoal.api.running import train as train_job
     from shoal.api.simulate import SimulatedSteps, simulate
+    from shoal.api.simulate_servers import SimulatedServers
+    from shoal.api.submit import Submission, submit
+    from shoal.api.tokenize import TokenFolder, tokenize
     from shoal.api.validate import Validation, validate
     from shoal.job import Job
     from shoal.job.callbacks import Callback, TrainingState
@@ -43,6 +47,7 @@ _LATER = {
     "Comparison": "shoal.api.compare:Comparison",
     "Callback": "shoal.job.callbacks:Callback",
     "Certificate": "shoal.proof.certify:Certificate",
+    "Diagnosis": "shoal.api.doctor:Diagnosis",
     "Evaluation": "shoal.api.evaluate:Evaluation",
     "Explanation": "shoal.api.explain:Explanation",
     "ExportedModel": "shoal.api.export:ExportedModel",
@@ -51,13 +56,17 @@ _LATER = {
     "NetworkReport": "shoal.api.analyze:NetworkReport",
     "PlanReport": "shoal.api.plan:PlanReport",
     "Run": "shoal.training.record.run:Run",
+    "SimulatedServers": "shoal.api.simulate_servers:SimulatedServers",
     "SimulatedSteps": "shoal.api.simulate:SimulatedSteps",
+    "Submission": "shoal.api.submit:Submission",
     "TrainOptions": "shoal.training.options:TrainOptions",
     "TrainingState": "shoal.job.callbacks:TrainingState",
+    "TokenFolder": "shoal.api.tokenize:TokenFolder",
     "Validation": "shoal.api.validate:Validation",
     "analyze": "shoal.api.analyze:analyze",
     "calibrate": "shoal.api.calibrate:calibrate",
     "compare": "shoal.api.compare:compare",
+    "doctor": "shoal.api.doctor:doctor",
     "engine": "shoal.training.own_loop:engine",
     "evaluate": "shoal.api.evaluate:evaluate",
     "RunExplanation": "shoal.api.explain_run:RunExplanation",
@@ -70,6 +79,8 @@ _LATER = {
     "report": "shoal.api.compare:report",
     "runs": "shoal.api.compare:runs",
     "simulate": "shoal.api.simulate:simulate",
+    "submit": "shoal.api.submit:submit",
+    "tokenize": "shoal.api.tokenize:tokenize",
     "train": "shoal.api.running:train",
     "train_job": "shoal.api.running:train",
     "validate": "shoal.api.validate:validate",
@@ -77,11 +88,11 @@ _LATER = {
 }
 
 __all__ = [
-    "CalibrationReport", "Callback", "Certificate", "Comparison", "Evaluation", "Explanation", "ExportedModel", "Job",
-    "LayoutHints", "NetworkReport", "PlanReport", "Run", "RunExplanation", "SimulatedSteps", "TrainOptions",
-    "TrainingState", "Validation", "analyze", "calibrate", "compare", "engine", "evaluate", "explain", "explain_run",
-    "export", "layout_of", "load_run", "plan", "report", "runs", "simulate", "train", "train_job", "validate",
-    "verify",
+    "CalibrationReport", "Callback", "Certificate", "Comparison", "Diagnosis", "Evaluation", "Explanation",
+    "ExportedModel", "Job", "LayoutHints", "NetworkReport", "PlanReport", "Run", "RunExplanation", "SimulatedServers",
+    "SimulatedSteps", "Submission", "TokenFolder", "TrainOptions", "TrainingState", "Validation", "analyze",
+    "calibrate", "compare", "doctor", "engine", "evaluate", "explain", "explain_run", "export", "layout_of",
+    "load_run", "plan", "report", "runs", "simulate", "submit", "tokenize", "train", "train_job", "validate", "verify",
 ]  # fmt: skip
 __all__ += [name for name in dict.fromkeys([*_strategy.__all__, *_strategy.REGISTRY]) if name not in __all__]
 
@@ -92,6 +103,10 @@ def __getattr__(name: str) -> Any:
 
         module, attribute = _LATER[name].split(":")
         return getattr(import_module(module), attribute)
+    if name == "operators":
+        from importlib import import_module
+
+        return import_module("shoal.operators")
     if name in _strategy.REGISTRY:
         return _strategy.REGISTRY[name]
     raise AttributeError(f"module 'shoal' has no attribute {name!r}")

@@ -18,7 +18,8 @@ from shoal.job.load import load_job
 from shoal.runtime.options import WrongOption
 
 ROOT = Path(__file__).parents[2]
-VERBS = ("analyze", "calibrate", "evaluate", "explain", "export", "plan", "simulate", "validate")
+VERBS = ("analyze", "calibrate", "doctor", "evaluate", "explain", "export", "plan", "simulate", "submit",
+         "validate")  # fmt: skip
 
 
 def command(*words: str) -> dict[str, Any]:

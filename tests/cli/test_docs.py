@@ -25,7 +25,9 @@ PACKAGE = ROOT / "src" / "shoal"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ROOMS = sorted(folder.name for folder in PACKAGE.iterdir() if (folder / "__init__.py").exists())
 AXES = r"(?:dp|pp|tp|cp|ep|spatial|ensemble|recompute|amp|offload|accumulate)\("
-ELSEWHERE = {"mine.py", "gpt.py", "mixtral.py", "script.py", "bf16_optimizer.py", "modeling_llama.py"}
+ELSEWHERE = {
+    "mine.py", "gpt.py", "mixtral.py", "script.py", "bf16_optimizer.py", "modeling_llama.py", "zero_to_fp32.py",
+}  # fmt: skip
 """Files of the reader's, and of other projects."""
 
 all_pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -79,13 +81,19 @@ def test_every_command_of_the_documentation_parses(page: Path) -> None:
         words = shlex.split(re.sub(r"[\[\]]| \$\w+$", " ", line), comments=True)[1:]
         verb, *rest = words
         assert verb in verbs.commands, line
+        if "--" in rest:  # What follows are options of `shoal train`.
+            place = rest.index("--")
+            of_train = {name for each in verbs.commands["train"].params for name in each.opts}
+            assert {word for word in rest[place + 1 :] if word.startswith("-")} <= of_train, line
+            rest = rest[:place]
         options = {name for each in verbs.commands[verb].params for name in (*each.opts, *each.secondary_opts)}
-        used = {word for word in rest if re.fullmatch(r"--?[a-z].*", word)}
+        used = {word.partition("=")[0] for word in rest if re.fullmatch(r"--?[a-z].*", word)}
         assert used <= options | {"--help"}, line
         synopsis = "[" in re.sub(r"'[^']*'|\"[^\"]*\"", "", line) or any(
             re.fullmatch(r"[A-Z|.a-z]*[A-Z]{2,}[A-Z|.]*|[A-Z]|S|\.\.\.", word) for word in rest
         )
-        if not synopsis and rest and "--help" not in rest:
+        # A --config file is the reader's, and opened while the command is parsed.
+        if not synopsis and rest and not {"--help", "--config"} & set(rest):
             verbs.commands[verb].make_context(verb, rest)
             for text in strategies_of(rest):
                 require_legal(parse(text))

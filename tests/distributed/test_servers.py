@@ -15,6 +15,8 @@ from shoal.training.record.run import RUN, read_json
 Ranks = Callable[..., list[Any]]
 PROVE = "distributed.server_targets:prove_served"
 
+MOE = str(Path(__file__).parents[2] / "examples" / "moe.py")
+
 COLOCATED = [
     ("plain", "dp(2, via=ps(1, colocated=True))"), ("norm", "dp(2, via=ps(2, colocated=True))"),
     ("unused", "dp(2, via=ps(2, colocated=True))"), ("uneven", "dp(2, via=ps(2, colocated=True))"),
@@ -45,6 +47,8 @@ INSIDE = [
     ("plain", 'dp(2, via=ps(2, colocated=True)) * pp(2, "1f1b", micro=3)'),
     ("plain", "dp(2, sync=ssp(0), via=ps(1, colocated=True)) * dp(2, zero=1)"),
     ("plain", 'dp(1, via=ps(1)) * pp(2, "1f1b", micro=2)'),
+    ("uneven_tokens", "dp(2, via=ps(2, colocated=True)) * cp(2)"),
+    (MOE, "dp(2, via=ps(1, colocated=True)) * ep(2)"),
 ]  # fmt: skip
 
 
@@ -90,6 +94,17 @@ def test_a_replay_finds_what_servers_do_wrong(ranks: Ranks, fault: str) -> None:
     if fault == "forgets_the_rest":
         case = [("wide", "dp(2, sync=asp(), via=ps(2), compress=topk(0.05))")]
     assert differences(ranks, case, target=f"distributed.server_targets:{fault}")[0] > 1e-6
+
+
+def test_strangers_at_the_ports_of_servers_are_refused_and_change_nothing(ranks: Ranks) -> None:
+    asked = {"cases": [("plain", "dp(2, sync=asp(), via=ps(2))")], "steps": 4, "strangers": 10}
+    found = ranks("distributed.server_targets:among_strangers", asked, ranks=4)
+    assert max(max(row["difference"], row["losses"]) for each in found for row in each["rows"]) < 1e-10
+    assert sum(row["compared"] for each in found for row in each["rows"]) > 0
+    for rank, each in enumerate(found):
+        assert each["strangers"] >= 10
+        assert each["open"] == 0  # Ports close once all ranks are there.
+        assert any(f"rank {rank} refused" in line and "this job's token" in line for line in each["refused"]), each
 
 
 RESUMED = "distributed.server_targets:resumed_served"

@@ -83,3 +83,40 @@ def train_on_a_full_disk(arguments: dict[str, Any], channel: Any) -> dict[str, A
 
     saving.write_tensors = full
     return train_run(arguments, channel)
+
+
+def averaged() -> Job:
+    return job(ema=0.5, steps=4, clip=1.0)
+
+
+def average_by_hand(steps: int, decay: float) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Weights and their moving average, by plain PyTorch in one process."""
+    mine = averaged()
+    torch.manual_seed(mine.seed)
+    model = mine.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(decay))
+    average.update_parameters(model)  # The first call copies: the average begins with the start.
+    for step in range(steps):
+        batch = mine.train.batch(mine.order().indices(8 * step))
+        optimizer.zero_grad()
+        loss, count = loss_of(model(batch["x"]), batch)
+        (loss / count).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        average.update_parameters(model)
+    return model.state_dict(), average.module.state_dict()
+
+
+class Overflowing(nn.Linear):
+    """Values that fit into 16 bits, whose scaled gradients do not at first."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 300.0
+
+
+def half_precision() -> Job:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), Overflowing(16, 3))
+
+    return job(lr=0.001, model=model, clip=1.0, steps=8)

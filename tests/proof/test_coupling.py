@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from functools import partial
 
@@ -106,6 +107,23 @@ def test_hard_examples_that_are_kept_up_to_a_number_are_found_in_the_full_batch(
     few = coupled.make(coupled.Plain, loss=partial(hardest, at_least=9), global_batch=8)
     assert couples_samples(few).kind == "none"
     assert couples_samples(coupled.make(coupled.Plain, loss=partial(hardest, at_least=9)), within_s=0.0).kind == "none"
+
+
+def test_draws_of_python_and_numpy_are_alike_in_all_parts_of_a_step() -> None:
+    """Training seeds both once per step, so each rank draws what one process draws."""
+
+    class Coin(coupled.Plain):
+        def mix(self, x: torch.Tensor) -> torch.Tensor:
+            return x * (1 + random.random()) * (1 + np.random.rand())
+
+    class PerSample(coupled.Plain):
+        def mix(self, x: torch.Tensor) -> torch.Tensor:
+            return x * torch.from_numpy(np.random.rand(len(x), 1))
+
+    states = random.getstate(), np.random.get_state()[1].tolist()
+    assert couples_samples(coupled.make(Coin)).kind == "none"
+    assert couples_samples(coupled.make(PerSample)).kind == "coupled"
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == states
 
 
 def test_random_numbers_in_backward_are_named() -> None:
@@ -332,6 +350,21 @@ def test_a_backward_written_by_hand_that_normalises_is_named() -> None:
             return Normalises.apply(x)
 
     assert couples_samples(coupled.make(Inside)).kind == "backward"
+    mean = couples_samples(coupled.make(Inside, loss=coupled.mean_loss))
+    assert mean.kind == "backward"
+    assert refusal(mean, parse("tp(2)")) == ""  # Divided by 1, as in a script.
+    assert refusal(mean, parse("dp(2)")) == mean.reason
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_is_no_alarm() -> None:
+    """Cox's loss does not change if all risks do by the same, and its backward takes logarithms of gradients."""
+
+    def cox(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        risk = output[:, 0]
+        return (risk.logcumsumexp(0) - risk).sum(), len(risk)
+
+    for seed in range(4):
+        assert couples_samples(replace(coupled.make(coupled.Plain, loss=cox), seed=seed)).kind == "coupled"
 
 
 def test_hooks_that_scale_are_no_alarm() -> None:

@@ -16,6 +16,7 @@ from shoal.checkpoint.files import dtype_name, file_of
 from shoal.checkpoint.islands import add_island
 from shoal.checkpoint.values import encode
 from shoal.layout.cuts import TensorPart
+from shoal.parallel.average import AVERAGE
 from shoal.parallel.engine import Engine
 from shoal.parallel.flat_slice import Piece
 from shoal.parallel.kept_errors import errors, extras
@@ -130,6 +131,9 @@ def contents_of(
     contents = Contents(file=file_of(rank))
     for piece in engine.owner.parameters():
         contents.add_parameter(piece, piece.values.dtype, engine.part_of(piece.name))
+    if engine.average is not None:
+        for piece in engine.average.pieces(engine.owner.owned):
+            contents.add_state(AVERAGE, piece, engine.part_of(piece.name))
     if not weights_only:
         _add_state(contents, engine)
     _add_unsharded(contents, engine, buffers)

@@ -25,6 +25,7 @@ from shoal.comm.json_exchange import exchange, world_and_rank
 from shoal.comm.ledger import BOOK
 from shoal.comm.points import reach
 from shoal.layout.cuts import TensorPart
+from shoal.parallel.average import AVERAGE
 from shoal.parallel.engine import Engine
 from shoal.parallel.kept_errors import load as load_errors
 
@@ -86,10 +87,13 @@ def restore(engine: Engine, checkpoint: Checkpoint, *, weights_only: bool = Fals
         reach("restore: buffers read")
         engine.owner.load_parameters(saved.read_parameter)
         if weights_only:
-            weights = ("parameter ", "buffer ")
+            weights = ("buffer ",) if checkpoint.averaged else ("parameter ", "buffer ")
             held = {name: value for name, value in checkpoint.sums.items() if name.startswith(weights)}
             compare(engine, held, checkpoint.shapes_by_sum(), str(checkpoint.path))
             return
+        if engine.average is not None:  # Of a run without one, it begins with the weights.
+            key = AVERAGE if checkpoint.has_average else None
+            engine.average.load(lambda name, start, stop: saved.read_range(name, key, start, stop))
         engine.owner.load(saved)
         for compression in engine.compressions:
             load_errors(compression, saved, step=checkpoint.step)
@@ -142,6 +146,9 @@ class OwnView:
 
     def read_parameter(self, name: str, start: int, stop: int) -> torch.Tensor:
         return self._read(name, None, start, stop)
+
+    def read_range(self, name: str, key: str | None, start: int, stop: int) -> torch.Tensor:
+        return self._read(name, key, start, stop)
 
     def _read(self, name: str, key: str | None, start: int, stop: int) -> torch.Tensor:
         part = self.engine.part_of(name)

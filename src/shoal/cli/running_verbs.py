@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.app import BATCH, JOB, JSON, SEED, SIZE, START_FROM, STRAGGLER, STRATEGY, app
+from shoal.cli.app import BATCH, CONFIG, JOB, JSON, SEED, SET, SIZE, START_FROM, STRAGGLER, STRATEGY, app
 
 
 @app.command()
@@ -36,6 +36,8 @@ def train(
         int | None, typer.Option(min=0, help="Steps in which a scaled rate is reached (default: a twentieth of all).")
     ] = None,
     seed: Annotated[int | None, SEED] = None,
+    set_: Annotated[list[str] | None, SET] = None,
+    config: Annotated[str | None, CONFIG] = None,
     folder: Annotated[
         str | None, typer.Option(help="Where the run is recorded (default: a new folder in runs/).")
     ] = None,
@@ -98,12 +100,13 @@ def train(
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Train a job under a strategy: live progress, a run folder, checkpoints."""
+    from shoal.api.settings import parse_settings
     from shoal.cli.train import train_command
     from shoal.training.options import TrainOptions
 
     options = TrainOptions(
         job=job, strategy=strategy, size=size, steps=steps, global_batch=batch, seed=seed, folder=folder, resume=resume,
-        growth=grow_batch, scale_rule=scale_rule, base_batch=base_batch, warmup=warmup,
+        set=parse_settings(set_), growth=grow_batch, scale_rule=scale_rule, base_batch=base_batch, warmup=warmup,
         go_on=go_on, start_from=start_from,
         checkpoint_every=checkpoint_every, trace=trace, stop_at_target=not full, backend=backend, gate=not no_gate,
         checkpoint_minutes=checkpoint_minutes, checkpoint_async=checkpoint_async, keep=keep or 2,
@@ -123,13 +126,15 @@ def verify(
     batch: Annotated[int | None, BATCH] = None,
     seed: Annotated[int | None, SEED] = None,
     start_from: Annotated[str | None, START_FROM] = None,
+    set_: Annotated[list[str] | None, SET] = None,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Prove that a strategy trains the same model as one process does, or report how far it differs."""
+    from shoal.api.settings import parse_settings
     from shoal.cli.verify import verify_command
 
-    sys.exit(verify_command(job, strategy, steps=steps, size=size, batch=batch, seed=seed,
-                            start_from=start_from, as_json=as_json))  # fmt: skip
+    changed = {"global_batch": batch, "seed": seed, "start_from": start_from, "set": parse_settings(set_)}
+    sys.exit(verify_command(job, strategy, steps=steps, size=size, changed=changed, as_json=as_json))
 
 
 @app.command()
@@ -189,6 +194,7 @@ def export(
         str | None, typer.Option(help="Convert floating-point tensors: fp32, bf16, fp16 or fp64.")
     ] = None,
     job: Annotated[str | None, typer.Option(help="The job's file, if it was moved since the run.")] = None,
+    ema: Annotated[bool, typer.Option("--ema", help="Take the moving average of the weights (Job.ema).")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what lies at the path.")] = False,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
@@ -196,7 +202,9 @@ def export(
     from shoal.cli.export import export_command
 
     sys.exit(
-        export_command(run, to=to, out=out, step=step, dtype=dtype, job=job, overwrite=overwrite, as_json=as_json)
+        export_command(
+            run, to=to, out=out, step=step, dtype=dtype, ema=ema, job=job, overwrite=overwrite, as_json=as_json
+        )
     )
 
 
@@ -207,13 +215,14 @@ def evaluate(
         str | None, typer.Option("--strategy", "-s", help="How to spread the model over ranks (default: serial).")
     ] = None,
     step: Annotated[int | None, typer.Option(min=0, help="Step of the checkpoint (default: the newest).")] = None,
+    ema: Annotated[bool, typer.Option("--ema", help="Take the moving average of the weights (Job.ema).")] = False,
     job: Annotated[str | None, typer.Option(help="The job's file, if it was moved since the run.")] = None,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Compute the validation metrics of a trained model."""
     from shoal.cli.evaluate import evaluate_command
 
-    sys.exit(evaluate_command(run, strategy_text=strategy, step=step, job=job, as_json=as_json))
+    sys.exit(evaluate_command(run, strategy_text=strategy, step=step, ema=ema, job=job, as_json=as_json))
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

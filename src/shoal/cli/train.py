@@ -32,9 +32,10 @@ from shoal.training.options import TrainOptions
 INHERITED = {"strategy": str, "size": str, "steps": int, "global_batch": int, "seed": int, "checkpoint_every": int,
              "growth": str, "scale_rule": str, "base_batch": int, "warmup": int, "evaluate_every": int,
              "checkpoint_minutes": float, "checkpoint_async": bool, "keep": int, "keep_best": int, "weights_only": bool,
-             "patience": int, "monitor": str, "better": str, "min_delta": float, "log": str}  # fmt: skip
+             "patience": int, "monitor": str, "better": str, "min_delta": float, "log": str, "set": dict}  # fmt: skip
 """What a resumed run takes from the run it goes on with, where the command line does not say."""
 DEFAULTS = {each.name: each.default for each in fields(TrainOptions)}
+EXPECTED = {str: "text", int: "a whole number", float: "a number", dict: "a table", bool: "true or false"}
 OPTION = {"global_batch": "batch", "growth": "grow-batch"}
 
 
@@ -107,7 +108,7 @@ def _inherit(options: TrainOptions, run: Path | None) -> TrainOptions:
         if getattr(options, name) != DEFAULTS[name] or value is None:
             continue
         if type(value) is not kind:
-            expected = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}[kind]
+            expected = EXPECTED[kind]
             raise RunBroken(
                 f"{run / RUN} has the {name} {value!r}, but {expected} was expected; "
                 f"repair it, or give --{OPTION.get(name, name.replace('_', '-'))}"
@@ -127,7 +128,10 @@ def _as_one_rank(options: TrainOptions, world: int, *, hang_after_s: float, as_j
     with emitter(summary, as_json=as_json) as show:
         # The ranks look for the checkpoint, and check the layout, together, once all have joined.
         checked = check(replace(options, resume=None, gate=False), None)
-        options = replace(options, checkpoint_every=checkpoints_every(options, checked["steps"]))
+        options = replace(
+            options, checkpoint_every=checkpoints_every(options, checked["steps"]),
+            flops_per_sample=checked["flops_per_sample"],
+        )  # fmt: skip
         channel = standalone_channel(on_message=plain_lines(), hang_after_s=hang_after_s)
         try:
             outcome = train(options, channel)

@@ -69,11 +69,38 @@ def analyze(
     ] = None,
     as_json: Annotated[bool, JSON] = False,
     picture: Annotated[str | None, typer.Option(help="Draw the time bounds and the work by layer, as SVG.")] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Also time each 2-D convolution here by every method.")
+    ] = False,
 ) -> None:
     """Count work, depth and bytes of a network, and how many devices each axis could use."""
     from shoal.cli.analyze import analyze_command
 
-    analyze_command(job, batch=batch, as_json=as_json, picture_file=picture)
+    analyze_command(job, batch=batch, as_json=as_json, picture_file=picture, measure=measure)
+
+
+@app.command()
+def tokenize(
+    texts: Annotated[
+        list[str], typer.Argument(metavar="TEXT...", help="Text files, or .jsonl files with a document a line.")
+    ],
+    to: Annotated[str, typer.Option(metavar="FOLDER", help="The folder of tokens to write.")],
+    tokenizer: Annotated[
+        str, typer.Option(help="bytes, a tokenizer.json of Hugging Face, or a folder that has one.")
+    ] = "bytes",
+    field: Annotated[str, typer.Option(help="Entry of a .jsonl line that holds its text.")] = "text",
+    separator: Annotated[
+        str | None, typer.Option(help="Token that ends each document (default: the tokenizer's own end of text).")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a folder of tokens.")] = False,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Tokenize text files once, for training on a memory-mapped file."""
+    from shoal.cli.tokenize import tokenize_command
+
+    tokenize_command(
+        texts, as_json=as_json, to=to, tokenizer=tokenizer, field=field, separator=separator, overwrite=overwrite
+    )
 
 
 @app.command()

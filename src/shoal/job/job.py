@@ -86,6 +86,10 @@ class Job:
     """The batch that the learning rate was tuned for. None: global_batch."""
     warmup: int = 0
     """Steps in which a scaled rate is reached, linearly from the unscaled one."""
+    ema: float | None = None
+    """Decay of a moving average of the weights, such as 0.999: evaluated besides the weights, saved, and exported by
+    `--ema`.
+    """
     clip: float | None = None
     """Largest global norm of the gradient; None: no clipping."""
     global_batch: int
@@ -144,8 +148,10 @@ class Job:
             self._refuse(
                 f"inputs is the text {self.inputs!r}, but must be a tuple of batch entries: write ({self.inputs!r},)"
             )
-        if self.clip is not None and not self.clip > 0:
+        if self.clip is not None and not (isinstance(self.clip, Real) and self.clip > 0):
             self._refuse(f"clip is {self.clip!r}, but must be greater than 0 (or None for no clipping)")
+        if self.ema is not None and not (isinstance(self.ema, (int, float)) and 0 <= self.ema < 1):
+            self._refuse(f"ema is {self.ema!r}, but must be a decay of at least 0 and below 1, such as 0.999")
         if self.batch_norm not in ("sync", "local"):
             self._refuse(f"batch_norm is {self.batch_norm!r}, but must be 'sync' or 'local'")
         if wrong_buffers := wrong_declaration(self.buffers):

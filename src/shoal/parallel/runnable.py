@@ -22,8 +22,8 @@ def cannot_run(strategy: Strategy) -> str | None:
             if missing := term.sync.missing():
                 return f"{term}: {missing}"
         elif isinstance(term, amp):
-            if term.dtype != "bf16":
-                return f'{term} cannot be trained yet; use amp("bf16")'
+            if term.dtype == "fp16" and (reason := _cannot_scale(strategy, term)):
+                return reason
         elif not isinstance(term, (recompute, accumulate, pp, tp, cp, ep)):
             return (
                 f"{term} cannot be trained yet: {type(term).__name__} parses and explains, but has no runtime so far. "
@@ -38,6 +38,16 @@ def cannot_run(strategy: Strategy) -> str | None:
         schedule = next((term.schedule for term in strategy.terms if isinstance(term, pp)), None)
         if schedule == "pipedream":
             return f"{strategy}: pipedream keeps versions of its weights, and in shared memory there is one; use 1f1b"
+    return None
+
+
+def _cannot_scale(strategy: Strategy, term: amp) -> str | None:
+    """Why the loss cannot be scaled for fp16."""
+    for level in strategy.dp_levels:
+        if not isinstance(level.compress, none):
+            return f'{term} with {level}: an overflow would stay in what compression has kept; use amp("bf16")'
+        if isinstance(level.via, ps):
+            return f'{term} with {level}: servers update without knowing of an overflow; use amp("bf16")'
     return None
 
 
@@ -57,8 +67,6 @@ def _cannot_serve(strategy: Strategy, level: dp) -> str | None:
             "ranks together, or sized by the data; use another, such as topk(0.01), int8() or onebit()"
         )
     for term in strategy.terms:
-        if isinstance(term, (cp, ep)):
-            return f"{strategy}: {type(term).__name__} with servers cannot be trained yet; use dp, tp or pp inside"
         if isinstance(term, pp) and term.schedule == "pipedream":
             return f"{strategy}: pipedream steps by itself, and servers step for all; use 1f1b"
     return None

@@ -31,7 +31,7 @@ from shoal.proof.coupling_cause import EIGHTH, Kind, cause, not_linear
 from shoal.proof.data_reads import same_values
 from shoal.proof.fixed_norms import FixedStatistics, prepared
 from shoal.proof.sample_pass import TOLERANCE, SamplePass, detached, difference, outputs_differ, sum_of
-from shoal.proof.undropped import Undropped
+from shoal.proof.undropped import Undropped, drawing_alike
 from shoal.runtime.draws import serial_randomness
 from shoal.runtime.float64 import KeepFloat64, to_float64
 from shoal.strategy import Strategy
@@ -54,6 +54,7 @@ class Coupling:
     state: tuple[str, ...] = ()
     """Buffers, attributes of modules and parameters that a forward changes, batch norm's aside: state that
     micro-batches advance once each."""
+    count: float = 0.0  # Where a backward is not linear: by what gradients are divided.
     ordered: bool = False
     """Whether a batch computes something else when its samples are read in reverse (losses over pairs)."""
 
@@ -77,9 +78,10 @@ def splits_batches(strategy: Strategy) -> bool:
 
 def refusal(found: Coupling, strategy: Strategy) -> str:
     """Why a job of which this was found cannot be trained under a strategy as in one process; empty if it can be."""
-    if found.kind in ("count-gradient", "backward"):
+    splits = splits_batches(strategy)
+    if found.kind == "count-gradient" or (found.kind == "backward" and (splits or found.count != 1)):
         return found.reason
-    if found.kind in ("none", "unchecked") or not splits_batches(strategy):
+    if found.kind in ("none", "unchecked") or not splits:
         return ""
     return f"{strategy} splits the batch, but {found.reason}"
 
@@ -108,7 +110,7 @@ def couples_samples(
         return Coupling(kind="unchecked", reason=f"{job.name!r} has one sample in a batch: there is nothing to split")
     if num > 3:
         num -= num % 2  # Losses over pairs of samples want even numbers.
-    with torch.random.fork_rng(devices=[]):
+    with drawing_alike():
         try:
             shares = strategy.replicas * strategy.micro_batches if strategy is not None else job.global_batch
             trial = _Trial(job, model, job.order().indices(0)[:num], share=-(-job.global_batch // shares))
@@ -173,7 +175,7 @@ class _Trial:
             )
         hooked = {name for name, param in self.start.named_parameters() if hooks_of(param)}
         if wrong := not_linear(full, self._pass(batch, scale=EIGHTH), hooked):
-            return self._found("backward", math.inf, wrong)
+            return replace(self._found("backward", math.inf, wrong), count=full.count)
         gap = difference(full, repeated)
         if gap > TOLERANCE:
             # It draws numbers: then each sample draws its own, as in training.
@@ -320,9 +322,9 @@ class _Trial:
             samples = samples or range(at, at + len(next(iter(batch.values()))))
             randomness = serial_randomness(self.job, model, torch.float64)
             drawn, in_backward = randomness.forward(samples, 0), randomness.backward()
-        torch.manual_seed(seed)
         fixed: Any = nullcontext() if norms else FixedStatistics()
-        with torch.set_grad_enabled(backward), self.outside.kept(), KeepFloat64(), Undropped(), fixed, drawn:
+        kept = self.outside.kept()
+        with drawing_alike(seed), torch.set_grad_enabled(backward), kept, KeepFloat64(), Undropped(), fixed, drawn:
             output = self.job.run_model(model, batch)
             loss, count = self.job.loss_of(output, batch)
             if isinstance(count, torch.Tensor) and count.requires_grad:

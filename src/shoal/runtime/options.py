@@ -17,6 +17,7 @@ KINDS: dict[str, tuple[Any, str]] = {
     "int": (int, "a whole number of at least 0"),
     "float": (float, "a number of at least 0"),
     "bool": (bool, "True or False"),
+    "dict[str, Any]": (dict, "names with values"),
 }
 """What a field of each type takes, and how a refusal calls it."""
 
@@ -49,6 +50,8 @@ class JobOptions:
     """Steps between two evaluations; 0 evaluates at the end only."""
     start_from: str | None = None
     """A file or folder of weights that the model starts with (`job/weights/`)."""
+    set: dict[str, Any] | None = None
+    """Other plain values of the job, or options of its optimiser: {"lr": 3e-4, "clip": 1.0}."""
 
     def __post_init__(self) -> None:
         for each in fields(self):

@@ -82,7 +82,8 @@ def connect(engine: Engine, strategy: Strategy, *, seed: int) -> None:
     remote = RemoteOptimizer(
         seats, mesh.rank, owner.buckets, list(owner.recipe.labels), *posts,
         together=not is_loose(strategy.axes[0].term), by_tickets=_rule(strategy).by_tickets, server=server,
-        times=lambda bucket: engine.placement.multiplicity(bucket.family),
+        # Those along cp hold the same gradients, and each has a place of its own at the servers.
+        times=lambda bucket: engine.placement.multiplicity(bucket.family) * engine.placement.context.size,
         compress=None if codec is None else (codec, seed, engine.clip),
     )  # fmt: skip
     owner.serve(remote)

@@ -88,8 +88,8 @@ class StepRunner:
     """Runs a job's steps through an executor."""
 
     def __init__(
-        self, job: Job, executor: Executor, strategy: Strategy, randomness: Randomness, *, autocast: bool = False,
-        dtype: torch.dtype | None = None,
+        self, job: Job, executor: Executor, strategy: Strategy, randomness: Randomness, *,
+        autocast: torch.dtype | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         self.job = job
         self.executor = executor
@@ -228,9 +228,9 @@ class StepRunner:
 
     def _precision(self) -> Any:
         # The cache would keep a copy of every weight during all of forward, also of blocks that ZeRO-3 gave back.
-        if not self.autocast:
+        if self.autocast is None:
             return nullcontext()
-        return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
+        return torch.autocast(self.device.type, self.autocast, cache_enabled=False)
 
     def evaluate(self, watch: Callable[[], None] = lambda: None) -> dict[str, float]:
         """The job's validation values over the full validation set, the same on every rank."""

@@ -12,12 +12,12 @@ from shoal.checkpoint.restore import find_intact, require_full
 from shoal.checkpoint.rows import CheckpointBroken
 from shoal.checkpoint.saved import Checkpoint
 from shoal.job import Job
+from shoal.job.work import flops_per_sample
 from shoal.launch.agree import choose
 from shoal.launch.devices import devices_here
 from shoal.layout.layout import facts_of, layout_of
 from shoal.parallel.runnable import require_runnable
-from shoal.proof.gate_question import question, require_independent
-from shoal.proof.proven import is_proven
+from shoal.proof.gate_question import question, require_independent_once
 from shoal.proof.resumable import require_resumable, require_state_averaged, require_state_in_pieces
 from shoal.runtime.options import WrongOption
 from shoal.runtime.setup import job_from, try_job
@@ -65,10 +65,11 @@ def check(options: TrainOptions, channel: Any) -> dict[str, Any]:
     require_state_in_pieces(job, strategy, layout.chain)
     require_state_averaged(job, strategy)
     asked = question(job, strategy, facts, backend=options.backend) if options.gate else None
-    if asked is not None and not asked["skip"] and not is_proven(asked["key"]):
-        for message in require_independent(job, strategy, facts):
+    if options.gate:
+        for message in require_independent_once(job, strategy, facts, asked, backend=options.backend):
             channel.say(message)
-    return {"job": job.name, "steps": job.steps, "resume": resume, "question": asked}
+    return {"job": job.name, "steps": job.steps, "resume": resume, "question": asked,
+            "flops_per_sample": flops_per_sample(job)}  # fmt: skip
 
 
 def _require_checkpoints(options: TrainOptions, strategy: Strategy) -> None:

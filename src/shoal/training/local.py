@@ -229,7 +229,7 @@ def _checked(options: TrainOptions, *, hang_after_s: float, on_message: Listener
         raise CannotTrain(f"{where} cannot be the run's folder: {error.strerror}; give another --folder") from error
     return replace(
         options, folder=folder, resume=checked["resume"], checked=True, gate=False,
-        checkpoint_every=checkpoints_every(options, checked["steps"]),
+        checkpoint_every=checkpoints_every(options, checked["steps"]), flops_per_sample=checked["flops_per_sample"],
     )  # fmt: skip
 
 

@@ -47,6 +47,7 @@ from shoal.training.pace import Pace
 from shoal.training.record.recorder import Recorder, new_folder, tracing
 from shoal.training.record.run import RUN, Status
 from shoal.training.saving import Saving
+from shoal.training.speed import speed_of
 from shoal.training.step_split import StepSplit
 from shoal.training.tickets import leave_servers, run_tickets
 
@@ -107,6 +108,8 @@ class TrainingRun:
         self.saving = Saving(self)
         self.callbacks = Callbacks(self)
         self.noise = NoiseScale()
+        known = options.flops_per_sample if rank == 0 else None
+        self.speed = speed_of(known, ready.strategy, ready.engine.device)
         self.pace = Pace(1 if ready.engine.owner.tickets is not None else period(ready.strategy))
         self.lost = LostIslands(ready, channel, rank=rank)
         self.split = StepSplit(ready.runner)
@@ -136,6 +139,8 @@ class TrainingRun:
         self.reached_s, self.reached_step = progress.get("reached_s"), progress.get("reached_step")
         self.saving.saved_step, self.evaluated_step = self.step, progress.get("evaluated_step")
         self.monitor = Monitor(self.options, self.job, progress.get("monitor"))
+        if self.engine.scale_of_loss is not None:
+            self.engine.scale_of_loss.load(progress.get("loss_scale"))
         # A scheduler's restart leaves a run that a callback has ended; patience is counted anew, or still exhausted.
         self.ended = progress.get("ended") if self.options.go_on else self.monitor.exhausted
         self.noise = NoiseScale(progress.get("noise", NoiseScale().state))
@@ -220,14 +225,17 @@ class TrainingRun:
         memory = peak_memory_bytes(self.engine.device)
         row = {
             "step": self.step, "samples": self.counter, "loss": result.loss, "count": result.count,
-            "lr_factor": lr_factor, "grad_norm": result.grad_norm, "step_s": seconds,
+            "lr": self.engine.optimizer.rates.now(lr_factor), "lr_factor": lr_factor,
+            "grad_norm": result.grad_norm, "step_s": seconds,
             "samples_per_s": samples / seconds, "memory_bytes": memory,
             "train_s": self.train_s, "sent_bytes": counted.bytes, "critical_batch": self.noise.critical_batch,
         }  # fmt: skip
         if self.engine.outer is not None:
             sent = sum(entry.bytes for key, entry in counted.entries.items() if key.phase == OUTER)
             self.engine.consistency.sent(sent, self.engine.outer.synchronous_bytes)
-        row |= self.engine.consistency.row()
+        if self.engine.scale_of_loss is not None:
+            row |= {"loss_scale": self.engine.scale_of_loss.factor, "skipped": result.skipped}
+        row |= self.engine.consistency.row() | self.speed.row(samples=samples, count=result.count, seconds=seconds)
         if self.recorder is not None:
             self.recorder.step(row, counted)
             self.channel.say({"event": "step", "steps": self.job.steps, **row})
@@ -242,7 +250,11 @@ class TrainingRun:
 
         def evaluate() -> dict[str, float]:
             with self.engine.consensus():
-                return self.runner.evaluate(watch=beat)
+                found = self.runner.evaluate(watch=beat)
+            if self.engine.average is not None:
+                with self.engine.average.in_place():
+                    found |= {f"ema_{name}": value for name, value in self.runner.evaluate(watch=beat).items()}
+            return found
 
         self.metrics = self.lost.together(evaluate)
         self.evaluated_step = self.step
@@ -265,6 +277,7 @@ class TrainingRun:
             "strategy": str(self.ready.strategy), "metrics": self.metrics, "reached_s": self.reached_s,
             "reached_step": self.reached_step, "loss": self.last_loss, "evaluated_step": self.evaluated_step,
             "noise": self.noise.state, "ended": self.ended,
+            **({"loss_scale": scale.to_json()} if (scale := self.engine.scale_of_loss) is not None else {}),
             **({"monitor": self.monitor.to_json()} if self.monitor.active else {}),
         }  # fmt: skip
 
@@ -308,7 +321,8 @@ class TrainingRun:
             "steps_to_target": self.reached_step, "time_to_target_s": self.reached_s,
             "critical_batch": self.noise.critical_batch, "global_batch": self._batch_now(),
             "ledger": self.ledger.to_json(), "predicted": self.ready.predicted.to_json(),
-            "folder": str(self.folder), **self.lost.report(), **staleness(self.ready.executor), **served,
+            "folder": str(self.folder), **self.speed.summary(), **self.lost.report(),
+            **staleness(self.ready.executor), **served,
         }  # fmt: skip
         if measured := self.engine.consistency.summary():
             outcome["consistency"] = measured

@@ -59,6 +59,8 @@ class TrainOptions(JobOptions):
     """Whether a strategy is checked by two steps in float64 before it first trains this job."""
     lock: str | None = field(default=None, metadata={"set by": "train_locally"})
     """The token by which the run holds its folder. None: rank 0 takes the lock."""
+    flops_per_sample: float | None = field(default=None, metadata={"set by": "train_locally"})
+    """Floating-point operations of a sample in a step, where they are known (`job/work.py`)."""
     checked: bool = field(default=False, metadata={"set by": "train_locally"})
     """Whether the checkpoint to resume from was found intact just before."""
 

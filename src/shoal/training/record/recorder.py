@@ -45,6 +45,8 @@ from shoal.training.record.trace import Tracing, tracing
 
 __all__ = ["Recorder", "Run", "RunBroken", "Tracing", "new_folder", "read_run", "tracing"]
 
+MEDIANS = ("tokens_per_s", "model_flops_per_s", "mfu")
+"""Columns that not every run has; the summary has the median of each."""
 CURVES = {
     "loss": "training/loss",
     "lr": "training/lr",
@@ -62,6 +64,10 @@ CURVES = {
     "saved_bytes": "consistency/saved_bytes",
 }
 """What of a step's row goes to TensorBoard, and under which name."""
+
+
+KEPT = ("step", "loss", "step_s", "samples_per_s", "memory_bytes", *MEDIANS)
+"""What of each row is kept for the summary."""
 
 
 class Recorder:
@@ -125,7 +131,7 @@ class Recorder:
         entry = plain(row)
         self._steps.add(entry)
         # Kept for the summary: a few numbers of each step.
-        self._rows.append({k: entry.get(k) for k in ("step", "loss", "step_s", "samples_per_s", "memory_bytes")})
+        self._rows.append({k: entry.get(k) for k in KEPT})
         values = {CURVES[key]: row.get(key) for key in CURVES}
         self._events.add(int(row["step"]), values)
         self._loggers.add(int(row["step"]), values)
@@ -179,7 +185,9 @@ class Recorder:
         times = [row["step_s"] for row in rows[1:] or rows if row.get("step_s") is not None]
         rates = [row["samples_per_s"] for row in rows[1:] or rows if row.get("samples_per_s") is not None]
         memory = [row["memory_bytes"] for row in rows if row.get("memory_bytes") is not None]
+        known = {name: [row[name] for row in rows[1:] or rows if row.get(name) is not None] for name in MEDIANS}
         return {
+            **{name: statistics.median(values) for name, values in known.items() if values},
             "step": rows[-1]["step"] if rows else 0,
             "loss": rows[-1].get("loss") if rows else None,
             "metrics": self._metrics,
