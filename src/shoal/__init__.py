@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from shoal.api.submit import Submission, submit
     from shoal.api.tokenize import TokenFolder, tokenize
     from shoal.api.validate import Validation, validate
+    from shoal.exporting.trained import full_weights as load_weights
     from shoal.job import Job
     from shoal.job.callbacks import Callback, TrainingState
     from shoal.job.hints import LayoutHints
@@ -75,6 +76,7 @@ _LATER = {
     "export": "shoal.api.export:export",
     "layout_of": "shoal.layout.layout:layout_of",
     "load_run": "shoal.api.running:load_run",
+    "load_weights": "shoal.exporting.trained:full_weights",
     "plan": "shoal.api.plan:plan",
     "report": "shoal.api.compare:report",
     "runs": "shoal.api.compare:runs",
@@ -92,7 +94,8 @@ __all__ = [
     "ExportedModel", "Job", "LayoutHints", "NetworkReport", "PlanReport", "Run", "RunExplanation", "SimulatedServers",
     "SimulatedSteps", "Submission", "TokenFolder", "TrainOptions", "TrainingState", "Validation", "analyze",
     "calibrate", "compare", "doctor", "engine", "evaluate", "explain", "explain_run", "export", "layout_of",
-    "load_run", "plan", "report", "runs", "simulate", "submit", "tokenize", "train", "train_job", "validate", "verify",
+    "load_run", "load_weights", "plan", "report", "runs", "simulate", "submit", "tokenize", "train", "train_job",
+    "validate", "verify",
 ]  # fmt: skip
 __all__ += [name for name in dict.fromkeys([*_strategy.__all__, *_strategy.REGISTRY]) if name not in __all__]
 

@@ -49,7 +49,7 @@ class SimulatedSteps(PrintedTable):
     fits: bool
     memory_bytes: float
     report: dict[str, Any]
-    """All that `shoal simulate --json` prints."""
+    """All that the verb prints with `--json`."""
     shape: Transformer = field(compare=False)
     steps: tuple[Step, ...] = field(compare=False)
 
