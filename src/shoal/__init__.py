@@ -91,11 +91,12 @@ _LATER = {
 
 __all__ = [
     "CalibrationReport", "Callback", "Certificate", "Comparison", "Diagnosis", "Evaluation", "Explanation",
-    "ExportedModel", "Job", "LayoutHints", "NetworkReport", "PlanReport", "Run", "RunExplanation", "SimulatedServers",
-    "SimulatedSteps", "Submission", "TokenFolder", "TrainOptions", "TrainingState", "Validation", "analyze",
-    "calibrate", "compare", "doctor", "engine", "evaluate", "explain", "explain_run", "export", "layout_of",
-    "load_run", "load_weights", "plan", "report", "runs", "simulate", "submit", "tokenize", "train", "train_job",
-    "validate", "verify",
+    "ExportedModel", "Job", "LayoutHints", "NetworkReport", "PlanReport", "Run", "RunExplanation",
+    "SimulatedServers", "SimulatedSteps", "Submission", "TokenFolder", "TrainOptions", "TrainingState",
+    "Validation", "analyze", "calibrate", "compare", "doctor", "engine", "evaluate", "explain", "explain_run",
+    "export", "layout_of", "load_run", "load_weights", "plan", "report", "runs", "simulate", "submit", "tokenize",
+    "train", "train_job", "validate",
+    "verify",
 ]  # fmt: skip
 __all__ += [name for name in dict.fromkeys([*_strategy.__all__, *_strategy.REGISTRY]) if name not in __all__]
 
