@@ -95,5 +95,14 @@ def test_students_tail_is_that_of_the_tables(t: float, freedom: float, tail: flo
     assert student_tail(t, freedom) == pytest.approx(tail, rel=2e-3)
 
 
+def test_an_optimiser_whose_values_were_taken_away_keeps_its_options() -> None:
+    import torch
+
+    from shoal.compare.watch import _described
+
+    empty = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(0))], betas=(0.8, 0.9))
+    assert _described(empty)["options"][0]["betas"] == [0.8, 0.9]
+
+
 def test_without_a_spread_there_is_no_test() -> None:
     assert one_sided([1.0], [2.0]) is None

@@ -53,7 +53,7 @@ def run_shoal(settings: dict[str, Any], channel: Any) -> dict[str, Any]:
     job = watched(job_of(settings), losses=False)
     options = TrainOptions(
         job=named(job), strategy=settings["contestant"], folder=settings["folder"], checkpoint_every=0, gate=False,
-        stop_at_target=False, emulate=settings["emulate"],
+        stop_at_target=False, emulate=settings["emulate"], prefetch=0,
     )  # fmt: skip
     check(options, None)
     me = join(emulate=options.emulate)

@@ -195,9 +195,11 @@ def memory() -> dict[str, int]:
 def _described(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """An optimiser that has stepped: its class, its options, the precision of parameters and state."""
     options, parameters, state = [], set(), set()
-    for group in optimizer.param_groups:
+    # Groups without elements are placeholders, unless all are: ZeRO-3 of DeepSpeed takes the values away between steps.
+    filled = [group for group in optimizer.param_groups if any(each.numel() for each in group["params"])]
+    for group in filled or optimizer.param_groups:
         found = {name: _plain(value) for name, value in group.items() if name not in NOT_COMPARED}
-        if found not in options and any(each.numel() for each in group["params"]):
+        if found not in options:
             options.append(found)
         parameters |= {str(each.dtype).removeprefix("torch.") for each in group["params"] if each.numel()}
     for entries in optimizer.state.values():
