@@ -162,3 +162,8 @@ def test_every_argument_of_the_api_is_documented() -> None:
         for each in inspect.signature(found).parameters.values():
             if "Args:" in text and each.kind is not each.VAR_KEYWORD:
                 assert f"{each.name}: " in text, f"shoal.{name} does not document {each.name}"
+
+
+def test_no_package_of_shoal_hides_a_public_name() -> None:
+    packages = {each.name for each in Path(shoal.__file__).parent.iterdir() if (each / "__init__.py").exists()}
+    assert not packages & set(shoal.__all__)  # Importing it would put the package in the name's place.

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from shoal.api.call import checked_keywords
 from shoal.common.log import log_message
 from shoal.common.printed import PrintedTable
-from shoal.compare import protocol
-from shoal.compare.protocol import CannotCompare, Protocol
-from shoal.compare.report import write_report
-from shoal.compare.rows import results
-from shoal.compare.single_runs import list_runs, results_of_runs
+from shoal.comparison import protocol
+from shoal.comparison.protocol import CannotCompare, Protocol
+from shoal.comparison.report import write_report
+from shoal.comparison.rows import results
+from shoal.comparison.single_runs import list_runs, results_of_runs
 from shoal.strategy import Strategy, Term
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.common.printed import PrintedTable
-from shoal.compare.findings import Cause, causes, differences, why_failed
+from shoal.comparison.findings import Cause, causes, differences, why_failed
 from shoal.training.record.run import RUN, Run, read_run
 
 

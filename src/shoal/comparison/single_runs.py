@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.compare.rows import HIGHER, spread, thin
+from shoal.comparison.rows import HIGHER, spread, thin
 from shoal.training.record.run import RUN, Run, RunBroken, median_step_s, read_json, read_run
 
 MOST_LISTED = 1000

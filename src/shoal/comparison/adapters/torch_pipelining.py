@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
 
-from shoal.compare.adapter import Adapter, Place, Trainee, optimizer_of
+from shoal.comparison.adapter import Adapter, RankPlace, Trainee, optimizer_of
 from shoal.job import Job
 from shoal.layout.layout import layout_of
 from shoal.runtime.step import build_model
@@ -24,7 +24,7 @@ MICRO = 4
 class Stage(Trainee):
     """One stage of the model on this rank."""
 
-    def __init__(self, job: Job, place: Place) -> None:
+    def __init__(self, job: Job, place: RankPlace) -> None:
         super().__init__(job, place)
         model = build_model(job)
         self.shapes = {name: (each.shape, each.dtype) for name, each in model.named_parameters()}
@@ -98,7 +98,7 @@ class Pipelining(Adapter):
             return f"the global batch of {job.global_batch} does not divide into {MICRO} equal micro-batches"
         return ""
 
-    def build(self, job: Job, place: Place) -> Trainee:
+    def build(self, job: Job, place: RankPlace) -> Trainee:
         return Stage(job, place)
 
 

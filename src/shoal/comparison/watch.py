@@ -27,7 +27,7 @@ NOT_COMPARED = ("params", "lr", "initial_lr", "foreach", "fused", "capturable", 
 """Options of an optimiser that change no number, or are compared as the schedule."""
 
 
-class Watch:
+class RunWatch:
     """What was seen on this rank."""
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ def mixed(numbers: np.ndarray) -> int:
         return int((x ^ (x >> np.uint64(31))).sum(dtype=np.uint64))
 
 
-WATCH = Watch()
+WATCH = RunWatch()
 
 
 class _Read:
@@ -163,10 +163,10 @@ def watched(job: Job, *, losses: bool) -> Job:
     return replace(job, **changes)
 
 
-def start_watching() -> Watch:
+def start_watching() -> RunWatch:
     """A fresh watch for this process, with the memory that is held before a contestant is built."""
     global WATCH
-    WATCH = Watch()
+    WATCH = RunWatch()
     torch_optimizer.register_optimizer_step_post_hook(_stepped)
     with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
         file.write("5")  # The peak so far is forgotten.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from shoal.compare.adapter import Adapter, Place, Replica, Trainee, optimizer_of
+from shoal.comparison.adapter import Adapter, RankPlace, Replica, Trainee, optimizer_of
 from shoal.job import Job
 from shoal.layout.blocks import blocks
 from shoal.runtime.step import build_model
@@ -15,7 +15,7 @@ class FSDP2(Adapter):
     title = "PyTorch FSDP2"
     same_as = "dp({n}, zero=3)"
 
-    def build(self, job: Job, place: Place) -> Trainee:
+    def build(self, job: Job, place: RankPlace) -> Trainee:
         model = build_model(job)
         mesh = DeviceMesh.from_group(place.group, "cpu")
         for _, block in blocks(model):

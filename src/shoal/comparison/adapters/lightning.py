@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.compare.adapter import Adapter, Place, Replica, Trainee, optimizer_of
+from shoal.comparison.adapter import Adapter, RankPlace, Replica, Trainee, optimizer_of
 from shoal.job import Job
 from shoal.runtime.step import build_model
 
@@ -27,7 +27,7 @@ class Lightning(Adapter):
     packages = ("lightning_fabric",)
     same_as = "dp({n})"
 
-    def build(self, job: Job, place: Place) -> Trainee:
+    def build(self, job: Job, place: RankPlace) -> Trainee:
         from lightning_fabric import Fabric
         from lightning_fabric.plugins.environments import LightningEnvironment
         from lightning_fabric.strategies import DDPStrategy

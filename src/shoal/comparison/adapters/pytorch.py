@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from shoal.compare.adapter import Adapter, Place, Replica, Trainee, optimizer_of
+from shoal.comparison.adapter import Adapter, RankPlace, Replica, Trainee, optimizer_of
 from shoal.job import Job, share
 from shoal.runtime.step import build_model
 
@@ -41,7 +41,7 @@ class PlainPyTorch(Adapter):
     same_as = "serial"
     single = True
 
-    def build(self, job: Job, place: Place, *, shares: int = 1) -> Trainee:
+    def build(self, job: Job, place: RankPlace, *, shares: int = 1) -> Trainee:
         model: nn.Module = build_model(job)
         trainee = Serial(job, place, model, model, optimizer_of(job, model.named_parameters()))
         trainee.shares = shares

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer
 
-from shoal.compare.adapter import Adapter, Place, Replica, Trainee, optimizer_of
+from shoal.comparison.adapter import Adapter, RankPlace, Replica, Trainee, optimizer_of
 from shoal.job import Job
 from shoal.runtime.step import build_model
 
@@ -18,7 +18,7 @@ class PostLocalSGD(Adapter):
     same_as = f"dp({{n}}, sync=local({PERIOD}))"
     exact = False
 
-    def build(self, job: Job, place: Place) -> Trainee:
+    def build(self, job: Job, place: RankPlace) -> Trainee:
         model = build_model(job)
         averager = PeriodicModelAverager(period=PERIOD, warmup_steps=0, process_group=dist.group.WORLD)
         optimizer = PostLocalSGDOptimizer(optimizer_of(job, model.named_parameters()), averager)

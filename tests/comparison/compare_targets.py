@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from compare import unfair
-from shoal.compare import rank as rank_
-from shoal.compare.adapters import adapters
+from comparison import unfair
+from shoal.comparison import rank as rank_
+from shoal.comparison.adapters import adapters
 from shoal.launch.join import join
 
 

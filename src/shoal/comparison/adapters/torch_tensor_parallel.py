@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from shoal.compare.adapter import Adapter, Place, Replica, Trainee, optimizer_of
+from shoal.comparison.adapter import Adapter, RankPlace, Replica, Trainee, optimizer_of
 from shoal.job import Job
 from shoal.job.facts import build_without_memory
 from shoal.layout.layout import layout_of
@@ -59,7 +59,7 @@ class TensorParallel(Adapter):
             return "one rank has nothing to split"
         return "" if _plan(job, build_without_memory(job), world) else "no pair of linear layers can be split as it is"
 
-    def build(self, job: Job, place: Place) -> Trainee:
+    def build(self, job: Job, place: RankPlace) -> Trainee:
         model = build_model(job)
         plan = _plan(job, model, place.world)
         parallelize_module(model, DeviceMesh.from_group(place.group, "cpu", mesh_dim_names=("tp",)), plan)

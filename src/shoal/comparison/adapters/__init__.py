@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.common.suggest import did_you_mean
 
 if TYPE_CHECKING:
-    from shoal.compare.adapter import Adapter
+    from shoal.comparison.adapter import Adapter
 
 GROUP = "shoal.frameworks"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shoal.compare.report import as_csv, as_markdown, page, write_report
+from shoal.comparison.report import as_csv, as_markdown, page, write_report
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 PLOTS = ("deciding", "throughput", "memory", "split", "steps", "scaling", "bytes", "loss", "timeline")

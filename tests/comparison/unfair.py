@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal.compare.adapter import Adapter, Place, Replica, optimizer_of
+from shoal.comparison.adapter import Adapter, RankPlace, Replica, optimizer_of
 from shoal.job import Job
 from shoal.runtime.step import build_model
 
@@ -21,7 +21,7 @@ class Unfair(Adapter):
     def __init__(self, fault: str) -> None:
         self.fault = fault
 
-    def build(self, job: Job, place: Place) -> Replica:
+    def build(self, job: Job, place: RankPlace) -> Replica:
         if self.fault == "batch":
             job = replace(job, global_batch=job.global_batch // 2)
         if self.fault == "seed":

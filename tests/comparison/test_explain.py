@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import shoal
-from shoal.compare.findings import causes, differences, why_failed
+from shoal.comparison.findings import causes, differences, why_failed
 
 STEPS = 6
 PLANTED_S = 1.0

@@ -21,7 +21,7 @@ from shoal.job import Batch, Job, share
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class RankPlace:
     """A rank's place in the world of a contestant."""
 
     rank: int
@@ -33,7 +33,7 @@ class Place:
 class Trainee(ABC):
     """A job that a framework is ready to train, on one rank."""
 
-    def __init__(self, job: Job, place: Place) -> None:
+    def __init__(self, job: Job, place: RankPlace) -> None:
         self.job, self.place = job, place
         self.order = job.order()
 
@@ -77,7 +77,7 @@ class Adapter(ABC):
         return ""
 
     @abstractmethod
-    def build(self, job: Job, place: Place) -> Trainee:
+    def build(self, job: Job, place: RankPlace) -> Trainee:
         """The job, ready to train. All ranks call it alike."""
 
 
@@ -88,7 +88,7 @@ class Replica(Trainee):
     """
 
     def __init__(
-        self, job: Job, place: Place, model: nn.Module, forward: nn.Module, optimizer: Any, *, micro: int = 1
+        self, job: Job, place: RankPlace, model: nn.Module, forward: nn.Module, optimizer: Any, *, micro: int = 1
     ) -> None:
         """`model`: the job's own. `forward`: what the framework made of it."""
         super().__init__(job, place)

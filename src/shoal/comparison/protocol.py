@@ -197,7 +197,7 @@ def changes_of(question: Protocol, job: Mapping[str, Any] | None, ranks: int, se
 def _inspected(question: Protocol, job: str, names: Sequence[str]) -> dict[str, Any]:
     worlds = {name: worlds_of(question, name) for name in names}
     found: dict[str, Any] = run_ranks(
-        "shoal.compare.rank:inspect", {
+        "shoal.comparison.rank:inspect", {
             "job": job, "contestants": worlds, "changes": {**changes_of(question, None, 1, 0), "seed": None},
         }, ranks=1,
     )[0]  # fmt: skip
@@ -255,7 +255,7 @@ def _run(question: Protocol, cell: Cell, folder: Path, progress: Progress) -> No
 
     started = time.perf_counter()
     try:
-        target = "shoal.compare.rank:run_shoal" if own else "shoal.compare.rank:run_framework"
+        target = "shoal.comparison.rank:run_shoal" if own else "shoal.comparison.rank:run_framework"
         ranks = run_ranks(target, settings, ranks=cell.ranks, on_message=listen, threads_per_rank=1)
         facts = {"ranks": ranks, "status": "finished"}
     except RankFailed as error:

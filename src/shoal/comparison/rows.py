@@ -12,9 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from shoal.compare.findings import causes
-from shoal.compare.guard import Finding, Seen, judge
-from shoal.compare.protocol import COMPARISON, FACTS, REFERENCE, WARMUP_STEPS, Cell, is_strategy
+from shoal.comparison.findings import causes
+from shoal.comparison.guard import Finding, Seen, judge
+from shoal.comparison.protocol import COMPARISON, FACTS, REFERENCE, WARMUP_STEPS, Cell, is_strategy
 from shoal.strategy import parse
 from shoal.strategy.contract import contract
 from shoal.strategy.islands import is_loose

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.compare.adapter import Adapter, Place, Replica, Trainee, optimizer_of
+from shoal.comparison.adapter import Adapter, RankPlace, Replica, Trainee, optimizer_of
 from shoal.job import Job
 from shoal.runtime.step import build_model
 
@@ -30,7 +30,7 @@ class Accelerate(Adapter):
     packages = ("accelerate",)
     same_as = "dp({n})"
 
-    def build(self, job: Job, place: Place) -> Trainee:
+    def build(self, job: Job, place: RankPlace) -> Trainee:
         from accelerate import Accelerator, DistributedDataParallelKwargs
 
         model = build_model(job)

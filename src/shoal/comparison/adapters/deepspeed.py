@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.compare.adapter import Adapter, Place, Replica, Trainee, optimizer_of
+from shoal.comparison.adapter import Adapter, RankPlace, Replica, Trainee, optimizer_of
 from shoal.job import Job
 from shoal.runtime.step import build_model
 
@@ -46,7 +46,7 @@ class DeepSpeed(Adapter):
         self.title = f"DeepSpeed ZeRO-{stage}"
         self.same_as = f"dp({{n}}, zero={stage})"
 
-    def build(self, job: Job, place: Place) -> Trainee:
+    def build(self, job: Job, place: RankPlace) -> Trainee:
         import deepspeed
 
         # An all-reduce for inference only, which would be compiled for minutes when the engine starts.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal.compare.adapter import Place
-from shoal.compare.adapters.torch_ddp import TorchDDP
+from shoal.comparison.adapter import RankPlace
+from shoal.comparison.adapters.torch_ddp import TorchDDP
 
 RANK = 4
 FIRST_COMPRESSED_STEP = 2
@@ -18,7 +18,7 @@ class PowerSGD(TorchDDP):
     same_as = "dp({n}, compress=powersgd(4))"
     exact = False
 
-    def configure(self, model: DistributedDataParallel, place: Place) -> None:
+    def configure(self, model: DistributedDataParallel, place: RankPlace) -> None:
         state = PowerSGDState(place.group, matrix_approximation_rank=RANK, start_powerSGD_iter=FIRST_COMPRESSED_STEP)
         model.register_comm_hook(state, powerSGD_hook)
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.compare.protocol import WARMUP_STEPS
+from shoal.comparison.protocol import WARMUP_STEPS
 from shoal.training.record.run import plain
 
 PAGE = Path(__file__).with_name("page")

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from compare.unfair import FAULTS
-from shoal.compare.guard import Seen, judge, one_sided, student_tail
+from comparison.unfair import FAULTS
+from shoal.comparison.guard import Seen, judge, one_sided, student_tail
 from shoal.launch import run_ranks
 from shoal.training.record.run import read_run
 
@@ -28,7 +28,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
     unfair = [f"unfair-{fault.replace(' ', '-')}" for fault in FAULTS]
     found = {}
     for ranks, names in ((1, ["pytorch"]), (2, ["torch-ddp", "torch-fsdp2", *unfair])):
-        target = "compare.compare_targets:contestants"
+        target = "comparison.compare_targets:contestants"
         rows = run_ranks(target, {**settings, "names": names}, ranks=ranks, hang_after_s=60)
         for name in names:
             found[name] = seen(folder / name, [row[name] for row in rows])
@@ -98,7 +98,7 @@ def test_students_tail_is_that_of_the_tables(t: float, freedom: float, tail: flo
 def test_an_optimiser_whose_values_were_taken_away_keeps_its_options() -> None:
     import torch
 
-    from shoal.compare.watch import _described
+    from shoal.comparison.watch import _described
 
     empty = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(0))], betas=(0.8, 0.9))
     assert _described(empty)["options"][0]["betas"] == [0.8, 0.9]

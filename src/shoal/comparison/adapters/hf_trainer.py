@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shoal.compare.adapter import Adapter, Place, Replica, Trainee, optimizer_of
+from shoal.comparison.adapter import Adapter, RankPlace, Replica, Trainee, optimizer_of
 from shoal.job import Batch, Job, share
 from shoal.runtime.step import build_model
 
@@ -31,7 +31,7 @@ class InTrainer(Replica):
         self.zero()
 
 
-class Held(nn.Module):
+class HeldModel(nn.Module):
     """The job's model without its attributes: the Trainer takes a `config` for one of its own library."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -47,7 +47,7 @@ class HFTrainer(Adapter):
     packages = ("transformers", "accelerate")
     same_as = "dp({n})"
 
-    def build(self, job: Job, place: Place) -> Trainee:
+    def build(self, job: Job, place: RankPlace) -> Trainee:
         from transformers import Trainer, TrainingArguments
 
         model = build_model(job)
@@ -65,7 +65,7 @@ class HFTrainer(Adapter):
             remove_unused_columns=False,
         )  # fmt: skip
         optimizer = optimizer_of(job, model.named_parameters())
-        held = Held(model)
+        held = HeldModel(model)
         trainer = JobTrainer(model=held, args=arguments, optimizers=(optimizer, None))
         forward, prepared = trainer.accelerator.prepare(held, optimizer)
         trainer.model_wrapped = forward

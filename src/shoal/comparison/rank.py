@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shoal.compare.adapter import Adapter, Place, Trainee
-from shoal.compare.adapters import adapter_of
-from shoal.compare.watch import hashed, start_watching, watched
+from shoal.comparison.adapter import Adapter, RankPlace, Trainee
+from shoal.comparison.adapters import adapter_of
+from shoal.comparison.watch import hashed, start_watching, watched
 from shoal.job import Job, load_job, share
 from shoal.job.load import named
 from shoal.launch.join import join, leave
@@ -73,7 +73,7 @@ def run_framework(settings: dict[str, Any], channel: Any) -> dict[str, Any]:
     for package in adapter.packages:
         __import__(package)
     me = join(backend="gloo")
-    place = Place(rank=me.rank, world=me.world, group=dist.group.WORLD)
+    place = RankPlace(rank=me.rank, world=me.world, group=dist.group.WORLD)
     link, load = measure_link(me.world), machine_load()
     plain = job_of(settings)
     watch = start_watching()
@@ -87,7 +87,7 @@ def run_framework(settings: dict[str, Any], channel: Any) -> dict[str, Any]:
     return facts
 
 
-def _built(adapter: Adapter, job: Job, place: Place, settings: Mapping[str, Any]) -> Trainee:
+def _built(adapter: Adapter, job: Job, place: RankPlace, settings: Mapping[str, Any]) -> Trainee:
     shares = settings.get("shares", 1)
     return adapter.build(job, place, shares=shares) if adapter.single else adapter.build(job, place)  # type: ignore[call-arg]
 
@@ -96,7 +96,7 @@ class FrameworkRun:
     """One rank's run of a framework."""
 
     def __init__(
-        self, plain: Job, job: Job, trainee: Trainee, place: Place, settings: Mapping[str, Any], channel: Any
+        self, plain: Job, job: Job, trainee: Trainee, place: RankPlace, settings: Mapping[str, Any], channel: Any
     ) -> None:
         """`plain`: the job without the watch."""
         self.plain, self.job, self.trainee, self.place, self.channel = plain, job, trainee, place, channel
@@ -158,7 +158,7 @@ class FrameworkRun:
 
     def _flush(self) -> None:
         """Losses of the steps since the last evaluation, over all ranks, and their rows."""
-        from shoal.compare import watch
+        from shoal.comparison import watch
 
         rows = self.rows[self.flushed :]
         sums = torch.zeros(len(rows), 2, dtype=torch.float64)
@@ -184,13 +184,13 @@ class FrameworkRun:
 
 
 def watch_peak() -> None:
-    from shoal.compare import watch
+    from shoal.comparison import watch
 
     watch.WATCH.note_peak()
 
 
 @torch.no_grad()
-def evaluate(job: Job, trainee: Trainee, model: nn.Module, place: Place) -> dict[str, float]:
+def evaluate(job: Job, trainee: Trainee, model: nn.Module, place: RankPlace) -> dict[str, float]:
     """The validation values of what a framework has trained, on a plain model, shared among ranks. Buffers are the mean
     over ranks, as they are where Shoal evaluates."""
     values = dict(model.named_parameters())
