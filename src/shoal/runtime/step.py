@@ -167,9 +167,11 @@ class StepRunner:
     def _places(self) -> tuple[int, int]:
         """This rank's place among those that split the batch, and how many they are."""
         split, mine, seats = self.engine.placement.split, self.engine.placement.samples, self.engine.placement.seats
-        if self.share is None or seats is None:
+        if self.share is None:
             return split.index, split.size
-        return self.share * mine.size + mine.index, seats.replicas * mine.size
+        outer = self.engine.outer
+        shares = seats.replicas if seats is not None else outer.tickets.shares  # type: ignore[union-attr]
+        return self.share * mine.size + mine.index, shares * mine.size
 
     def _over_tensor(self, micro: int, positions: np.ndarray, counter: int) -> tuple[int, ...]:
         place = self.engine.placement

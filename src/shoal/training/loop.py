@@ -49,7 +49,7 @@ from shoal.training.record import lock
 from shoal.training.record.lock import FolderBusy, FolderLock
 from shoal.training.record.recorder import Recorder, new_folder, tracing
 from shoal.training.record.run import RUN, Status
-from shoal.training.tickets import leave_servers, run_tickets
+from shoal.training.tickets import leave_servers, next_limit, next_meeting, run_tickets
 
 
 def train(options: TrainOptions, channel: Any) -> dict[str, Any]:
@@ -186,11 +186,15 @@ class TrainingRun:
 
     def _advance(self, every: int) -> None:
         """One step; where servers let replicas run at their own speed, tickets until all stand at one step again."""
-        remote = self.engine.owner.remote
-        if remote is None or remote.together:
+        remote, outer, evaluate_every = self.engine.owner.remote, self.engine.outer, self.job.evaluate_every or 0
+        if outer is not None and outer.tickets is not None:
+            outer.tickets.begin(self.step)
+            limit = next_meeting(self.pace, self.step, self.job.steps, evaluate_every, every)
+            run_tickets(self, outer.tickets, self._one_step, limit)
+        elif remote is None or remote.together:
             self._one_step()
         else:
-            run_tickets(self, remote, self._one_step, every)
+            run_tickets(self, remote, self._one_step, next_limit(self.step, self.job.steps, evaluate_every, every))
 
     def _evaluate_if_due(self) -> None:
         due = self.pace.due(self.step, self.job.evaluate_every or 0)
@@ -340,7 +344,9 @@ class TrainingRun:
             "ledger": self.ledger.to_json(), "predicted": self.ready.predicted.to_json(),
             "folder": str(self.folder), **self.lost.report(), **staleness(self.ready.executor), **served,
         }  # fmt: skip
-        if measured := self.engine.consistency.summary():
+        outer = self.engine.outer
+        islands = outer.tickets.report() if outer is not None and outer.tickets is not None else {}
+        if measured := self.engine.consistency.summary() | islands:
             outcome["consistency"] = measured
         if self.recorder is not None:
             self.recorder.close(status, outcome)
