@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv bytecode demo quick test test-all fuzz soak lint consistency two-hosts bench clean
+.PHONY: venv bytecode demo compare quick test test-all fuzz soak lint consistency two-hosts bench clean
 
 venv: $(STAMP)
 
@@ -18,6 +18,16 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: venv
 	$(BIN)/shoal demo
+
+# The peers, then both tasks by strategies and frameworks under one protocol. FOLDER keeps runs and report; it resumes.
+FOLDER ?= runs/compare
+compare: venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[compare]"
+	$(BIN)/shoal compare language:tiny image:tiny --ranks 1,2 --seeds 3 --folder $(FOLDER) --with \
+		"dp(2)" "dp(2, zero=1)" "dp(2, zero=3)" "tp(2)" "pp(2, '1f1b', micro=4)" "dp(2, sync=local(8))" \
+		"dp(2, sync=diloco(8))" "dp(2, compress=powersgd(4))" "dp(2, sync=gossip('ring'))" \
+		torch-ddp torch-ddp-powersgd torch-fsdp2 torch-pipelining torch-tensor-parallel torch-postlocal-sgd \
+		accelerate lightning hf-trainer deepspeed-zero1 deepspeed-zero3 horovod megatron-core torchtitan torchft hivemind
 
 lint: venv
 	$(BIN)/ruff check src tests benchmarks examples

@@ -17,6 +17,7 @@ from shoal.strategy import *  # noqa: F403
 if TYPE_CHECKING:
     from shoal.api.analyze import NetworkReport, analyze
     from shoal.api.calibrate import CalibrationReport, calibrate
+    from shoal.api.compare import Comparison, compare, report, runs
     from shoal.api.evaluate import Evaluation, evaluate
     from shoal.api.explain import Explanation, explain
     from shoal.api.export import ExportedModel, export
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from shoal.api.simulate import SimulatedSteps, simulate
     from shoal.api.validate import Validation, validate
     from shoal.job import Job
+    from shoal.job.callbacks import Callback, TrainingState
     from shoal.job.hints import LayoutHints
     from shoal.layout.layout import layout_of
     from shoal.proof.certify import Certificate
@@ -37,6 +39,8 @@ __version__ = "0.1.0"
 
 _LATER = {
     "CalibrationReport": "shoal.api.calibrate:CalibrationReport",
+    "Comparison": "shoal.api.compare:Comparison",
+    "Callback": "shoal.job.callbacks:Callback",
     "Certificate": "shoal.proof.certify:Certificate",
     "Evaluation": "shoal.api.evaluate:Evaluation",
     "Explanation": "shoal.api.explain:Explanation",
@@ -48,9 +52,11 @@ _LATER = {
     "Run": "shoal.training.record.run:Run",
     "SimulatedSteps": "shoal.api.simulate:SimulatedSteps",
     "TrainOptions": "shoal.training.options:TrainOptions",
+    "TrainingState": "shoal.job.callbacks:TrainingState",
     "Validation": "shoal.api.validate:Validation",
     "analyze": "shoal.api.analyze:analyze",
     "calibrate": "shoal.api.calibrate:calibrate",
+    "compare": "shoal.api.compare:compare",
     "engine": "shoal.training.own_loop:engine",
     "evaluate": "shoal.api.evaluate:evaluate",
     "explain": "shoal.api.explain:explain",
@@ -58,6 +64,8 @@ _LATER = {
     "layout_of": "shoal.layout.layout:layout_of",
     "load_run": "shoal.api.running:load_run",
     "plan": "shoal.api.plan:plan",
+    "report": "shoal.api.compare:report",
+    "runs": "shoal.api.compare:runs",
     "simulate": "shoal.api.simulate:simulate",
     "train": "shoal.api.running:train",
     "train_job": "shoal.api.running:train",
@@ -66,10 +74,10 @@ _LATER = {
 }
 
 __all__ = [
-    "CalibrationReport", "Certificate", "Evaluation", "Explanation", "ExportedModel", "Job", "LayoutHints",
-    "NetworkReport", "PlanReport", "Run", "SimulatedSteps", "TrainOptions", "Validation", "analyze", "calibrate",
-    "engine", "evaluate", "explain", "export", "layout_of", "load_run", "plan", "simulate", "train", "train_job",
-    "validate", "verify",
+    "CalibrationReport", "Callback", "Certificate", "Comparison", "Evaluation", "Explanation", "ExportedModel", "Job",
+    "LayoutHints", "NetworkReport", "PlanReport", "Run", "SimulatedSteps", "TrainOptions", "TrainingState",
+    "Validation", "analyze", "calibrate", "compare", "engine", "evaluate", "explain", "export", "layout_of",
+    "load_run", "plan", "report", "runs", "simulate", "train", "train_job", "validate", "verify",
 ]  # fmt: skip
 __all__ += [name for name in dict.fromkeys([*_strategy.__all__, *_strategy.REGISTRY]) if name not in __all__]
 
@@ -80,6 +88,10 @@ def __getattr__(name: str) -> Any:
 
         module, attribute = _LATER[name].split(":")
         return getattr(import_module(module), attribute)
+    if name == "operators":
+        from importlib import import_module
+
+        return import_module("shoal.operators")
     if name in _strategy.REGISTRY:
         return _strategy.REGISTRY[name]
     raise AttributeError(f"module 'shoal' has no attribute {name!r}")

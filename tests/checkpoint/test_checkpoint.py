@@ -439,7 +439,7 @@ def cut_among_many(manifest: dict[str, Any]) -> None:
 
 
 FORGERIES: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
-    (lambda m: m.update(format=3), "has format 3, and this Shoal reads up to 2"),
+    (lambda m: m.update(format=4), "has format 4, and this Shoal reads up to 3"),
     (lambda m: m["pieces"].pop(3), "is incomplete: elements of"),
     (lambda m: m["pieces"][0].update(start=1), "is incomplete: elements of"),
     (lambda m: m.pop("numbers"), "is not a checkpoint's manifest"),

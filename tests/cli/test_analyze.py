@@ -154,3 +154,16 @@ def test_what_cannot_be_analysed_is_refused_in_a_sentence(
     assert (done.status, done.out) == (2, "")
     assert "Traceback" not in done.err
     assert [part for part in expected if part not in done.err] == []
+
+
+@pytest.mark.long
+def test_convolutions_are_timed_by_every_method(shoal: Shoal) -> None:
+    done = shoal("analyze", "image:tiny", "--batch", "2", "--measure", "--json")
+    rows = json.loads(done.out)["measured"]
+    assert [row["layers"][0] for row in rows] == ["features.0", "features.3", "features.7", "features.10"]
+    for row in rows:
+        assert set(row["seconds"]) == {"library", "direct", "im2col", "fft", "winograd"}
+        assert row["best_by_time"] in row["seconds"]
+        assert row["samples"] == 2
+    printed = shoal("analyze", "image:tiny", "--batch", "2", "--measure")
+    assert "Convolutions, timed here" in printed.out

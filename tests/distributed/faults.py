@@ -32,6 +32,7 @@ SEAM = {
     "ShardedOwner": ("publish",),
     "ParameterGathering": ("gather", "finish"),
     "SlicedOptimizer": ("step",),
+    "FullParameters": ("collect", "send_back"),
     "Pipeline": ("backward",),
     "Borders": ("crossings",),
     "SequenceCut": ("attend",),

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+import random
 import signal
+import socket
 import tempfile
 import time
 from pathlib import Path
@@ -15,9 +19,11 @@ from distributed.proofs import JOBS, _barrier, _from_rank_0
 from shoal.checkpoint.restore import restore
 from shoal.checkpoint.save import open_checkpoint, save
 from shoal.comm.points import on_reach
+from shoal.comm.transport import connect as connect_module
 from shoal.job import load_job
 from shoal.launch.join import join, leave
 from shoal.parallel.owner.base import Owner
+from shoal.parallel.server.codec import PushCodec
 from shoal.parallel.server.coordinator import Coordinator, Update
 from shoal.parallel.server.shard import ServedShard
 from shoal.proof.compare import compare
@@ -31,6 +37,11 @@ from shoal.runtime.setup import Prepared, prepare
 from shoal.strategy import parse
 from shoal.strategy.terms.serving import Push
 from shoal.training.entry import train_run
+from shoal.training.lost_islands import LostIslands
+
+
+def _named(name: str) -> str:
+    return name if name.endswith(".py") else f"{JOBS}:{name}"
 
 
 def prove_served(arguments: dict[str, Any], channel: Any) -> list[dict[str, Any]]:
@@ -42,11 +53,11 @@ def prove_served(arguments: dict[str, Any], channel: Any) -> list[dict[str, Any]
             path = folder / f"{number}.safetensors"
             if me.rank == 0:
                 serial_run(
-                    {"job": f"{JOBS}:{name}", "strategy": judge, "reference": str(path), "exact": True,
+                    {"job": _named(name), "strategy": judge, "reference": str(path), "exact": True,
                      "num_steps": steps, "micro_batches": arguments.get("micro_batches", 1)}, None,
                 )  # fmt: skip
             _barrier()
-            job, strategy = for_proof(load_job(f"{JOBS}:{name}")), parse(text)
+            job, strategy = for_proof(load_job(_named(name))), parse(text)
             if is_server(strategy, me.rank):
                 serve_here(job, strategy, rank=me.rank, backend=me.backend, dtype=torch.float64)
                 rows.append({"difference": 0.0, "where": "", "ledger": [], "compared": 0})
@@ -79,7 +90,7 @@ def replayed(arguments: dict[str, Any], channel: Any) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as own:
         folder = Path(_from_rank_0(own))
         for name, text in arguments["cases"]:
-            job, strategy = for_proof(load_job(f"{JOBS}:{name}")), parse(text)
+            job, strategy = for_proof(load_job(_named(name))), parse(text)
             options = ProofOptions(
                 job=name, strategy=text, num_steps=arguments["steps"], exact=True, reference=str(folder / "none"),
             )  # fmt: skip
@@ -105,7 +116,7 @@ def off_by_one(arguments: dict[str, Any], channel: Any) -> Any:
 
     def update(self: Coordinator, pushes: list[Push]) -> Update:
         made = right(self, pushes)
-        self.log[-1] = [[worker, step, share, max(0, version - 1)] for worker, step, share, version in self.log[-1]]
+        self.log[-1] = [[*row[:3], max(0, row[3] - 1), row[4]] for row in self.log[-1]]
         return made
 
     Coordinator._update = update  # type: ignore[method-assign]
@@ -138,6 +149,19 @@ def never_pulled(arguments: dict[str, Any], channel: Any) -> Any:
         right(self, worker)
 
     ServedShard.send = send  # type: ignore[method-assign]
+    return replayed(arguments, channel)
+
+
+def forgets_the_rest(arguments: dict[str, Any], channel: Any) -> Any:
+    """What a compressed push leaves is not kept for the next one."""
+    right = PushCodec._encoded
+
+    def encoded(self: PushCodec, each: Any, *given: Any) -> torch.Tensor:
+        payload = right(self, each, *given)
+        each.state.clear()
+        return payload
+
+    PushCodec._encoded = encoded  # type: ignore[method-assign]
     return replayed(arguments, channel)
 
 
@@ -192,6 +216,18 @@ def killed_worker(arguments: dict[str, Any], channel: Any) -> Any:
     return train_run(arguments, channel)
 
 
+def killed_early(arguments: dict[str, Any], channel: Any) -> Any:
+    """A worker is killed in its first ticket, while the first rank is still busy with its start."""
+    right = LostIslands.allow
+
+    def late(self: LostIslands) -> None:
+        time.sleep(1.0 if channel.rank == 0 else 0.0)
+        right(self)
+
+    LostIslands.allow = late  # type: ignore[method-assign]
+    return killed_worker(arguments, channel)
+
+
 def _disturb(point: str, times: int, late_s: float | None) -> None:
     seen = [0]
 
@@ -203,3 +239,42 @@ def _disturb(point: str, times: int, late_s: float | None) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     on_reach(arrived)
+
+
+def among_strangers(arguments: dict[str, Any], channel: Any) -> Any:
+    """`replayed`, where strangers find every port before the ranks do: half of them say nothing, the others anything.
+    Adds what was refused, and whether a port is still open once training is over."""
+    refused: list[str] = []
+    ports: list[Any] = []
+    strangers: list[socket.socket] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            refused.append(record.getMessage())
+
+    logging.getLogger("shoal").addHandler(Kept(logging.WARNING))
+    chance = random.Random(channel.rank)
+
+    def visited(listen: Any) -> Any:
+        def call() -> Any:
+            listener = listen()
+            ports.append((listener.family, listener.getsockname()))
+            for number in range(arguments["strangers"]):
+                stranger = socket.socket(listener.family, socket.SOCK_STREAM)
+                stranger.connect(listener.getsockname())
+                if number % 2:
+                    stranger.sendall(chance.randbytes(chance.choice([60, 4096])))
+                strangers.append(stranger)
+            return listener
+
+        return call
+
+    for name in ("_listen_far", "_listen_nearby"):
+        setattr(connect_module, name, visited(getattr(connect_module, name)))
+    rows = replayed(arguments, channel)
+    still_open = 0
+    for family, place in ports:
+        with socket.socket(family, socket.SOCK_STREAM) as late, contextlib.suppress(OSError):
+            late.connect(place)
+            still_open += 1
+    return {"rows": rows, "refused": refused, "strangers": len(strangers), "open": still_open}

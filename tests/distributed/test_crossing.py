@@ -39,7 +39,9 @@ def prove(cases: list[tuple[str, str]], ranks: int) -> None:
 
 @pytest.mark.timeout(300)
 def test_two_stages_train_the_model_of_one_process() -> None:
-    prove([(name, "pp(2, '1f1b', micro=4)") for name in QUICK], 2)
+    cases = [(name, "pp(2, '1f1b', micro=4)") for name in QUICK]
+    cases.append(("tied_within", "pp(2, 'interleaved', micro=2, chunks=2)"))
+    prove(cases, 2)
 
 
 @pytest.mark.slow
@@ -51,6 +53,14 @@ def test_every_schedule_and_three_stages_train_the_model_of_one_process() -> Non
         prove([(name, f"pp(2, {schedule})") for name in EVERYWHERE if name not in left_out], 2)
     prove([(name, "pp(2, '1f1b', micro=4)") for name in (*EVERYWHERE, *IN_TWO)], 2)
     prove([(name, "pp(3, '1f1b', micro=6)") for name in EVERYWHERE], 3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_tied_weights_are_summed_where_ranks_come_to_them_in_opposite_orders() -> None:
+    prove([("tied_within", f"pp(2, {schedule})") for schedule in SCHEDULES], 2)
+    interleaved = "pp(2, 'interleaved', micro=2, chunks=2)"
+    prove([("tied_within", f"{interleaved} * dp(2{zero})") for zero in ("", ", zero=1", ", zero=2")], 4)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 
 from shoal.launch import run_ranks
 from shoal.parallel.runnable import NotRunnable, require_runnable
-from shoal.proof.certify import EXACT
+from shoal.proof.certify import EXACT, verify
 from shoal.proof.compare import GRADIENT
 from shoal.strategy import parse
 
@@ -104,3 +104,27 @@ def test_optimizers_that_couple_parameters_are_refused_where_ranks_hold_pieces(s
     require_runnable(parse(strategy))
     with pytest.raises(NotRunnable, match="needs all parameters together"):
         require_runnable(parse(strategy), coupled=True)
+
+
+FAULTS = [
+    ("update_not_sent", "muon", "dp(2, zero=1)"),
+    ("update_of_the_wrong_owner", "shampoo", "dp(2, zero=3)"),
+    ("pieces_in_the_wrong_order", "lamb", "tp(2)"),
+]
+"""The numbers give each away; with another owner the bytes may differ too."""
+MORE_FAULTS = [
+    (fault, job, strategy) for fault in ("update_not_sent", "update_of_the_wrong_owner", "pieces_in_the_wrong_order")
+    for job in ("muon", "shampoo", "lamb") for strategy in ("dp(2, zero=1)", "dp(2, zero=3)", "tp(2)")
+    if (fault, job, strategy) not in FAULTS
+]  # fmt: skip
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("fault", "job", "strategy"), [*FAULTS, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_FAULTS)]
+)
+def test_a_wrong_update_of_a_full_parameter_is_rejected(fault: str, job: str, strategy: str) -> None:
+    found = verify(spec(job), parse(strategy), steps=3, target=f"distributed.full_faults:{fault}")
+    assert not found.passed
+    assert found.max_rel_diff > 1e-6, found.worst
+    assert found.ledger_matches or fault == "update_of_the_wrong_owner", found.ledger_differences

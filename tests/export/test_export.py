@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,13 @@ from safetensors.torch import load_file
 
 from cli.command import Place
 from export.jobs import TEXT, Odd, llama
+from fuzz.oracle import read_checkpoint
+from shoal.checkpoint.saved import Checkpoint
 from shoal.cli.main import run as command_line
+from shoal.exporting.formats import export
+from shoal.exporting.trained import checkpoint_of
 from shoal.job import TextData
+from shoal.layout.cuts import TensorPart
 from shoal.training.local import train_job
 from shoal.training.record.run import Run
 
@@ -104,6 +110,60 @@ def test_a_hugging_face_model_comes_out_as_save_pretrained_writes_it(place: Plac
         assert torch.allclose(loaded.eval()(tokens).logits, run.model()(tokens).logits, atol=1e-6)
     fresh = llama().model()
     assert not torch.allclose(fresh.model.layers[0].mlp.up_proj.weight, loaded.model.layers[0].mlp.up_proj.weight)
+
+
+def unlike_the_checkpoint(run: Run, path: Path) -> list[str]:
+    """Tensors of an exported file that differ from what the files of the checkpoint hold, read without Shoal."""
+    expected, found = read_checkpoint(run.folder), load_file(path)
+    first = {"head.weight": "embed.weight"}
+    return [name for name in found if not torch.equal(found[name], expected[first.get(name, name)])]
+
+
+def exported(run: Run, path: Path) -> Path:
+    export(checkpoint_of(run.folder), Odd(), "safetensors", path)
+    return path
+
+
+def test_every_element_is_exported_from_its_place(run: Run, tmp_path: Path) -> None:
+    assert unlike_the_checkpoint(run, exported(run, tmp_path / "a.safetensors")) == []
+    assert set(load_file(tmp_path / "a.safetensors")) == set(Odd().state_dict())
+
+
+def _dropped(self: TensorPart, full: torch.Tensor, part: torch.Tensor) -> None:
+    if self.index == 0:
+        full.zero_()
+        self.cut.fill(full, part, self.ranks, 0)
+
+
+def _exchanged(self: TensorPart, full: torch.Tensor, part: torch.Tensor) -> None:
+    other = self.ranks - 1 - self.index
+    place = other if self.cut.part(full, self.ranks, other).shape == part.shape else self.index
+    self.cut.fill(full, part, self.ranks, place)
+
+
+@pytest.mark.parametrize("fault", [_dropped, _exchanged])
+def test_a_shard_that_is_dropped_or_exchanged_is_seen(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Callable[..., None]
+) -> None:
+    monkeypatch.setattr(TensorPart, "fill", fault)
+    assert "first.weight" in unlike_the_checkpoint(run, exported(run, tmp_path / "a.safetensors"))
+
+
+@pytest.mark.parametrize("fault", ["dropped", "in another order"])
+def test_a_range_that_is_dropped_or_lies_elsewhere_is_seen(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    read = Checkpoint.read_parameter
+
+    def faulty(self: Checkpoint, name: str, start: int, stop: int) -> torch.Tensor:
+        values = read(self, name, start, stop).clone()
+        half = len(values) // 2
+        if fault == "dropped":
+            values[half:] = 0
+        return values if fault == "dropped" else values.roll(half)
+
+    monkeypatch.setattr(Checkpoint, "read_parameter", faulty)
+    assert "first.weight" in unlike_the_checkpoint(run, exported(run, tmp_path / "a.safetensors"))
 
 
 REFUSED = [

@@ -6,7 +6,7 @@ A case is a pure function of its number, so a failure is reproduced by that numb
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 CHANNELS, SIDE, CLASSES, VOCAB, LENGTH, HEADS = 2, 6, 5, 13, 8, 4
 
@@ -19,7 +19,11 @@ OPTIMIZERS = (
     "SGD", "momentum", "nesterov", "Adam", "AdamW", "AdamW", "amsgrad", "NAdam", "RAdam", "Adamax", "Adagrad",
     "Adadelta", "RMSprop", "Rprop", "ASGD", "Adafactor", "tensor-lr", "counted", "lamb", "global",
 )  # fmt: skip
+FULL_OPTIMIZERS = ("orthogonal", "preconditioned", "lamb", "Adafactor")
+"""They look at full parameters, of which ranks may hold pieces."""
 SCHEDULES = ("constant", "warm-up", "decay")
+SINCE = 3400
+"""Cases from this number on also draw servers, islands where they are the synchronous run, and more optimisers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +66,13 @@ class Case:
         return "ema" in self.blocks and self.seed % 2 == 1
 
     @property
+    def linear(self) -> bool:
+        """Whether the mean of islands that step by themselves once is the synchronous step."""
+        plain = self.optimizer == "SGD" and self.clip is None and not self.coupled
+        sometimes = "conditional" in self.blocks or "experts" in self.blocks or "per-sample" in self.blocks
+        return plain and not self.batch_norm and "ema" not in self.blocks and not (self.decay_matrices and sometimes)
+
+    @property
     def batch_norm(self) -> bool:
         return self.kind == "images" and self.norm in ("batch", "fused-batch")
 
@@ -76,7 +87,7 @@ def case_of(number: int) -> Case:
     losses = {"tokens": ("mean", "mean", "z"), "vectors": ("mean", "mse", "contrastive", "mean", "z"),
               "images": ("mean", "z", "mse")}[kind]  # fmt: skip
     batch = draw.choice((12, 12, 24, 8, 16, 7))
-    return Case(
+    case = Case(
         seed=number, kind=kind, width=width, blocks=tuple(names), norm=draw.choice(norms),
         bias=draw.random() < 0.7, tied=draw.random() < 0.3, repeated=draw.random() < 0.15,
         frozen=draw.random() < 0.1, centred=kind == "vectors" and draw.random() < 0.1, causal=draw.random() < 0.5,
@@ -85,6 +96,12 @@ def case_of(number: int) -> Case:
         clip=draw.choice((None, 0.5)), optimizer=draw.choice(OPTIMIZERS), schedule=draw.choice(SCHEDULES),
         decay_matrices=draw.random() < 0.3, steps=draw.choice((3, 4, 6)),
     )  # fmt: skip
+    if number < SINCE:
+        return case
+    of = draw.random()
+    if of < 0.25:
+        return replace(case, optimizer=draw.choice(FULL_OPTIMIZERS))
+    return replace(case, optimizer="SGD", clip=None) if of < 0.5 else case
 
 
 def strategy_of(case: Case, draw: random.Random, *, most_ranks: int = 8) -> str:
@@ -119,8 +136,20 @@ def strategy_of(case: Case, draw: random.Random, *, most_ranks: int = 8) -> str:
             terms.append(f'cp({n}, "{draw.choice(("ring", "ulysses"))}")')
         else:
             terms.append(f"ep({n})")
+    if case.seed >= SINCE and terms and terms[0].startswith("dp(") and "=" not in terms[0] and draw.random() < 0.6:
+        terms[0] = f"{terms[0][:-1]}, {_in_place_of_all_reduce(case, draw)})"
     if not piped and (not terms or draw.random() < 0.25):
         terms.append(f"accumulate({draw.choice((2, 3))})")
     if draw.random() < 0.2:
         terms.append(f'recompute("{draw.choice(("full", "selective"))}")')
     return " * ".join(terms)
+
+
+def _in_place_of_all_reduce(case: Case, draw: random.Random) -> str:
+    """What a level of dp may use instead, with the same result."""
+    if not case.linear or draw.random() < 0.4:
+        return f"sync=bsp(), via=ps({draw.choice((1, 2))})"
+    same = ["local(1)", "diloco(1, lr=1.0, momentum=0.0)", "bmuf(1, momentum=0.0)"]
+    if not case.ignored and case.last_batch == "wrap":
+        same.append('gossip("complete")')  # All islands count alike.
+    return f"sync={draw.choice(same)}"

@@ -16,7 +16,7 @@ from typing import Any
 from fuzz import oracle
 from fuzz.cases import Case, case_of, strategy_of
 from shoal.launch import RankFailed
-from shoal.strategy import Strategy, StrategyError, TermError, parse
+from shoal.strategy import Strategy, StrategyError, TermError, bsp, parse, ps
 from shoal.training.local import train_job
 
 TOLERANCE = 1e-8
@@ -161,6 +161,7 @@ def _refusal(case: Case, strategies: list[Strategy], chain: tuple[str, ...], end
 
 def _must_train(case: Case, strategy: Strategy) -> bool:
     plain = all(type(term).__name__ in ("dp", "accumulate", "recompute") for term in strategy.terms)
+    plain = plain and all(level.sync == bsp() and not isinstance(level.via, ps) for level in strategy.dp_levels)
     ordinary = not case.coupled and "ema" not in case.blocks and case.optimizer in ELEMENTWISE
     even = case.batch % (strategy.replicas * strategy.micro_batches) == 0
     return plain and ordinary and even and case.last_batch == "wrap" and not case.dropout

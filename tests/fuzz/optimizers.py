@@ -1,4 +1,4 @@
-"""The optimisers of the fuzzer: PyTorch's, and three written by hand that break what engines like to assume."""
+"""The optimisers of the fuzzer: PyTorch's, and five written by hand that break what engines like to assume."""
 
 from __future__ import annotations
 
@@ -62,6 +62,51 @@ class Global(torch.optim.Optimizer):
                     param.sub_(param.grad / norm, alpha=group["lr"])
 
 
+class Orthogonal(torch.optim.Optimizer):
+    """Momentum; the update of a matrix is made nearly orthogonal, and that of anything else is scaled by its norm."""
+
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                momentum = state.setdefault("momentum", torch.zeros_like(param))
+                momentum.mul_(0.9).add_(param.grad)
+                update = momentum / (momentum.norm() + 1e-2)
+                if param.dim() >= 2:
+                    rows = update.flatten(1)
+                    for _ in range(3):
+                        rows = 1.5 * rows - 0.5 * rows @ rows.T @ rows
+                    update = rows.view_as(param)
+                param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=group["lr"])
+
+
+class Preconditioned(torch.optim.Optimizer):
+    """A matrix of the rows of each parameter, summed over the steps, divides its gradient."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                rows = param.grad.reshape(param.shape[0] if param.dim() else 1, -1)
+                state = self.state[param]
+                if "rows" not in state:
+                    state["rows"] = torch.eye(len(rows), dtype=param.dtype)
+                state["rows"].add_(rows @ rows.T)
+                update = torch.linalg.solve(state["rows"], rows).view_as(param)
+                param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=group["lr"])
+
+
 def optimizer_of(name: str, groups: Groups) -> torch.optim.Optimizer:
     optim = torch.optim
     match name:
@@ -83,6 +128,10 @@ def optimizer_of(name: str, groups: Groups) -> torch.optim.Optimizer:
             return Lamb(groups)
         case "global":
             return Global(groups)
+        case "orthogonal":
+            return Orthogonal(groups)
+        case "preconditioned":
+            return Preconditioned(groups)
     return getattr(optim, name)(groups, lr=0.01)
 
 

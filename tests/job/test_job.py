@@ -192,6 +192,8 @@ def test_tensor_data_of_unequal_lengths_is_refused() -> None:
         TensorData(x=torch.zeros(3), y=torch.zeros(4))
     with pytest.raises(JobError, match="no tensors"):
         TensorData()
+    with pytest.raises(JobError, match="2 without a name; name them"):
+        TensorData(torch.zeros(3), torch.zeros(3))
     with pytest.raises(JobError, match="first dimension"):
         TensorData(x=torch.tensor(1.0))
 

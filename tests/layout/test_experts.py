@@ -133,6 +133,14 @@ def test_stacked_experts_are_found_and_the_attribute_that_counts_them_told_from_
     assert layer.count_names == ("how_many",)
 
 
+def test_stacked_experts_with_a_hook_on_a_gradient_are_passed_over() -> None:
+    model = moe_layers.Stacked()
+    name, param = next((name, param) for name, param in model.named_parameters() if param.dim() == 3)
+    param.register_hook(lambda gradient: 0.5 * gradient)
+    (passed,) = survey_experts(model, lambda: model(torch.randn(6, moe_layers.WIDTH))).passed_over
+    assert passed.reason.endswith(f"a hook on the gradient of {name} would see the part of some experts only")
+
+
 def test_stacked_experts_that_do_not_add_up_are_passed_over_in_words() -> None:
     model = moe_layers.Stacked()
     forward = model.experts.forward

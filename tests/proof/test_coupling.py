@@ -332,6 +332,21 @@ def test_a_backward_written_by_hand_that_normalises_is_named() -> None:
             return Normalises.apply(x)
 
     assert couples_samples(coupled.make(Inside)).kind == "backward"
+    mean = couples_samples(coupled.make(Inside, loss=coupled.mean_loss))
+    assert mean.kind == "backward"
+    assert refusal(mean, parse("tp(2)")) == ""  # Divided by 1, as in a script.
+    assert refusal(mean, parse("dp(2)")) == mean.reason
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_is_no_alarm() -> None:
+    """Cox's loss does not change if all risks do by the same, and its backward takes logarithms of gradients."""
+
+    def cox(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        risk = output[:, 0]
+        return (risk.logcumsumexp(0) - risk).sum(), len(risk)
+
+    for seed in range(4):
+        assert couples_samples(replace(coupled.make(coupled.Plain, loss=cox), seed=seed)).kind == "coupled"
 
 
 def test_hooks_that_scale_are_no_alarm() -> None:

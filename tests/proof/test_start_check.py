@@ -32,6 +32,25 @@ class Follows(nn.Module):
                 self.seen.lerp_(x.mean(0), 0.1)
         return out
 
+class Normalises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / gradient.norm()
+
+class Normalised(nn.Module):
+    # A mean has another gradient than a sum that is divided by the count.
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.up, self.down = nn.Parameter(torch.ones(6)), nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(Normalises.apply(x * self.scale))))
+
 class Attends(nn.Module):
     def __init__(self):
         super().__init__()
@@ -43,6 +62,9 @@ class Attends(nn.Module):
 
 def by_sample(output, batch):
     return ((output - batch["y"]) ** 2).sum(), len(output)
+
+def mean(output, batch):
+    return ((output - batch["y"]) ** 2).mean(), 1
 
 def contrastive(output, batch):
     return F.cross_entropy(output @ batch["y"].T, torch.arange(len(output)), reduction="sum"), len(output)
@@ -74,6 +96,27 @@ def test_micro_batches_of_coupled_samples_are_refused_on_one_rank(tmp_path: Path
     sentence = r"accumulate\(2\) splits the batch, but job 'small': the loss couples samples"
     with pytest.raises(CannotTrain, match=sentence):
         train_job(job, "accumulate(2)", folder=tmp_path / "run")
+
+
+@pytest.mark.parametrize("strategy", ["serial", "tp(2)"])
+def test_gradients_that_are_not_proportional_to_the_loss_are_refused_also_of_a_full_batch(
+    strategy: str, tmp_path: Path
+) -> None:
+    job = write(tmp_path, MODEL="Normalised")
+    with pytest.raises(CannotTrain, match="job 'small': its backward is not linear: for an eighth of the loss"):
+        train_job(job, strategy, folder=tmp_path / "run")
+
+
+def test_a_mean_trains_in_one_process_and_a_note_says_where_it_will_not(tmp_path: Path) -> None:
+    job = write(tmp_path, LOSS="mean")
+    found = []
+    for number in range(2):
+        messages: list[dict[str, Any]] = []
+        train_job(job, "serial", folder=tmp_path / str(number), on_message=messages.append)
+        found.append([message["text"] for message in messages if message["event"] == "note"])
+    sentence = "strategies that split the batch will be refused: job 'small': the loss is a mean, not a sum"
+    assert [text.startswith(sentence) for text in found[0]] == [True]
+    assert found[1] == []  # It was found out, and said, once.
 
 
 @pytest.mark.parametrize("follows", [True, False])

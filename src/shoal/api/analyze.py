@@ -53,13 +53,14 @@ class NetworkReport(PrintedTable):
 
 @checked_keywords
 def analyze(
-    job: str | Job, *, batch: int | None = None, progress: Callable[[str], None] = log_progress
+    job: str | Job, *, batch: int | None = None, measure: bool = False, progress: Callable[[str], None] = log_progress
 ) -> NetworkReport:
     """Counts work, depth and bytes of a network, and how many devices each axis could use.
 
     Args:
         job: A Job, a file, a built-in name, or a known network such as `"vgg16"` or `"gpt:175b"`.
         batch: Samples in a step. None: the job's; of a preset 32 images or 1 text.
+        measure: Also time each 2-D convolution here by every method (docs/operators.md).
         progress: Is given what is being done. The `shoal` logger by default.
 
     Returns:
@@ -75,7 +76,7 @@ def analyze(
     from shoal.analysis.presets import is_preset
 
     if isinstance(job, str) and is_preset(job):
-        found = report(preset_network(job, batch=batch))
+        network = preset_network(job, batch=batch)
     else:
         if isinstance(job, str):
             _require_job(job)
@@ -84,7 +85,13 @@ def analyze(
 
         loaded = job_of(job)
         progress(f"tracing {loaded.name}")
-        found = report(traced_network(loaded, batch=batch))
+        network = traced_network(loaded, batch=batch)
+    found = report(network)
+    if measure:
+        progress("importing torch")
+        from shoal.operators.layers import measured_convolutions
+
+        found["measured"] = measured_convolutions(network, progress=progress)
     return NetworkReport(
         network=found["network"], parameters=found["parameters"], batch=found["batch"], report=found
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import inspect
 import re
@@ -40,15 +41,19 @@ def checked_keywords(function: Callable[Given, Found]) -> Callable[Given, Found]
     return checked
 
 
-_IN_A_SHELL = False
+_IN_A_SHELL = contextvars.ContextVar("_IN_A_SHELL", default=False)
 _OPTION = re.compile(r"(?<![\w`-])--([a-z][a-z-]*)(?: (?=[^\s:;,.)])(?=(?:'[^']*'|\S+)(?:[:;,]| cannot\b)))?")
 """An option, with the space before its value where one follows."""
 
 
-def speak_of_options() -> None:
-    """Refusals name options of the command line from here on: the caller is `shoal` itself."""
-    global _IN_A_SHELL
-    _IN_A_SHELL = True
+@contextlib.contextmanager
+def refusals_name_options() -> Iterator[None]:
+    """Refusals name options of the command line: the caller is `shoal` itself."""
+    before = _IN_A_SHELL.set(True)
+    try:
+        yield
+    finally:
+        _IN_A_SHELL.reset(before)
 
 
 def in_keywords(function: Callable[Given, Found]) -> Callable[Given, Found]:
@@ -69,7 +74,7 @@ def refusals_name_keywords() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if not _IN_A_SHELL and len(error.args) == 1 and isinstance(error.args[0], str):
+        if not _IN_A_SHELL.get() and len(error.args) == 1 and isinstance(error.args[0], str):
             error.args = (_OPTION.sub(lambda found: found[1].replace("-", "_") + "=", error.args[0]),)
         raise
 

@@ -39,6 +39,7 @@ def evaluate(
     *,
     strategy: str | Strategy | Term = "serial",
     step: int | None = None,
+    ema: bool = False,
     job: str | Job | None = None,
 ) -> Evaluation:
     """Computes the validation metrics of a trained model.
@@ -47,6 +48,7 @@ def evaluate(
         run: A Run, the folder of one, or of one of its checkpoints.
         strategy: How to spread the model over ranks.
         step: Step of the checkpoint. None: the newest.
+        ema: Whether to evaluate the moving average of the weights.
         job: The job, if its file was moved since the run.
 
     Returns:
@@ -66,17 +68,18 @@ def evaluate(
 
         name = named(job)
         with forking_this_process():
-            return evaluate(run, strategy=strategy, step=step, job=name)
+            return evaluate(run, strategy=strategy, step=step, ema=ema, job=name)
     given = run.folder if isinstance(run, Run) else Path(run)
     folder = given.parent.parent if given.name.startswith("step-") else given
     arguments = read_json(folder / RUN).get("arguments") or {}
     known = {each.name for each in fields(JobOptions)}
-    of_job = {name: value for name, value in arguments.items() if name in known}
+    of_job = {name: value for name, value in arguments.items() if name in known and name != "start_from"}
     chosen = strategy_of(strategy)
     require_legal(chosen)
     require_runnable(chosen)
     options = EvaluateOptions.from_json(
-        {**of_job, "run": str(given), "step": step, "strategy": str(chosen)} | ({"job": job} if job is not None else {})
+        {**of_job, "run": str(given), "step": step, "ema": ema, "strategy": str(chosen)}
+        | ({"job": job} if job is not None else {})
     )
     from shoal.job import names
 

@@ -47,6 +47,7 @@ def export(
     out: str | None = None,
     step: int | None = None,
     dtype: str | None = None,
+    ema: bool = False,
     job: str | Job | None = None,
     overwrite: bool = False,
     progress: Progress = lambda nbytes, total: None,
@@ -59,6 +60,7 @@ def export(
         out: Where a format is written. None: in the run's `export` folder.
         step: Step of the checkpoint. None: the newest.
         dtype: Convert floating-point tensors: fp32, bf16, fp16 or fp64.
+        ema: Whether to write the moving average of the weights.
         job: The job, if its file was moved since the run.
         overwrite: Whether what lies at the path is replaced.
         progress: Is given the bytes just written, and all there are.
@@ -83,7 +85,7 @@ def export(
     folder = run_folder(given)
     kind, path = target_of(to, out, folder)
     arguments = read_json(folder / RUN).get("arguments") or {}
-    checkpoint = checkpoint_of(given, step)
+    checkpoint = checkpoint_of(given, step, ema=ema)
     loaded = job_from(options_of(arguments, job))
     require_same_job(checkpoint, loaded)
     model = build_without_memory(loaded)

@@ -16,6 +16,7 @@ from shoal.checkpoint.files import dtype_name, file_of
 from shoal.checkpoint.islands import add_island
 from shoal.checkpoint.values import encode
 from shoal.layout.cuts import TensorPart
+from shoal.parallel.average import AVERAGE
 from shoal.parallel.engine import Engine
 from shoal.parallel.flat_slice import Piece
 from shoal.parallel.kept_errors import errors, extras
@@ -122,13 +123,27 @@ def extra_name(name: str, key: str, part: TensorPart | None) -> str:
 
 
 def contents_of(
-    engine: Engine, *, buffers: dict[str, torch.Tensor], rank: int, own: list[torch.Tensor] | None = None
-) -> Contents:
+    engine: Engine, *, buffers: dict[str, torch.Tensor], rank: int, own: list[torch.Tensor] | None = None,
+    weights_only: bool = False,
+) -> Contents:  # fmt: skip
     """What this rank writes of the engine's state. `buffers`: the model's buffers as they are saved; `own`: this
-    island's values, if they differ from the consensus."""
+    island's values, if they differ from the consensus; `weights_only`: nothing of the optimiser's."""
     contents = Contents(file=file_of(rank))
     for piece in engine.owner.parameters():
         contents.add_parameter(piece, piece.values.dtype, engine.part_of(piece.name))
+    if engine.average is not None:
+        for piece in engine.average.pieces(engine.owner.owned):
+            contents.add_state(AVERAGE, piece, engine.part_of(piece.name))
+    if not weights_only:
+        _add_state(contents, engine)
+    _add_unsharded(contents, engine, buffers)
+    if not weights_only:
+        add_island(contents, engine, own or [])
+    return contents
+
+
+def _add_state(contents: Contents, engine: Engine) -> None:
+    """The optimiser's state, and what compression has kept."""
     for key, piece in engine.owner.state():
         contents.add_state(key, piece, engine.part_of_piece(piece))
     for compression in engine.compressions:
@@ -152,6 +167,10 @@ def contents_of(
             where: {key: contents.encoded(f"{optimizer} ({where})", key, value) for key, value in entries.items()}
             for where, entries in engine.optimizer.common().items()
         }
+
+
+def _add_unsharded(contents: Contents, engine: Engine, buffers: dict[str, torch.Tensor]) -> None:
+    """Empty and frozen parameters, and buffers."""
     nothing = torch.empty(0)
     slots = {slot.name: slot for bucket in engine.buckets for slot in bucket.buffer.slots}
     for name, slot in slots.items():
@@ -165,5 +184,3 @@ def contents_of(
     for name, values in buffers.items():
         if name not in engine.absent and engine.speaks_for(name):
             contents.add_buffer(name, values, engine.part_of(name))
-    add_island(contents, engine, own or [])
-    return contents

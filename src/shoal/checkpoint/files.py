@@ -27,8 +27,10 @@ import torch
 from shoal.checkpoint.regular import discard
 from shoal.comm.points import reach
 
-FORMAT = 2
-"""2: adds optimiser state that belongs to several parameters together. Format 1 can be read."""
+FORMAT = 3
+"""2: adds optimiser state that belongs to several parameters together. 3: weights only. Both earlier ones can be read,
+and a full checkpoint is still written as 2."""
+FULL_FORMAT = 2
 MANIFEST = "checkpoint.json"
 CHECKSUMS = "SHA256SUMS"
 PARTIAL = ".partial"

@@ -25,6 +25,7 @@ from shoal.comm.json_exchange import exchange, world_and_rank
 from shoal.comm.ledger import BOOK
 from shoal.comm.points import reach
 from shoal.layout.cuts import TensorPart
+from shoal.parallel.average import AVERAGE
 from shoal.parallel.engine import Engine
 from shoal.parallel.kept_errors import load as load_errors
 
@@ -61,12 +62,14 @@ def find_intact(folder: Path, warn: Callable[[str], None], *, clean: bool = True
     return None
 
 
-def restore(engine: Engine, checkpoint: Checkpoint) -> None:
-    """Parameters, buffers and optimiser state become the checkpoint's. All ranks call it alike.
+def restore(engine: Engine, checkpoint: Checkpoint, *, weights_only: bool = False) -> None:
+    """Parameters, buffers and, unless `weights_only`, optimiser state become the checkpoint's. All ranks call it alike.
 
     Refuses before it changes anything when the checkpoint is of another model.
     """
     reach("restore: begun")
+    if not weights_only:
+        require_full(checkpoint)
     slots = {slot.name for bucket in engine.buckets for slot in bucket.buffer.slots}
     saved_shapes = {name: (whole.shape, whole.dtype) for name, whole in checkpoint.parameters.items()}
     _require_same("parameters", checkpoint, saved_shapes, engine.shapes)
@@ -83,6 +86,14 @@ def restore(engine: Engine, checkpoint: Checkpoint) -> None:
                 buffers[name].copy_(values if part is None else part.of(values))
         reach("restore: buffers read")
         engine.owner.load_parameters(saved.read_parameter)
+        if weights_only:
+            weights = ("buffer ",) if checkpoint.averaged else ("parameter ", "buffer ")
+            held = {name: value for name, value in checkpoint.sums.items() if name.startswith(weights)}
+            compare(engine, held, checkpoint.shapes_by_sum(), str(checkpoint.path))
+            return
+        if engine.average is not None:  # Of a run without one, it begins with the weights.
+            key = AVERAGE if checkpoint.has_average else None
+            engine.average.load(lambda name, start, stop: saved.read_range(name, key, start, stop))
         engine.owner.load(saved)
         for compression in engine.compressions:
             load_errors(compression, saved, step=checkpoint.step)
@@ -91,6 +102,15 @@ def restore(engine: Engine, checkpoint: Checkpoint) -> None:
         load_island(engine, saved)
         engine.owner.resume(checkpoint.step, saved)
         engine.clock = checkpoint.step
+
+
+def require_full(checkpoint: Checkpoint) -> None:
+    """Refuses to train on what holds no optimiser state."""
+    if checkpoint.weights_only:
+        raise CheckpointMismatch(
+            f"{checkpoint.path} holds weights only (--weights-only): training cannot go on from it, since the "
+            "optimiser would begin anew. Export or evaluate it, or resume a run whose checkpoints are complete"
+        )
 
 
 class OwnView:
@@ -126,6 +146,9 @@ class OwnView:
 
     def read_parameter(self, name: str, start: int, stop: int) -> torch.Tensor:
         return self._read(name, None, start, stop)
+
+    def read_range(self, name: str, key: str | None, start: int, stop: int) -> torch.Tensor:
+        return self._read(name, key, start, stop)
 
     def _read(self, name: str, key: str | None, start: int, stop: int) -> torch.Tensor:
         part = self.engine.part_of(name)

@@ -8,14 +8,14 @@ name, and renamed once every rank has flushed its part to disk. It consists of s
 from __future__ import annotations
 
 import json
-import shutil
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from shoal.checkpoint.attempt import CheckpointFailed, attempt, failures_in, free_bytes_at, size_text
+from shoal.checkpoint.background import Background, Copies, remove_reports, write_report
 from shoal.checkpoint.buffers import average_buffers, averaged_buffers, persistent_buffers
 from shoal.checkpoint.checksum import combined, of_contents
 from shoal.checkpoint.contents import Contents, contents_of
@@ -24,6 +24,7 @@ from shoal.checkpoint.files import (
     COMPLEX,
     DTYPES,
     FORMAT,
+    FULL_FORMAT,
     MANIFEST,
     PARTIAL,
     about_file,
@@ -35,6 +36,7 @@ from shoal.checkpoint.files import (
     folder_of,
     put_in_place,
     remove,
+    step_of,
     sync_folder,
     tidy,
     to_json,
@@ -58,22 +60,16 @@ __all__ = [
 ]  # fmt: skip
 
 
-class CheckpointFailed(ValueError):
-    """A checkpoint could not be written; earlier ones are unchanged."""
-
-    def __init__(self, message: str, *, errno: int | None, last_good: Path | None) -> None:
-        super().__init__(message)
-        self.errno = errno
-        """The error number, if the operating system reported the error."""
-        self.last_good = last_good
-
-
-def save(folder: Path, engine: Engine, *, step: int, progress: dict[str, Any], keep: int = 2) -> Path:
+def save(
+    folder: Path, engine: Engine, *, step: int, progress: dict[str, Any], keep: int = 2,
+    protect: frozenset[int] = frozenset(), weights_only: bool = False, background: Background | None = None,
+) -> Path:  # fmt: skip
     """Writes the engine's state after `step` steps and returns the checkpoint's path. Collective; nothing may be in
     flight (`Executor.settle`).
 
-    The newest `keep` checkpoints are kept. Those of later steps are removed: the run was resumed from an earlier
-    step. If any rank fails, every rank raises CheckpointFailed and nothing of the attempt remains.
+    The newest `keep` checkpoints are kept, and those of the steps in `protect`. Those of later steps are removed: the
+    run was resumed from an earlier step. If any rank fails, every rank raises CheckpointFailed and nothing of the
+    attempt remains. With `background` the state is copied and a thread writes it; `background.wait()` reports failures.
     """
     if keep < 1:
         raise ValueError(f"keep is {keep}, but at least 1 checkpoint must be kept")
@@ -84,8 +80,10 @@ def save(folder: Path, engine: Engine, *, step: int, progress: dict[str, Any], k
     except (TypeError, ValueError) as error:
         raise ValueError(f"the progress to save must be made of text, numbers, lists and dicts: {error}") from error
     with BOOK.during("checkpoint"), engine.consensus() as own:
-        engine.owner.gather_state()
-        return _Save(Path(folder), engine, step, progress, keep, own).run()
+        if not weights_only:
+            engine.owner.gather_state()
+        saving = _Save(Path(folder), engine, step, progress, keep, own, protect=protect, weights_only=weights_only)
+        return saving.run() if background is None else saving.begin(background)
 
 
 def require_savable(engine: Engine, optimizer: Probe) -> None:
@@ -127,8 +125,10 @@ class _Save:
     """One save on one rank. Ranks synchronise three times: before writing, after it, and at the end."""
 
     def __init__(
-        self, folder: Path, engine: Engine, step: int, progress: dict[str, Any], keep: int, own: list[torch.Tensor]
-    ) -> None:
+        self, folder: Path, engine: Engine, step: int, progress: dict[str, Any], keep: int, own: list[torch.Tensor],
+        *, protect: frozenset[int], weights_only: bool,
+    ) -> None:  # fmt: skip
+        self.protect, self.weights_only = protect, weights_only
         self.own = own
         """This island's values, if they differ from the consensus."""
         self.folder, self.engine, self.step, self.progress, self.keep = folder, engine, step, progress, keep
@@ -141,39 +141,93 @@ class _Save:
         self.contents = Contents(file=file_of(self.rank))
 
     def run(self) -> Path:
-        engine = self.engine
-        buffers = averaged_buffers(engine.model, engine.replicas.everyone)
-        tables = reports = exchange(
-            _attempt(lambda: self._prepare(contents_of(engine, buffers=buffers, rank=self.rank, own=self.own))),
-            self.left,
-        )
+        tables = reports = self._listed()
         self._leave_out_repeated(tables)
         reach("save: contents listed")
-        if not _failures(reports):
-            reports = exchange(_attempt(self._write), self.left)
+        if not failures_in(reports):
+            reports = exchange(attempt(self._write), self.left)
         reach("save: written")
         outcome: dict[str, Any] = {}
         if self.rank == 0:
-            if not _failures(reports):
-                outcome = _attempt(lambda: self._complete(tables, reports))
-            if _failures([*reports, outcome]):
-                _attempt(self._abandon)
-                outcome["free_bytes"] = _free_bytes(self.folder)
+            if not failures_in(reports):
+                outcome = attempt(lambda: self._complete(tables, reports))
+            if failures_in([*reports, outcome]):
+                attempt(self._abandon)
+                outcome["free_bytes"] = free_bytes_at(self.folder)
         outcome = exchange(outcome, self.left)[0]
-        failures = _failures(reports) or _failures([outcome])
+        failures = failures_in(reports) or failures_in([outcome])
         if failures:
             needed_bytes = sum(table.get("bytes", 0) for table in tables)
             raise self._failed(*failures[0], needed_bytes=needed_bytes, free_bytes=outcome.get("free_bytes"))
         reach("save: done")
         return self.target
 
-    def _prepare(self, contents: Contents) -> dict[str, Any]:
+    def begin(self, background: Background) -> Path:
+        """The part that training waits for: what is written is listed and copied. A thread does the rest."""
+        tables = self._listed(sums=False)
+        if not failures_in(tables):
+            reports = exchange(attempt(lambda: self._copy(background.copies)), self.left)
+        failures = failures_in(tables) or failures_in(reports)
+        if failures:
+            raise self._failed(*failures[0], needed_bytes=0, free_bytes=None)
+        background.start(self, tables)
+        return self.target
+
+    def _copy(self, copies: Copies) -> dict[str, Any]:
+        self.contents.tensors = copies.of(self.contents.tensors)
+        return {}
+
+    def write_alone(self, tables: list[dict[str, Any]]) -> None:
+        """In a thread: writes this rank's file, and a report that rank 0 waits for. Nothing here is collective."""
+        report = attempt(lambda: self._write_summed(tables))
+        write_report(self.partial, self.rank, report)
+
+    def _write_summed(self, tables: list[dict[str, Any]]) -> dict[str, Any]:
+        sums = of_contents(self.contents, self.engine)
+        self._leave_out_repeated(tables)
+        return {"table": {"sums": sums, **self.contents.table()}, **self._write()}
+
+    def complete_alone(self, reports: list[dict[str, Any]]) -> dict[str, Any]:
+        """On rank 0, in a thread: the end of the save, once all ranks have reported."""
+        failures = failures_in(reports)
+        remove_reports(self.partial)
+        outcome = {}
+        if not failures:
+            outcome = attempt(lambda: self._complete([report["table"] for report in reports], reports))
+        if failures or "error" in outcome:
+            attempt(self._abandon)
+            rank, error = (failures or failures_in([outcome]))[0]
+            return {"rank": rank, "error": error, "free_bytes": free_bytes_at(self.folder)}
+        return {}
+
+    def failed_alone(self, outcome: dict[str, Any]) -> CheckpointFailed:
+        """What `complete_alone` found, as the error that every rank raises."""
+        needed = self.contents.bytes * len(self.ranks)
+        return self._failed(
+            outcome["rank"], outcome["error"], needed_bytes=needed, free_bytes=outcome.get("free_bytes")
+        )
+
+    def _listed(self, *, sums: bool = True) -> list[dict[str, Any]]:
+        """What every rank will write, or why it cannot."""
+        engine = self.engine
+        buffers = averaged_buffers(engine.model, engine.replicas.everyone)
+
+        def listed() -> dict[str, Any]:
+            contents = contents_of(
+                engine, buffers=buffers, rank=self.rank, own=self.own, weights_only=self.weights_only
+            )
+            return self._prepare(contents, sums=sums)
+
+        return exchange(attempt(listed), self.left)
+
+    def _prepare(self, contents: Contents, *, sums: bool) -> dict[str, Any]:
         self.contents = contents
         if self.rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             tidy(self.folder)
             self.partial.mkdir()
-        return {"bytes": contents.bytes, "sums": of_contents(contents, self.engine), **contents.table()}
+        found = of_contents(contents, self.engine) if sums else {}
+        return {"bytes": contents.bytes, "sums": found, **contents.table()}
 
     def _leave_out_repeated(self, tables: list[dict[str, Any]]) -> None:
         """Pipeline stages may hold the same buffer; the first rank that holds it writes it."""
@@ -202,12 +256,14 @@ class _Save:
                     "the folder must be on a file system that all hosts share"
                 )
         manifest: dict[str, Any] = {
-            "format": FORMAT,
+            "format": FORMAT if self.weights_only else FULL_FORMAT,
             "step": self.step,
             "progress": to_json(self.progress),
             "world": len(self.ranks),
             "files": files,
         }
+        if self.weights_only:
+            manifest["weights_only"] = True
         for what in ("parameters", "buffers", "numbers", "extras"):
             manifest[what] = {name: entry for table in reversed(tables) for name, entry in table[what].items()}
         manifest["optimizer"] = {}
@@ -234,7 +290,7 @@ class _Save:
         found = checkpoints(self.folder)
         old, kept = [path for step, path in found if step > self.step], 1
         for path in [path for step, path in reversed(found) if step < self.step]:
-            if kept >= self.keep:
+            if kept >= self.keep and step_of(path) not in self.protect:
                 old.append(path)
             # A broken or forged checkpoint does not count among the `keep` newest.
             kept += is_readable(path)
@@ -256,8 +312,8 @@ class _Save:
         who = f" (rank {rank})" if len(self.ranks) > 1 else ""
         space = ""
         if error["errno"] is not None and needed_bytes:
-            free = f"; {_size(free_bytes)} are free there" if free_bytes is not None else ""
-            space = f"It needs {_size(needed_bytes)}{free}. "
+            free = f"; {size_text(free_bytes)} are free there" if free_bytes is not None else ""
+            space = f"It needs {size_text(needed_bytes)}{free}. "
         kept = f"The last good checkpoint is {last_good}" if last_good else "There is no earlier checkpoint"
         return CheckpointFailed(
             f"the checkpoint of step {self.step} could not be written to {self.folder}{who}: "
@@ -265,32 +321,3 @@ class _Save:
             errno=error["errno"],
             last_good=last_good,
         )
-
-
-def _attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The result of the work, or its error: the other ranks wait for either."""
-    try:
-        return work()
-    except OSError as error:
-        where = f" ({error.filename})" if error.filename else ""
-        return {"error": {"text": f"{error.strerror or error}{where}", "errno": error.errno}}
-    except Exception as error:
-        return {"error": {"text": str(error) or repr(error), "errno": None}}
-
-
-def _failures(reports: list[dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
-    return [(rank, report["error"]) for rank, report in enumerate(reports) if "error" in report]
-
-
-def _free_bytes(folder: Path) -> int | None:
-    try:
-        return shutil.disk_usage(folder).free
-    except OSError:
-        return None
-
-
-def _size(number: int) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if number >= scale:
-            return f"{number / scale:.1f} {unit}"
-    return f"{number} bytes"

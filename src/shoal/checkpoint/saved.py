@@ -40,6 +40,7 @@ from shoal.checkpoint.rows import (
 )
 from shoal.checkpoint.tensor_files import TensorFiles
 from shoal.checkpoint.values import decode, is_kind
+from shoal.parallel.average import AVERAGE
 from shoal.parallel.kept_errors import PRIVATE, error_key
 
 _FILE = re.compile(r"rank-\d{5,}\.safetensors")
@@ -54,6 +55,10 @@ class Checkpoint:
         self.path = path
         self.step: int = count_of(manifest["step"], "step", most=MOST_STEPS)
         self.progress: dict[str, Any] = dict(from_json(manifest["progress"]))
+        self.weights_only: bool = manifest.get("weights_only") is True
+        """Whether it has parameters and buffers, but no optimiser state: it cannot be trained on."""
+        self.averaged = False
+        """Whether parameters are read from their moving average. Frozen ones have none."""
         self.world: int = count_of(manifest["world"], "world", most=len(manifest["files"]))
         self.parameters = {name: full_of(entry) for name, entry in manifest["parameters"].items()}
         self.files: dict[str, tuple[int, str]] = {
@@ -91,6 +96,11 @@ class Checkpoint:
         self._require_consistent()
         if manifest.get("values") not in (None, digest_of_values(manifest)):
             raise CheckpointBroken(f"{path / MANIFEST} contains numbers that were altered since they were written")
+
+    @property
+    def has_average(self) -> bool:
+        """Whether it holds a moving average of the weights."""
+        return any(key == AVERAGE for _, key in self._parts)
 
     def keys(self, name: str) -> list[str]:
         """The keys of a parameter's element-wise optimiser state."""
@@ -141,8 +151,9 @@ class Checkpoint:
         return self._read(name, key, start, stop)
 
     def read_parameter(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of a flattened parameter."""
-        return self._read(name, None, start, stop)
+        """Elements [start, stop) of a flattened parameter; of its moving average if that was chosen."""
+        key = AVERAGE if self.averaged and (name, AVERAGE) in self._parts else None
+        return self._read(name, key, start, stop)
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """The model's buffers by name."""

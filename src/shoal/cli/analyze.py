@@ -16,7 +16,7 @@ MOST_ROWS = 80
 """Of the table by layer. Networks with more show blocks only; `--json` has every layer."""
 
 
-YIELDING = ("shape", "bytes", "kind", "best by depth", "fft", "grad x", "grad w")
+YIELDING = ("shape", "bytes", "kind", "best by depth", "by depth", "samples", "fft", "grad x", "grad w")
 """Columns that yield to a narrow terminal, in this order: a figure that is cut off would be a wrong one."""
 
 FOLDED = ("kind", "shape", "because")
@@ -25,13 +25,15 @@ FOLDED_WIDE = 14
 """What they keep at least."""
 
 
-def analyze_command(text: str, *, batch: int | None, as_json: bool, picture_file: str | None) -> None:
+def analyze_command(
+    text: str, *, batch: int | None, as_json: bool, picture_file: str | None, measure: bool = False
+) -> None:
     """Prints the analysis of a preset or a job, and draws it where a file is named."""
     from rich.console import Console
 
     with emitter(_print, as_json=as_json) as show:
         with Console(stderr=True).status("") as status:
-            found = analyze(text, batch=batch, progress=status.update)
+            found = analyze(text, batch=batch, measure=measure, progress=status.update)
         report = found.to_json()
         if picture_file is not None:
             write_picture(found.to_svg(), picture_file, option="--picture")
@@ -57,6 +59,7 @@ def _print(report: dict[str, Any]) -> None:
             "Convolutions: work (in real multiply-adds) and depth of each algorithm, in forward",
             _convolutions(report, room=room),
         ),
+        ("Convolutions, timed here: milliseconds of a forward and backward", _measured(report, room=room)),
     ):
         if table.row_count:
             console.print()
@@ -191,6 +194,20 @@ def _convolutions(report: dict[str, Any], *, room: int) -> Table:
             row["layers"][0] + more, row["shape"],
             *(f"{short(cost['real_work'])}, {cost['depth']}" if cost else "-" for cost in cells),
             row["best_by_work"], row["best_by_depth"],
+        )  # fmt: skip
+    return table.table(room=room)
+
+
+def _measured(report: dict[str, Any], *, room: int) -> Table:
+    words = ("layers", "shape", "best by work", "by depth", "by time")
+    methods = ("library", "direct", "im2col", "fft", "winograd")
+    table = Fitted(*words[:2], "samples", *methods, *words[2:], words=words)
+    for row in report.get("measured", []):
+        more = f" and {len(row['layers']) - 1} more" if len(row["layers"]) > 1 else ""
+        table.add_row(
+            row["layers"][0] + more, row["shape"], str(row["samples"]),
+            *(f"{1000 * row['seconds'][name]:.3g}" if name in row["seconds"] else "-" for name in methods),
+            row["best_by_work"], row["best_by_depth"], row["best_by_time"],
         )  # fmt: skip
     return table.table(room=room)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Annotated
+
 import typer
 
 app = typer.Typer(
@@ -9,7 +12,6 @@ app = typer.Typer(
     help="Train one neural network on many machines by any technique of distributed deep learning.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
     rich_markup_mode=None,
 )
 
@@ -22,4 +24,47 @@ SIZE = typer.Option("--size", help="Size of a built-in task: tiny, small, or a r
 BATCH = typer.Option(min=1, help="Global batch, instead of the job's own.")
 SEED = typer.Option(min=0, help="Seed, instead of the job's own.")
 STRAGGLER = typer.Option(help='Slow ranks: "rank 2: 3x", "random 10%: 5x", "all: 20 ms". May be given again.')
+START_FROM = typer.Option(help="Weights to start with: safetensors, a state_dict or dcp folder (docs/weights.md).")
+SET = typer.Option(
+    "--set", metavar="NAME=VALUE",
+    help="Change a value of the job or an option of its optimiser: lr=3e-4, clip=1.0. May be given again.",
+)  # fmt: skip
+
+
+def _from_config(context: typer.Context, path: str | None) -> str | None:
+    """Makes the options of a file the defaults of this command; what the command line says comes first."""
+    if path is not None:
+        from shoal.api.settings import read_config
+
+        names = {each.name.rstrip("_"): each.name for each in context.command.params if each.name is not None}
+        given = read_config(path, names)
+        if "set" in given:
+            given["set"] = [f"{name}={json.dumps(value)}" for name, value in given["set"].items()]
+        context.default_map = {names[name]: value for name, value in given.items()}
+    return path
+
+
+CONFIG = typer.Option(
+    "--config", metavar="FILE.toml", is_eager=True, callback=_from_config,
+    help="Options from a file; those of the command line come first.",
+)  # fmt: skip
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from shoal import __version__
+
+        print(f"shoal {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_version, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
 JSON = typer.Option("--json", help="One JSON object on standard output.")

@@ -6,9 +6,8 @@ from typing import Any
 
 
 def evaluate_command(
-    run: str, *, strategy_text: str | None = None, step: int | None = None, job: str | None = None,
-    as_json: bool = False,
-) -> int:  # fmt: skip
+    run: str, *, strategy_text: str | None = None, as_json: bool = False, **options: Any
+) -> int:
     """Evaluates on ranks of this machine and prints the metrics."""
     from rich.console import Console
 
@@ -18,7 +17,7 @@ def evaluate_command(
     with emitter(_print, as_json=as_json) as show:
         with Console(stderr=True).status("evaluating"):
             strategy = "serial" if strategy_text is None else strategy_text
-            outcome = evaluate(run, strategy=strategy, step=step, job=job).to_json()
+            outcome = evaluate(run, strategy=strategy, **options).to_json()
         show(outcome)
     return 0
 

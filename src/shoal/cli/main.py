@@ -11,18 +11,20 @@ from collections.abc import Iterator
 
 import typer
 
-from shoal.api.call import speak_of_options
-from shoal.cli import running_verbs, verbs  # noqa: F401 (they register themselves)
+from shoal.api.call import refusals_name_options
+from shoal.cli import comparing_verbs, running_verbs, verbs  # noqa: F401 (they register themselves)
 from shoal.cli.app import app
 
 
 def run() -> None:
     """The `shoal` command. Errors that a user can mend are shown as sentences, not as tracebacks."""
-    speak_of_options()
     try:
+        if sys.argv[1:2] == ["compare"]:
+            sys.argv[1:] = comparing_verbs.with_repeated(sys.argv[1:])
         _start_early(sys.argv[1:])
         # Typer turns an interrupt into a status, which it returns.
-        with _few_cycles() if sys.argv[1:2] == ["plan"] else contextlib.nullcontext():
+        few = _few_cycles() if sys.argv[1:2] == ["plan"] else contextlib.nullcontext()
+        with few, refusals_name_options():
             status = app(standalone_mode=False)
         sys.stdout.flush()
     except (KeyboardInterrupt, typer.Abort):
@@ -50,7 +52,7 @@ def _few_cycles() -> Iterator[None]:
         gc.enable()
 
 
-RUNNING = ("train", "verify", "calibrate", "evaluate", "export", "plan", "demo")
+RUNNING = ("train", "verify", "calibrate", "evaluate", "export", "plan", "demo", "compare")
 """Verbs that may start ranks."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -19,7 +20,7 @@ def plain_lines() -> Any:
                 last[0] = time.monotonic()
                 print(
                     f"step {message['step']}/{message['steps']}  loss {message['loss']:.4f}"
-                    f"  {1000 * message['step_s']:.0f} ms  {message['samples_per_s']:.0f} samples/s"
+                    f"  {1000 * message['step_s']:.0f} ms  {rate(message)}"
                     f"  {message['memory_bytes'] / 2**20:.0f} MiB{consistency(message)}",
                     file=sys.stderr,
                     flush=True,
@@ -28,6 +29,13 @@ def plain_lines() -> Any:
             print(_WORDS[event](message), file=sys.stderr, flush=True)
 
     return line
+
+
+def rate(row: dict[str, Any]) -> str:
+    """How fast a step was: tokens where the loss counts them, otherwise samples; MFU and learning rate where known."""
+    tokens, mfu, lr = row.get("tokens_per_s"), row.get("mfu"), row.get("lr")
+    found = f"{row['samples_per_s']:.0f} samples/s" if tokens is None else f"{tokens:,.0f} tokens/s"
+    return found + ("" if mfu is None else f"  MFU {mfu:.1%}") + ("" if lr is None else f"  lr {lr:.3g}")
 
 
 def consistency(row: dict[str, Any]) -> str:
@@ -58,7 +66,7 @@ class LiveProgress:
 
         self.progress = Progress(
             TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}  {task.fields[ms]} ms  {task.fields[rate]}/s"),
+            TextColumn("loss {task.fields[loss]}  {task.fields[ms]} ms  {task.fields[rate]}"),
             TextColumn("{task.fields[memory]}  left"), TimeRemainingColumn(),
         )  # fmt: skip
         self.strategy = strategy
@@ -73,7 +81,7 @@ class LiveProgress:
                 self.progress.start()
             self.progress.update(
                 self.task, completed=message["step"], loss=f"{message['loss']:.4f}",
-                ms=f"{1000 * message['step_s']:.0f}", rate=f"{message['samples_per_s']:.0f}",
+                ms=f"{1000 * message['step_s']:.0f}", rate=rate(message),
                 memory=f"{message['memory_bytes'] / 2**20:.0f} MiB{consistency(message)}",
             )  # fmt: skip
         elif event in _WORDS:
@@ -100,9 +108,19 @@ def summary(outcome: dict[str, Any]) -> None:
         rows["target"] = f"reached after {seconds:.1f} s of training, {steps} steps"
     if outcome["step_s"] is not None:
         rows["step"] = f"{1000 * outcome['step_s']:.0f} ms"
+    if outcome.get("peak_of"):
+        flops = outcome["flops_per_sample"] * outcome["global_batch"] / (outcome["step_s"] or math.inf)
+        rows["MFU"] = f"{flops / outcome['peak_flops']:.1%} of {outcome['peak_of']}"
     if outcome.get("critical_batch") is not None:
         used = f"this run used {outcome['global_batch']}"
         rows["critical batch"] = f"about {outcome['critical_batch']:.0f} samples by the gradient noise; {used}"
+    if outcome.get("ended"):
+        rows["ended"] = outcome["ended"]
+    if outcome.get("best"):
+        rows["best"] = ", ".join(
+            "  ".join(f"{name} {value:.6g}" if name != "step" else f"step {value}:" for name, value in row.items())
+            for row in outcome["best"]
+        )
     rows["sent in a step"] = f"{sum(row['bytes'] for row in outcome['ledger']) / 1e6:.2f} MB by each rank"
     rows["peak memory"] = f"{outcome['memory_bytes'] / 2**20:.0f} MiB a rank"
     rows["run"] = outcome["folder"]

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.app import BATCH, JOB, JSON, SEED, SIZE, STRAGGLER, STRATEGY, app
+from shoal.cli.app import BATCH, CONFIG, JOB, JSON, SEED, SET, SIZE, START_FROM, STRAGGLER, STRATEGY, app
 
 
 @app.command()
@@ -36,6 +36,8 @@ def train(
         int | None, typer.Option(min=0, help="Steps in which a scaled rate is reached (default: a twentieth of all).")
     ] = None,
     seed: Annotated[int | None, SEED] = None,
+    set_: Annotated[list[str] | None, SET] = None,
+    config: Annotated[str | None, CONFIG] = None,
     folder: Annotated[
         str | None, typer.Option(help="Where the run is recorded (default: a new folder in runs/).")
     ] = None,
@@ -43,13 +45,39 @@ def train(
         str | None,
         typer.Option(help="A run's folder or a checkpoint to go on from, by default with its settings."),
     ] = None,
+    start_from: Annotated[str | None, START_FROM] = None,
     go_on: Annotated[
         bool, typer.Option("--go-on", help="Resume the run in --folder, or start it if there is none yet.")
     ] = False,
     checkpoint_every: Annotated[
         int | None, typer.Option(min=0, help="Steps between checkpoints; 0 writes none.")
     ] = None,
+    checkpoint_minutes: Annotated[
+        float | None, typer.Option(min=0.01, help="Minutes between checkpoints, besides those by steps.")
+    ] = None,
+    checkpoint_async: Annotated[
+        bool, typer.Option("--checkpoint-async", help="Write checkpoints from a copy while training goes on.")
+    ] = False,
+    keep: Annotated[int | None, typer.Option(min=1, help="Newest checkpoints to keep (default: 2).")] = None,
+    keep_best: Annotated[
+        int | None, typer.Option(min=0, help="Keep also the checkpoints of the N best evaluations.")
+    ] = None,
+    weights_only: Annotated[
+        bool, typer.Option("--weights-only", help="Leave the optimiser's state out of checkpoints (not resumable).")
+    ] = False,
+    patience: Annotated[
+        int | None, typer.Option(min=1, help="Stop after this number of evaluations without improvement.")
+    ] = None,
+    monitor: Annotated[
+        str | None, typer.Option(help="Value for --patience and --keep-best (default: the target's, or loss).")
+    ] = None,
+    better: Annotated[str | None, typer.Option(help="Whether lower or higher values of --monitor are better.")] = None,
+    min_delta: Annotated[float | None, typer.Option(min=0.0, help="Least change that counts as improvement.")] = None,
+    evaluate_every: Annotated[int | None, typer.Option(min=0, help="Steps between evaluations; 0: at the end.")] = None,
     trace: Annotated[bool, typer.Option("--trace", help="Write a Chrome/Perfetto trace of some steps.")] = False,
+    log: Annotated[
+        list[str] | None, typer.Option(help="Write curves also to csv, wandb or mlflow. May be given again.")
+    ] = None,
     full: Annotated[
         bool, typer.Option("--full", help="Run all steps even if the target is reached early.")
     ] = False,
@@ -72,14 +100,18 @@ def train(
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Train a job under a strategy: live progress, a run folder, checkpoints."""
+    from shoal.api.settings import parse_settings
     from shoal.cli.train import train_command
     from shoal.training.options import TrainOptions
 
     options = TrainOptions(
         job=job, strategy=strategy, size=size, steps=steps, global_batch=batch, seed=seed, folder=folder, resume=resume,
-        growth=grow_batch, scale_rule=scale_rule, base_batch=base_batch, warmup=warmup,
-        go_on=go_on,
+        set=parse_settings(set_), growth=grow_batch, scale_rule=scale_rule, base_batch=base_batch, warmup=warmup,
+        go_on=go_on, start_from=start_from,
         checkpoint_every=checkpoint_every, trace=trace, stop_at_target=not full, backend=backend, gate=not no_gate,
+        checkpoint_minutes=checkpoint_minutes, checkpoint_async=checkpoint_async, keep=keep or 2,
+        keep_best=keep_best or 0, weights_only=weights_only, patience=patience, monitor=monitor, better=better,
+        min_delta=min_delta or 0.0, evaluate_every=evaluate_every, log=", ".join(log or ()) or None,
         emulate=emulate, straggler="; ".join(straggler or ()) or None, fail="; ".join(fail or ()) or None,
     )  # fmt: skip
     sys.exit(train_command(options, ranks=ranks, hang_after_s=hang_after, as_json=as_json))
@@ -93,12 +125,16 @@ def verify(
     size: Annotated[str | None, SIZE] = None,
     batch: Annotated[int | None, BATCH] = None,
     seed: Annotated[int | None, SEED] = None,
+    start_from: Annotated[str | None, START_FROM] = None,
+    set_: Annotated[list[str] | None, SET] = None,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Prove that a strategy trains the same model as one process does, or report how far it differs."""
+    from shoal.api.settings import parse_settings
     from shoal.cli.verify import verify_command
 
-    sys.exit(verify_command(job, strategy, steps=steps, size=size, batch=batch, seed=seed, as_json=as_json))
+    changed = {"global_batch": batch, "seed": seed, "start_from": start_from, "set": parse_settings(set_)}
+    sys.exit(verify_command(job, strategy, steps=steps, size=size, changed=changed, as_json=as_json))
 
 
 @app.command()
@@ -158,6 +194,7 @@ def export(
         str | None, typer.Option(help="Convert floating-point tensors: fp32, bf16, fp16 or fp64.")
     ] = None,
     job: Annotated[str | None, typer.Option(help="The job's file, if it was moved since the run.")] = None,
+    ema: Annotated[bool, typer.Option("--ema", help="Take the moving average of the weights (Job.ema).")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what lies at the path.")] = False,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
@@ -165,7 +202,9 @@ def export(
     from shoal.cli.export import export_command
 
     sys.exit(
-        export_command(run, to=to, out=out, step=step, dtype=dtype, job=job, overwrite=overwrite, as_json=as_json)
+        export_command(
+            run, to=to, out=out, step=step, dtype=dtype, ema=ema, job=job, overwrite=overwrite, as_json=as_json
+        )
     )
 
 
@@ -176,13 +215,14 @@ def evaluate(
         str | None, typer.Option("--strategy", "-s", help="How to spread the model over ranks (default: serial).")
     ] = None,
     step: Annotated[int | None, typer.Option(min=0, help="Step of the checkpoint (default: the newest).")] = None,
+    ema: Annotated[bool, typer.Option("--ema", help="Take the moving average of the weights (Job.ema).")] = False,
     job: Annotated[str | None, typer.Option(help="The job's file, if it was moved since the run.")] = None,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Compute the validation metrics of a trained model."""
     from shoal.cli.evaluate import evaluate_command
 
-    sys.exit(evaluate_command(run, strategy_text=strategy, step=step, job=job, as_json=as_json))
+    sys.exit(evaluate_command(run, strategy_text=strategy, step=step, ema=ema, job=job, as_json=as_json))
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import os
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,8 +30,12 @@ from shoal.training.local import (
 from shoal.training.options import TrainOptions
 
 INHERITED = {"strategy": str, "size": str, "steps": int, "global_batch": int, "seed": int, "checkpoint_every": int,
-             "growth": str, "scale_rule": str, "base_batch": int, "warmup": int}  # fmt: skip
+             "growth": str, "scale_rule": str, "base_batch": int, "warmup": int, "evaluate_every": int,
+             "checkpoint_minutes": float, "checkpoint_async": bool, "keep": int, "keep_best": int, "weights_only": bool,
+             "patience": int, "monitor": str, "better": str, "min_delta": float, "log": str, "set": dict}  # fmt: skip
 """What a resumed run takes from the run it goes on with, where the command line does not say."""
+DEFAULTS = {each.name: each.default for each in fields(TrainOptions)}
+EXPECTED = {str: "text", int: "a whole number", float: "a number", dict: "a table", bool: "true or false"}
 OPTION = {"global_batch": "batch", "growth": "grow-batch"}
 
 
@@ -101,10 +105,10 @@ def _inherit(options: TrainOptions, run: Path | None) -> TrainOptions:
     own: dict[str, Any] = {}
     for name, kind in INHERITED.items():
         value = before.get(name)
-        if getattr(options, name) is not None or value is None:
+        if getattr(options, name) != DEFAULTS[name] or value is None:
             continue
         if type(value) is not kind:
-            expected = "text" if kind is str else "a whole number"
+            expected = EXPECTED[kind]
             raise RunBroken(
                 f"{run / RUN} has the {name} {value!r}, but {expected} was expected; "
                 f"repair it, or give --{OPTION.get(name, name.replace('_', '-'))}"
@@ -124,7 +128,10 @@ def _as_one_rank(options: TrainOptions, world: int, *, hang_after_s: float, as_j
     with emitter(summary, as_json=as_json) as show:
         # The ranks look for the checkpoint, and check the layout, together, once all have joined.
         checked = check(replace(options, resume=None, gate=False), None)
-        options = replace(options, checkpoint_every=checkpoints_every(options, checked["steps"]))
+        options = replace(
+            options, checkpoint_every=checkpoints_every(options, checked["steps"]),
+            flops_per_sample=checked["flops_per_sample"],
+        )  # fmt: skip
         channel = standalone_channel(on_message=plain_lines(), hang_after_s=hang_after_s)
         try:
             outcome = train(options, channel)

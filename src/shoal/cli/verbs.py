@@ -59,11 +59,14 @@ def analyze(
     ] = None,
     as_json: Annotated[bool, JSON] = False,
     picture: Annotated[str | None, typer.Option(help="Draw the time bounds and the work by layer, as SVG.")] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Also time each 2-D convolution here by every method.")
+    ] = False,
 ) -> None:
     """Count work, depth and bytes of a network, and how many devices each axis could use."""
     from shoal.cli.analyze import analyze_command
 
-    analyze_command(job, batch=batch, as_json=as_json, picture_file=picture)
+    analyze_command(job, batch=batch, as_json=as_json, picture_file=picture, measure=measure)
 
 
 @app.command()

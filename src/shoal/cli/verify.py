@@ -6,7 +6,7 @@ from typing import Any
 
 
 def verify_command(
-    job: str, text: str, *, steps: int, size: str | None, batch: int | None, seed: int | None, as_json: bool
+    job: str, text: str, *, steps: int, size: str | None, changed: dict[str, Any], as_json: bool
 ) -> int:
     from rich.console import Console
 
@@ -31,7 +31,6 @@ def verify_command(
         with console.status("importing torch") as status:
             from shoal.proof.certify import verify
 
-            changed = {"global_batch": batch, "seed": seed}
             certificate = verify(job, strategy, steps=steps, size=size, overrides=changed, progress=doing)
         report: Any = certificate.to_json() if as_json else certificate
         emit(report)

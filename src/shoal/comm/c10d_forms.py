@@ -54,7 +54,13 @@ def options_of(given: Any, cls: Any) -> Any:
     return given
 
 
-def also_by_name(method: Callable[..., Any]) -> Callable[..., Any]:
+def also_by_name(cls: type, *names: str) -> None:
+    """These methods of a class also accept keyword arguments, in whatever order."""
+    for name in names:
+        setattr(cls, name, _also_by_name(vars(cls)[name]))
+
+
+def _also_by_name(method: Callable[..., Any]) -> Callable[..., Any]:
     """Accepts the keyword arguments of c10d's short forms; their order is outputs, inputs, sizes, options."""
     places = ("output", "tensor", "input")
 

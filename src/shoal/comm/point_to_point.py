@@ -7,6 +7,7 @@ the messages to and from it, and no others. A rank may send to itself: two of it
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from struct import Struct
@@ -80,6 +81,7 @@ class PointToPoint(TaskQueue):
         else:
             self._peers[to].outgoing.append(message)
             self.submit(message, background=background)
+            self._end_if_lost(message)
         return message
 
     def receive(self, source: int, tag: int, into: Vector, *, background: bool) -> PostedReceive:
@@ -89,7 +91,15 @@ class PointToPoint(TaskQueue):
             message.finish(self._lost[source])
         else:
             self.submit(message, background=background)
+            self._end_if_lost(message)
         return message
+
+    def _end_if_lost(self, message: PostedSend | PostedReceive) -> None:
+        """Another thread may have found that the peer is lost while the message was posted."""
+        if message.peer in self._lost and not message.done:
+            with contextlib.suppress(ValueError):  # Or has just ended it.
+                self._tasks.remove(message)
+            message.finish(self._lost[message.peer])
 
     def give_up(self, peer: int) -> None:
         """Fails all messages to and from a peer, now and later. Other messages continue."""
@@ -102,7 +112,7 @@ class PointToPoint(TaskQueue):
 
     def wanted(self, peer: int, tag: int) -> PostedReceive | None:
         """The first posted receive that matches such a message."""
-        for task in self._tasks:
+        for task in tuple(self._tasks):  # Other threads post messages meanwhile.
             if isinstance(task, PostedReceive) and task.tag == tag and task.peer in (peer, ANY) and not task.taken:
                 return task
         return None

@@ -112,22 +112,28 @@ class Held:
         return self.between == "batch" or on_stream or bool(inside.intersection(parameter.names))
 
     def family(self, parameter: ParameterShape) -> PredictedFamily:
-        name, term = parameter.name, self.term
-        stages: tuple[int, ...] = ()
-        if term is not None:
-            stages = tuple(
-                sorted({stage_rank(stage, term.n, term.chunks, term.schedule) for stage in self.holders(name)})
-            )
+        name = parameter.name
+        stages = self._stage_ranks(name)
         stacked = self._expert_names.get(name, False)
         return PredictedFamily(
             cut=name in self.tensor_cuts and not stacked, partial=self._partial(parameter),
             expert=name in self._expert_names, stages=stages if len(stages) > 1 else (),
         )  # fmt: skip
 
+    def _stage_ranks(self, name: str) -> tuple[int, ...]:
+        """The ranks along pp that hold a parameter."""
+        term = self.term
+        if term is None:
+            return ()
+        return tuple(sorted({stage_rank(stage, term.n, term.chunks, term.schedule) for stage in self.holders(name)}))
+
     def part(self, name: str) -> int:
-        """Which of this rank's stages a parameter belongs to."""
+        """Which of this rank's stages a parameter belongs to; SHARED if to several, or if it is reduced after all of
+        them because other ranks hold it too."""
         if self.term is None:
             return 0
+        if len(self.stages) > 1 and len(self._stage_ranks(name)) > 1:
+            return SHARED
         mine = [n for n, stage in enumerate(self.stages) if stage in self.holders(name)]
         return mine[0] if len(mine) == 1 else SHARED
 

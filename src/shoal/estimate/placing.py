@@ -84,7 +84,7 @@ class Placing:
             self.zero, self.sharded = 1, self.summed[-1]
         compressing = [
             name for name, size in self.axes
-            if name in self.levels and size > 1 and not isinstance(terms[name].compress, none)  # type: ignore[attr-defined]
+            if name in self.summed and size > 1 and not isinstance(terms[name].compress, none)  # type: ignore[attr-defined]
         ]  # fmt: skip
         self.compressing = compressing[0] if compressing else None
         self.compression = terms[compressing[0]].compress if compressing else None  # type: ignore[attr-defined]
@@ -165,7 +165,7 @@ class Placing:
     def _route(self, over: Sequence[str], family: PredictedFamily) -> PredictedRoute | None:
         if self.compressing is None:
             return None
-        outside = self.levels[: self.levels.index(self.compressing)]
+        outside = self.summed[: self.summed.index(self.compressing)]
         inside = [name for name in over if name not in (*outside, self.compressing, self.sharded)]
         return PredictedRoute(
             self._among(inside, family.stages, None), self.along(self.compressing), self.along(*outside),

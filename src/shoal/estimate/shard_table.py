@@ -240,11 +240,9 @@ def compressed_transfers(
         first, last = max(slot.start, low) - slot.start, min(slot.stop, high) - slot.start
         if first >= last:
             continue
-        body = None
-        if method.pays(slot.shape, working, ranks=ranks):
-            body = _body(method.term.whole_rows, slot.shape, first, last)
-            if body[0] >= body[1] or not method.pays(body[2], working, ranks=ranks):
-                body = None
+        body = compressible(
+            lambda shape: method.pays(shape, working, ranks=ranks), method.term.whole_rows, slot.shape, first, last
+        )
         dense += last - first - (body[1] - body[0] if body is not None else 0)
         if body is not None and slot.name not in unused:
             reductions.append(method.sent_bytes(body[2], working, ranks, step, rank=rank))
@@ -252,6 +250,16 @@ def compressed_transfers(
     if dense:
         transfers.append(Transfer("all_reduce", dense * itemsize))
     return transfers
+
+
+def compressible(
+    pays: Callable[[Sequence[int]], bool], in_rows: bool, shape: tuple[int, ...], low: int, high: int
+) -> tuple[int, int, tuple[int, ...]] | None:
+    """What of a range of a parameter is compressed, and in which shape; None where it does not pay."""
+    if not pays(shape):
+        return None
+    body = _body(in_rows, shape, low, high)
+    return body if body[0] < body[1] and pays(body[2]) else None
 
 
 def _body(in_rows: bool, shape: tuple[int, ...], low: int, high: int) -> tuple[int, int, tuple[int, ...]]:

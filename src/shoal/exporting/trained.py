@@ -20,8 +20,17 @@ from shoal.runtime.setup import job_from
 from shoal.runtime.step import build_model
 
 
-def checkpoint_of(run: Path, step: int | None = None) -> Checkpoint:
-    """The newest intact checkpoint of a run, or that of a step; `run` may also be a checkpoint itself."""
+def checkpoint_of(run: Path, step: int | None = None, *, ema: bool = False) -> Checkpoint:
+    """The newest intact checkpoint of a run, or that of a step; `run` may also be a checkpoint itself. `ema`: its
+    parameters are read from their moving average."""
+    found = _checkpoint_of(run, step)
+    if ema and not found.has_average:
+        raise CannotExport(f"--ema: {found.path} has no moving average of the weights; train with Job(ema=0.999)")
+    found.averaged = ema
+    return found
+
+
+def _checkpoint_of(run: Path, step: int | None) -> Checkpoint:
     run = Path(run)
     if run.name.startswith("step-"):
         return open_checkpoint(run)
@@ -50,7 +59,7 @@ def run_folder(path: Path) -> Path:
 def options_of(arguments: Mapping[str, Any], job: str | None = None) -> JobOptions:
     """The job of a run, from what its record keeps; `job` names it where its file was moved."""
     known = {each.name for each in fields(JobOptions)}
-    given = {name: value for name, value in arguments.items() if name in known}
+    given = {name: value for name, value in arguments.items() if name in known and name != "start_from"}
     if job is not None:
         given["job"] = job
     if not isinstance(given.get("job"), str):

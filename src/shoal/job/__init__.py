@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from shoal.job.losses import classifier_metrics, cross_entropy, language_metrics, perplexity
     from shoal.job.order import Order, share
     from shoal.job.schedule import StepDecay, WarmupCosine, constant
+    from shoal.job.weights.start import start_from
 
 _HOME = {
     "LAMB": "layerwise",
@@ -53,6 +54,7 @@ _HOME = {
     "param_groups": "groups",
     "perplexity": "losses",
     "share": "order",
+    "start_from": "weights.start",
 }
 
 __all__ = [
@@ -85,6 +87,7 @@ __all__ = [
     "param_groups",
     "perplexity",
     "share",
+    "start_from",
 ]
 
 

@@ -1,5 +1,5 @@
-"""Any Hugging Face language model or classifier, built from its configuration, as a Job in one line: `job =
-from_transformers(LlamaConfig(...))`. The weights are random, as everywhere in Shoal; the data are the
+"""Any Hugging Face language model or classifier as a Job in one line: `from_transformers(LlamaConfig(...))` with random
+weights, `from_transformers("folder")` with those of a folder of `save_pretrained`. The data are the
 built-in text and images unless others are given. The loss is computed here, as a sum with its count, and
 not by the library, whose mean is wrong once a batch is split unevenly.
 """
@@ -7,13 +7,15 @@ not by the library, whose mean is wrong once a batch is split unevenly.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 try:
     import transformers
@@ -30,17 +32,11 @@ from shoal.job.facts import EXPERTS, HEADS, HIDDEN, KV_HEADS, LAYERS, VOCAB, fir
 from shoal.job.groups import DecayMatrices
 from shoal.job.job import Batch, Data, Job
 from shoal.job.losses import classifier_metrics, cross_entropy, language_metrics, logits_of, perplexity
+from shoal.job.pretrained import Kind, Pretrained, build_from, config_of, pretrained_folder
 from shoal.job.schedule import WarmupCosine
 from shoal.strategy.facts import ModelFacts
 
 Task = Literal["causal-lm", "classifier"]
-Kind = Literal["causal-lm", "text-classifier", "image-classifier"]
-
-BUILDERS: dict[Kind, Any] = {
-    "causal-lm": transformers.AutoModelForCausalLM,
-    "text-classifier": transformers.AutoModelForSequenceClassification,
-    "image-classifier": transformers.AutoModelForImageClassification,
-}
 LONGEST_DEFAULT_SEQUENCE = 128
 DEFAULT_IMAGE = 32  # convolutional configurations name no size; theirs halve an image five times
 
@@ -48,6 +44,7 @@ DEFAULT_IMAGE = 32  # convolutional configurations name no size; theirs halve an
 def from_transformers(
     config: Any,
     *,
+    new: Sequence[str] = (),
     data: Data | None = None,
     validation: Data | None = None,
     task: Task | None = None,
@@ -60,13 +57,22 @@ def from_transformers(
     dropout: float | None = None,
     name: str | None = None,
 ) -> Job:
-    """A job that trains the model of a `transformers` configuration from scratch.
+    """A job that trains a model of `transformers`: that of a configuration from scratch, or the pretrained one of a
+    folder on this machine, as `save_pretrained` writes it (safetensors). Nothing is fetched.
 
+    `new` names tensors that the folder does not have, such as the head of a classifier, by patterns: they start at
+    random.
     `task` overrides what the configuration suggests. `dropout` sets every dropout rate of the configuration
     (0.0: a run can then be compared with a serial one to the last digit); None keeps them. `data` yields
     batches with "x" and "y" (next tokens, or classes), or with the library's own "input_ids" / "pixel_values"
     and "labels" (and "attention_mask"); without it the built-in text or images are used.
     """
+    folder = None
+    if isinstance(config, str | Path):
+        folder = pretrained_folder(config)
+        config = config_of(folder)
+    elif new:
+        raise JobError("new names tensors that a folder of weights does not have, but a configuration was given")
     kind = choose_kind(config, task)
     config = _prepared(config, dropout=dropout)
     if data is None:
@@ -79,7 +85,7 @@ def from_transformers(
     causal = kind == "causal-lm"
     return Job(
         name=name or f"transformers:{config.model_type}",
-        model=partial(_build, kind, config),
+        model=partial(build_from, kind, config) if folder is None else Pretrained(kind, config, folder, new),
         train=data,
         validation=validation,
         inputs=_inputs(kind, entries),
@@ -104,7 +110,8 @@ def choose_kind(config: Any, task: Task | None = None) -> Kind:
     model_type = getattr(config, "model_type", None)
     if not isinstance(config, transformers.PretrainedConfig) or not model_type:
         raise JobError(
-            f"from_transformers needs a configuration such as LlamaConfig(...), but got a {type(config).__name__}"
+            "from_transformers needs a configuration such as LlamaConfig(...), or the folder of a pretrained model, "
+            f"but got a {type(config).__name__}"
         )
     tables: dict[Kind, Any] = {
         "causal-lm": known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -197,11 +204,6 @@ def _prepared(config: Any, *, dropout: float | None) -> Any:
             if is_dropout_rate(key, value):
                 setattr(config, key, dropout)
     return config
-
-
-def _build(kind: Kind, config: Any) -> nn.Module:
-    model: nn.Module = BUILDERS[kind].from_config(copy.deepcopy(config))
-    return model.float().train()
 
 
 def _built_in(kind: Kind, config: Any, split: Literal["train", "validation"], *, sequence: int) -> Data:

@@ -6,7 +6,7 @@ wrong when a batch is split unevenly among ranks and micro-batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, get_args, runtime_checkable
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.job.buffers import BufferMode, wrong_declaration
+from shoal.job.callbacks import wrong_callbacks
 from shoal.job.errors import JobError
 from shoal.job.groups import Options, no_options
 from shoal.job.hints import LayoutHints, WithBlocks
@@ -85,6 +86,10 @@ class Job:
     """The batch that the learning rate was tuned for. None: global_batch."""
     warmup: int = 0
     """Steps in which a scaled rate is reached, linearly from the unscaled one."""
+    ema: float | None = None
+    """Decay of a moving average of the weights, such as 0.999: evaluated besides the weights, saved, and exported by
+    `--ema`.
+    """
     clip: float | None = None
     """Largest global norm of the gradient; None: no clipping."""
     global_batch: int
@@ -113,6 +118,8 @@ class Job:
     """
     last_batch: LastBatch = "wrap"
     """The batch at an epoch's end: filled from the next epoch, or short."""
+    callbacks: Sequence[Any] = ()
+    """Objects with on_step, on_evaluate or on_checkpoint, called on rank 0 (`shoal.Callback`)."""
     seed: int = 0
     facts: ModelFacts | None = None
     """What legality needs to know of the model. Missing fields are inferred from the module."""
@@ -141,12 +148,16 @@ class Job:
             self._refuse(
                 f"inputs is the text {self.inputs!r}, but must be a tuple of batch entries: write ({self.inputs!r},)"
             )
-        if self.clip is not None and not self.clip > 0:
+        if self.clip is not None and not (isinstance(self.clip, Real) and self.clip > 0):
             self._refuse(f"clip is {self.clip!r}, but must be greater than 0 (or None for no clipping)")
+        if self.ema is not None and not (isinstance(self.ema, (int, float)) and 0 <= self.ema < 1):
+            self._refuse(f"ema is {self.ema!r}, but must be a decay of at least 0 and below 1, such as 0.999")
         if self.batch_norm not in ("sync", "local"):
             self._refuse(f"batch_norm is {self.batch_norm!r}, but must be 'sync' or 'local'")
         if wrong_buffers := wrong_declaration(self.buffers):
             self._refuse(wrong_buffers)
+        if wrong_calls := wrong_callbacks(self.callbacks):
+            self._refuse(wrong_calls)
         if self.loss_over not in get_args(LossOver):
             self._refuse(f"loss_over is {self.loss_over!r}, but must be 'samples', 'batch' or 'micro-batch'")
         if self.last_batch not in ("wrap", "short"):

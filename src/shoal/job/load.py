@@ -9,7 +9,8 @@ import hashlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,6 +28,12 @@ def named(job: Job) -> str:
     name = f"object:{job.name}"
     OBJECTS[name] = job
     return name
+
+
+def with_callbacks(job: str | Job, callbacks: Sequence[Any], *, size: str | None = None) -> Job:
+    """A job that also has these callbacks."""
+    found = load_job(job, size=size) if isinstance(job, str) else job
+    return replace(found, callbacks=(*found.callbacks, *callbacks))
 
 
 def load_job(spec: str, *, size: str | None = None) -> Job:

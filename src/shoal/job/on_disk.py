@@ -35,6 +35,10 @@ _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 _mapped: dict[int, weakref.ref[mmap.mmap]] = {}
 """Address -> the mapping there."""
+_private: set[int] = set()
+"""Addresses of ranges of a user's file."""
+_changed: set[int] = set()
+"""Those of them that were written to: their pages are this process's own and stay."""
 
 
 def folder_for_tensors() -> Path:
@@ -57,6 +61,8 @@ class BuiltOnDisk(TorchDispatchMode):
         result = func(*args, **kwargs)
         if isinstance(result, Tensor):
             given = {_address(x) for x in tree_leaves((args, kwargs)) if _large(x)} if _large(result) else set()
+            if func._schema.is_mutable and _mapped:
+                _changed.update(given & _mapped.keys())
             if _large(result):
                 self._touched += result.untyped_storage().nbytes()
                 if _address(result) not in given and _address(result) not in _mapped and not self.why:
@@ -107,18 +113,39 @@ def _file(nbytes: int) -> Tensor:
         held = mmap.mmap(file, nbytes)
     finally:
         os.close(file)
-    tensor = torch.frombuffer(held, dtype=torch.uint8)
+    return _registered(held, 0, nbytes)
+
+
+def lying_in(path: str, start: int, nbytes: int) -> Tensor:
+    """A byte tensor that is a range of a file of the user's. It is read where it is used, page by page. Writes stay in
+    this process."""
+    begin = start - start % mmap.ALLOCATIONGRANULARITY
+    with open(path, "rb") as file:
+        held = mmap.mmap(file.fileno(), start + nbytes - begin, flags=mmap.MAP_PRIVATE, offset=begin)
+    return _registered(held, start - begin, nbytes, private=True)
+
+
+def _registered(held: mmap.mmap, offset: int, nbytes: int, *, private: bool = False) -> Tensor:
+    tensor = torch.frombuffer(held, dtype=torch.uint8, offset=offset, count=nbytes)
     address = _address(tensor)
-    _mapped[address] = weakref.ref(held, lambda _: _mapped.pop(address, None))
+
+    def ended(_: object) -> None:
+        _mapped.pop(address, None)
+        _private.discard(address)
+        _changed.discard(address)
+
+    _mapped[address] = weakref.ref(held, ended)
+    if private:
+        _private.add(address)
     return tensor
 
 
 def leave_pages() -> None:
     """Takes the pages of all mapped tensors out of this process; the next read brings them back from the file. Memory
     that was freed goes back too: glibc would keep the holes that aligned tensors leave, and not fill them again."""
-    for known in list(_mapped.values()):
+    for address, known in list(_mapped.items()):
         held = known()
-        if held is not None:
+        if held is not None and not (address in _private and address in _changed):
             held.madvise(mmap.MADV_DONTNEED)
     if _mapped and _trim is not None:
         _trim(0)

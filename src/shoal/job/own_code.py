@@ -60,19 +60,19 @@ def built(job: Job) -> nn.Module:
     return model
 
 
-def require_runs(job: Job, *, samples: int, autocast: bool = False) -> None:
+def require_runs(job: Job, *, samples: int, autocast: torch.dtype | None = None) -> None:
     """Runs forward, loss, validation and metrics once on the CPU. Random states are as they were before.
 
     Args:
         job: Its model is built anew.
         samples: How many samples a rank computes at once.
-        autocast: Whether training multiplies in bfloat16.
+        autocast: What training multiplies in, where that is not the model's own precision.
 
     Raises:
         JobError: Some part of the job fails, or trains nothing; the text names it.
     """
     states = random.getstate(), np.random.get_state()
-    precision: Any = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
+    precision: Any = torch.autocast("cpu", autocast) if autocast is not None else nullcontext()
     try:
         with torch.random.fork_rng(devices=[]), precision:
             torch.manual_seed(job.seed)
@@ -80,15 +80,13 @@ def require_runs(job: Job, *, samples: int, autocast: bool = False) -> None:
             if not any(param.requires_grad for param in model.parameters()):
                 raise JobError(f"job {job.name!r}: there is nothing to train: no parameter requires a gradient")
             indices = job.order().indices(0)[: max(1, samples)]
-            asked: list[Any] = []
             try:
                 # Only whether there is a gradient is asked: what backward would need is let go at once.
-                with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, asked.append):
+                with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda kept: kept):
                     _require_trains(job, model, indices)
             except JobError:
-                if not asked:
-                    raise
-                # A forward that differentiates (a gradient penalty) needs what it has saved.
+                # A forward that differentiates (a gradient penalty) needs what it has saved, and torch.func allows no
+                # such hooks: what fails for another reason fails again.
                 torch.manual_seed(job.seed)
                 model = built(job)
                 _require_trains(job, model, indices)

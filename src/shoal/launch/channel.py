@@ -13,13 +13,20 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
+from shoal.launch import join
+from shoal.launch.engines import MPI
+from shoal.launch.failure import signal_name
 from shoal.launch.lateness import Verdict
 from shoal.launch.watch import Watch
+
+FOLLOW_S = 1.0
+"""Between two looks at whether the launcher is there."""
 
 Receiver = Callable[[dict[str, Any]], None]
 
@@ -103,6 +110,10 @@ class Channel:
         elif self._receiver is not None and self.rank == 0:
             self._receiver(dict(message))
 
+    def ask_to_stop(self) -> None:
+        """From now on a stop is requested."""
+        self._stop.set()
+
     def stop_on(self, *signals: signal.Signals) -> None:
         """From now on these signals ask for a stop instead of ending the process. Main thread only."""
 
@@ -116,8 +127,9 @@ class Channel:
 def standalone_channel(*, on_message: Receiver | None = None, hang_after_s: float = 300.0) -> Channel:
     """The channel of a process that someone else started as a rank, such as torchrun; a watch runs in a thread.
 
-    Rank 0's messages go to `on_message`. SIGTERM and Ctrl-C ask for a stop. A hang is printed and ends the
-    process.
+    Rank 0's messages go to `on_message`. SIGTERM and Ctrl-C ask for a stop; while ranks still wait for each other, they
+    end the process. So does the end of the launcher (its agent was killed): the ranks that are left stop with a
+    checkpoint. A hang is printed and ends the process.
     """
 
     def report(verdict: Verdict) -> None:
@@ -131,6 +143,46 @@ def standalone_channel(*, on_message: Receiver | None = None, hang_after_s: floa
     )
     if threading.current_thread() is threading.main_thread():
         channel.stop_on(signal.SIGTERM, signal.SIGINT)
+        _end_while_waiting((signal.SIGTERM, signal.SIGINT))
     # A signal is only a request here: a launcher could not end the ranks that are left, so they do.
     Watch(hang_after_s=hang_after_s, report=report, on_verdict_of_another=lambda: os._exit(1)).start()
+    if any(name in os.environ for name in SUPERVISED):
+        threading.Thread(target=_follow_launcher, args=(channel, os.getppid()), daemon=True).start()
     return channel
+
+
+SUPERVISED = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID", *(names.rank for names in MPI))
+"""Variables of launchers that stay for as long as their ranks. (A shell that has started ranks by hand need not.)"""
+
+
+def _end_while_waiting(signals: tuple[signal.Signals, ...]) -> None:
+    """Ends the process at a signal for as long as it has not joined: nothing is trained yet that could be saved. Python
+    runs handlers when the main thread comes back from a call into C, which may wait minutes for the rendezvous; the
+    signal's number is written to a socket at once."""
+    listens, writes = socket.socketpair()
+    writes.setblocking(False)
+    signal.set_wakeup_fd(writes.fileno(), warn_on_full_buffer=False)
+
+    def follow() -> None:
+        while number := listens.recv(1):
+            if number[0] in signals and join.current() is None:
+                _end(f"{signal_name(number[0])} while ranks were connecting: stopped")
+        writes.close()
+
+    threading.Thread(target=follow, name="shoal-signals", daemon=True).start()
+
+
+def _follow_launcher(channel: Channel, launcher: int) -> None:
+    """Asks for a stop when the process that started this one has ended."""
+    while os.getppid() == launcher:
+        time.sleep(FOLLOW_S)
+    why = f"rank {channel.rank}: its launcher (process {launcher}) has ended; stopping"
+    if join.current() is None:
+        _end(why)
+    print(f"shoal: {why}", file=sys.stderr, flush=True)
+    channel.ask_to_stop()
+
+
+def _end(why: str) -> NoReturn:
+    print(f"shoal: {why}", file=sys.stderr, flush=True)
+    os._exit(130)

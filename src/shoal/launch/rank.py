@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import json
+import logging
 import os
 import signal
 import socket
@@ -23,6 +24,7 @@ import torch._dynamo  # An optimiser loads it at its first step, in more than a 
 
 import shoal.parallel.apply  # noqa: F401
 from shoal.comm.transport.link import PeerLost
+from shoal.common.log import logger
 from shoal.launch.channel import Channel, Line
 from shoal.launch.join import leave
 from shoal.launch.lateness import Verdict
@@ -44,6 +46,7 @@ def main(link: socket.socket, server: int) -> None:
         if order is not None:
             channel = Channel(rank=order["rank"], world=order["world"], line=line)
             channel.stop_on(signal.SIGTERM)
+            logger.addHandler(_ToParent(channel))
             line.write("ready", None)
             status = _work(order, channel, line, reader)
     finally:
@@ -52,6 +55,17 @@ def main(link: socket.socket, server: int) -> None:
         line.flush()
         # Gloo's threads may abort the interpreter's own way out; nothing is left to do on it.
         os._exit(status)
+
+
+class _ToParent(logging.Handler):
+    """Passes what a rank warns of on to the process that started it."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__(logging.WARNING)
+        self._channel = channel
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._channel.say({"event": "warning", "text": record.getMessage()})
 
 
 def _work(order: dict[str, Any], channel: Channel, line: Line, reader: Any) -> int:

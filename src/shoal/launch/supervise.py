@@ -220,6 +220,8 @@ class Supervision:
         """Goes on without the island of a rank that was killed, if the others can."""
         island = next((island for island in self._islands if rank in island), ())
         others = [member for member in self._members if member.rank not in self._lost]
+        for member in others:  # What they said before this rank was killed may not have been read.
+            self._hear(member)
         if rank in self._lost or not island or 0 in island or not all(member.may_be_lost for member in others):
             return
         self._lost |= dict.fromkeys(island, reason)

@@ -2,13 +2,15 @@
 
 Ranks talk through the job's store, which works while the process group is stuck. Nothing is written there as
 long as all goes well; when one rank has made no progress for too long it asks, the others answer, and
-`lateness.py` judges.
+`lateness.py` judges. A store that does not answer (this host is cut off, or that of rank 0) is a verdict too: of a
+second thread, since the first one waits for the answer.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import sys
 import sysconfig
@@ -29,6 +31,8 @@ from shoal.launch.lateness import Entered, Report, Verdict, judge
 TICK_S = 0.5
 ANSWER_S = 4.0
 """How long a rank may take to answer: several ticks, on a machine that is busy."""
+UNREACHABLE_S = 15.0
+"""How long the store may take to answer once this rank has made no progress for too long."""
 OTHERS_JUDGE_S = 15.0
 """How long the second rank that noticed waits for the first one's verdict to end the run."""
 
@@ -65,10 +69,30 @@ class Watch:
         self._idle_s = 0.0
         self._done = False
         self._seen: tuple[int, dict[str, int]] = (0, {})
+        self._turns = 0
 
     def start(self) -> Watch:
         self._thread.start()
+        threading.Thread(target=self._guard, name="shoal-guard", daemon=True).start()
         return self
+
+    def _guard(self) -> None:
+        """Judges where the other thread cannot, since it waits in the store for an answer."""
+        idle_s, stuck_s, before = 0.0, 0.0, (self._turns, self._progress())
+        while not self._stop.wait(TICK_S):
+            now = (self._turns, self._progress())
+            stuck_s = 0.0 if now[0] != before[0] else stuck_s + TICK_S
+            idle_s = 0.0 if now[1] != before[1] else idle_s + TICK_S
+            before, place = now, join.current()
+            if place is None or idle_s < self._hang_after_s or stuck_s < UNREACHABLE_S or self._done:
+                continue
+            message = (
+                f"rank {place.rank} on {socket.gethostname()} made no progress for {idle_s:.0f} s, and the store at "
+                f"{os.environ.get('MASTER_ADDR', 'rank 0')} has not answered for {stuck_s:.0f} s: one of the two hosts "
+                "is cut off from the network, or the process that hosts the store is stopped"
+            )
+            self._report(Verdict(late=(), message=message))
+            return
 
     def done(self) -> None:
         """The rank's work is over: it no longer judges, but it still answers."""
@@ -88,6 +112,7 @@ class Watch:
                 self._idle_s = 0.0
             else:
                 self._idle_s += passed_s
+            self._turns += 1
             # A store that fails means that the job is ending; the rank that ends it reports the reason.
             with contextlib.suppress(RuntimeError):
                 self._tick()
@@ -103,8 +128,12 @@ class Watch:
         if self._idle_s >= self._hang_after_s and not self._done and place is not None:
             self._judge()
 
+    @staticmethod
+    def _progress() -> tuple[int, dict[str, int]]:
+        return _beats, {label: call.number for label, call in dict(ledger.BOOK.last).items()}
+
     def _moved(self) -> bool:
-        now = (_beats, {label: call.number for label, call in dict(ledger.BOOK.last).items()})
+        now = self._progress()
         moved, self._seen = now != self._seen, now
         return moved
 
@@ -149,6 +178,7 @@ class Watch:
         end_s = time.monotonic() + seconds
         while time.monotonic() < end_s and not until() and not self._stop.wait(0.1):
             self._answer()
+            self._turns += 1
             if self._moved():
                 self._idle_s = 0.0
                 return False

@@ -8,7 +8,7 @@ anything the engine reports about itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -144,17 +144,24 @@ def observe(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(job.seed)
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        try:
-            if real:
-                raise CannotTrace("real tensors were asked for")
-            model = _as_type(faked(build_without_memory(job), mode), dtype, mode)
-            with mode, around():
-                return _observed(job, model, {k: mode.from_tensor(v.cpu()) for k, v in batch.items()}, autocast)
-        except Exception:
+
+        def on_real(**options: bool) -> Forward:
             model = _as_type(job.model(), dtype, nullcontext())
-        try:
             with around():
-                return _observed(job, model, {k: v.cpu() for k, v in batch.items()}, autocast)
+                return _observed(job, model, {k: v.cpu() for k, v in batch.items()}, autocast, **options)
+
+        if not real:
+            with suppress(Exception):
+                model = _as_type(faked(build_without_memory(job), mode), dtype, mode)
+                with mode, around():
+                    return _observed(job, model, {k: mode.from_tensor(v.cpu()) for k, v in batch.items()}, autocast)
+        try:
+            try:
+                return on_real()
+            except RuntimeError as error:
+                if "saved tensor hooks" not in str(error):
+                    raise
+                return on_real(saving=False)  # torch.func allows no hooks, so nothing of it is recomputed either.
         except Exception as error:
             raise CannotTrace(f"job {job.name!r}: the model raised on a batch of its data: {error}") from error
 
@@ -183,14 +190,17 @@ def _as_type(model: nn.Module, dtype: torch.dtype | None, mode: Any) -> nn.Modul
         return model._apply(converted)
 
 
-def _observed(job: Job, model: nn.Module, batch: dict[str, torch.Tensor], autocast: bool) -> Forward:
+def _observed(
+    job: Job, model: nn.Module, batch: dict[str, torch.Tensor], autocast: bool, *, saving: bool = True
+) -> Forward:
     watch = _Watch()
     model.train()
     precision = torch.autocast("cpu", torch.bfloat16, cache_enabled=False) if autocast else nullcontext()
     with ExitStack() as stack:
         stack.enter_context(reporting_calls(model, watch, before_own_hooks=False))
         stack.enter_context(_Functions(watch))
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(watch.pack, lambda kept: kept))
+        if saving:
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(watch.pack, lambda kept: kept))
         stack.enter_context(precision)
         stack.enter_context(_norms_of_one_sample())
         output = job.run_model(model, batch)

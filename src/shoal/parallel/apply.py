@@ -22,12 +22,14 @@ from shoal.job.on_disk import is_on_disk, leave_pages, to_memory
 from shoal.job.random_optimizer import UpdateDraws
 from shoal.job.randomness import Randomness
 from shoal.layout.layout import Layout
+from shoal.parallel.average import WeightAverage
 from shoal.parallel.batch_norm import count_once, synchronise
 from shoal.parallel.bucket import BUCKET_BYTES, Bucket
 from shoal.parallel.compression import Compression
 from shoal.parallel.cutting import cut_model
 from shoal.parallel.engine import Engine
 from shoal.parallel.executor import Executor, PlainExecutor
+from shoal.parallel.loss_scale import LossScale
 from shoal.parallel.noise import GradientNoise
 from shoal.parallel.optimizer import Factory, Recipe
 from shoal.parallel.owner.kinds import owner_kind
@@ -41,7 +43,7 @@ from shoal.parallel.sync.outer import OuterLevel
 from shoal.parallel.sync.scheme import Scheme
 from shoal.parallel.sync.served import ServedLevel
 from shoal.parallel.sync.streams import lay_out
-from shoal.strategy import Strategy, dp, none, pp, recompute, shared, tp
+from shoal.strategy import Strategy, amp, dp, none, pp, ps, recompute, shared, tp
 from shoal.strategy.islands import is_loose
 
 Options = Callable[[str, torch.Tensor], dict[str, Any]]
@@ -63,10 +65,12 @@ def parallelize(
     seed: int = 0,
     randomness: Randomness | None = None,
     update_draws: UpdateDraws | None = None,
+    average: float | None = None,
 ) -> Engine:
     """Makes the model train by the strategy. All ranks call it alike; rank 0's values are everyone's start. The mesh is
     the engine's from then on, and is closed with it. `seed` is that of what compression draws; `randomness` has the
-    rule for what the model draws, `update_draws` that for what the optimiser draws."""
+    rule for what the model draws, `update_draws` that for what the optimiser draws.
+    `average`: the decay of a moving average of the weights."""
     require_runnable(strategy, elementwise=elementwise, coupled=coupled)
     cutting = next((axis for axis in strategy.axes if not axis.name.startswith("dp")), None)
     if layout is None and cutting is not None:
@@ -108,6 +112,13 @@ def parallelize(
         loss_share=1 / placement.context.size if gathers else 1.0, update_draws=update_draws,
     )  # fmt: skip
     engine.outer = _outer(strategy, engine, seed)
+    if (precision := strategy.term(amp)) is not None and precision.dtype == "fp16":
+        if engine.optimizer.needs_closure:
+            raise NotRunnable(f'{precision}: the optimiser computes the loss again in its step; use amp("bf16")')
+        engine.scale_of_loss = LossScale()
+    if average is not None:
+        _require_average(strategy)
+        engine.average = WeightAverage(owner, average)
     if _noise_is_seen(engine, strategy):
         engine.reduction.noise = GradientNoise(counts=placement.first_of_tensor)
         engine.reduction.holders = {family: placement.multiplicity(family) for family in cut.families()}
@@ -115,6 +126,19 @@ def parallelize(
     owner.barrier()  # Ranks that share memory have each written their part of the start.
     reach("start: engine ready")
     return engine
+
+
+def _require_average(strategy: Strategy) -> None:
+    """Refuses an average of weights that no rank updates by itself."""
+    for level in strategy.dp_levels:
+        if is_loose(level) or isinstance(level.via, ps):
+            raise NotRunnable(
+                f"{level}: ema averages the weights of ranks that step together, and here islands or servers hold "
+                "different ones; leave ema out"
+            )
+    term = strategy.term(pp)
+    if term is not None and term.schedule == "pipedream":
+        raise NotRunnable(f"{term}: ema needs one version of the weights, and pipedream has several; leave ema out")
 
 
 def recipe_of(model: nn.Module, optimizer: Factory, options: Options, *, elementwise: bool) -> Recipe:
@@ -165,7 +189,7 @@ def _outer(strategy: Strategy, engine: Engine, seed: int) -> OuterLevel | None:
     loose = next((level for level in strategy.dp_levels if is_loose(level)), None)
     if loose is None:
         return None
-    if engine.placement.seats is not None:
+    if engine.placement.seats is not None or engine.placement.hogwild is not None:
         return ServedLevel(engine.placement, engine.model)
     term = loose.sync
     assert isinstance(term, Scheme), f"{term} has no runtime"

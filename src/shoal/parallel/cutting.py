@@ -70,9 +70,12 @@ class CutModel:
         ]
 
     def part(self, name: str) -> int:
-        """Which of this rank's stages a parameter belongs to."""
+        """Which of this rank's stages a parameter belongs to. What several ranks hold is reduced after all stages of
+        each: they come to it in different orders."""
         if self.staged is None:
             return 0
+        if len(self.staged.mine) > 1 and self.family(name).stages:
+            return SHARED
         mine = [n for n, stage in enumerate(self.staged.mine) if stage in self.staged.holders(name)]
         return mine[0] if len(mine) == 1 else SHARED
 

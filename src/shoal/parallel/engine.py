@@ -28,6 +28,7 @@ from shoal.comm.mesh import Members
 from shoal.comm.points import reach
 from shoal.job.random_optimizer import UpdateDraws
 from shoal.layout.cuts import TensorPart
+from shoal.parallel.average import WeightAverage
 from shoal.parallel.batch_norm import release
 from shoal.parallel.bucket import PLAIN, Bucket
 from shoal.parallel.buffers import BufferExchange
@@ -36,6 +37,7 @@ from shoal.parallel.consistency import Consistency
 from shoal.parallel.cutting import CutModel
 from shoal.parallel.data import GradientReduction
 from shoal.parallel.flat_slice import Piece
+from shoal.parallel.loss_scale import LossScale
 from shoal.parallel.noise import GradientNoise, measured
 from shoal.parallel.optimizer import SlicedOptimizer
 from shoal.parallel.optimizer_needs import closure_for, drawn_slices
@@ -61,12 +63,18 @@ class Engine:
     cut: CutModel
     """What the axes that cut the model have made of it."""
     stop_requested: bool = False
+    asked_to_stop: Callable[[], bool] = bool
+    """Asked as late in a step as possible: a stop that comes during the step ends the run after this one."""
     compression: Compression | None = None
     """Where a level of dp compresses."""
     buffers: BufferExchange | None = None
     """Where the job declares buffers that replicas update from their own samples."""
     update_draws: UpdateDraws | None = None
     """Where the optimiser draws random numbers."""
+    scale_of_loss: LossScale | None = None
+    """Where the model computes in fp16."""
+    average: WeightAverage | None = None
+    """The moving average of the weights, where one is kept."""
     outer: OuterLevel | None = None
     """What ties this island to others."""
     clock: int = 0
@@ -107,7 +115,9 @@ class Engine:
     def compressions(self) -> list[Compression]:
         """All that keep what was not sent: of gradients, and of rounds of islands."""
         outer = [] if self.outer is None else [codec.compression for codec in self.outer.codecs]
-        return [*outer, *([] if self.compression is None else [self.compression])]
+        remote = self.owner.remote
+        pushes = [] if remote is None or remote.codec is None else [remote.codec]
+        return [*outer, *pushes, *([] if self.compression is None else [self.compression])]
 
     @property
     def replicas(self) -> Replicas:
@@ -159,7 +169,8 @@ class Engine:
 
     def learns_from(self, loss_sum: torch.Tensor) -> torch.Tensor:
         """What backward starts from."""
-        return loss_sum if self.loss_share == 1.0 else loss_sum * self.loss_share
+        factor = self.loss_share if self.scale_of_loss is None else self.loss_share * self.scale_of_loss.factor
+        return loss_sum if factor == 1.0 else loss_sum * factor
 
     def run_backward(self, backward: Callable[[], None], *, last: bool, part: int = 0) -> None:
         """One micro-batch's backward through one stage; `last`: this stage's others are done."""
@@ -193,7 +204,7 @@ class Engine:
 
     def take_sums(self) -> torch.Tensor:
         """This rank's loss, count and wish to stop since this was last asked."""
-        self._sums[2].fill_(float(self.stop_requested))
+        self._sums[2].fill_(float(self.stop_requested or self.asked_to_stop()))
         sums, self._sums = self._sums, torch.zeros_like(self._sums)
         return sums
 
@@ -203,13 +214,16 @@ class Engine:
         result, gradients = self.reduce()
         closure = closure_for(self, again, result.loss) if self.optimizer.needs_closure else None
         with BOOK.during("optimizer"), torch.no_grad():
-            remote = self.owner.remote
-            if remote is not None:
-                remote.stop = result.stop
-            self.owner.update(gradients, lr_factor=lr_factor, closure=closure)
+            remote, tickets = self.owner.remote, self.owner.tickets
+            if tickets is not None:
+                tickets.stop = result.stop
+            if not result.skipped:
+                self.owner.update(gradients, lr_factor=lr_factor, closure=closure)
             if remote is not None:
                 result = replace(result, grad_norm=remote.norm)
             reach("step: updated")
+            if self.average is not None and not result.skipped:
+                self.average.update()
             if self.outer is not None:
                 stop = self.outer.after_update(self.clock, count=result.count, stop=result.stop)
                 result = replace(result, stop=stop)
@@ -239,7 +253,7 @@ class Engine:
         reach("step: sums received")
         loss_sum, count, stop, *used, spread, parts = everything.tolist()
         loss = loss_sum / count if count else float("nan")
-        if not isfinite(loss):
+        if not isfinite(loss) and self.scale_of_loss is None:
             self.owner.barrier()  # Another replica may still be summing where this one would write next.
             self.reduction.clear()
             raise NonFinite(f"the loss is {loss} (sum {loss_sum} over {count:g} tokens or samples)", self.owner.hint)
@@ -251,18 +265,22 @@ class Engine:
             return StepResult(loss, count, float("nan"), stop > 0), Gradients(count, float("nan"), unused)
         with BOOK.during("optimizer"), torch.no_grad():
             reach("step: gradients reduced")
-            norm = self.scale(count)
+            scaled = 1.0 if self.scale_of_loss is None else self.scale_of_loss.factor
+            norm = self.scale(count * scaled)
             reach("step: norm known")
-            if not isfinite(norm):
+            passed = isfinite(norm) if self.scale_of_loss is None else self.scale_of_loss.passed(loss, norm)
+            if not passed and (self.scale_of_loss is None or self.scale_of_loss.exhausted):
                 self.owner.barrier()  # As above: `scale` has just written into the gradient that others write to next.
                 self.reduction.clear()
                 raise NonFinite(f"the norm of the gradient is {norm} (the loss is {loss})", self.owner.hint)
-        noise = measured(spread, parts, count, norm)
+        if not passed:
+            return StepResult(loss, count, norm, stop > 0, skipped=True), Gradients(count, norm, unused)
+        noise = measured(spread / scaled**2, parts, count, norm)
         return StepResult(loss, count, norm, stop > 0, noise), Gradients(count, norm, unused)
 
     def scale(self, count: float, over: Members | None = None) -> float:
-        """Sums become means; means are clipped by the norm over all shards. The norm is taken also where nothing is
-        clipped: a gradient that is no number must not reach the parameters, nor a checkpoint."""
+        """Sums become means (`count` includes the loss scale), clipped by the norm over all shards. The norm is
+        taken also where nothing is clipped: what is no number must not reach the parameters, nor a checkpoint."""
         over = over or self.placement.norm
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
         for bucket in self.buckets:

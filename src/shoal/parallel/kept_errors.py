@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from shoal.parallel.average import AVERAGE
 from shoal.parallel.bucket import Bucket
 from shoal.parallel.compression import Compression, Fragment, working_type
 from shoal.parallel.flat_slice import Piece
@@ -21,7 +22,7 @@ ERRORS = "error "
 """What the names of errors begin with; optimisers name no state so."""
 ISLANDS = "island "
 """What the names of an island's own state begin with (`checkpoint/islands.py`)."""
-PRIVATE = (ERRORS, ISLANDS)
+PRIVATE = (ERRORS, ISLANDS, AVERAGE)
 
 
 class SavedErrors(Protocol):

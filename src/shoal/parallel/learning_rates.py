@@ -41,3 +41,12 @@ class LearningRates:
         if base is None or self.factor == 1.0:
             return base
         return (base * self.factor).to(base.dtype) if isinstance(base, torch.Tensor) else base * self.factor
+
+    def now(self, factor: float) -> float | None:
+        """The absolute learning rate of a step with this factor, of the first group that has one. Where a scheduler of
+        the caller's own sets rates, what it has set."""
+        for place, group in enumerate(self.optimizer.param_groups):
+            if group.get("lr") is not None:
+                rate = group["lr"] if factor == self.factor else self.base[place] * factor
+                return float(rate)
+        return None

@@ -14,6 +14,7 @@ from shoal.comm.mesh import Members, Mesh
 from shoal.strategy import Strategy, allreduce, cp, dp, ep, none, pp, shared, tp
 from shoal.strategy.islands import is_loose
 from shoal.strategy.seats import seats_of
+from shoal.strategy.terms.sync import hogwild
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Placement:
         sharded = [axis for axis in strategy.axes if axis.name in self.levels and axis.term.zero]  # type: ignore[attr-defined]
         self.zero: int = sharded[0].term.zero if sharded else 0  # type: ignore[attr-defined]
         self.sharded = sharded[0].name if sharded else None
-        together = [axis.name for axis in strategy.axes if isinstance(getattr(axis.term, "via", None), shared)]
+        together = [axis.name for axis in strategy.axes if axis.name in self.levels and axis.term.via == shared()]  # type: ignore[attr-defined]
         self.shared_memory = bool(together)
         """Whether the replicas of one level share memory. Each then updates its slice, as at stage 1 of ZeRO."""
         if together:
@@ -83,7 +84,7 @@ class Placement:
         compressing = [
             axis.name
             for axis in strategy.axes
-            if axis.name in self.levels and axis.size > 1 and not isinstance(axis.term.compress, none)  # type: ignore[attr-defined]
+            if axis.name in self.summed and axis.size > 1 and not isinstance(axis.term.compress, none)  # type: ignore[attr-defined]
         ]
         self.compressing = compressing[0] if compressing else None
         self.pipeline = self._axis(strategy, pp)
@@ -103,6 +104,9 @@ class Placement:
         """The ranks that step together: they all-reduce the loss, the count and the stop flag."""
         self.islands = mesh.along(*loose)
         """The ranks that hold the same part of the model in each island."""
+        racing = any(isinstance(level.sync, hogwild) for _, level in levels)
+        self.hogwild = self.islands if racing else None
+        """The ranks at the start that update one copy of the parameters without locks."""
         self.world = mesh.along(*every, label="world") if loose else self.island
         """All ranks."""
         self.survivors: Members | None = None
@@ -163,7 +167,7 @@ class Placement:
     def _route(self, over: Sequence[str], family: Family) -> Route | None:
         if self.compressing is None:
             return None
-        outside = self.levels[: self.levels.index(self.compressing)]
+        outside = self.summed[: self.summed.index(self.compressing)]
         inside = [name for name in over if name not in (*outside, self.compressing, self.sharded)]
         return Route(
             self._members(inside, family.stages, None),

@@ -31,6 +31,8 @@ class StepResult:
     """Whether some rank was asked to stop."""
     noise: MeasuredNoise | None = None
     """How noisy the gradient was, where that is measured."""
+    skipped: bool = False
+    """Whether nothing was updated, since gradients overflowed in fp16."""
 
 
 NOTHING_COUNTED = "over 0 tokens or samples)"

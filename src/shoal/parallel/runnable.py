@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shoal.strategy import Strategy, accumulate, allreduce, amp, bsp, cp, dp, ep, none, pp, ps, recompute, shared, tp
 from shoal.strategy.islands import is_loose
-from shoal.strategy.terms.sync import Served
+from shoal.strategy.terms.sync import Served, hogwild
 
 
 class NotRunnable(ValueError):
@@ -17,18 +17,13 @@ def cannot_run(strategy: Strategy) -> str | None:
         if isinstance(term, dp):
             if isinstance(term.sync, bsp) and term.sync.backup and not isinstance(term.via, ps):
                 return f"{term}: a collective waits for all replicas; backup workers need servers, such as via=ps(1)"
-            if term.sync.period is None and term.sync != bsp() and not isinstance(term.via, ps):
-                return (
-                    f"{term}: sync={term.sync} cannot be trained yet; use sync=bsp(), ssp(s), softsync(k), asp(), "
-                    "local(h), diloco(h), bmuf(h), elastic(h, rho) or gossip(graph)"
-                )
             if isinstance(term.via, ps) and (reason := _cannot_serve(strategy, term)):
                 return reason
             if missing := term.sync.missing():
                 return f"{term}: {missing}"
         elif isinstance(term, amp):
-            if term.dtype != "bf16":
-                return f'{term} cannot be trained yet; use amp("bf16")'
+            if term.dtype == "fp16" and (reason := _cannot_scale(strategy, term)):
+                return reason
         elif not isinstance(term, (recompute, accumulate, pp, tp, cp, ep)):
             return (
                 f"{term} cannot be trained yet: {type(term).__name__} parses and explains, but has no runtime so far. "
@@ -37,12 +32,22 @@ def cannot_run(strategy: Strategy) -> str | None:
     reason = _cannot_compress(strategy) or _cannot_be_loose(strategy)
     if reason is not None:
         return reason
-    if any(isinstance(level.via, shared) for level in strategy.dp_levels):
+    if any(isinstance(level.via, shared) and not is_loose(level) for level in strategy.dp_levels):
         if any(level.zero for level in strategy.dp_levels):
             return f"{strategy}: zero on one level and via=shared() on another cannot be trained yet; leave one out"
         schedule = next((term.schedule for term in strategy.terms if isinstance(term, pp)), None)
         if schedule == "pipedream":
             return f"{strategy}: pipedream keeps versions of its weights, and in shared memory there is one; use 1f1b"
+    return None
+
+
+def _cannot_scale(strategy: Strategy, term: amp) -> str | None:
+    """Why the loss cannot be scaled for fp16."""
+    for level in strategy.dp_levels:
+        if not isinstance(level.compress, none):
+            return f'{term} with {level}: an overflow would stay in what compression has kept; use amp("bf16")'
+        if isinstance(level.via, ps):
+            return f'{term} with {level}: servers update without knowing of an overflow; use amp("bf16")'
     return None
 
 
@@ -56,11 +61,12 @@ def _cannot_serve(strategy: Strategy, level: dp) -> str | None:
         return f"{strategy}: servers on one level and via=ps or via=shared on another cannot be trained yet; keep one"
     if any(is_loose(other) for other in strategy.dp_levels if other is not level):
         return f"{strategy}: two levels that are not bsp cannot be trained yet; keep sync=... on one of them"
-    if not isinstance(level.compress, none):
-        return f"{level}: compress on the way to a server cannot be trained yet; leave compress out"
+    if not isinstance(level.compress, none) and level.compress.pushed_bytes(1 << 20, 4) is None:
+        return (
+            f"{level}: a server reads each worker's push by itself and knows its size; {level.compress} is made by all "
+            "ranks together, or sized by the data; use another, such as topk(0.01), int8() or onebit()"
+        )
     for term in strategy.terms:
-        if isinstance(term, (cp, ep)):
-            return f"{strategy}: {type(term).__name__} with servers cannot be trained yet; use dp, tp or pp inside"
         if isinstance(term, pp) and term.schedule == "pipedream":
             return f"{strategy}: pipedream steps by itself, and servers step for all; use 1f1b"
     return None
@@ -90,6 +96,8 @@ def _cannot_be_loose(strategy: Strategy) -> str | None:
     if len(loose) > 1:
         return f"{strategy}: two levels that are not bsp cannot be trained yet; keep sync=... on one of them"
     if isinstance(loose[0].via, ps):
+        return None
+    if isinstance(loose[0].sync, hogwild):
         return None
     if loose[0].sync.scheduling != "synchronous" and strategy.world != loose[0].n:
         return (

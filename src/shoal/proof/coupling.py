@@ -54,6 +54,7 @@ class Coupling:
     state: tuple[str, ...] = ()
     """Buffers, attributes of modules and parameters that a forward changes, batch norm's aside: state that
     micro-batches advance once each."""
+    count: float = 0.0  # Where a backward is not linear: by what gradients are divided.
     ordered: bool = False
     """Whether a batch computes something else when its samples are read in reverse (losses over pairs)."""
 
@@ -77,9 +78,10 @@ def splits_batches(strategy: Strategy) -> bool:
 
 def refusal(found: Coupling, strategy: Strategy) -> str:
     """Why a job of which this was found cannot be trained under a strategy as in one process; empty if it can be."""
-    if found.kind in ("count-gradient", "backward"):
+    splits = splits_batches(strategy)
+    if found.kind == "count-gradient" or (found.kind == "backward" and (splits or found.count != 1)):
         return found.reason
-    if found.kind in ("none", "unchecked") or not splits_batches(strategy):
+    if found.kind in ("none", "unchecked") or not splits:
         return ""
     return f"{strategy} splits the batch, but {found.reason}"
 
@@ -173,7 +175,7 @@ class _Trial:
             )
         hooked = {name for name, param in self.start.named_parameters() if hooks_of(param)}
         if wrong := not_linear(full, self._pass(batch, scale=EIGHTH), hooked):
-            return self._found("backward", math.inf, wrong)
+            return replace(self._found("backward", math.inf, wrong), count=full.count)
         gap = difference(full, repeated)
         if gap > TOLERANCE:
             # It draws numbers: then each sample draws its own, as in training.

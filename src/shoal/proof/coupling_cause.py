@@ -20,14 +20,19 @@ random: the model draws numbers that are not dropout. unchecked: it could not be
 
 EIGHTH = 0.125
 """A power of two: linear functions of it round alike."""
+ROUNDING = 1e-12
+"""Of the largest gradient: what is below it may be rounding, which a backward that takes logarithms does not scale by a
+power of two."""
 
 
 def not_linear(full: SamplePass, part: SamplePass, hooked: Collection[str]) -> str:
     """What is wrong if the gradients of an eighth of the loss (`part`) are not an eighth of its gradients. `hooked`:
-    parameters with hooks on their gradients."""
-    for name in (name for name in full.gradients if name in part.gradients):
+    parameters with hooks on their gradients. What is below the rounding of the largest gradient may be rounding."""
+    largest = max((float(g.abs().max()) for g in part.gradients.values() if g.numel()), default=0.0)
+    for name in (name for name in full.gradients if name in part.gradients and full.gradients[name].numel()):
         one, other = EIGHTH * full.gradients[name], part.gradients[name]
-        if one.numel() and float((one - other).abs().max()) > TOLERANCE * float(other.abs().max()):
+        most = max(TOLERANCE * float(other.abs().max()), ROUNDING * largest)
+        if float((one - other).abs().max()) > most:
             hook = "a hook on it, or " if name in hooked else ""
             return (
                 f"its backward is not linear: for an eighth of the loss the gradient of {name} is not an eighth of "

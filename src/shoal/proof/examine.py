@@ -12,9 +12,10 @@ from shoal.proof.coupling import SamplesCoupled, couples_samples, refusal
 from shoal.proof.options import ProofOptions
 from shoal.proof.resumable import follow_samples, require_state_averaged, require_state_in_pieces
 from shoal.proof.runs import by_timing, unflushed_ranks
+from shoal.proof.served import replays_pushes
 from shoal.runtime.compiled import compiled_parts, running_eagerly
 from shoal.runtime.setup import job_from, try_job
-from shoal.strategy import Strategy, contract, dp, parse, ps, require_legal
+from shoal.strategy import Strategy, contract, dp, none, parse, ps, require_legal
 
 FILLS = 8
 """How many times over a pipeline without flush is filled, at least, before its loss curve is judged."""
@@ -65,7 +66,9 @@ def _synchronous(strategy: Strategy) -> Strategy:
     """The strategy with replicas that step together in place of those that are averaged."""
     for level in strategy.dp_levels:
         if isinstance(level.via, ps):
-            strategy = strategy.replace(level, dp(level.n))
+            # A log of updates is replayed with the codec, where each worker is one rank.
+            compress = none() if replays_pushes(strategy) else level.compress
+            strategy = strategy.replace(level, dp(level.n, compress=compress))
         elif level.sync.period is not None:
             strategy = strategy.replace(level, dp(level.n, compress=level.compress))
     return strategy

@@ -11,13 +11,13 @@ from torch import nn
 from shoal.job import Job
 from shoal.job.buffers import buffer_modes
 from shoal.job.facts import build_without_memory
-from shoal.job.gradient_hooks import hooks_of
 from shoal.proof.coupling import SamplesCoupled, couples_samples, refusal, splits_batches
 from shoal.proof.data_reads import reads_differ
 from shoal.proof.fingerprint import fingerprint
 from shoal.proof.gate import exact_twin
 from shoal.proof.gate_serial import STEPS
 from shoal.proof.optimizer_trials import updates_compare
+from shoal.proof.proven import is_proven, remember
 from shoal.runtime.compiled import require_uncompiled, running_eagerly
 from shoal.strategy import ModelFacts, Strategy, contract, is_legal, recompute
 from shoal.strategy.contract import PER_MICRO_BATCH
@@ -80,22 +80,42 @@ def _why_not(strategy: Strategy, facts: ModelFacts, model: nn.Module) -> str:
 
 
 def require_independent(job: Job, strategy: Strategy, facts: ModelFacts) -> list[dict[str, Any]]:
-    """Refuses to split batches whose loss, count and gradient are not the sums of those of their parts.
+    """Refuses a job whose gradients are not proportional to its loss, under any strategy: the gradient of a sum is
+    divided by the count after backward. Refuses to split batches whose loss, count and gradient are not the sums of
+    those of their parts.
 
     Returns:
-        Messages for the user: why that was not found out, and what is computed per micro-batch.
+        Messages for the user: why that was not found out, what is computed per micro-batch, and which fault of the job
+        does not matter under this strategy.
 
     Raises:
-        SamplesCoupled: The loss is a mean, the count is wrong, samples are coupled, or depend on padding.
+        SamplesCoupled: The loss is a mean, the count is wrong or learns, a backward is not linear, samples are coupled,
+            or depend on padding.
     """
-    hooked = any(hooks_of(param) for param in build_without_memory(job).parameters())
-    if not splits_batches(strategy) and not hooked:
-        return []
+    splits = splits_batches(strategy)
     with running_eagerly():
         found = couples_samples(job, within_s=MORE_SAMPLES_S, strategy=strategy)
     if found.kind in ("unchecked", "random"):
-        return [{"event": "warning", "text": found.reason}]
+        return [{"event": "warning", "text": found.reason}] if splits else []
     if wrong := refusal(found, strategy):
         raise SamplesCoupled(wrong)
+    if found.reason:
+        return [{"event": "note", "text": f"strategies that split the batch will be refused: {found.reason}"}]
     reasons = contract(strategy, replace(facts, forward_state=found.state)).reasons
     return [{"event": "note", "text": reason} for reason in reasons if reason.startswith(PER_MICRO_BATCH)]
+
+
+def require_independent_once(
+    job: Job, strategy: Strategy, facts: ModelFacts, asked: dict[str, Any] | None, *, backend: str | None
+) -> list[dict[str, Any]]:
+    """The same, unless it was found out in an earlier run. `asked`: what `question` gave.
+
+    A pass is remembered with the gate's; where there is nothing to gate, here."""
+    if asked is not None:
+        return [] if asked["skip"] or is_proven(asked["key"]) else require_independent(job, strategy, facts)
+    key = fingerprint(job, build_without_memory(job), exact_twin(strategy), backend=backend)
+    if is_proven(key):
+        return []
+    messages = require_independent(job, strategy, facts)
+    remember(key, job=job.name, strategy=str(strategy), difference=0.0)
+    return messages

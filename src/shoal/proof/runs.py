@@ -29,7 +29,7 @@ from shoal.proof.reference import Reference, train_serially
 from shoal.proof.replay import replay
 from shoal.proof.replay_rounds import replay_rounds
 from shoal.proof.rounding import Disturbed
-from shoal.proof.served import NOTHING, run_and_replay
+from shoal.proof.served import NOTHING, run_and_replay, run_racing
 from shoal.proof.tolerance import GRADIENT
 from shoal.runtime.compiled import running_eagerly
 from shoal.runtime.servers import is_server, serve_here
@@ -37,6 +37,7 @@ from shoal.runtime.setup import Prepared, job_from, prepare
 from shoal.strategy import Strategy, parse, pp
 from shoal.strategy.islands import is_loose
 from shoal.strategy.seats import seats_of
+from shoal.strategy.terms.sync import hogwild
 
 
 @running_eagerly()
@@ -109,6 +110,10 @@ def run_in_parallel(options: ProofOptions) -> dict[str, Any]:
     steps = options.num_steps
     if is_server(strategy, me.rank) or (seats_of(strategy) is not None and is_loose(strategy.terms[0])):
         report |= _under_servers(options, job, strategy, me)
+        leave()
+        return report
+    if any(isinstance(level.sync, hogwild) and level.n > 1 for level in strategy.dp_levels):
+        report |= run_racing(options, job, strategy, me)
         leave()
         return report
     if options.exact:

@@ -15,7 +15,9 @@ from shoal.common.suggest import did_you_mean
 KINDS: dict[str, tuple[Any, str]] = {
     "str": (str, "text"),
     "int": (int, "a whole number of at least 0"),
+    "float": (float, "a number of at least 0"),
     "bool": (bool, "True or False"),
+    "dict[str, Any]": (dict, "names with values"),
 }
 """What a field of each type takes, and how a refusal calls it."""
 
@@ -46,6 +48,10 @@ class JobOptions:
     seed: int | None = None
     evaluate_every: int | None = None
     """Steps between two evaluations; 0 evaluates at the end only."""
+    start_from: str | None = None
+    """A file or folder of weights that the model starts with (`job/weights/`)."""
+    set: dict[str, Any] | None = None
+    """Other plain values of the job, or options of its optimiser: {"lr": 3e-4, "clip": 1.0}."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -53,7 +59,10 @@ class JobOptions:
             kind, expected = KINDS[str(each.type).removesuffix(" | None")]
             if value is None and "None" in str(each.type):
                 continue
-            if type(value) is not kind or (kind is int and value < 0):
+            if kind is float and type(value) is int:
+                value = float(value)
+                object.__setattr__(self, each.name, value)
+            if type(value) is not kind or (kind in (int, float) and not value >= 0):
                 raise WrongOption(f"{each.name}={value!r}; expected {expected}")
 
     def to_json(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.backend import ShoalGroup
+from shoal.comm.compress.compressor import Compressor
 from shoal.comm.follow import Announcer, follow
 from shoal.comm.json_exchange import only_among
 from shoal.comm.ledger import BOOK, Book
@@ -48,8 +49,15 @@ def _rule(strategy: Strategy) -> Served:
     return rule
 
 
-def connect(engine: Engine, strategy: Strategy) -> None:
-    """Hands the optimiser of an engine to its servers, if it has some. All workers call it alike."""
+def _compressor(strategy: Strategy) -> Compressor | None:
+    """How workers compress what they push."""
+    term = strategy.axes[0].term.compress  # type: ignore[attr-defined]
+    return term if isinstance(term, Compressor) else None
+
+
+def connect(engine: Engine, strategy: Strategy, *, seed: int) -> None:
+    """Hands the optimiser of an engine to its servers, if it has some. All workers call it alike. `seed`: of what
+    compression draws."""
     seats, mesh, owner = engine.placement.seats, engine.placement.mesh, engine.owner
     if seats is None:
         return
@@ -63,15 +71,20 @@ def connect(engine: Engine, strategy: Strategy) -> None:
     _require_shoal(groups[0], strategy)
     if engine.device.type != "cpu":
         raise NotRunnable(f"{strategy}: servers hold parameters in host memory, and this model is on {engine.device}")
-    server = None
+    server, codec = None, _compressor(strategy)
     if seats.colocated and mesh.rank in seats.servers:
         posts = [Post(group, Book()) for group in groups]
-        server = Server(seats, mesh.rank, owner.recipe, _rule(strategy), engine.clip, *posts, losses=_losses(strategy))
+        server = Server(
+            seats, mesh.rank, owner.recipe, _rule(strategy), engine.clip, *posts, losses=_losses(strategy),
+            compress=None if codec is None else (codec, seed),
+        )
     posts = [Post(group, BOOK) for group in groups]
     remote = RemoteOptimizer(
         seats, mesh.rank, owner.buckets, list(owner.recipe.labels), *posts,
         together=not is_loose(strategy.axes[0].term), by_tickets=_rule(strategy).by_tickets, server=server,
-        times=lambda bucket: engine.placement.multiplicity(bucket.family),
+        # Those along cp hold the same gradients, and each has a place of its own at the servers.
+        times=lambda bucket: engine.placement.multiplicity(bucket.family) * engine.placement.context.size,
+        compress=None if codec is None else (codec, seed, engine.clip),
     )  # fmt: skip
     owner.serve(remote)
 
@@ -93,8 +106,10 @@ def serve_here(
     tried = probe(without_draws(job.optimizer), model, job.options)
     recipe = recipe_of(model, job.optimizer, job.options, elementwise=tried.elementwise)
     posts = [Post(group, book) for group in groups]
+    codec = _compressor(strategy)
     server = Server(
-        seats, rank, recipe, _rule(strategy), job.clip, *posts, losses=_losses(strategy), watch=watch
+        seats, rank, recipe, _rule(strategy), job.clip, *posts, losses=_losses(strategy), watch=watch,
+        compress=None if codec is None else (codec, job.seed),
     )
     server.run()
     for group in groups:

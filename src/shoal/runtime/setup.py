@@ -17,9 +17,11 @@ from shoal.job.elementwise import Probe, probe
 from shoal.job.facts import build_without_memory
 from shoal.job.large_batch import parse_growth
 from shoal.job.on_disk import leaving_pages
+from shoal.job.overrides import overridden
 from shoal.job.own_code import require_runs
 from shoal.job.random_optimizer import UpdateDraws, draws_numbers, without_draws
 from shoal.job.randomness import Randomness
+from shoal.job.weights.start import start_from
 from shoal.launch.devices import devices_here
 from shoal.layout.held_outside import Outside
 from shoal.layout.layout import layout_of
@@ -96,12 +98,16 @@ def _decided(ledger: Ledger, undecided: frozenset[tuple[str, str]]) -> Ledger:
 def job_from(options: JobOptions) -> Job:
     """The job that options name, with its overrides."""
     job, changed = load_job(options.job, size=options.size), options.overrides
+    if options.set:
+        job = overridden(job, options.set)
     if options.growth is not None:
         changed["growth"] = parse_growth(options.growth)
     if options.scale_rule is not None:
         # The rate was tuned for the batch that the job has by itself.
         changed["base_batch"] = options.base_batch or job.base_batch or int(job.global_batch)
         changed.setdefault("warmup", job.warmup or changed.get("steps", job.steps) // WARMUP)
+    if options.start_from is not None:
+        job = start_from(job, options.start_from)
     return replace(job, **changed) if changed else job
 
 
@@ -114,7 +120,7 @@ def try_job(job: Job, strategy: Strategy) -> None:
     mine = job.global_batch // (strategy.replicas * strategy.micro_batches)
     # Batch norm cannot do with one sample; its statistics are those of all replicas.
     with running_eagerly():
-        require_runs(job, samples=max(mine, min(2, job.global_batch)), autocast=strategy.term(amp) is not None)
+        require_runs(job, samples=max(mine, min(2, job.global_batch)), autocast=precision_of(strategy))
 
 
 def prepare(job: Job, strategy: Strategy, *, rank: int, backend: str | None, device: Any = "cpu",
@@ -136,18 +142,24 @@ def prepare(job: Job, strategy: Strategy, *, rank: int, backend: str | None, dev
         model, strategy, mesh, optimizer=job.optimizer, options=job.options, clip=job.clip,
         elementwise=tried.elementwise, coupled=tried.coupled, batch_norm=job.batch_norm,
         layout=layout, seed=job.seed, randomness=randomness,
-        update_draws=UpdateDraws(job.seed) if draws_numbers(job.optimizer) else None,
+        update_draws=UpdateDraws(job.seed) if draws_numbers(job.optimizer) else None, average=job.ema,
     )  # fmt: skip
     modes = buffer_modes(job.buffers, model)
     engine.buffers = buffer_exchange(model, engine.placement, modes, engine.absent)
     randomness.numbers.cuts = cuts_of(engine)
     executor = executor_for(engine, strategy)
-    runner = StepRunner(job, executor, strategy, randomness, autocast=strategy.term(amp) is not None, dtype=dtype)
-    connect(engine, strategy)
+    runner = StepRunner(job, executor, strategy, randomness, autocast=precision_of(strategy), dtype=dtype)
+    connect(engine, strategy, seed=job.seed)
     expected = Expected(job, strategy, layout, executor, dtype, full_parameters=not tried.elementwise)
     expected.watch()
     runner.before_step = expected.forget
     return Prepared(job, strategy, executor, runner, tried, expected)
+
+
+def precision_of(strategy: Strategy) -> torch.dtype | None:
+    """What matrices are multiplied in, where that is not the model's own precision."""
+    term = strategy.term(amp)
+    return None if term is None else {"bf16": torch.bfloat16, "fp16": torch.float16}[term.dtype]
 
 
 def shards_parameters(strategy: Strategy) -> bool:

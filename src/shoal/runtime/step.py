@@ -87,8 +87,8 @@ class StepRunner:
     """Runs a job's steps through an executor."""
 
     def __init__(
-        self, job: Job, executor: Executor, strategy: Strategy, randomness: Randomness, *, autocast: bool = False,
-        dtype: torch.dtype | None = None,
+        self, job: Job, executor: Executor, strategy: Strategy, randomness: Randomness, *,
+        autocast: torch.dtype | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         self.job = job
         self.executor = executor
@@ -167,10 +167,15 @@ class StepRunner:
     def _places(self) -> tuple[int, int]:
         """This rank's place among those that split the batch, and how many they are."""
         split, mine, seats = self.engine.placement.split, self.engine.placement.samples, self.engine.placement.seats
+        racing, outer = self.engine.placement.hogwild, self.engine.outer
         if self.share is None:
             return split.index, split.size
-        outer = self.engine.outer
-        shares = seats.replicas if seats is not None else outer.tickets.shares  # type: ignore[union-attr]
+        if seats is not None or racing is not None:
+            shares = seats.replicas if seats is not None else racing.size if racing is not None else 1
+        else:
+            assert outer is not None
+            assert outer.tickets is not None
+            shares = outer.tickets.shares
         return self.share * mine.size + mine.index, shares * mine.size
 
     def _over_tensor(self, micro: int, positions: np.ndarray, counter: int) -> tuple[int, ...]:
@@ -220,9 +225,9 @@ class StepRunner:
 
     def _precision(self) -> Any:
         # The cache would keep a copy of every weight during all of forward, also of blocks that ZeRO-3 gave back.
-        if not self.autocast:
+        if self.autocast is None:
             return nullcontext()
-        return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
+        return torch.autocast(self.device.type, self.autocast, cache_enabled=False)
 
     def evaluate(self, watch: Callable[[], None] = lambda: None) -> dict[str, float]:
         """The job's validation values over the full validation set, the same on every rank."""

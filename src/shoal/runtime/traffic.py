@@ -121,7 +121,9 @@ class Expected:
             gathers=self.blocks.gathers if self.blocks is not None and self.blocks.any else None,
         )  # fmt: skip
         if self.held.placing.seats is not None:
-            return replace(found, calls=(*found.calls, *server_calls(self.held, found)))
+            remote = self.engine.owner.remote
+            number = remote.codec.step - 1 if remote is not None and remote.codec is not None else 0
+            return replace(found, calls=(*found.calls, *server_calls(self.held, found, step=number)))
         last, asked, moved, outer = max(0, self.engine.clock - 1), 0, None, self.engine.outer
         if outer is not None and outer.pairs is not None:
             last, asked = max(0, outer.pairs.clock - 1), outer.pairs.asked

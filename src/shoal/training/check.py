@@ -8,20 +8,24 @@ from pathlib import Path
 from typing import Any
 
 from shoal.checkpoint.opening import open_checkpoint
-from shoal.checkpoint.restore import find_intact
+from shoal.checkpoint.restore import find_intact, require_full
 from shoal.checkpoint.rows import CheckpointBroken
 from shoal.checkpoint.saved import Checkpoint
 from shoal.job import Job
+from shoal.job.work import flops_per_sample
 from shoal.launch.agree import choose
 from shoal.launch.devices import devices_here
 from shoal.layout.layout import facts_of, layout_of
 from shoal.parallel.runnable import require_runnable
-from shoal.proof.gate_question import question, require_independent
-from shoal.proof.proven import is_proven
+from shoal.proof.gate_question import question, require_independent_once
 from shoal.proof.resumable import require_resumable, require_state_averaged, require_state_in_pieces
+from shoal.runtime.options import WrongOption
 from shoal.runtime.setup import job_from, try_job
-from shoal.strategy import parse, require_legal
+from shoal.strategy import Strategy, parse, require_legal
+from shoal.strategy.islands import is_loose
+from shoal.training.monitor import Monitor, is_monitored
 from shoal.training.options import TrainOptions
+from shoal.training.record.loggers import require_loggers
 
 
 class TrainingStopped(ValueError):
@@ -52,27 +56,45 @@ def check(options: TrainOptions, channel: Any) -> dict[str, Any]:
         checkpoint = resume_point(Path(resume), warn=lambda text: channel.say(warning(text)))
         require_job_of(checkpoint, job)
         resume = str(checkpoint.path)
-    if options.checkpoint_every != 0:
+    require_loggers(options.log)
+    monitor = Monitor(options, job)
+    monitor.require_sense(job, job.evaluate_every)
+    _require_checkpoints(options, strategy)
+    if options.checkpoint_every != 0 or options.checkpoint_minutes or options.keep_best:
         require_resumable(job)
     require_state_in_pieces(job, strategy, layout.chain)
     require_state_averaged(job, strategy)
     asked = question(job, strategy, facts, backend=options.backend) if options.gate else None
-    if asked is not None and not asked["skip"] and not is_proven(asked["key"]):
-        for message in require_independent(job, strategy, facts):
+    if options.gate:
+        for message in require_independent_once(job, strategy, facts, asked, backend=options.backend):
             channel.say(message)
-    return {"job": job.name, "steps": job.steps, "resume": resume, "question": asked}
+    return {"job": job.name, "steps": job.steps, "resume": resume, "question": asked,
+            "flops_per_sample": flops_per_sample(job)}  # fmt: skip
+
+
+def _require_checkpoints(options: TrainOptions, strategy: Strategy) -> None:
+    """Refuses ways to write checkpoints that need ranks that step together."""
+    loose = next((level for level in strategy.dp_levels if is_loose(level)), None)
+    for option, given in (("async", options.checkpoint_async), ("minutes", options.checkpoint_minutes)):
+        if given and loose is not None:
+            raise WrongOption(
+                f"--checkpoint-{option}: {loose} makes islands that save when they exchange; use --checkpoint-every"
+            )
 
 
 def resume_point(path: Path, *, warn: Callable[[str], None]) -> Checkpoint:
     """The checkpoint at a path, or the newest intact one of the run there. All ranks call it alike."""
     if (path / "checkpoint.json").exists() or path.name.startswith("step-"):
-        return open_checkpoint(path)
+        named = open_checkpoint(path)
+        require_full(named)
+        return named
     folder = path if path.name == "checkpoints" else path / "checkpoints"
     found = find_intact(folder, warn=warn)
     if found is None:
         raise TrainingStopped(
             f"--resume {path}: there is no intact checkpoint in {folder}; start anew without --resume"
         )
+    require_full(found)
     return found
 
 
@@ -87,6 +109,8 @@ def require_job_of(checkpoint: Checkpoint, job: Job) -> None:
     for key, types in (("job", (str,)), ("seed", (int,)), ("counter", (int,)), ("train_s", (int, float))):
         if type(of.get(key)) not in types or (key in ("counter", "train_s") and not 0 <= of[key] < 2**62):
             raise CheckpointBroken(f"{checkpoint.path} is no checkpoint of a run: its {key} is {of.get(key)!r}")
+    if not is_monitored(of.get("monitor", {})) or not isinstance(of.get("ended"), str | None):
+        raise CheckpointBroken(f"{checkpoint.path} is no checkpoint of a run: what it says of early stopping is broken")
     numbers = {key: of.get(key) for key in ("loss", "reached_s", "reached_step", "evaluated_step")}
     metrics = of.get("metrics", {})
     if type(metrics) is not dict:

@@ -17,6 +17,8 @@ class EvaluateOptions(JobOptions):
     """The folder of a run, or of one checkpoint."""
     step: int | None = None
     """The checkpoint of this step; None: the newest."""
+    ema: bool = False
+    """Whether the moving average of the weights is evaluated."""
     strategy: str = "serial"
     """How the model is spread over ranks while it is evaluated."""
 
@@ -37,10 +39,10 @@ def evaluate_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     job = job_from(options)
     if job.validation is None:
         raise JobError(f"job {job.name!r} has no validation data; give it some: Job(..., validation=...)")
-    checkpoint = checkpoint_of(Path(options.run), options.step)
+    checkpoint = checkpoint_of(Path(options.run), options.step, ema=options.ema)
     require_job_of(checkpoint, job)
     ready = prepare(job, parse(options.strategy), rank=me.rank, backend=me.backend, device=me.device)
-    restore(ready.engine, checkpoint)
+    restore(ready.engine, checkpoint, weights_only=True)
     with ready.engine.consensus():
         metrics = ready.runner.evaluate(watch=beat)
     leave()

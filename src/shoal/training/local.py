@@ -9,7 +9,7 @@ Nothing here imports torch: what needs it is done by forks of a server that has 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,6 +44,7 @@ def train_job(
     on_message: Listener = log_message,
     hang_after_s: float = 300.0,
     gate: bool = True,
+    callbacks: Sequence[Any] = (),
     **options: Any,
 ) -> Run:
     """Trains a job as `shoal train` does, and returns its record. `shoal.train` is this function.
@@ -56,6 +57,8 @@ def train_job(
         on_message: Is given what ranks report: steps, metrics, checkpoints, warnings. The `shoal` logger by default.
         hang_after_s: Seconds without any progress after which the run is ended.
         gate: Whether a layout that has not been proven yet is checked first, by two steps in float64.
+        callbacks: Objects with on_step, on_evaluate or on_checkpoint, called on rank 0 after those of the job
+            (`shoal.Callback`). The ranks are then forks of this process.
         options: The other fields of `TrainOptions`.
 
     Returns:
@@ -70,6 +73,11 @@ def train_job(
     """
     _require_call(job, strategy, folder, hang_after_s, on_message)
     job = str(job) if isinstance(job, Path) else job
+    if callbacks:
+        from shoal.job.load import with_callbacks
+
+        job = with_callbacks(job, callbacks, size=options.get("size"))
+        options.pop("size", None)
     if not isinstance(job, str):
         from shoal.job.load import named
         from shoal.launch.fork_of_caller import forking_this_process
@@ -221,7 +229,7 @@ def _checked(options: TrainOptions, *, hang_after_s: float, on_message: Listener
         raise CannotTrain(f"{where} cannot be the run's folder: {error.strerror}; give another --folder") from error
     return replace(
         options, folder=folder, resume=checked["resume"], checked=True, gate=False,
-        checkpoint_every=checkpoints_every(options, checked["steps"]),
+        checkpoint_every=checkpoints_every(options, checked["steps"]), flops_per_sample=checked["flops_per_sample"],
     )  # fmt: skip
 
 

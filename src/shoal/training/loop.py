@@ -7,7 +7,6 @@ average their models only now and then, do these things when they exchange (`pac
 
 from __future__ import annotations
 
-import socket
 import statistics
 import time
 from collections.abc import Sequence
@@ -15,12 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from shoal.checkpoint.buffers import average_buffers
 from shoal.checkpoint.opening import open_checkpoint
 from shoal.checkpoint.restore import restore
-from shoal.checkpoint.save import CheckpointFailed, require_savable, save
 from shoal.comm.group import registered
 from shoal.comm.json_exchange import exchange
 from shoal.comm.ledger import BOOK, Ledger
@@ -38,17 +34,20 @@ from shoal.proof.one_step import gate_here
 from shoal.runtime.servers import is_server, serve_here
 from shoal.runtime.setup import Prepared, job_from, prepare, staleness
 from shoal.strategy import parse
+from shoal.training.callbacks import Callbacks
 from shoal.training.check import TrainingStopped, require_job_of, resume_point, warning
+from shoal.training.folder import held_folder
 from shoal.training.hindered import Hindered
 from shoal.training.local import can_go_on
 from shoal.training.lost_islands import LostIslands, lost_ranks
+from shoal.training.monitor import Monitor
 from shoal.training.noise_scale import NoiseScale
 from shoal.training.options import TrainOptions
 from shoal.training.pace import Pace
-from shoal.training.record import lock
-from shoal.training.record.lock import FolderBusy, FolderLock
 from shoal.training.record.recorder import Recorder, new_folder, tracing
 from shoal.training.record.run import RUN, Status
+from shoal.training.saving import Saving
+from shoal.training.speed import speed_of
 from shoal.training.tickets import leave_servers, next_limit, next_meeting, run_tickets
 
 
@@ -69,7 +68,7 @@ def train(options: TrainOptions, channel: Any) -> dict[str, Any]:
     folder = Path(options.folder or "")
     if options.go_on and options.resume is None and exchange({"found": can_go_on(folder)})[0]["found"]:
         options = replace(options, resume=str(folder))
-    with _locked(folder, options.lock, me.rank, channel):
+    with held_folder(folder, options.lock, me.rank, channel):
         if is_server(strategy, me.rank):
             channel.allow_loss()
             served = serve_here(job, strategy, rank=me.rank, backend=me.backend, watch=beat)
@@ -86,49 +85,31 @@ def train(options: TrainOptions, channel: Any) -> dict[str, Any]:
     return outcome
 
 
-def _locked(folder: Path, token: str | None, rank: int, channel: Any) -> FolderLock:
-    """This rank's hold on the folder, of the run that holds it by `token`. Where the ranks have no parent process,
-    rank 0 takes it for them. All ranks call it alike."""
-    if token is not None:
-        return lock.join(folder, token)
-    mine, wrong = None, ""
-    folder.mkdir(parents=True, exist_ok=True)
-    if rank == 0:
-        try:
-            mine = lock.take(folder, say=lambda text: channel.say({"event": "note", "text": text}))
-        except FolderBusy as error:
-            wrong = str(error)
-    first = exchange({"token": mine.token if mine is not None else "", "wrong": wrong, "host": socket.gethostname()})
-    if first[0]["wrong"]:
-        raise TrainingStopped(first[0]["wrong"])
-    if mine is not None:
-        return mine
-    try:
-        return lock.join(folder, first[0]["token"])
-    except FolderBusy:
-        if first[rank]["host"] == first[0]["host"]:
-            raise
-        return FolderLock(None, first[0]["token"])  # On this host it is another folder.
-
-
 class TrainingRun:
     """One rank's run: its state, and what it has measured."""
 
     def __init__(self, ready: Prepared, options: TrainOptions, folder: Path, channel: Any, *, rank: int) -> None:
         self.ready, self.options, self.folder, self.channel, self.rank = ready, options, folder, channel, rank
         self.job, self.engine, self.runner = ready.job, ready.engine, ready.runner
+        self.engine.asked_to_stop = lambda: bool(channel.stop_requested)
         self.step, self.counter, self.train_s = 0, 0, 0.0
         self.step_times: list[float] = []
         self.ledger = Ledger()
         self.metrics: dict[str, float] = {}
         self.reached_s: float | None = None
         self.reached_step: int | None = None
-        self.saved_step: int | None = None
         self.last_loss: float | None = None
         self.evaluated_step: int | None = None
         self.stopping = False
+        self.ended: str | None = None
+        """Why the run ends before its last step, other than by a signal or at its target."""
+        self.monitor = Monitor(options, self.job)
+        self.saving = Saving(self)
+        self.callbacks = Callbacks(self)
         self.noise = NoiseScale()
-        self.pace = Pace(1 if ready.engine.placement.seats is not None else period(ready.strategy))
+        known = options.flops_per_sample if rank == 0 else None
+        self.speed = speed_of(known, ready.strategy, ready.engine.device)
+        self.pace = Pace(1 if ready.engine.owner.tickets is not None else period(ready.strategy))
         self.lost = LostIslands(ready, channel, rank=rank)
         self.hindered = Hindered(options, rank=rank, world=ready.strategy.world, seed=self.job.seed)
         if options.resume is not None:
@@ -139,6 +120,7 @@ class TrainingRun:
             self.recorder = Recorder(
                 self.folder, job_name=self.job.name, strategy=str(ready.strategy), world=ready.strategy.world,
                 seed=self.job.seed, arguments=options.recorded(),
+                log=options.log,
                 resumed_at=self.step if options.resume is not None or (options.go_on and known) else None,
             )  # fmt: skip
 
@@ -146,55 +128,67 @@ class TrainingRun:
         if self.options.checked:
             checkpoint = open_checkpoint(path, verify=False)  # By `check_run`, a moment ago.
         else:
-            checkpoint = resume_point(path, warn=self._warn)
+            checkpoint = resume_point(path, warn=self.warn)
         require_job_of(checkpoint, self.job)
         progress = checkpoint.progress
         restore(self.engine, checkpoint)
         self.step, self.counter, self.train_s = checkpoint.step, progress["counter"], progress["train_s"]
         self.metrics, self.last_loss = dict(progress.get("metrics", {})), progress.get("loss")
         self.reached_s, self.reached_step = progress.get("reached_s"), progress.get("reached_step")
-        self.saved_step, self.evaluated_step = self.step, progress.get("evaluated_step")
+        self.saving.saved_step, self.evaluated_step = self.step, progress.get("evaluated_step")
+        self.monitor = Monitor(self.options, self.job, progress.get("monitor"))
+        if self.engine.scale_of_loss is not None:
+            self.engine.scale_of_loss.load(progress.get("loss_scale"))
+        # A scheduler's restart leaves a run that a callback has ended; patience is counted anew, or still exhausted.
+        self.ended = progress.get("ended") if self.options.go_on else self.monitor.exhausted
         self.noise = NoiseScale(progress.get("noise", NoiseScale().state))
 
     def go(self) -> dict[str, Any]:
         job = self.job
-        every = self.options.checkpoint_every or 0
-        if every:
-            require_savable(self.engine, self.ready.optimizer)
+        self.saving.prepare()
         trace = tracing(self.folder, steps=3) if self.rank == 0 and self.options.trace else None
-        BOOK.take()
         self.lost.allow()
+        BOOK.take()
         self._evaluate_if_due()  # A stop comes before the evaluation of its step.
         while self.step < job.steps and not self._done():
-            self._advance(every)
+            self._advance()
             if trace is not None:
                 trace.step()
             if self.stopping:
                 break
             self._evaluate_if_due()
-            if self.pace.due(self.step, every) and self.step < job.steps:
-                self._save(final=False)
+            if self.step < job.steps and self.saving.after_step():
+                self.end()
         if trace is not None:
             trace.close()
+        if self.stopping and self.step < job.steps:
+            self.end(by_signal=True)
         # A stop that comes with the last step has nothing left to stop.
-        status: Status = "stopped" if self.stopping and self.step < job.steps else "finished"
+        status: Status = "stopped" if self.stopping and self.step < job.steps and self.ended is None else "finished"
         if status == "finished" and self.evaluated_step != self.step:
             self._evaluate()
-        if every and self.saved_step != self.step:
-            self._save(final=True)
+        self.saving.at_end()
         return self._close(status)
 
-    def _advance(self, every: int) -> None:
+    def end(self, *, by_signal: bool = False) -> None:
+        """All ranks learn why a callback has stopped the run; `by_signal`: if it was one."""
+        said = exchange({"reason": self.callbacks.reason}, self.engine.placement.survivors)[0]["reason"]
+        BOOK.take()
+        self.ended = said if by_signal else said or "a callback asked for it"
+
+    def _advance(self) -> None:
         """One step; where servers let replicas run at their own speed, tickets until all stand at one step again."""
-        remote, outer, evaluate_every = self.engine.owner.remote, self.engine.outer, self.job.evaluate_every or 0
+        tickets, outer, every = self.engine.owner.tickets, self.engine.outer, self.saving.every
+        step, steps, evaluate_every = self.step, self.job.steps, self.job.evaluate_every or 0
         if outer is not None and outer.tickets is not None:
-            outer.tickets.begin(self.step)
-            limit = next_meeting(self.pace, self.step, self.job.steps, evaluate_every, every)
-            run_tickets(self, outer.tickets, self._one_step, limit)
-        elif remote is None or remote.together:
+            outer.tickets.begin(step)
+            run_tickets(
+                self, outer.tickets, self._one_step, next_meeting(self.pace, step, steps, evaluate_every, every)
+            )
+        elif tickets is None or tickets.together:
             self._one_step()
         else:
-            run_tickets(self, remote, self._one_step, next_limit(self.step, self.job.steps, evaluate_every, every))
+            run_tickets(self, tickets, self._one_step, next_limit(step, steps, evaluate_every, every))
 
     def _evaluate_if_due(self) -> None:
         due = self.pace.due(self.step, self.job.evaluate_every or 0)
@@ -202,19 +196,19 @@ class TrainingRun:
             self._evaluate()
 
     def _done(self) -> bool:
-        return self.reached_s is not None and self.options.stop_at_target
+        return self.ended is not None or (self.reached_s is not None and self.options.stop_at_target)
 
     def _one_step(self) -> None:
         started = time.perf_counter()
         self.hindered.before_step(self.step + 1)
-        self.engine.stop_requested = bool(self.channel.stop_requested)
+        self.engine.stop_requested = bool(self.channel.stop_requested) or self.callbacks.reason is not None
         lr_factor = self.job.lr_factor(self.step)
         self.lost.in_step = True
         try:
             result = self.runner.step(self.step, self.counter)
         except NonFinite as error:
             read = self.runner.read_outside(self.counter)
-            raise self._no_number(self.step + 1, error.what, read) from error
+            raise self.no_number(self.step + 1, error.what, read) from error
         finally:
             self.lost.in_step = False
         self.hindered.after_step()
@@ -233,28 +227,36 @@ class TrainingRun:
         memory = peak_memory_bytes(self.engine.device)
         row = {
             "step": self.step, "samples": self.counter, "loss": result.loss, "count": result.count,
-            "lr_factor": lr_factor, "grad_norm": result.grad_norm, "step_s": seconds,
+            "lr": self.engine.optimizer.rates.now(lr_factor), "lr_factor": lr_factor,
+            "grad_norm": result.grad_norm, "step_s": seconds,
             "samples_per_s": samples / seconds, "memory_bytes": memory,
             "train_s": self.train_s, "sent_bytes": counted.bytes, "critical_batch": self.noise.critical_batch,
         }  # fmt: skip
         if self.engine.outer is not None:
             sent = sum(entry.bytes for key, entry in counted.entries.items() if key.phase == OUTER)
             self.engine.consistency.sent(sent, self.engine.outer.synchronous_bytes)
-        row |= self.engine.consistency.row()
+        if self.engine.scale_of_loss is not None:
+            row |= {"loss_scale": self.engine.scale_of_loss.factor, "skipped": result.skipped}
+        row |= self.engine.consistency.row() | self.speed.row(samples=samples, count=result.count, seconds=seconds)
         if self.recorder is not None:
             self.recorder.step(row, counted)
             self.channel.say({"event": "step", "steps": self.job.steps, **row})
+            self.callbacks.step(row)
 
     def _evaluate(self) -> None:
         if self.job.validation is None:
             return
-        self._settle()
+        self.settle()
         if self.job.batch_norm == "local" and batch_norms(self.engine.model):
             average_buffers(self.engine.model, self.engine.replicas.everyone)
 
         def evaluate() -> dict[str, float]:
             with self.engine.consensus():
-                return self.runner.evaluate(watch=beat)
+                found = self.runner.evaluate(watch=beat)
+            if self.engine.average is not None:
+                with self.engine.average.in_place():
+                    found |= {f"ema_{name}": value for name, value in self.runner.evaluate(watch=beat).items()}
+            return found
 
         self.metrics = self.lost.together(evaluate)
         self.evaluated_step = self.step
@@ -265,55 +267,33 @@ class TrainingRun:
         if self.recorder is not None:
             self.recorder.metrics(self.step, self.metrics)
             self.channel.say({"event": "metrics", "step": self.step, "metrics": self.metrics})
+        self.saving.wanted |= self.monitor.update(self.step, self.metrics)
+        self.ended = self.ended or (self.monitor.exhausted if self.step < self.job.steps else None)
+        if self.callbacks.evaluated() and self.step < self.job.steps:
+            self.end()
 
-    def _save(self, *, final: bool) -> None:
-        progress = {
+    def progress(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the run besides the engine's state."""
+        return {
             "job": self.job.name, "seed": self.job.seed, "counter": self.counter, "train_s": self.train_s,
             "strategy": str(self.ready.strategy), "metrics": self.metrics, "reached_s": self.reached_s,
             "reached_step": self.reached_step, "loss": self.last_loss, "evaluated_step": self.evaluated_step,
-            "noise": self.noise.state,
+            "noise": self.noise.state, "ended": self.ended,
+            **({"loss_scale": scale.to_json()} if (scale := self.engine.scale_of_loss) is not None else {}),
+            **({"monitor": self.monitor.to_json()} if self.monitor.active else {}),
         }  # fmt: skip
-        self._settle()
 
-        def write() -> Path:
-            self._require_finite()
-            return save(self.folder / "checkpoints", self.engine, step=self.step, progress=progress)
-
-        try:
-            path = self.lost.together(write)
-        except CheckpointFailed as error:
-            # Half a run is worth more than none: training goes on and tries again, if there is a next time.
-            if final:
-                raise
-            self._warn(f"{str(error).rstrip('.')}; training goes on")
-            return
-        finally:
-            BOOK.take()
-        self.saved_step = self.step
-        if self.rank == 0:
-            self.channel.say({"event": "checkpoint", "step": self.step, "path": str(path)})
-
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """What reads the parameters waits for updates that are still under way."""
         try:
             self.ready.executor.settle()
         except NonFinite as error:
-            raise self._no_number(self.step, str(error)) from error
+            raise self.no_number(self.step, str(error)) from error
 
-    def _require_finite(self) -> None:
-        """A checkpoint that cannot be trained on must not take the place of one that can."""
-        pieces = self.engine.owner.parameters()
-        mine = next((piece.name for piece in pieces if not bool(torch.isfinite(piece.values).all())), None)
-        with BOOK.during("checkpoint"):
-            reports = exchange({"name": mine}, self.engine.placement.survivors)
-        lost = [report["name"] for report in reports if report["name"] is not None]
-        if lost:
-            raise self._no_number(self.step, f"the parameter {lost[0]} is no longer finite")
-
-    def _no_number(self, step: int, what: str, read_outside: Sequence[str] = ()) -> TrainingStopped:
+    def no_number(self, step: int, what: str, read_outside: Sequence[str] = ()) -> TrainingStopped:
         kept = "no checkpoint was written yet"
-        if self.saved_step is not None:
-            kept = f"the checkpoint of step {self.saved_step} is kept"
+        if self.saving.saved_step is not None:
+            kept = f"the checkpoint of step {self.saving.saved_step} is kept"
         advice = "A lower learning rate, clipping or another seed may help"
         if what.endswith(NOTHING_COUNTED):
             advice = "The loss counts nothing in this batch: return how many samples or tokens it sums"
@@ -325,29 +305,34 @@ class TrainingRun:
             )
         return TrainingStopped(f"step {step}: {what}; {kept} in {self.folder}. {advice}")
 
-    def _warn(self, text: str) -> None:
+    def warn(self, text: str) -> None:
         if self.rank == 0:
             self.channel.say(warning(text))
 
     def _close(self, status: Status) -> dict[str, Any]:
-        self._settle()
+        self.settle()
         served = leave_servers(self.engine, self.rank)
         steady = self.step_times[1:] or self.step_times
         outcome = {
             "status": status, "strategy": str(self.ready.strategy), "world": self.ready.strategy.world,
-            "step": self.step, "steps": self.job.steps, "saved_step": self.saved_step, "loss": self.last_loss,
+            "step": self.step, "steps": self.job.steps, "saved_step": self.saving.saved_step, "loss": self.last_loss,
             "metrics": self.metrics, "train_s": self.train_s,
             "step_s": statistics.median(steady) if steady else None,
             "memory_bytes": peak_memory_bytes(self.engine.device),
             "steps_to_target": self.reached_step, "time_to_target_s": self.reached_s,
             "critical_batch": self.noise.critical_batch, "global_batch": self._batch_now(),
             "ledger": self.ledger.to_json(), "predicted": self.ready.predicted.to_json(),
-            "folder": str(self.folder), **self.lost.report(), **staleness(self.ready.executor), **served,
+            "folder": str(self.folder), **self.speed.summary(), **self.lost.report(),
+            **staleness(self.ready.executor), **served,
         }  # fmt: skip
         outer = self.engine.outer
         islands = outer.tickets.report() if outer is not None and outer.tickets is not None else {}
         if measured := self.engine.consistency.summary() | islands:
             outcome["consistency"] = measured
+        if self.ended is not None:
+            outcome["ended"] = self.ended
+        if self.monitor.best:
+            outcome["best"] = [{"step": step, self.monitor.metric: value} for value, step in self.monitor.best]
         if self.recorder is not None:
             self.recorder.close(status, outcome)
         return outcome
@@ -357,5 +342,6 @@ class TrainingRun:
         return batch_at(self.job.growth, self.job.global_batch, self.counter)
 
     def failed(self, error: BaseException) -> None:
+        self.saving.give_up()
         if self.recorder is not None:
             self.recorder.close("failed", {"step": self.step, "loss": self.last_loss, "reason": str(error)})

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shoal.comm.backend import ShoalGroup
+from shoal.comm.json_exchange import exchange
 from shoal.comm.losses import Losses
 from shoal.launch.join import current
 from shoal.launch.supervise import LOST_FOLDER
+from shoal.parallel.shared_tickets import SharedTickets
 from shoal.runtime.setup import Prepared
 from shoal.strategy.islands import islands
 
@@ -43,12 +45,16 @@ class LostIslands:
         return {"lost": self.found} if self.found else {}
 
     def allow(self) -> None:
-        """From here on an island may be lost, where `run_ranks` supervises the ranks and groups can be made again."""
+        """From here on an island may be lost, where `run_ranks` supervises the ranks and groups can be made again. No
+        island begins before all have come so far: one that is killed early would end the run. Collective."""
         outer, folder, place = self._outer, os.environ.get(LOST_FOLDER), current()
         if outer is not None and folder and place is not None and isinstance(outer.islands.group, ShoalGroup):
             outer.losses = Losses(Path(folder), place.store, self._rank, islands(self._strategy))
             outer.on_loss = self._go_on_without
+            if isinstance(tickets := self._engine.owner.tickets, SharedTickets):
+                tickets.lost = lost_ranks
             self._channel.allow_loss()
+            exchange({})
 
     def together(self, act: Callable[[], T]) -> T:
         """Does what all islands take part in, and can be done again."""

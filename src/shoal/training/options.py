@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from shoal.runtime.options import JobOptions
+from shoal.runtime.options import JobOptions, WrongOption
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +23,28 @@ class TrainOptions(JobOptions):
     by a scheduler."""
     checkpoint_every: int | None = None
     """Steps between checkpoints; 0 writes none. None: four in a run."""
+    checkpoint_minutes: float | None = None
+    """Minutes between checkpoints, by rank 0's clock, besides those by steps."""
+    checkpoint_async: bool = False
+    """Whether a thread writes checkpoints from a copy while training goes on."""
+    keep: int = 2
+    """The newest checkpoints that are kept."""
+    keep_best: int = 0
+    """Checkpoints of the best evaluations that are kept besides; each is written after its evaluation."""
+    weights_only: bool = False
+    """Whether checkpoints leave out the optimiser's state. They can be exported and evaluated, not resumed."""
+    patience: int | None = None
+    """Evaluations without improvement after which the run ends."""
+    monitor: str | None = None
+    """The validation value that patience and keep_best look at. None: that of the job's target, or the loss."""
+    better: str | None = None
+    """`lower` or `higher`. None: as the target says; lower for the loss."""
+    min_delta: float = 0.0
+    """The least change of the monitored value that counts as improvement."""
     trace: bool = False
     """Whether a trace of some steps is written, for Perfetto."""
+    log: str | None = None
+    """Where else curves are written: `csv`, `wandb`, `mlflow`, or several of them, as "csv, wandb"."""
     stop_at_target: bool = True
     """Whether the run ends at the job's target, or goes on to its last step."""
     backend: str | None = None
@@ -39,8 +59,24 @@ class TrainOptions(JobOptions):
     """Whether a strategy is checked by two steps in float64 before it first trains this job."""
     lock: str | None = field(default=None, metadata={"set by": "train_locally"})
     """The token by which the run holds its folder. None: rank 0 takes the lock."""
+    flops_per_sample: float | None = field(default=None, metadata={"set by": "train_locally"})
+    """Floating-point operations of a sample in a step, where they are known (`job/work.py`)."""
     checked: bool = field(default=False, metadata={"set by": "train_locally"})
     """Whether the checkpoint to resume from was found intact just before."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.start_from is not None and self.resume is not None and not self.go_on:
+            raise WrongOption(
+                f"--start-from {self.start_from} gives a new run its weights, and --resume {self.resume} goes on with "
+                "those of a run; leave one out"
+            )
+        if self.better not in (None, "lower", "higher"):
+            raise WrongOption(f"--better {self.better}: expected lower or higher")
+        if self.keep < 1:
+            raise WrongOption("--keep 0: at least 1 checkpoint must be kept; --checkpoint-every 0 writes none")
+        if self.patience == 0:
+            raise WrongOption("--patience 0: expected at least 1 evaluation without improvement")
 
     def recorded(self) -> dict[str, Any]:
         """What the record of the run keeps: all that a user gives."""

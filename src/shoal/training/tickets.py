@@ -13,6 +13,7 @@ from typing import Any
 
 from shoal.parallel.engine import Engine
 from shoal.parallel.server.remote import RemoteOptimizer
+from shoal.parallel.shared_tickets import SharedTickets
 from shoal.parallel.sync.tickets import IslandTickets
 from shoal.training.pace import Pace
 
@@ -50,7 +51,7 @@ def next_meeting(pace: Pace, step: int, steps: int, *every: int) -> int:
 
 
 def run_tickets(
-    run: Any, remote: RemoteOptimizer | IslandTickets, one_step: Callable[[], None], limit: int
+    run: Any, remote: RemoteOptimizer | SharedTickets | IslandTickets, one_step: Callable[[], None], limit: int
 ) -> None:
     """Computes tickets up to the next limit. `run` is the TrainingRun, whose step and counter are those of the
     ticket."""
@@ -65,15 +66,18 @@ def run_tickets(
 
 
 def leave_servers(engine: Engine, rank: int) -> dict[str, Any]:
-    """Takes leave of parameter servers, if there are some; what they have counted, on rank 0."""
-    remote = engine.owner.remote
-    if remote is None:
+    """Takes leave of parameter servers, if there are some; what they have counted, on rank 0. Replicas that update one
+    memory have counted it there."""
+    remote, tickets = engine.owner.remote, engine.owner.tickets
+    if tickets is None:
         return {}
-    report = remote.report() if rank == 0 else {}
+    report = tickets.report() if rank == 0 else {}
     if report:
-        del report["log"]
+        report.pop("log", None)
+        report.pop("dropped_log", None)
         for name, seen in (("staleness", "staleness"), ("ahead", "clocks_apart")):
             counted = Counter({int(key): times for key, times in report.pop(seen, {}).items()})
             setattr(engine.consistency, name, counted)
-    remote.close()
-    return {"servers": report} if report else {}
+    if remote is not None:
+        remote.close()
+    return {"servers" if remote is not None else "hogwild": report} if report else {}

@@ -357,6 +357,17 @@ class OneNorm(Stack):
         self.blocks[3].norm = self.blocks[0].norm
 
 
+class TiedWithin(Stack):
+    """Weights that the first and the last block share, and others that the two between share: with two stages on each
+    rank, the ranks come to them in opposite orders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[3].up.weight = self.blocks[0].up.weight
+        self.blocks[2].down.weight = self.blocks[1].down.weight
+        self.blocks[2].up.bias = self.blocks[1].up.bias
+
+
 def total(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
     if isinstance(output, tuple):
         output = output[0] + 0.1 * output[1][:, :CLASSES]
@@ -375,7 +386,7 @@ def _job(model: Callable[[], nn.Module]) -> Job:
 
 MODELS = (
     OneTensorThreeTimes, SharedBlock, PassedOn, Derived, Early, WrittenInBlock, WrittenBehind, Slices, Views, Hooked,
-    Detached, UnusedArgument, Checkpointed, Reentrant, KeptBuffer, Counter, LateCounter, Bank, OneNorm,
+    Detached, UnusedArgument, Checkpointed, Reentrant, KeptBuffer, Counter, LateCounter, Bank, OneNorm, TiedWithin,
 )  # fmt: skip
 JOBS = {re.sub("(?<!^)(?=[A-Z])", "_", model.__name__).lower(): model for model in MODELS}
 

@@ -84,6 +84,11 @@ def only_matrices() -> nn.Module:
     return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
 
 
+def wide_layers() -> nn.Module:
+    """Large enough that compressing its gradients pays."""
+    return nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, 40), nn.Tanh(), nn.Linear(40, CLASSES))
+
+
 def only_linear() -> nn.Module:
     return nn.Linear(WIDTH, CLASSES)
 
@@ -486,6 +491,7 @@ JOBS: dict[str, Callable[[], Job]] = {
     "unused": lambda: make(Unused),
     "frozen": lambda: make(partly_frozen),
     "buffers": lambda: make(Buffers),
+    "wide": lambda: make(wide_layers),
     "one_linear": lambda: make(only_linear),
     "repeated": lambda: make(Repeated),
     "returning": lambda: make(Returning),

@@ -36,6 +36,15 @@ def joined(reductions: Iterable[list[Transfer]]) -> list[Transfer]:
     return [Transfer(calls[0].kind, sum(call.payload_bytes for call in calls)) for calls in rounds]
 
 
+def pays_to_push(term: CompressTerm, shape: Sequence[int], itemsize: int) -> bool:
+    """Whether compressing a tensor on its way to a server can pay, as `pays` says it of a reduction."""
+    n = prod(shape)
+    if isinstance(term, none) or len(shape) < 2 or n < SMALLEST or (term.sends_places and n > LARGEST_INDEX):
+        return False
+    pushed = term.pushed_bytes(n, itemsize, step=LONG_AFTER)
+    return pushed is not None and pushed < n * itemsize
+
+
 def pays(term: CompressTerm, shape: Sequence[int], itemsize: int, *, ranks: int = 2) -> bool:
     """Whether compressing a tensor can pay at all: not for small ones, not for vectors (norms, biases), and not where a
     rank would send as much as for a dense all-reduce."""

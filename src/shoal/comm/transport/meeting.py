@@ -18,6 +18,7 @@ from typing import Any
 from shoal.comm.transport.handshake import Recognised, Steps, Stranger, answer, call
 from shoal.comm.transport.link import Link
 from shoal.comm.transport.shared import SharedLink, offer, take
+from shoal.common.log import logger
 
 UNRECOGNISED = 64
 """Connections that may be open at a time before their callers have been recognised."""
@@ -64,6 +65,8 @@ class Meeting:
         for listener in listeners:
             listener.setblocking(False)
         self._again: list[tuple[float, Peer]] = []
+        self._refused: list[str] = []
+        """Why callers were turned away."""
         self._cut_off_since: dict[Peer, float] = {}
         self._meanwhile: Callable[[], object] = lambda: None
 
@@ -103,8 +106,14 @@ class Meeting:
             raise
         finally:
             for talk in list(self._talks.values()):
-                self._end(talk)
+                self._turn_away(talk, "it did not prove that it holds this job's token")
             self._selector.close()
+            if self._refused:
+                times = len(self._refused)
+                logger.warning(
+                    "rank %d refused %d connection%s to its port: %s", self.rank, times, "s" if times > 1 else "",
+                    self._refused[0],
+                )  # fmt: skip
 
     def _call(self, peer: Peer, where: Any) -> None:
         near = isinstance(where, str)
@@ -176,7 +185,7 @@ class Meeting:
         except CannotConnect:
             raise
         except OSError as error:
-            self._end(talk)
+            self._turn_away(talk, str(error))
             if talk.to is not None:
                 self._call_again(talk.to, error)
         else:
@@ -197,12 +206,18 @@ class Meeting:
         """Closes connections of callers that have not proved themselves for so long."""
         latest = time.monotonic() - seconds
         for talk in [talk for talk in self._talks.values() if talk.to is None and talk.since < latest]:
-            self._end(talk)
+            self._turn_away(talk, "it said nothing for too long")
 
     def _forget(self, connection: socket.socket) -> None:
         del self._talks[connection]
         with contextlib.suppress(KeyError):
             self._selector.unregister(connection)
+
+    def _turn_away(self, talk: _Talk, why: str) -> None:
+        """Ends a handshake; a caller's is noted."""
+        if talk.to is None:
+            self._refused.append(why)
+        self._end(talk)
 
     def _end(self, talk: _Talk) -> None:
         self._forget(talk.connection)

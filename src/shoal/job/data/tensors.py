@@ -16,9 +16,10 @@ from shoal.job.errors import JobError
 class TensorData:
     """Named tensors (or numpy arrays) of equal length: `TensorData(x=images, y=labels)`."""
 
-    def __init__(self, **tensors: Tensor | np.ndarray) -> None:
-        if not tensors:
-            raise JobError("TensorData() was given no tensors; name them, for example TensorData(x=images, y=labels)")
+    def __init__(self, *unnamed: Any, **tensors: Tensor | np.ndarray) -> None:
+        if unnamed or not tensors:
+            given = f"{len(unnamed)} without a name" if unnamed else "no tensors"
+            raise JobError(f"TensorData() was given {given}; name them, for example TensorData(x=images, y=labels)")
         self.tensors = {name: torch.as_tensor(value) for name, value in tensors.items()}
         lengths = {name: len(tensor) if tensor.dim() else None for name, tensor in self.tensors.items()}
         if None in lengths.values() or len(set(lengths.values())) > 1:

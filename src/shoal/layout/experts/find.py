@@ -15,6 +15,7 @@ from typing import Literal
 
 from torch import nn
 
+from shoal.job.gradient_hooks import hooks_of
 from shoal.layout.experts.listed import Listed, like_members, why_not_listed
 from shoal.layout.experts.rehearsal import random_state, rehearsing, set_random_state
 from shoal.layout.experts.stacked import Stacked, stacked_count, why_not_stacked
@@ -123,6 +124,9 @@ def _stacked(model: nn.Module, path: str, count: int, watch: ExpertWatch) -> Fou
     if isinstance(verdict, Stacked):
         if shared := _shared(model, names):
             return call.number, PassedOver(path=path, reason=f"{path}: the parameter {shared} is used elsewhere too")
+        if hooked := next((name for name in names if hooks_of(model.get_parameter(name))), None):
+            reason = f"{path}: a hook on the gradient of {hooked} would see the part of some experts only"
+            return call.number, PassedOver(path=path, reason=reason)
         return call.number, ExpertLayer(
             path=path, form="stacked", count=count, owner=path, parameter_names=names, width=verdict.width,
             result_width=verdict.result_width, count_names=verdict.count_names, keeps_dtype=verdict.keeps_dtype,

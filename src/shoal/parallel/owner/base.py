@@ -34,6 +34,7 @@ from shoal.parallel.full_parameters import FullParameters
 from shoal.parallel.optimizer import Recipe, SlicedOptimizer
 from shoal.parallel.placement import Family, Placement, Replicas
 from shoal.parallel.server.remote import RemoteOptimizer
+from shoal.parallel.shared_tickets import SharedTickets
 from shoal.parallel.zero import ReadsOutside
 
 Entry = tuple[str, nn.Parameter, int]
@@ -76,6 +77,8 @@ class Owner(ABC):
         """Entered around the optimiser's own step (for an optimiser that draws random numbers)."""
         self.remote: RemoteOptimizer | None = None
         """Where servers run the optimiser. `optimizer` then holds state only while a checkpoint is made or read."""
+        self.tickets: RemoteOptimizer | SharedTickets | None = None
+        """Where replicas take shares of the data as they are free, or as servers let them."""
         self.before_update: list[Callable[[Gradients], None]] = []
         """Called before each update: proofs read the gradients as the optimiser gets them."""
 
@@ -178,7 +181,7 @@ class Owner(ABC):
 
     def serve(self, remote: RemoteOptimizer) -> None:
         """From now on servers run the optimiser; they begin with the parameters of the first replica. Collective."""
-        self.remote = remote
+        self.remote = self.tickets = remote
         self.reduction.on_reduced = remote.push
         self._load_servers(None, 0)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from shoal.comm.group import BACKENDS
 from shoal.layout.blocks import units
-from shoal.parallel.bucket import PLAIN, Bucket
+from shoal.parallel.bucket import PLAIN, SHARED, Bucket
 from shoal.parallel.flat import StoredShard
 from shoal.parallel.flat_slice import Piece
 from shoal.parallel.owner.sharded import ShardedOwner
@@ -47,9 +47,11 @@ class FullySharded(ShardedOwner):
                 stored.append(StoredShard(bucket.buffer))
                 bucket.master = stored[-1].shard
                 own.append(bucket)
+            # What ranks share beyond this one's stages (a tied weight) does not say where the block computes.
+            part = min((bucket.part for bucket in own if bucket.part != SHARED), default=SHARED if own else 0)
             sharded = ShardedUnit(
                 unit.name, unit.module, stored, is_root=unit is parts[0],
-                is_last=unit is parts[-1] and self.cut.staged is None, part=own[0].part if own else 0,
+                is_last=unit is parts[-1] and self.cut.staged is None, part=part,
             )  # fmt: skip
             sharded_units.append(sharded)
             self._buckets_of[id(sharded)] = own

@@ -72,7 +72,9 @@ class Coordinator:
     limit: int = 1 << 60
     stopping: bool = False
     log: list[list[list[int]]] = field(default_factory=list)
-    """For each update its gradients, as (worker, step, share, version read)."""
+    """For each update its gradients, as (worker, step, share, version read, number of the worker's push)."""
+    dropped_log: list[list[int]] = field(default_factory=list)
+    """Likewise those that were dropped."""
     staleness: Counter[int] = field(default_factory=Counter)
     apart: Counter[int] = field(default_factory=Counter)
     """At each read: how many steps the reader is ahead of the slowest worker."""
@@ -93,7 +95,7 @@ class Coordinator:
         everyone = range(self.workers)
         self.clocks = Clocks(self.workers, step, set(everyone), dict.fromkeys(everyone, step))
         self._next, self._highest = step * self.workers, step - 1
-        self.waiting, self.asking, self.outstanding, self.log = [], set(), {}, []
+        self.waiting, self.asking, self.outstanding, self.log, self.dropped_log = [], set(), {}, [], []
 
     # What workers send:
 
@@ -118,8 +120,7 @@ class Coordinator:
         if asks:
             self.asking.add(push.worker)
         if late and self.rule.by_tickets:
-            self.dropped += 1
-            return [Dropped(push)]  # Its ticket was handed out again.
+            return [self._dropped(push)]  # Its ticket was handed out again.
         self.waiting.append(push)
         return []
 
@@ -160,8 +161,7 @@ class Coordinator:
             push = chosen.drop[0]
             self.waiting.remove(push)
             self.clocks.clocks[push.worker] = max(self.clocks.clocks[push.worker], self.clocks.version)
-            self.dropped += 1
-            return Dropped(push)
+            return self._dropped(push)
         if chosen.apply:
             return self._update(sorted(chosen.apply))
         for worker in sorted(self.asking):
@@ -176,11 +176,16 @@ class Coordinator:
                 return answer
         return None
 
+    def _dropped(self, push: Push) -> Dropped:
+        self.dropped += 1
+        self.dropped_log.append(push.row)
+        return Dropped(push)
+
     def _update(self, pushes: list[Push]) -> Update:
         ages = [self.clocks.version - push.version for push in pushes]
         self.waiting = [push for push in self.waiting if push not in pushes]
         self.staleness.update(ages)
-        self.log.append([[push.worker, push.step, push.share, push.version] for push in pushes])
+        self.log.append([push.row for push in pushes])
         self.clocks.version += 1
         mean = sum(ages) / len(ages)
         newest = max(pushes, key=lambda push: push.step)

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 
+from shoal.comm.compress.compressor import Compressor
 from shoal.comm.ledger import BOOK
 from shoal.parallel.bucket import Bucket
 from shoal.parallel.flat_slice import HeldState, Piece, SavedState, pieces_within
 from shoal.parallel.result import NonFinite
+from shoal.parallel.server.codec import PartOfBucket, PushCodec
 from shoal.parallel.server.messages import DATA, INBOX, REPLY, Kind, Message, Post
 from shoal.parallel.server.serve import Server, message_size
 from shoal.parallel.server.state import ReceivedState, saved_table
@@ -32,10 +34,11 @@ class RemoteOptimizer:
     def __init__(
         self, seats: Seats, rank: int, buckets: Sequence[Bucket], names: Sequence[str], up: Post, down: Post,
         *, together: bool, by_tickets: bool, times: Callable[[Bucket], int], server: Server | None,
+        compress: tuple[Compressor, int, float | None] | None = None,
     ) -> None:  # fmt: skip
         """`together`: replicas step together and know the count of all; `by_tickets`: they take shares of the data as
-        they are free; `times`: how many ranks of a replica hold the
-        same bucket; `server`: what this process serves in a thread."""
+        they are free; `times`: how many ranks of a replica hold the same bucket; `server`: what this process serves in
+        a thread; `compress`: the method of the level, its seed, and the job's bound on the gradient's norm."""
         self.seats, self.buckets, self.names, self.up, self.down = seats, list(buckets), list(names), up, down
         self.replica, self.position = divmod(rank, seats.positions)
         self.together, self.by_tickets, self._times = together, by_tickets, times
@@ -43,6 +46,9 @@ class RemoteOptimizer:
         self.parts = parts_of(sizes, seats.shards)
         self.servers = [seats.server(shard, self.position) for shard in range(seats.shards)]
         self.size = message_size(seats, names)
+        self.codec = None if compress is None else self._codec(*compress)
+        self._base = 0
+        """The step at which the servers took up the run; with the number of a push it seeds what the codec draws."""
         self.step, self.share, self.version, self.number = 0, self.replica, 0, 0
         """The ticket that is computed now, the version it was read with, and the pushes before it."""
         self.norm = float("nan")
@@ -60,6 +66,17 @@ class RemoteOptimizer:
         if server is not None:
             self._thread = threading.Thread(target=server.run, name="shoal server", daemon=True)
             self._thread.start()
+
+    def _codec(self, term: Compressor, seed: int, clip: float | None) -> PushCodec:
+        rows = []
+        for part in (part for parts in self.parts for part in parts):
+            bucket = self.buckets[part.bucket]
+            low = bucket.offset
+            rows.append(PartOfBucket(
+                bucket.buffer.slots, bucket.buffer.dtype, low + part.start, low + part.stop, worker=self.replica,
+                workers=self.seats.replicas, writes_errors=bucket.replicas.copies.index == 0,
+            ))  # fmt: skip
+        return PushCodec(rows, term, seed=seed, clip=clip)
 
     @property
     def leads(self) -> bool:
@@ -80,7 +97,10 @@ class RemoteOptimizer:
     # A step:
 
     def push(self, bucket: Bucket) -> None:
-        """Sends a gradient that is reduced inside the replica; once a step."""
+        """Sends a gradient that is reduced inside the replica; once a step. One that is compressed waits for the end of
+        backward: only then are the count and the parameters without a gradient known."""
+        if self.codec is not None:
+            return
         at = next(at for at, mine in enumerate(self.buckets) if mine is bucket)
         if at in self._pushed:
             return
@@ -97,16 +117,30 @@ class RemoteOptimizer:
         for bucket in self.buckets:
             self.push(bucket)
         self._pushed.clear()
+        count /= self.seats.replicas if self.together else 1
+        if self.codec is not None:
+            self._push_compressed(self.codec, count, unused)
         if self.leads:
             used = [float(name not in unused) for name in self.names]
             push = Message(
                 Kind.PUSH, [0.0] * (4 * self.seats.replicas) + used, worker=self.replica, step=self.step,
                 share=self.share, version=self.version, number=self.number, limit=self.limit, lr_factor=lr_factor,
-                count=count / (self.seats.replicas if self.together else 1), stop=self.stop and not self.together,
+                count=count, stop=self.stop and not self.together,
             )  # fmt: skip
             self._tell(self.seats.servers[0], push)
         self.number += 1
         self._receive()
+
+    def _push_compressed(self, codec: PushCodec, count: float, unused: frozenset[str]) -> None:
+        at, step = 0, self._base + self.number
+        with BOOK.during("gradient"):
+            for server, parts in zip(self.servers, self.parts, strict=True):
+                for tag, part in enumerate(parts):
+                    gradient = self.buckets[part.bucket].reduced()[part.start : part.stop]
+                    message = codec.encode(at, gradient, count, unused, worker=self.replica, step=step)
+                    self._sending.append(self.up.send(server, DATA + tag, message))
+                    at += 1
+        codec.unused, codec.step = unused, step + 1
 
     def ask(self, limit: int) -> None:
         """Asks for the next ticket before a limit, at the start and after a pause."""
@@ -144,6 +178,7 @@ class RemoteOptimizer:
     def load(self, saved: SavedState | None, step: int) -> None:
         """The servers begin with this worker's parameters and this state. All ranks call it alike."""
         self.step, self.share, self.version = step, self.replica, step
+        self._base = step - self.number
         if self.replica:
             return
         for server, parts in zip(self.servers, self.parts, strict=True):

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from shoal.comm.compress.compressor import Compressor
 from shoal.parallel.optimizer import Recipe
 from shoal.parallel.server.coordinator import Answer, Coordinator, Dropped, Update
 from shoal.parallel.server.messages import FIELDS, INBOX, LIFE, REPLY, Kind, Message, Post
@@ -42,15 +43,18 @@ class Server:
     def __init__(
         self, seats: Seats, rank: int, recipe: Recipe, rule: Served, clip: float | None, up: Post, down: Post,
         *, losses: bool = False, watch: Callable[[], None] = lambda: None,
+        compress: tuple[Compressor, int] | None = None,
     ) -> None:  # fmt: skip
-        """`losses`: whether a lost worker leaves the others going on. `watch` is called now and then."""
+        """`losses`: whether a lost worker leaves the others going on. `watch` is called now and then. `compress`: how
+        workers compress what they push, and the seed of what they draw."""
         self.seats, self.rank, self.rule, self.clip, self.up, self.down = seats, rank, rule, clip, up, down
         self.names = list(recipe.labels)
         self.size = message_size(seats, self.names)
         self.losses, self.watch = losses, watch
         self.shards = {
             position: ServedShard(
-                recipe, shard, [seats.worker(replica, position) for replica in range(seats.replicas)], up, down
+                recipe, shard, [seats.worker(replica, position) for replica in range(seats.replicas)], up, down,
+                compress=compress,
             )
             for shard, position in seats.served_by(rank)
         }
@@ -100,9 +104,9 @@ class Server:
 
     def _turn(self) -> None:
         message = self._backlog.popleft() if self._backlog else self._wait()
+        self._release_late()  # First: a report names all that were lost before it.
         if message is not None:
             self._handle(message)
-        self._release_late()
         if self.coordinator is not None:
             for action in self.coordinator.decide(time.monotonic()):
                 self._act(action)
@@ -132,6 +136,8 @@ class Server:
 
     def _lose(self, replica: int, reason: str) -> None:
         assert self.coordinator is not None
+        if replica in self._left or replica not in self.coordinator.clocks.members:
+            return  # It took its leave, or is known to be lost.
         since_s = self.coordinator._since.get(replica)
         waited_s = None if since_s is None else time.monotonic() - since_s
         ticket = self.coordinator.outstanding.get(replica)
@@ -167,7 +173,7 @@ class Server:
 
     def _load(self, message: Message) -> None:
         table, tensors = self.up.receive_table(message.whole("source"))
-        self.shards[message.whole("position")].load(table, tensors)
+        self.shards[message.whole("position")].load(table, tensors, message.whole("step"))
         self.down.send(message.whole("source"), REPLY, Message(Kind.LOAD).tensor(self.size))
         if self.coordinator is not None and message.whole("position") == 0:
             self.coordinator.begin(message.whole("step"))
@@ -176,7 +182,8 @@ class Server:
         source = message.whole("source")
         if message.whole("stop"):  # The report of the coordinator.
             assert self.coordinator is not None
-            report = self.coordinator.report() | {"log": self.coordinator.log}
+            report = self.coordinator.report()
+            report |= {"log": self.coordinator.log, "dropped_log": self.coordinator.dropped_log}
             self.down.send_table(source, report | ({"lost_workers": self.lost} if self.lost else {}), [])
         else:
             self.down.send_table(source, *self.shards[message.whole("position")].state())
@@ -243,7 +250,7 @@ class Server:
             for worker in absent:
                 self._lose(worker, "its process ended")
             pushes = [push for push in pushes if push.worker not in absent]
-            self.coordinator.log[-1] = [[p.worker, p.step, p.share, p.version] for p in pushes]
+            self.coordinator.log[-1] = [push.row for push in pushes]
             if not pushes:
                 return
         for push in update.pushes:

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
+from shoal.comm.compress.compressor import Compressor
 from shoal.comm.transport.link import PeerLost
 from shoal.parallel.flat import FlatBuffer, Slot
 from shoal.parallel.flat_slice import unlike_the_rest
 from shoal.parallel.optimizer import Recipe, SlicedOptimizer
+from shoal.parallel.server.codec import PartOfBucket, PushCodec
 from shoal.parallel.server.messages import DATA, Post
 from shoal.parallel.server.state import ReceivedState, Table, state_table
 from shoal.strategy.seats import Part
@@ -48,9 +50,15 @@ class HeldPart:
 class ServedShard:
     """Shard `index` of what one position of every replica holds."""
 
-    def __init__(self, recipe: Recipe, index: int, ranks: Sequence[int], up: Post, down: Post) -> None:
-        """`ranks`: the workers at this position, by replica."""
+    def __init__(
+        self, recipe: Recipe, index: int, ranks: Sequence[int], up: Post, down: Post, *,
+        compress: tuple[Compressor, int] | None = None,
+    ) -> None:  # fmt: skip
+        """`ranks`: the workers at this position, by replica; `compress`: how they compress pushes, and the seed."""
         self.recipe, self.index, self.ranks, self.up, self.down = recipe, index, ranks, up, down
+        self._compress = compress
+        self.codec: PushCodec | None = None
+        self._base = 0
         self.parts: list[HeldPart] = []
         self.pushed: dict[tuple[int, int], list[torch.Tensor]] = {}
         """Gradients by worker and number."""
@@ -59,8 +67,8 @@ class ServedShard:
         """What each worker has read last."""
         self._copies: list[torch.Tensor] | None = None
 
-    def load(self, table: dict[str, Any], tensors: list[torch.Tensor]) -> None:
-        """Takes parameters and state from a worker of the first replica."""
+    def load(self, table: dict[str, Any], tensors: list[torch.Tensor], step: int) -> None:
+        """Takes parameters and state of a step from a worker of the first replica."""
         layouts = [HeldLayout(padded, slots) for padded, slots in table["buckets"]]
         rows = [(Part(*part), offset, times) for *part, offset, times in table["parts"]]
         masters, kept = tensors[: len(rows)], tensors[len(rows) :]
@@ -74,6 +82,15 @@ class ServedShard:
         self.optimizer = SlicedOptimizer(self.recipe, buckets, unfused=unlike_the_rest(saved, sorted(names)))
         self.optimizer.load(saved)
         self._copies = None
+        # Workers have pushed as often as was received when they took up the run.
+        self._base = step - min((number for number, _, _ in self._posted.values()), default=0)
+        if self._compress is not None:
+            term, seed = self._compress
+            self.codec = PushCodec([
+                PartOfBucket(layouts[part.bucket].slots, master.dtype, offset + part.start, offset + part.stop,
+                             worker=0, workers=len(self.ranks), writes_errors=False)
+                for (part, offset, _), master in zip(rows, masters, strict=True)
+            ], term, seed=seed, clip=None)  # fmt: skip
         if not self._posted:
             for worker in range(len(self.ranks)):
                 self._post(worker, 0)
@@ -84,8 +101,12 @@ class ServedShard:
     # Gradients:
 
     def _post(self, worker: int, number: int) -> None:
-        tensors = [torch.empty_like(part.master) for part in self.parts]
         source = self.ranks[worker]
+        if self.codec is not None:
+            # Its size depends on the step, which is known only once training begins: received when it is asked for.
+            self._posted[worker] = number, [], []
+            return
+        tensors = [torch.empty_like(part.master) for part in self.parts]
         tasks = [self.up.receive(source, DATA + at, tensor) for at, tensor in enumerate(tensors)]
         self._posted[worker] = number, tensors, tasks
 
@@ -94,13 +115,23 @@ class ServedShard:
         while (worker, number) not in self.pushed:
             at, tensors, tasks = self._posted[worker]
             try:
+                if self.codec is not None:
+                    tensors, tasks = self._receive(self.codec, worker, self._base + at)
                 for task in tasks:
                     self.up.wait(task)
             except PeerLost:
                 return False
+            if self.codec is not None:
+                step = self._base + at
+                tensors = [self.codec.decode(n, each, worker=worker, step=step) for n, each in enumerate(tensors)]
             self.pushed[worker, at] = tensors
             self._post(worker, at + 1)
         return True
+
+    def _receive(self, codec: PushCodec, worker: int, step: int) -> tuple[list[torch.Tensor], list[Any]]:
+        tensors = [torch.empty(codec.size(at, step), dtype=torch.uint8) for at in range(len(self.parts))]
+        source = self.ranks[worker]
+        return tensors, [self.up.receive(source, DATA + at, tensor) for at, tensor in enumerate(tensors)]
 
     def average(self, pushes: Sequence[Push], compensation: float) -> float:
         """The mean of these gradients, and the square of its norm."""
@@ -110,13 +141,14 @@ class ServedShard:
             part.mean.zero_()
             for push in pushes:
                 gradient = self.pushed[push.worker, push.number][at]
+                unit = push.count if self.codec is not None else 1.0  # A codec gives means, not sums.
                 if compensation:
                     # DC-ASGD (Zheng et al. 2017): the diagonal of the outer product stands for the Hessian.
-                    mean = gradient / push.count
+                    mean = gradient * (unit / push.count)
                     moved = part.master - self._read[push.worker][at]
                     part.mean.add_(mean + compensation * mean * mean * moved, alpha=push.count / total)
                 else:
-                    part.mean.add_(gradient)
+                    part.mean.add_(gradient, alpha=unit)
             if not compensation:
                 part.mean.div_(total)
             squares += float(torch.linalg.vector_norm(part.mean).double() ** 2) / part.times

@@ -69,6 +69,11 @@ class CompressTerm(Term):
         gathered."""
         return None
 
+    def pushed_bytes(self, num_elements: int, itemsize: int, *, step: int = 0) -> int | None:
+        """What a worker sends a server of a tensor; None where the data decide, or where a payload means nothing
+        without those of the other ranks. `step`: of the worker's own pushes."""
+        return self.payload_bytes(num_elements, itemsize, step=step)
+
     def transfers(
         self, shape: Sequence[int], itemsize: int, ranks: int, step: int, *, rank: int = 0
     ) -> list[Transfer] | None:

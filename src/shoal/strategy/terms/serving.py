@@ -25,6 +25,11 @@ class Push:
     count: float = 1.0
     lr_factor: float = 1.0
 
+    @property
+    def row(self) -> list[int]:
+        """For logs."""
+        return [self.worker, self.step, self.share, self.version, self.number]
+
 
 @dataclass
 class Clocks:

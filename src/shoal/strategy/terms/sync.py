@@ -291,7 +291,8 @@ class hogwild(SyncTerm):
     def drift(self, replicas: int) -> Promise | None:
         if replicas == 1:
             return None
-        return Promise("statistical", "hogwild() lets replicas overwrite each other's updates", band=SAME_TARGET)
+        reason = "hogwild() lets replicas overwrite each other's updates, and puts no bound on the age of a gradient"
+        return Promise("statistical", reason, band=SAME_TARGET)
 
 
 REGISTRY.find("sync")

@@ -45,6 +45,9 @@ class fp16(Compressor):
         parts = ranks * HALF_BYTES * (divided_up(math.prod(shape), ranks) + 1)
         return [Transfer("all_to_all", parts), Transfer("all_gather", parts)]
 
+    def pushed_bytes(self, num_elements: int, itemsize: int, *, step: int = 0) -> int | None:
+        return HALF_BYTES * (num_elements + 1)
+
     def ring_bytes(self, elements: Any, sides: Any, *, ranks: Any, itemsize: int) -> tuple[Any, float] | None:
         return HALF_BYTES * elements, 2.0
 

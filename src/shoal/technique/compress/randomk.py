@@ -45,6 +45,9 @@ class randomk(Compressor):
     ) -> list[Transfer] | None:
         return [Transfer("all_reduce", kept_count(self.r, prod(shape)) * itemsize)]
 
+    def pushed_bytes(self, num_elements: int, itemsize: int, *, step: int = 0) -> int | None:
+        return kept_count(self.r, num_elements) * itemsize
+
     def ring_bytes(self, elements: Any, sides: Any, *, ranks: Any, itemsize: int) -> tuple[Any, float] | None:
         return self.r * elements * itemsize, 2.0
 

@@ -23,6 +23,7 @@ from shoal.strategy import parse
 from shoal.strategy.contract import contract as contract_of
 from shoal.training.record.events import Events
 from shoal.training.record.lines import Lines, cut
+from shoal.training.record.loggers import Loggers
 from shoal.training.record.run import (
     EVENTS,
     LEDGER,
@@ -44,6 +45,8 @@ from shoal.training.record.trace import Tracing, tracing
 
 __all__ = ["Recorder", "Run", "RunBroken", "Tracing", "new_folder", "read_run", "tracing"]
 
+MEDIANS = ("tokens_per_s", "model_flops_per_s", "mfu")
+"""Columns that not every run has; the summary has the median of each."""
 CURVES = {
     "loss": "training/loss",
     "lr": "training/lr",
@@ -52,6 +55,8 @@ CURVES = {
     "critical_batch": "training/critical_batch",
     "step_s": "speed/step_s",
     "samples_per_s": "speed/samples_per_s",
+    "tokens_per_s": "speed/tokens_per_s",
+    "mfu": "speed/mfu",
     "spread": "consistency/spread",
     "staleness": "consistency/staleness",
     "ahead": "consistency/ahead",
@@ -59,6 +64,10 @@ CURVES = {
     "saved_bytes": "consistency/saved_bytes",
 }
 """What of a step's row goes to TensorBoard, and under which name."""
+
+
+KEPT = ("step", "loss", "step_s", "samples_per_s", "memory_bytes", *MEDIANS)
+"""What of each row is kept for the summary."""
 
 
 class Recorder:
@@ -75,8 +84,10 @@ class Recorder:
         arguments: Mapping[str, Any],
         contract: str | None = None,
         resumed_at: int | None = None,
+        log: str | None = None,
     ) -> None:
-        """`resumed_at`: the step whose checkpoint it goes on from; what the folder has beyond it is cut."""
+        """`resumed_at`: the step whose checkpoint it goes on from; what the folder has beyond it is cut. `log`: loggers
+        besides TensorBoard, such as "csv, wandb"."""
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         known = (self.folder / RUN).exists()
@@ -101,7 +112,10 @@ class Recorder:
             "resumed": [*_resumes(before), {"step": resumed_at, "at": now}] if resumed_at is not None else [],
             "ended": None,
             "summary": None,
+            "loggers": before.get("loggers") if isinstance(before.get("loggers"), dict) else {},
         }
+        self._loggers = Loggers(log, self.folder, self._facts, resumed_at=resumed_at)
+        self._facts["loggers"] = self._loggers.identities
         write_json(self.folder / RUN, self._facts)
         self._rows = read_lines(self.folder / STEPS)
         self._steps = Lines(self.folder / STEPS)
@@ -117,8 +131,10 @@ class Recorder:
         entry = plain(row)
         self._steps.add(entry)
         # Kept for the summary: a few numbers of each step.
-        self._rows.append({k: entry.get(k) for k in ("step", "loss", "step_s", "samples_per_s", "memory_bytes")})
-        self._events.add(int(row["step"]), {CURVES[key]: row.get(key) for key in CURVES})
+        self._rows.append({k: entry.get(k) for k in KEPT})
+        values = {CURVES[key]: row.get(key) for key in CURVES}
+        self._events.add(int(row["step"]), values)
+        self._loggers.add(int(row["step"]), values)
         if ledger is not None:
             self._steady, self._total, self._counted_steps = (
                 ledger,
@@ -130,7 +146,9 @@ class Recorder:
         """One evaluation, after `step` steps."""
         self._metrics = dict(metrics)
         self._validation.add({"step": step, "metrics": plain(metrics)})
-        self._events.add(step, {f"validation/{name}": value for name, value in metrics.items()})
+        values = {f"validation/{name}": value for name, value in metrics.items()}
+        self._events.add(step, values)
+        self._loggers.add(step, values)
 
     def close(self, status: Status, outcome: Mapping[str, Any] | None = None) -> None:
         """The end: a summary of the rows, over it what `outcome` knows better ("reason", "ledger", ...)."""
@@ -153,6 +171,7 @@ class Recorder:
             "ended": _now(),
             "summary": self._summary() | known,
         }
+        self._loggers.close(status, self._facts["summary"])
         for what in (self._steps.close, self._validation.close, self._events.close,
                      lambda: write_json(self.folder / LEDGER, ledgers),
                      lambda: write_json(self.folder / RUN, self._facts)):  # fmt: skip
@@ -166,7 +185,9 @@ class Recorder:
         times = [row["step_s"] for row in rows[1:] or rows if row.get("step_s") is not None]
         rates = [row["samples_per_s"] for row in rows[1:] or rows if row.get("samples_per_s") is not None]
         memory = [row["memory_bytes"] for row in rows if row.get("memory_bytes") is not None]
+        known = {name: [row[name] for row in rows[1:] or rows if row.get(name) is not None] for name in MEDIANS}
         return {
+            **{name: statistics.median(values) for name, values in known.items() if values},
             "step": rows[-1]["step"] if rows else 0,
             "loss": rows[-1].get("loss") if rows else None,
             "metrics": self._metrics,

@@ -84,19 +84,20 @@ class Run(PrintedTable, Estimate):
         ]
         return f"{self.job} under {self.strategy} on {self.world} ranks", ["", ""], rows
 
-    def model(self, *, step: int | None = None, job: str | None = None) -> Any:
+    def model(self, *, step: int | None = None, job: str | None = None, ema: bool = False) -> Any:
         """The trained model: a plain `nn.Module` with full weights, in evaluation mode.
 
         Args:
             step: The checkpoint of this step. None: the newest intact one.
             job: The job's file, if it was moved since the run.
+            ema: Whether to take the moving average of the weights (`Job.ema`).
 
         Example:
             logits = read_run("runs/first").model()(tokens)
         """
         from shoal.exporting.trained import checkpoint_of, options_of, trained_model
 
-        return trained_model(checkpoint_of(self.folder, step), options_of(self.arguments, job))
+        return trained_model(checkpoint_of(self.folder, step, ema=ema), options_of(self.arguments, job))
 
 
 def new_folder(root: Path, job_name: str) -> Path:

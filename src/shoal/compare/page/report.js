@@ -1,0 +1,244 @@
+"use strict";
+// Draws the report from the data in the page: SVG, redrawn for the width that there is. No library.
+const DATA = JSON.parse(document.getElementById("data").textContent);
+const PALETTE = ["#0b84a5", "#f6a021", "#5aa469", "#d1495b", "#8d6cab", "#00a6a6", "#b5651d", "#e377c2", "#7a8b99", "#6f9c3d", "#4062bb", "#c2a83e", "#a23b72", "#2e8b7a", "#e4572e", "#7768ae"];
+const PARTS = [["compute", "computing", "#4c86b8"], ["data", "reading data", "#9bbf63"], ["communication", "communication", "#e08a3c"], ["waiting", "waiting for the slowest rank", "#b9c2cc"], ["off-core", "core taken by other programs", "#6b7682"]];
+const state = {job: 0, off: new Set(), x: "time", sort: ["time_to_target_s", 1], filter: ""};
+const $ = (id) => document.getElementById(id);
+const el = (tag, attributes = {}, ...children) => {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value); else if (value !== null) node.setAttribute(name, value);
+  }
+  node.append(...children);
+  return node;
+};
+const svg = (tag, attributes = {}, text = null) => {
+  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  if (text !== null) node.textContent = text;
+  return node;
+};
+const time = (s) => s == null ? "–" : s < 1e-3 ? `${(s * 1e6).toPrecision(3)} µs` : s < 1 ? `${(s * 1e3).toPrecision(3)} ms` : s < 120 ? `${s.toPrecision(3)} s` : `${(s / 60).toPrecision(3)} min`;
+const bytes = (b) => b == null ? "–" : b < 1e3 ? `${Math.round(b)} B` : b < 1e6 ? `${(b / 1e3).toPrecision(3)} kB` : b < 1e9 ? `${(b / 1e6).toPrecision(3)} MB` : `${(b / 1e9).toPrecision(3)} GB`;
+const number = (v) => v == null ? "–" : Math.abs(v) >= 1e5 ? v.toExponential(2) : Math.abs(v) >= 1000 ? Math.round(v).toLocaleString("en") : String(+v.toPrecision(4));
+const percent = (v) => v == null ? "–" : `${(100 * v).toFixed(v < 0.1 ? 1 : 0)}%`;
+const job = () => DATA.jobs[state.job];
+const label = (row) => job().rows.some((o) => o.name === row.name && o.ranks !== row.ranks) ? `${row.name}  ×${row.ranks}` : row.name;
+const colour = (row) => PALETTE[job().rows.filter((r) => r.step_s).map((r) => r.key).sort().indexOf(row.key) % PALETTE.length];
+const shown = () => job().rows.filter((row) => row.step_s && !state.off.has(row.key));
+
+function hover(node, text) {
+  const tip = $("tip");
+  node.addEventListener("pointermove", (event) => {
+    tip.textContent = text;
+    tip.hidden = false;
+    const wide = tip.offsetWidth, high = tip.offsetHeight;
+    tip.style.left = `${Math.max(6, Math.min(event.clientX + 14, innerWidth - wide - 6))}px`;
+    tip.style.top = `${event.clientY + 16 + high > innerHeight ? event.clientY - high - 10 : event.clientY + 16}px`;
+  });
+  node.addEventListener("pointerleave", () => { tip.hidden = true; });
+  return node;
+}
+
+function ticks(low, high, most) {
+  const raw = (high - low) / most, power = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 2.5, 5, 10].map((f) => f * power).find((s) => s >= raw) || raw;
+  const found = [];
+  for (let v = Math.ceil(low / step) * step; v <= high + step * 1e-9; v += step) found.push(+v.toPrecision(12));
+  return found;
+}
+
+function frame(box, height, {x, y, xName, yName, xText = number, yText = number, left = 52}) {
+  const width = Math.max(280, box.clientWidth - 2), top = 12, bottom = 34, right = 14;
+  const root = svg("svg", {viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${yName} against ${xName}`});
+  const px = (v) => left + (v - x[0]) / (x[1] - x[0] || 1) * (width - left - right);
+  const py = (v) => height - bottom - (v - y[0]) / (y[1] - y[0] || 1) * (height - top - bottom);
+  for (const v of ticks(y[0], y[1], 5)) {
+    root.append(svg("line", {x1: left, x2: width - right, y1: py(v), y2: py(v), class: "axis"}));
+    root.append(svg("text", {x: left - 6, y: py(v) + 4, "text-anchor": "end"}, yText(v)));
+  }
+  for (const v of ticks(x[0], x[1], Math.max(3, width / 110))) root.append(svg("text", {x: px(v), y: height - bottom + 16, "text-anchor": "middle"}, xText(v)));
+  root.append(svg("text", {x: width - right, y: height - 3, "text-anchor": "end"}, xName));
+  root.append(svg("text", {x: left, y: top - 2}, yName));
+  box.append(root);
+  return {root, px, py, width, height};
+}
+
+function curves(box, height, rows, points, names) {
+  const all = rows.flatMap((row) => points(row).flat());
+  if (!all.length) { box.append(el("p", {}, "Nothing was measured for this plot.")); return; }
+  const range = (values, from) => { let a = Math.min(...values), b = Math.max(...values); if (from !== undefined) a = from; const pad = (b - a) * 0.04 || 1; return [from === undefined ? a - pad : a, b + pad]; };
+  const extra = names.target == null ? [] : [names.target];
+  const f = frame(box, height, {x: range(all.map((p) => p[0]), 0), y: range([...all.map((p) => p[1]), ...extra]), ...names});
+  if (names.target != null) {
+    f.root.append(svg("line", {x1: f.px(0), x2: f.width - 14, y1: f.py(names.target), y2: f.py(names.target), class: "target"}));
+    f.root.append(svg("text", {x: f.width - 14, y: f.py(names.target) - 5, "text-anchor": "end"}, `target ${number(names.target)}`));
+  }
+  for (const row of rows) {
+    points(row).forEach((line, seed) => {
+      const path = line.map((p, n) => `${n ? "L" : "M"}${f.px(p[0]).toFixed(1)} ${f.py(p[1]).toFixed(1)}`).join("");
+      f.root.append(svg("path", {d: path, fill: "none", stroke: colour(row), "stroke-width": seed ? 1 : 2.2, opacity: seed ? 0.4 : 1, "stroke-dasharray": row.own ? "none" : "6 3", class: "mark"}));
+      if (!seed || line.length < 12) for (const p of line.length < 60 ? line : []) f.root.append(hover(svg("circle", {cx: f.px(p[0]), cy: f.py(p[1]), r: seed ? 2 : 3.4, fill: colour(row), opacity: seed ? 0.5 : 1}), `${label(row)}\n${names.xName}: ${(names.xText || number)(p[0])}\n${names.yName}: ${number(p[1])}\nseed ${seed}`));
+      if (line.length >= 60) f.root.append(hover(svg("path", {d: path, fill: "none", stroke: "transparent", "stroke-width": 12}), `${label(row)}: ${number(line[0][1])} to ${number(line.at(-1)[1])}`));
+    });
+  }
+}
+
+function bars(box, rows, value, text, {error = () => 0, mark = () => null, tip = null, parts = null, name = ""} = {}) {
+  rows = rows.filter((row) => parts || value(row) != null);
+  if (!rows.length) { box.append(el("p", {}, "Nothing was measured for this plot.")); return; }
+  const width = Math.max(280, box.clientWidth - 2), left = Math.min(200, width * 0.42), right = 74, line = 27;
+  const most = Math.max(...rows.map((row) => Math.max(value(row) + error(row), mark(row) || 0))) || 1;
+  const root = svg("svg", {viewBox: `0 0 ${width} ${rows.length * line + 6}`, role: "img", "aria-label": name});
+  const px = (v) => left + v / most * (width - left - right);
+  rows.forEach((row, n) => {
+    const y = n * line + 5;
+    const room = Math.floor(left / 6.4), whole = label(row);
+    root.append(hover(svg("text", {x: left - 8, y: y + 13, "text-anchor": "end", class: "name"}, whole.length > room ? `${whole.slice(0, room - 1)}…` : whole), `${whole}\n${row.title}`));
+    let from = left;
+    for (const [part, title, fill] of parts || [[null, "", colour(row)]]) {
+      const size = parts ? (row.split_s[part] || 0) : value(row), wide = Math.max(0, px(size) - left);
+      if (wide > 0.3) root.append(hover(svg("rect", {x: from, y, width: wide, height: 17, rx: parts ? 0 : 3, fill, class: "mark"}), parts ? `${whole}\n${title}: ${time(size)}, ${percent(size / value(row))} of the step` : tip ? tip(row) : `${whole}: ${text(row)}`));
+      from += wide;
+    }
+    if (error(row)) { const a = px(Math.max(0, value(row) - error(row))), b = px(value(row) + error(row)), m = y + 8.5; root.append(svg("path", {d: `M${a} ${m}H${b}M${a} ${m - 4}V${m + 4}M${b} ${m - 4}V${m + 4}`, stroke: "var(--ink)", "stroke-width": 1.2, fill: "none", opacity: .7})); }
+    if (mark(row) != null) root.append(hover(svg("path", {d: `M${px(mark(row))} ${y - 3}v23`, stroke: "var(--ink)", "stroke-width": 2.4}), `${whole}\npredicted ${text({...row, __predicted: true})}`));
+    root.append(svg("text", {x: Math.max(from, px(value(row) + error(row))) + 7, y: y + 13, class: "value"}, text(row)));
+  });
+  box.append(root);
+}
+
+function boxes(box, rows) {
+  const width = Math.max(280, box.clientWidth - 2), left = Math.min(200, width * 0.42), line = 27;
+  const most = Math.max(...rows.map((row) => row.quantiles_s[4])) * 1.05;
+  const root = svg("svg", {viewBox: `0 0 ${width} ${rows.length * line + 26}`, role: "img", "aria-label": "step times"});
+  const px = (v) => left + v / most * (width - left - 16);
+  for (const v of ticks(0, most, 4)) root.append(svg("line", {x1: px(v), x2: px(v), y1: 0, y2: rows.length * line, class: "axis"}), svg("text", {x: px(v), y: rows.length * line + 16, "text-anchor": "middle"}, time(v)));
+  rows.forEach((row, n) => {
+    const q = row.quantiles_s, y = n * line + 13, room = Math.floor(left / 6.4), whole = label(row);
+    root.append(svg("text", {x: left - 8, y: y + 4, "text-anchor": "end", class: "name"}, whole.length > room ? `${whole.slice(0, room - 1)}…` : whole));
+    root.append(svg("path", {d: `M${px(q[0])} ${y}H${px(q[4])}`, stroke: colour(row), "stroke-width": 1.6}));
+    root.append(hover(svg("rect", {x: px(q[1]), y: y - 8, width: Math.max(2, px(q[3]) - px(q[1])), height: 16, rx: 3, fill: colour(row), class: "mark"}), `${whole}\n5%: ${time(q[0])}   25%: ${time(q[1])}\nmedian: ${time(q[2])}\n75%: ${time(q[3])}   95%: ${time(q[4])}`));
+    root.append(svg("path", {d: `M${px(q[2])} ${y - 8}v16`, stroke: "var(--card)", "stroke-width": 2}));
+  });
+  box.append(root);
+}
+
+function timeline(box, rows) {
+  const width = Math.max(280, box.clientWidth - 2), left = Math.min(200, width * 0.42), line = 24;
+  const most = Math.max(...rows.map((row) => row.timeline_s.slice(0, 20).reduce((a, b) => a + b, 0)));
+  const root = svg("svg", {viewBox: `0 0 ${width} ${rows.length * line + 24}`, role: "img", "aria-label": "the first steps"});
+  const px = (v) => left + v / most * (width - left - 16);
+  for (const v of ticks(0, most, 4)) root.append(svg("text", {x: px(v), y: rows.length * line + 16, "text-anchor": "middle"}, time(v)));
+  rows.forEach((row, n) => {
+    let at = 0;
+    const room = Math.floor(left / 6.4), whole = label(row), usual = row.step_s;
+    root.append(svg("text", {x: left - 8, y: n * line + 15, "text-anchor": "end", class: "name"}, whole.length > room ? `${whole.slice(0, room - 1)}…` : whole));
+    row.timeline_s.slice(0, 20).forEach((s, step) => {
+      root.append(hover(svg("rect", {x: px(at), y: n * line + 3, width: Math.max(0.6, px(at + s) - px(at) - 1), height: 16, fill: colour(row), opacity: step < DATA.warmup ? .35 : 1, class: "mark"}), `${whole}\nstep ${step + 1}: ${time(s)}${step < DATA.warmup ? ", outside of the window" : ""}\nmedian ${time(usual)}`));
+      at += s;
+    });
+  });
+  box.append(root);
+}
+
+const COLUMNS = [
+  ["name", "contestant", (r) => r.name], ["ranks", "ranks", (r) => r.ranks], ["verdict", "verdict", (r) => r.verdict],
+  ["time_to_target_s", "to target", (r) => time(r.time_to_target_s)], ["final", "final", (r) => number(r.final)],
+  ["step_s", "step", (r) => time(r.step_s)], ["samples_per_s", "samples/s", (r) => number(r.samples_per_s)],
+  ["tokens_per_s", "counted/s", (r) => number(r.tokens_per_s)], ["speedup_best", "speed-up", (r) => r.speedup_best == null ? "–" : `${r.speedup_best.toFixed(2)}×`],
+  ["efficiency", "efficiency", (r) => percent(r.efficiency)], ["utilisation", "of peak", (r) => percent(r.utilisation)],
+  ["memory_bytes", "memory/rank", (r) => bytes(r.memory_bytes)], ["sent_bytes", "sent/step", (r) => bytes(r.sent_bytes)],
+  ["seeds", "seeds", (r) => r.seeds],
+];
+
+function table(card) {
+  const body = el("tbody"), head = el("tr");
+  const fill = () => {
+    const [by, way] = state.sort, words = state.filter.toLowerCase();
+    const rows = job().rows.filter((r) => `${r.name} ${r.title} ${r.verdict} ${r.contract}`.toLowerCase().includes(words));
+    rows.sort((a, b) => { const x = a[by], y = b[by]; if (x == null || y == null) return (x == null) - (y == null); return way * (typeof x === "string" ? x.localeCompare(y) : x - y); });
+    body.replaceChildren(...rows.map((row) => {
+      const line = el("tr", {"data-key": row.key});
+      for (const [name, , text] of COLUMNS) {
+        const cell = el("td", {class: name === "name" || name === "verdict" ? "left" : null});
+        if (name === "name") cell.append(el("code", {}, row.name), el("br"), el("small", {}, row.title + (row.same_as ? ` – as ${row.same_as}` : row.own ? ` – ${row.contract}` : "")));
+        else if (name === "verdict") cell.append(hover(el("span", {class: `tag ${row.verdict.split(" ")[0]}`}, row.verdict), row.findings.map((f) => `${f.name}: ${f.text}`).join("\n") || row.failed.join("\n") || "same samples, parameters, optimiser and losses as the reference"));
+        else cell.append(text(row), name === "step_s" && row.step_spread_s ? el("small", {}, ` ±${time(row.step_spread_s)}`) : "", name === "final" && row.final_spread ? el("small", {}, ` ±${number(row.final_spread)}`) : "");
+        line.append(cell);
+      }
+      return line;
+    }));
+    [...head.children].forEach((th, n) => th.setAttribute("aria-sort", COLUMNS[n][0] === by ? (way > 0 ? "ascending" : "descending") : "none"));
+  };
+  for (const [name, title] of COLUMNS) head.append(el("th", {scope: "col", "data-column": name, onclick: () => { state.sort = [name, state.sort[0] === name ? -state.sort[1] : 1]; fill(); }}, title));
+  card.append(el("input", {type: "search", id: "filter", placeholder: "Filter: name, verdict, contract …", value: state.filter, oninput: (event) => { state.filter = event.target.value; fill(); }}));
+  card.append(el("div", {class: "scroll"}, el("table", {id: "table"}, el("thead", {}, head), body)));
+  fill();
+}
+
+function legend() {
+  const box = el("div", {class: "legend"});
+  for (const row of job().rows.filter((r) => r.step_s)) {
+    box.append(el("button", {type: "button", class: state.off.has(row.key) ? "off" : "", "data-key": row.key, onclick: () => { state.off.has(row.key) ? state.off.delete(row.key) : state.off.add(row.key); draw(); }}, el("i", {style: `background:${colour(row)}`}), label(row)));
+  }
+  return box;
+}
+
+function tiles() {
+  const fair = job().rows.filter((r) => r.step_s && !["unfair", "failed", "too well"].includes(r.verdict));
+  const best = (value, way = 1) => fair.filter((r) => value(r) != null).sort((a, b) => way * (value(a) - value(b)))[0];
+  const found = [["first to the target", best((r) => r.time_to_target_s), (r) => time(r.time_to_target_s)], ["most samples a second", best((r) => r.samples_per_s, -1), (r) => number(r.samples_per_s)], ["least memory a rank", best((r) => r.memory_bytes), (r) => bytes(r.memory_bytes)], [`best ${job().metric} at the end`, best((r) => r.final, job().higher ? -1 : 1), (r) => number(r.final)]];
+  return el("div", {class: "tiles wide"}, ...found.filter((t) => t[1]).map(([what, row, text]) => el("div", {class: "tile"}, el("span", {}, what), el("b", {}, text(row)), el("code", {}, label(row)))));
+}
+
+function draw() {
+  const j = job(), main = el("div", {class: "grid"}), rows = shown();
+  $("main").replaceChildren(main);
+  $("jobs").replaceChildren(...(DATA.jobs.length > 1 ? DATA.jobs.map((each, n) => el("button", {type: "button", "aria-selected": n === state.job, onclick: () => { state.job = n; state.off.clear(); draw(); }}, each.name)) : []));
+  const card = (id, title, words, wide, fill) => {
+    const node = el("section", {class: `card${wide ? " wide" : ""}`, id}, el("h2", {}, title), el("p", {}, words));
+    main.append(node);
+    if (rows.length) fill(node); else node.append(el("p", {}, "All contestants are switched off."));
+  };
+  main.append(tiles());
+  card("deciding", `${j.metric} against ${state.x === "time" ? "time" : "samples"}`, "Validation; thin lines are further seeds, dashed ones other frameworks. Click a name to hide it.", true, (node) => {
+    node.firstChild.before(el("div", {class: "pick"}, ...["time", "samples"].map((x) => el("button", {type: "button", "aria-pressed": state.x === x, onclick: () => { state.x = x; draw(); }}, x))));
+    node.append(legend());
+    curves(node, 380, rows, (row) => row.curves.map((line) => line.map((p) => [state.x === "time" ? p[1] : p[0] * row.samples_per_step, p[2]])), {xName: state.x === "time" ? "training time" : "samples", yName: j.metric, xText: state.x === "time" ? time : number, target: j.target});
+  });
+  if (!rows.length) node_legend(main);
+  const fast = [...rows].sort((a, b) => b.samples_per_s - a.samples_per_s);
+  card("throughput", "Throughput", "Samples a second in the window after the first steps; whiskers: standard deviation over seeds.", false, (node) => bars(node, fast, (r) => r.samples_per_s, (r) => number(r.samples_per_s), {error: (r) => r.samples_per_s * (r.step_spread_s || 0) / r.step_s, name: "throughput", tip: (r) => `${label(r)}\n${number(r.samples_per_s)} samples/s\n${number(r.tokens_per_s)} counted by the loss a second\nspeed-up over the fastest single rank: ${r.speedup_best == null ? "–" : r.speedup_best.toFixed(2)}\n${percent(r.utilisation)} of ${number(j.peak_flops_per_s / 1e9)} GFLOP/s a rank`}));
+  card("memory", "Memory", "Peak of the rank that needs most, above what it held before the model was built.", false, (node) => bars(node, [...rows].sort((a, b) => a.memory_bytes - b.memory_bytes), (r) => r.memory_bytes, (r) => bytes(r.memory_bytes), {error: (r) => r.memory_spread_bytes, name: "memory"}));
+  card("split", "Where a step goes", "Medians. Communication is the wait of the rank that waits least; what others wait longer is for the slowest rank.", false, (node) => {
+    node.append(el("div", {class: "legend"}, ...PARTS.map(([, title, fill]) => el("button", {type: "button", disabled: ""}, el("i", {style: `background:${fill}`}), title))));
+    const split = rows.filter((r) => Object.keys(r.split_s).length), total = (r) => PARTS.reduce((sum, [part]) => sum + (r.split_s[part] || 0), 0);
+    bars(node, split.sort((a, b) => total(a) - total(b)), total, (r) => time(total(r)), {parts: PARTS, name: "time split"});
+  });
+  card("steps", "Step times", "Box: middle half; line: 5% to 95%; gap: median.", false, (node) => boxes(node, [...rows].sort((a, b) => a.quantiles_s[2] - b.quantiles_s[2])));
+  const ranks = new Set(rows.map((r) => r.ranks));
+  if (ranks.size > 1) card("scaling", `Scaling (${DATA.weak ? "weak" : "strong"})`, "Throughput relative to the fastest single rank of all; the line is perfect scaling.", false, (node) => {
+    const f = frame(node, 300, {x: [0, Math.max(...ranks) + 0.4], y: [0, Math.max(...ranks, ...rows.map((r) => r.speedup_best || 0)) * 1.05], xName: "ranks", yName: "speed-up"});
+    f.root.append(svg("line", {x1: f.px(0), y1: f.py(0), x2: f.px(Math.max(...ranks)), y2: f.py(Math.max(...ranks)), class: "target"}));
+    for (const r of rows) if (r.speedup_best != null) f.root.append(hover(svg("circle", {cx: f.px(r.ranks), cy: f.py(r.speedup_best), r: 5, fill: colour(r), class: "mark"}), `${label(r)}\n${r.speedup_best.toFixed(2)}× the fastest single rank\n${r.speedup_own == null ? "" : `${r.speedup_own.toFixed(2)}× its own single rank`}`));
+  });
+  card("bytes", "Bytes sent", "By each rank in a step, counted by Shoal's ledger; the mark is the prediction. Other frameworks' groups are not counted.", false, (node) => bars(node, rows.filter((r) => r.sent_bytes != null), (r) => r.sent_bytes, (r) => bytes(r.__predicted ? r.predicted_bytes : r.sent_bytes), {mark: (r) => r.predicted_bytes, name: "bytes"}));
+  if (rows.some((r) => r.predicted_step_s)) card("predicted", "Predicted step", "Bar: measured; mark: the plan's estimate for this machine.", false, (node) => bars(node, rows.filter((r) => r.predicted_step_s), (r) => r.step_s, (r) => time(r.__predicted ? r.predicted_step_s : r.step_s), {mark: (r) => r.predicted_step_s, name: "predicted"}));
+  card("loss", "Training loss", "By step, first seed.", false, (node) => curves(node, 300, rows, (row) => row.losses.map((line) => line.filter((p) => p[1] != null)), {xName: "step", yName: "loss"}));
+  card("timeline", "The first steps", "Twenty steps of the first seed; pale ones are outside of the window.", false, (node) => timeline(node, rows));
+  card("all", "All figures", "Click a column to sort. Point at a verdict for its reasons.", true, table);
+  const notes = [...j.rows.flatMap((r) => [...r.findings.map((f) => [label(r), `${f.name} – ${f.text}`]), ...r.failed.map((f) => [label(r), `failed – ${f}`])]), ...j.absent.map((a) => [`${a.name} ×${a.ranks}`, `not run – ${a.why}`])];
+  if (notes.length) main.append(el("section", {class: "card wide", id: "notes"}, el("h2", {}, "What the guard found, and who did not run"), el("ul", {}, ...notes.map(([who, what]) => el("li", {}, el("code", {}, who), " ", what)))));
+}
+
+function node_legend(main) { main.querySelector("#deciding").append(legend()); }
+
+$("theme").addEventListener("click", () => {
+  const dark = document.documentElement.dataset.theme === "dark" || (!document.documentElement.dataset.theme && matchMedia("(prefers-color-scheme: dark)").matches);
+  document.documentElement.dataset.theme = dark ? "light" : "dark";
+});
+let width = innerWidth;
+addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; draw(); } });
+draw();

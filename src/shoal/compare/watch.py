@@ -1,0 +1,228 @@
+"""What the protocol sees of a contestant without asking it: which samples it reads, which losses it computes, which
+optimisers step, when something is compiled, what it holds in memory.
+
+A job is wrapped before a contestant gets it. The state lies in the module, so that rehearsals of the job's code, which
+restore what the job holds, leave it alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import optimizer as torch_optimizer
+
+from shoal.job import Batch, Job
+
+KEPT_STEPS = 3
+"""Steps of which the sample ids themselves are kept, for messages."""
+NOT_COMPARED = ("params", "lr", "initial_lr", "foreach", "fused", "capturable", "differentiable", "maximize")
+"""Options of an optimiser that change no number, or are compared as the schedule."""
+
+
+class Watch:
+    """What was seen on this rank."""
+
+    def __init__(self) -> None:
+        self.now = -1
+        self.counts: dict[int, int] = {}
+        self.sums: dict[int, int] = {}
+        self.ids: dict[int, list[int]] = {}
+        self.data_s: dict[int, float] = {}
+        self.losses: dict[int, list[tuple[Tensor, Any]]] = {}
+        self.started: dict[int, tuple[float, float]] = {}
+        self.compiled: dict[int, int] = {}
+        self.optimizers: dict[int, torch.optim.Optimizer] = {}
+        self.peak_bytes: int | None = None
+        self.base_bytes = 0
+
+    def begin(self, step: int) -> None:
+        """A step starts. The first forgets what trial runs before it did."""
+        if step == self.now:
+            return
+        if step == 0 or step < self.now:
+            for each in (self.counts, self.sums, self.ids, self.data_s, self.losses, self.started, self.compiled):
+                for late in [number for number in each if number >= step]:
+                    del each[late]
+            if step == 0:
+                self.optimizers.clear()
+                self.peak_bytes = None
+        self.now = step
+        self.compiled[step] = _graphs()
+        self.started[step] = time.perf_counter(), time.thread_time()
+
+    def read(self, indices: np.ndarray, seconds: float) -> None:
+        step, numbers = self.now, np.asarray(indices, dtype=np.uint64)
+        self.counts[step] = self.counts.get(step, 0) + len(numbers)
+        self.sums[step] = (self.sums.get(step, 0) + mixed(numbers)) % (1 << 64)
+        self.data_s[step] = self.data_s.get(step, 0.0) + seconds
+        if step < KEPT_STEPS:
+            self.ids.setdefault(step, []).extend(int(each) for each in numbers)
+
+    def note_peak(self) -> None:
+        """The memory of training, before the first evaluation adds its own."""
+        if self.peak_bytes is None:
+            self.peak_bytes = memory()["VmHWM"]
+
+    def facts(self) -> dict[str, Any]:
+        """All of it, as JSON."""
+        self.note_peak()
+        steps = sorted(self.started)
+        marks = [self.started[step] for step in steps]
+        return {
+            "samples": [[self.counts.get(step, 0), str(self.sums.get(step, 0))] for step in steps],
+            "first_samples": [self.ids.get(step, []) for step in steps[:KEPT_STEPS]],
+            "data_s": [self.data_s.get(step, 0.0) for step in steps],
+            "cpu_s": [then[1] - now[1] for now, then in pairwise(marks)],
+            "wall_s": [then[0] - now[0] for now, then in pairwise(marks)],
+            "compiled": [self.compiled[step] for step in steps],
+            "optimizers": [_described(each) for each in self.optimizers.values()],
+            "peak_bytes": (self.peak_bytes or 0) - self.base_bytes,
+        }
+
+
+def mixed(numbers: np.ndarray) -> int:
+    """A sum that tells sets of sample ids apart, whatever their order and however ranks share them (splitmix64)."""
+    with np.errstate(over="ignore"):
+        x = numbers.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return int((x ^ (x >> np.uint64(31))).sum(dtype=np.uint64))
+
+
+WATCH = Watch()
+
+
+class _Read:
+    """Data that notes what is read of it."""
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_data":
+            raise AttributeError(name)
+        return getattr(self._data, name)
+
+    def batch(self, indices: np.ndarray) -> Batch:
+        start = time.perf_counter()
+        found: Batch = self._data.batch(indices)
+        WATCH.read(indices, time.perf_counter() - start)
+        return found
+
+
+class _Validated(_Read):
+    def batch(self, indices: np.ndarray) -> Batch:
+        WATCH.note_peak()
+        found: Batch = self._data.batch(indices)
+        return found
+
+
+class _Scheduled:
+    """The schedule, which is asked at the beginning of every step."""
+
+    def __init__(self, schedule: Any) -> None:
+        self.schedule = schedule
+
+    def __call__(self, step: int) -> float:
+        WATCH.begin(step)
+        return float(self.schedule(step))
+
+
+class _Lost:
+    """The loss, kept as a tensor: reading its value would make the rank wait for it."""
+
+    def __init__(self, loss: Any) -> None:
+        self.loss = loss
+
+    def __call__(self, output: Any, batch: Batch) -> Any:
+        found = self.loss(output, batch)
+        if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Tensor):
+            count = found[1].detach() if isinstance(found[1], Tensor) else found[1]
+            WATCH.losses.setdefault(WATCH.now, []).append((found[0].detach(), count))
+        return found
+
+
+def watched(job: Job, *, losses: bool) -> Job:
+    """The job as a contestant gets it. `losses`: whether losses are kept too; Shoal's own record has them."""
+    changes: dict[str, Any] = {"train": _Read(job.train), "schedule": _Scheduled(job.schedule)}
+    if job.validation is not None:
+        changes["validation"] = _Validated(job.validation)
+    if losses:
+        changes["loss"] = _Lost(job.loss)
+    return replace(job, **changes)
+
+
+def start_watching() -> Watch:
+    """A fresh watch for this process, with the memory that is held before a contestant is built."""
+    global WATCH
+    WATCH = Watch()
+    torch_optimizer.register_optimizer_step_post_hook(_stepped)
+    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+        file.write("5")  # The peak so far is forgotten.
+    WATCH.base_bytes = memory()["VmRSS"]
+    return WATCH
+
+
+def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    WATCH.optimizers.setdefault(id(optimizer), optimizer)
+
+
+def _graphs() -> int:
+    """How many graphs `torch.compile` has compiled in this process."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"].get("unique_graphs", 0))
+
+
+def memory() -> dict[str, int]:
+    """Resident bytes of this process now, and the most so far."""
+    with open("/proc/self/status", encoding="ascii") as file:
+        rows = (line.split() for line in file)
+        return {row[0][:-1]: 1024 * int(row[1]) for row in rows if row[0] in ("VmRSS:", "VmHWM:")}
+
+
+def _described(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """An optimiser that has stepped: its class, its options, the precision of parameters and state."""
+    options, parameters, state = [], set(), set()
+    for group in optimizer.param_groups:
+        found = {name: _plain(value) for name, value in group.items() if name not in NOT_COMPARED}
+        if found not in options and any(each.numel() for each in group["params"]):
+            options.append(found)
+        parameters |= {str(each.dtype).removeprefix("torch.") for each in group["params"] if each.numel()}
+    for entries in optimizer.state.values():
+        for value in entries.values() if isinstance(entries, dict) else ():
+            if isinstance(value, Tensor) and value.numel() > 1:
+                state.add(str(value.dtype).removeprefix("torch."))
+    return {
+        "class": type(optimizer).__name__, "options": sorted(options, key=str), "parameters": sorted(parameters),
+        "state": sorted(state),
+    }  # fmt: skip
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else str(tuple(value.shape))
+    if isinstance(value, tuple | list):
+        return [_plain(each) for each in value]
+    return value if isinstance(value, (int, float, str, bool, type(None))) else str(value)
+
+
+def hashed(parameters: Iterator[tuple[str, Tensor]]) -> dict[str, list[str]]:
+    """Parameter -> its shape and precision, and the hash of its bits."""
+    found = {}
+    for name, value in parameters:
+        plain = value.detach().to("cpu").contiguous()
+        bits = hashlib.sha256(plain.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+        found[name] = [f"{str(plain.dtype).removeprefix('torch.')}{list(plain.shape)}", bits]
+    return found

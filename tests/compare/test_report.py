@@ -1,0 +1,120 @@
+"""The report in a browser: every plot is drawn, nothing fails, tables sort and filter, nothing comes from outside."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.compare.report import as_csv, as_markdown, page, write_report
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+PLOTS = ("deciding", "throughput", "memory", "split", "steps", "scaling", "bytes", "loss", "timeline")
+
+
+def row(name: str, ranks: int, step_s: float, *, own: bool, verdict: str = "fair") -> dict[str, Any]:
+    curve = [[step, step * step_s, 3.0 - step / 40] for step in (10, 20, 30, 40)]
+    return {
+        "name": name, "title": "Shoal" if own else "PyTorch DDP", "ranks": ranks, "own": own, "seeds": 2,
+        "key": f"{name}@{ranks}", "failed": [], "same_as": None if own else "dp(2)", "contract": "exact",
+        "step_s": step_s, "time_to_target_s": 30 * step_s, "step_spread_s": 0.001, "samples_per_s": 24 / step_s,
+        "tokens_per_s": 768 / step_s, "quantiles_s": [step_s * f for f in (0.9, 0.95, 1, 1.1, 1.4)],
+        "memory_bytes": 3e7 * ranks, "memory_spread_bytes": 1e6, "final": 2.0, "final_spread": 0.01,
+        "steps_to_target": 30, "reached": 2, "sent_bytes": 171040 if own else None,
+        "predicted_bytes": 171040 if own else None, "utilisation": 0.2,
+        "split_s": {name: part * step_s for name, part in (("data", 0.1), ("compute", 0.6), ("communication", 0.3))},
+        "curves": [curve, curve], "losses": [[[n + 1, 5 - n / 20] for n in range(40)]], "timeline_s": [step_s] * 40,
+        "speedup_own": 1.5, "speedup_best": 1.4, "efficiency": 0.7, "verdict": verdict, "findings": [
+            {"name": "samples", "kind": "breach", "text": "</script><script>document.title = 'broken'</script>"}
+        ] if verdict == "unfair" else [],
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Any]:
+    rows = [
+        row("serial", 1, 0.02, own=True), row("dp(2)", 2, 0.011, own=True), row("torch-ddp", 2, 0.013, own=False),
+        row("<b>unfair</b>", 2, 0.005, own=False, verdict="unfair"),
+    ]  # fmt: skip
+    job = {
+        "job": "language:tiny", "name": "language:gpt:tiny", "parameters": 42000, "batch": 24, "metric": "loss",
+        "higher": False, "target": 2.3, "rows": rows, "steps": 40, "peak_flops_per_s": 5e10,
+        "absent": [{"name": "horovod", "ranks": 2, "why": "it does not build"}],
+    }  # fmt: skip
+    return {"question": None, "environment": {"torch": "2.13"}, "machine": {}, "started": "today", "jobs": [job]}
+
+
+def test_the_forms_agree_and_the_page_is_small_and_needs_nothing_else(results: dict[str, Any], tmp_path: Path) -> None:
+    path = write_report(results, tmp_path, commands=["shoal compare language:tiny"])
+    text = path.read_text()
+    assert len(text) < 1_500_000
+    assert "src=" not in text
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+    saved = json.loads((tmp_path / "report.json").read_text())["jobs"][0]["rows"]
+    rows = list(csv.DictReader(io.StringIO(as_csv(results))))
+    assert [float(each["step_s"]) for each in rows] == [each["step_s"] for each in saved]
+    assert "horovod" in as_markdown(results)
+
+
+def test_markup_in_names_and_findings_stays_text(results: dict[str, Any]) -> None:
+    text = page(results)
+    assert "<b>unfair" not in text
+    assert text.count("</script>") == 2
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    if CHROMIUM is None or DRIVER is None:
+        pytest.skip("chromium and chromium-driver are not installed: apt-get install chromium chromium-driver")
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+    yield driver
+    driver.quit()
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("width", [1280, 400])
+def test_a_browser_draws_every_plot_and_sorts_and_filters(
+    browser: Any, results: dict[str, Any], tmp_path: Path, width: int
+) -> None:
+    path = write_report(results, tmp_path)
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    browser.get(path.as_uri())
+
+    def js(code: str) -> Any:
+        return browser.execute_script(f"return {code}")
+
+    for plot in PLOTS:
+        marks = f"document.querySelectorAll('#{plot} svg .mark').length"
+        assert js(marks) >= (1 if plot == "scaling" else 2), plot
+    assert js("document.documentElement.scrollWidth") <= width
+    assert js("document.title") != "broken"
+
+    names = "[...document.querySelectorAll('#table tbody tr')].map(row => row.dataset.key)"
+    js("document.querySelector('[data-column=step_s]').click()")
+    assert js(names) == ["<b>unfair</b>@2", "dp(2)@2", "torch-ddp@2", "serial@1"]
+    js("document.querySelector('[data-column=step_s]').click()")
+    assert js(names)[0] == "serial@1"
+    browser.find_element("id", "filter").send_keys("torch-ddp")
+    assert js(names) == ["torch-ddp@2"]
+
+    lines = "document.querySelectorAll('#deciding svg path.mark').length"
+    before = js(lines)
+    js("document.querySelector('#deciding .legend button').click()")
+    assert js(lines) == before - 2
+    assert [each for each in browser.get_log("browser") if each["level"] == "SEVERE"] == []
