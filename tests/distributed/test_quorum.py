@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -80,4 +81,27 @@ def test_the_others_go_on_at_once_when_an_island_is_killed(
     assert results[0]["status"] == "finished"
     assert [loss["ranks"] for loss in results[0]["lost"]] == [[2]]
     assert results[0]["consistency"]["repeated"] == int(point.startswith("step"))
+    assert all(bool(value.isfinite().all()) for value in values.values())
+
+
+LOSING = (
+    "dp(4, sync=diloco(4, quorum=2))", "dp(4, sync=diloco(4, quorum=3, fragments=2, overlap=1, blend=0.5))",
+    'dp(4, sync=gossip("ring", "async"))', 'dp(4, sync=gossip("ring"))', "dp(4, sync=local(4))",
+    "dp(4, sync=elastic(2, 0.2, 'async'))", "dp(2, sync=diloco(4)) * dp(2, zero=3)",
+)  # fmt: skip
+POINTS = ("step: forward", "step: backward done", "step: updated", "step: published", "evaluate: measured")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(25))
+def test_random_kills_leave_the_others_training_to_the_end(ranks: Ranks, tmp_path: Path, seed: int) -> None:
+    """One island, or two at different times; none hangs (the fixture limits the time), nothing is left behind."""
+    random = Random(seed)
+    strategy = LOSING[seed % len(LOSING)]
+    victims = [2] if strategy.endswith("zero=3)") else random.sample([1, 2, 3], random.choice([1, 1, 2]))
+    killed = [(rank, random.choice(POINTS), random.randint(1, 5) + 8 * at) for at, rank in enumerate(victims)]
+    killed = [(rank, point, 1 + times % 4 if point.startswith("evaluate") else times) for rank, point, times in killed]
+    results, _, values = lose(ranks, tmp_path, killed, strategy)
+    assert results[0]["status"] == "finished"
+    assert {rank for loss in results[0]["lost"] for rank in loss["ranks"]} >= set(victims[:1])
     assert all(bool(value.isfinite().all()) for value in values.values())
