@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv bytecode demo compare quick test test-all fuzz soak lint consistency two-hosts bench clean
+.PHONY: venv bytecode demo compare quick test test-all fuzz soak kills lint consistency two-hosts bench docs clean
 
 venv: $(STAMP)
 
@@ -73,8 +73,18 @@ two-hosts: venv
 	dp(2, sync=diloco(32)),dp(2, sync=diloco(32, momentum=0.0, lr=1.0), compress=chunktopk(0.03)),\
 	dp(2, compress=powersgd(4)),dp(2, compress=topk(0.01))"
 
+# Runs that lose a rank at random under schemes that go on without it.
+KILLS ?= 50
+kills: venv
+	$(BIN)/python tests/kills.py --kills $(KILLS) --seed $(SEED)
+
+# The documentation as a site, in build/site: links and anchors are checked, and nothing is fetched to read it.
+docs: venv
+	@$(BIN)/python -c "import mkdocstrings" 2>/dev/null || $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
 bench: venv
 	@for file in benchmarks/[a-z]*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache runs
+	rm -rf build $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache runs

@@ -27,5 +27,5 @@ for epoch in range(20):
         x, y = inputs[start : start + 64][mine], labels[start : start + 64][mine]
         engine.backward(*loss_of(x, y))  # 2, where loss.backward() stood
         result = engine.step()  # 3, where optimizer.step() stood
-    if engine.replicas.everyone.index == 0 and epoch % 5 == 4:
+    if engine.rank == 0 and epoch % 5 == 4:
         print(f"epoch {epoch + 1}: loss {result.loss:.4f}", flush=True)

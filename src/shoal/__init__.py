@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from shoal.api.analyze import NetworkReport, analyze
     from shoal.api.calibrate import CalibrationReport, calibrate
     from shoal.api.compare import Comparison, compare, report, runs
+    from shoal.api.doctor import Diagnosis, doctor
     from shoal.api.evaluate import Evaluation, evaluate
     from shoal.api.explain import Explanation, explain
     from shoal.api.export import ExportedModel, export
@@ -25,7 +26,11 @@ if TYPE_CHECKING:
     from shoal.api.running import load_run, train, verify
     from shoal.api.running import train as train_job
     from shoal.api.simulate import SimulatedSteps, simulate
+    from shoal.api.simulate_servers import SimulatedServers
+    from shoal.api.submit import Submission, submit
+    from shoal.api.tokenize import TokenFolder, tokenize
     from shoal.api.validate import Validation, validate
+    from shoal.exporting.trained import full_weights as load_weights
     from shoal.job import Job
     from shoal.job.callbacks import Callback, TrainingState
     from shoal.job.hints import LayoutHints
@@ -42,6 +47,7 @@ _LATER = {
     "Comparison": "shoal.api.compare:Comparison",
     "Callback": "shoal.job.callbacks:Callback",
     "Certificate": "shoal.proof.certify:Certificate",
+    "Diagnosis": "shoal.api.doctor:Diagnosis",
     "Evaluation": "shoal.api.evaluate:Evaluation",
     "Explanation": "shoal.api.explain:Explanation",
     "ExportedModel": "shoal.api.export:ExportedModel",
@@ -50,23 +56,30 @@ _LATER = {
     "NetworkReport": "shoal.api.analyze:NetworkReport",
     "PlanReport": "shoal.api.plan:PlanReport",
     "Run": "shoal.training.record.run:Run",
+    "SimulatedServers": "shoal.api.simulate_servers:SimulatedServers",
     "SimulatedSteps": "shoal.api.simulate:SimulatedSteps",
+    "Submission": "shoal.api.submit:Submission",
     "TrainOptions": "shoal.training.options:TrainOptions",
     "TrainingState": "shoal.job.callbacks:TrainingState",
+    "TokenFolder": "shoal.api.tokenize:TokenFolder",
     "Validation": "shoal.api.validate:Validation",
     "analyze": "shoal.api.analyze:analyze",
     "calibrate": "shoal.api.calibrate:calibrate",
     "compare": "shoal.api.compare:compare",
+    "doctor": "shoal.api.doctor:doctor",
     "engine": "shoal.training.own_loop:engine",
     "evaluate": "shoal.api.evaluate:evaluate",
     "explain": "shoal.api.explain:explain",
     "export": "shoal.api.export:export",
     "layout_of": "shoal.layout.layout:layout_of",
     "load_run": "shoal.api.running:load_run",
+    "load_weights": "shoal.exporting.trained:full_weights",
     "plan": "shoal.api.plan:plan",
     "report": "shoal.api.compare:report",
     "runs": "shoal.api.compare:runs",
     "simulate": "shoal.api.simulate:simulate",
+    "submit": "shoal.api.submit:submit",
+    "tokenize": "shoal.api.tokenize:tokenize",
     "train": "shoal.api.running:train",
     "train_job": "shoal.api.running:train",
     "validate": "shoal.api.validate:validate",
@@ -74,10 +87,12 @@ _LATER = {
 }
 
 __all__ = [
-    "CalibrationReport", "Callback", "Certificate", "Comparison", "Evaluation", "Explanation", "ExportedModel", "Job",
-    "LayoutHints", "NetworkReport", "PlanReport", "Run", "SimulatedSteps", "TrainOptions", "TrainingState",
-    "Validation", "analyze", "calibrate", "compare", "engine", "evaluate", "explain", "export", "layout_of",
-    "load_run", "plan", "report", "runs", "simulate", "train", "train_job", "validate", "verify",
+    "CalibrationReport", "Callback", "Certificate", "Comparison", "Diagnosis", "Evaluation", "Explanation",
+    "ExportedModel", "Job", "LayoutHints", "NetworkReport", "PlanReport", "Run", "SimulatedServers",
+    "SimulatedSteps", "Submission", "TokenFolder", "TrainOptions", "TrainingState", "Validation", "analyze",
+    "calibrate", "compare", "doctor", "engine", "evaluate", "explain", "export", "layout_of", "load_run",
+    "load_weights", "plan", "report", "runs", "simulate", "submit", "tokenize", "train", "train_job", "validate",
+    "verify",
 ]  # fmt: skip
 __all__ += [name for name in dict.fromkeys([*_strategy.__all__, *_strategy.REGISTRY]) if name not in __all__]
 

@@ -18,7 +18,8 @@ from shoal.job.load import load_job
 from shoal.runtime.options import WrongOption
 
 ROOT = Path(__file__).parents[2]
-VERBS = ("analyze", "calibrate", "evaluate", "explain", "export", "plan", "simulate", "validate")
+VERBS = ("analyze", "calibrate", "doctor", "evaluate", "explain", "export", "plan", "simulate", "submit",
+         "validate")  # fmt: skip
 
 
 def command(*words: str) -> dict[str, Any]:
@@ -140,3 +141,24 @@ def test_results_print_as_tables() -> None:
     )  # fmt: skip
     assert repr(certificate).startswith("PASSED: mine under dp(2) on 2 ranks\n")
     assert "<table>" in certificate._repr_html_()
+
+
+def test_the_page_of_reference_is_what_signatures_and_docstrings_say() -> None:
+    from shoal.api.reference import written
+
+    page = (ROOT / "docs/api.md").read_text()
+    assert written(page) == page, "run: python -m shoal.api.reference --write docs/api.md"
+
+
+def test_every_argument_of_the_api_is_documented() -> None:
+    import inspect
+
+    terms = {*shoal.REGISTRY, *shoal.strategy.__all__}
+    for name in sorted({*shoal.__all__} - terms):
+        found = getattr(shoal, name)
+        if not inspect.isfunction(found):
+            continue
+        text = found.__doc__ or ""
+        for each in inspect.signature(found).parameters.values():
+            if "Args:" in text and each.kind is not each.VAR_KEYWORD:
+                assert f"{each.name}: " in text, f"shoal.{name} does not document {each.name}"

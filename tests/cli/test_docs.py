@@ -81,8 +81,13 @@ def test_every_command_of_the_documentation_parses(page: Path) -> None:
         words = shlex.split(re.sub(r"[\[\]]| \$\w+$", " ", line), comments=True)[1:]
         verb, *rest = words
         assert verb in verbs.commands, line
+        if "--" in rest:  # What follows are options of `shoal train`.
+            place = rest.index("--")
+            of_train = {name for each in verbs.commands["train"].params for name in each.opts}
+            assert {word for word in rest[place + 1 :] if word.startswith("-")} <= of_train, line
+            rest = rest[:place]
         options = {name for each in verbs.commands[verb].params for name in (*each.opts, *each.secondary_opts)}
-        used = {word for word in rest if re.fullmatch(r"--?[a-z].*", word)}
+        used = {word.partition("=")[0] for word in rest if re.fullmatch(r"--?[a-z].*", word)}
         assert used <= options | {"--help"}, line
         synopsis = "[" in re.sub(r"'[^']*'|\"[^\"]*\"", "", line) or any(
             re.fullmatch(r"[A-Z|.a-z]*[A-Z]{2,}[A-Z|.]*|[A-Z]|S|\.\.\.", word) for word in rest

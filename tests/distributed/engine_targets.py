@@ -434,3 +434,21 @@ def choosing(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     if not said:
         leave()
     return {"said": said, "kept": kept, "losses": losses}
+
+
+def stop_during_backward(arguments: dict[str, Any], channel: Any) -> list[bool]:
+    """Which of three steps say that all stop; rank 1 is asked to in the backward of the second."""
+    engine, me = start("dp(2)", chain())
+    engine.asked_to_stop = lambda: bool(channel.stop_requested)
+    stops = []
+    for step in range(3):
+        def in_backward(gradient: torch.Tensor, step: int = step) -> None:
+            if step == 1 and me.rank == 1:
+                channel.ask_to_stop()
+
+        loss = loss_of(engine.model, torch.randn(8, WIDTH))
+        loss.register_hook(in_backward)
+        engine.backward(loss, 8.0)
+        stops.append(bool(engine.step().stop))
+    leave()
+    return stops

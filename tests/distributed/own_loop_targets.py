@@ -182,3 +182,171 @@ def losses(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     )
     leave()
     return found
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward part, in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, d = x.shape
+        q, k, v = (y.view(b, t, 2, d // 2).transpose(1, 2) for y in self.qkv(x).split(d, dim=-1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(b, t, d))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(8, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def tokens(step: int, samples: int = 6) -> dict[str, torch.Tensor]:
+    drawn = torch.randint(12, (samples, 9), generator=torch.Generator().manual_seed(step))
+    return {"x": drawn[:, :-1], "y": drawn[:, 1:]}
+
+
+def token_loss(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+    labels = batch["y"]
+    return F.cross_entropy(output.reshape(-1, output.shape[-1]), labels.reshape(-1), reduction="sum"), labels.numel()
+
+
+def built() -> nn.Module:
+    torch.manual_seed(4)
+    return Tiny().double()
+
+
+def adamw(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=0.01)
+
+
+def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+
+
+def plain_loop(steps: int) -> tuple[dict[str, torch.Tensor], list[float], float]:
+    """Plain PyTorch: weights, losses, and the loss of another batch."""
+    model = built()
+    optimizer = adamw(model.parameters())
+    scheduler, losses = halving(optimizer), []
+    for step in range(steps):
+        batch = tokens(step)
+        optimizer.zero_grad()
+        total, count = token_loss(model(batch["x"]), batch)
+        (total / count).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        scheduler.step()
+        losses.append(float(total.detach() / count))
+    other = tokens(99, 5)
+    total, count = token_loss(model(other["x"]), other)
+    return model.state_dict(), losses, float(total / count)
+
+
+def any_axes(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
+    """Five steps by `train_batch`, saved after the third and loaded by a second engine that makes the last two."""
+    weights, losses, other = plain_loop(5)
+    found: dict[str, Any] = {"losses": losses, "other": other}
+
+    def engine() -> Any:
+        return shoal.engine(
+            built(), arguments["strategy"], optimizer=adamw, clip=0.5, example=tokens(0), loss=token_loss
+        )
+
+    first = engine()
+    scheduler = halving(first.optimizer)
+    mine = []
+    for step in range(3):
+        mine.append(first.train_batch(tokens(step)).loss)
+        scheduler.step()
+    first.save(arguments["folder"], step=3, progress={"scheduler": scheduler.state_dict()})
+    first.close()
+    leave()
+    with engine() as again:
+        scheduler = halving(again.optimizer)
+        step, progress = again.load(arguments["folder"])
+        scheduler.load_state_dict(progress["scheduler"])
+        for at in range(step, 5):
+            mine.append(again.train_batch(tokens(at)).loss)
+            scheduler.step()
+        found |= {"mine": mine, "evaluated": again.evaluate_batch(tokens(99, 5))["loss"], "rank": again.rank}
+        found["lr"] = again.optimizer.param_groups[0]["lr"]
+        model = again.model
+        state = None
+        try:
+            state = again.state_dict()
+        except RuntimeError as error:
+            found["refused"] = str(error)
+        path = again.save(arguments["folder"], step=5)
+    saved = shoal.load_weights(path)
+    found["saved"] = max(float((saved[name] - weights[name]).abs().max()) for name in weights)
+    if state is not None:
+        found["worst"] = max(float((state[name] - weights[name]).abs().max()) for name in weights)
+        found["given back"] = max(
+            float((value - weights[name]).abs().max()) for name, value in model.state_dict().items()
+        )
+    return found
+
+
+def three_lines(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
+    """The loop of three lines under zero=3: scheduler, save, load, evaluation, and what is refused."""
+    _, losses, other = plain_loop(4)
+    engine = shoal.engine(built(), arguments["strategy"], optimizer=adamw, clip=0.5)
+    model, scheduler, mine = engine.model, halving(engine.optimizer), []
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return token_loss(model(x), {"y": y})
+
+    def one(step: int) -> None:
+        batch, part = tokens(step), engine.share(6)
+        result = None
+        x, y = batch["x"][part], batch["y"][part]
+        for rows in torch.arange(len(x)).chunk(engine.micro_batches):
+            engine.backward(*loss_of(x[rows], y[rows]))
+            result = engine.step()
+        mine.append(result.loss)
+        scheduler.step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(2):
+            one(step)
+        engine.save(arguments["folder"], step=2, progress={"scheduler": scheduler.state_dict()})
+        one(90)
+        scheduler.step()
+        mine.pop()
+        step, progress = engine.load(arguments["folder"])  # The scheduler keeps its optimiser.
+        scheduler.load_state_dict(progress["scheduler"])
+        for at in range(step, 4):
+            one(at)
+    batch = tokens(99, 5)
+    found = {
+        "mine": mine, "losses": losses, "other": other, "evaluated": engine.evaluate(loss_of, batch["x"], batch["y"]),
+        "one sample": engine.evaluate(loss_of, batch["x"][:1], batch["y"][:1]),
+        "lr": engine.optimizer.param_groups[0]["lr"],
+    }  # fmt: skip
+    for what, call in {
+        "train_batch": lambda: engine.train_batch(batch),
+        "pp": lambda: shoal.engine(built(), "pp(2, 'gpipe', micro=2)", optimizer=adamw),
+        "nothing saved": lambda: engine.load(arguments["folder"] + "-none"),
+    }.items():
+        try:
+            call()
+        except (RuntimeError, ValueError) as error:
+            found[what] = str(error)
+    engine.close()
+    leave()
+    return found

@@ -46,6 +46,10 @@ def test_a_loss_that_is_no_number_on_one_rank_stops_all_and_changes_nothing(
     assert seen[0]["loss_after"] == seen[1]["loss_after"]
 
 
+def test_a_stop_that_comes_during_a_step_ends_the_run_after_that_step_on_all_ranks(ranks: Run) -> None:
+    assert ranks(f"{TARGETS}:stop_during_backward", ranks=2) == [[False, True, True]] * 2
+
+
 def test_calls_in_the_wrong_order_are_refused_in_words(ranks: Run) -> None:
     said = ranks(f"{TARGETS}:misuse", ranks=2)[0]
     assert "without backward" in said["step first"]

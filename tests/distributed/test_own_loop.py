@@ -46,3 +46,37 @@ def test_losses_and_counts_that_do_not_add_up_are_named(ranks: Run) -> None:
         assert "a loss of shape [12]; pass the sum of the losses" in found["vector"]
         assert "the count requires a gradient" in found["count grad"]
         assert "NormScaled couples parameters" in found["optimizer"]
+
+
+AXES = ["tp(2)", "pp(2, 'gpipe', micro=2)", "cp(2, 'ring')", "dp(2, zero=3) * accumulate(3)"]
+
+
+@pytest.mark.parametrize("strategy", [*AXES, pytest.param("dp(2, zero=1) * tp(2)", marks=pytest.mark.slow)])
+def test_whole_batches_train_by_any_axis_as_a_plain_loop_does(ranks: Run, tmp_path: Any, strategy: str) -> None:
+    from shoal import parse
+
+    full = "pp" not in strategy and "tp" not in strategy
+    arguments = {"strategy": strategy, "folder": str(tmp_path)}
+    for rank, found in enumerate(ranks(f"{TARGETS}:any_axes", arguments, ranks=parse(strategy).world)):
+        assert found["rank"] == rank
+        assert found["mine"] == pytest.approx(found["losses"], rel=1e-12)
+        assert found["evaluated"] == pytest.approx(found["other"], rel=1e-12)
+        assert found["lr"] == pytest.approx(0.0025)
+        assert found["saved"] < 1e-10
+        if full:
+            assert found["worst"] < 1e-10
+            assert found["given back"] < 1e-10
+        else:
+            assert "leave each rank a part of the model. engine.save(folder, step=n)" in found["refused"]
+
+
+def test_three_lines_with_scheduler_save_load_and_evaluation_under_zero_3(ranks: Run, tmp_path: Any) -> None:
+    arguments = {"strategy": "dp(2, zero=3) * accumulate(2)", "folder": str(tmp_path / "kept")}
+    for found in ranks(f"{TARGETS}:three_lines", arguments, ranks=2):
+        assert found["mine"] == pytest.approx(found["losses"], rel=1e-12)
+        assert found["evaluated"] == pytest.approx(found["other"], rel=1e-12)
+        assert found["one sample"] > 0
+        assert found["lr"] == pytest.approx(0.0025)
+        assert "give shoal.engine(..., example=batch, loss=function)" in found["train_batch"]
+        assert "how the model may be cut is inferred from a batch and its loss" in found["pp"]
+        assert "there is no intact checkpoint; engine.save writes one" in found["nothing saved"]

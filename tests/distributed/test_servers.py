@@ -38,6 +38,7 @@ def test_servers_among_workers_train_as_one_process(ranks: Ranks) -> None:
 
 DEDICATED = [
     ("plain", "dp(2, via=ps(2))"), ("norm", "dp(2, via=ps(2))"), ("sometimes", "dp(2, via=ps(2))"),
+    ("matrices", "dp(2, via=ps(2))"), ("trust", "dp(3, via=ps(1))"),
     ("dropout", "dp(3, via=ps(1))"), ("uneven", "dp(2, sync=ssp(0), via=ps(2))"), ("uneven", "dp(3, via=ps(1))"),
 ]  # fmt: skip
 INSIDE = [

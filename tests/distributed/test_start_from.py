@@ -15,7 +15,7 @@ from shoal.training.record.run import read_run
 
 transformers = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
 JOB = """
 import torch

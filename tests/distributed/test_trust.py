@@ -113,6 +113,13 @@ def test_a_certificate_says_what_was_compared_how_and_what_it_does_not_cover() -
     assert found.seed == 0
     assert 0 < max(found.conditioning.values()) < 1e-12
     assert "steps and samples beyond these" in found.not_covered
+    assert found.ledger_verdict == "calls, messages and bytes of every collective equal their prediction"
+
+
+def test_a_certificate_says_what_was_not_compared() -> None:
+    assert proof("lbfgs", "dp(2)").ledger_verdict == "not compared"
+    simulated = proof("info_nce_micro", "dp(2, sync=local(2))")
+    assert "how far this training is from that of one process" in simulated.not_covered
 
 
 @pytest.mark.parametrize(("times", "provable"), [(12, True), (24, False)])

@@ -112,6 +112,9 @@ def strategy_of(case: Case, draw: random.Random, *, most_ranks: int = 8) -> str:
     if "experts" in case.blocks:
         products += [("ep",), ("dp", "ep"), ("pp", "ep")]
     kinds = draw.choice(products)
+    other = case.seed >= SINCE and draw.random() < 0.5
+    if other and "dp" not in kinds[:1]:
+        kinds = ("dp", *(kind for kind in kinds if kind != "dp"))
     terms, left, sharded, piped = [], most_ranks, False, False
     for kind in kinds:
         sizes = [n for n in (2, 2, 2, 2, 3, 4) if n <= left]
@@ -119,7 +122,9 @@ def strategy_of(case: Case, draw: random.Random, *, most_ranks: int = 8) -> str:
             break
         n = draw.choice(sizes)
         left //= n
-        if kind == "dp":
+        if kind == "dp" and other and not terms:
+            terms.append(f"dp({n}, {_in_place_of_all_reduce(case, draw)})")
+        elif kind == "dp":
             zero = 0 if sharded else draw.choice((0, 0, 1, 2, 3))
             sharded = sharded or zero > 0
             via = ", via=shared()" if not zero and kinds == ("dp",) and draw.random() < 0.2 else ""
@@ -136,8 +141,6 @@ def strategy_of(case: Case, draw: random.Random, *, most_ranks: int = 8) -> str:
             terms.append(f'cp({n}, "{draw.choice(("ring", "ulysses"))}")')
         else:
             terms.append(f"ep({n})")
-    if case.seed >= SINCE and terms and terms[0].startswith("dp(") and "=" not in terms[0] and draw.random() < 0.6:
-        terms[0] = f"{terms[0][:-1]}, {_in_place_of_all_reduce(case, draw)})"
     if not piped and (not terms or draw.random() < 0.25):
         terms.append(f"accumulate({draw.choice((2, 3))})")
     if draw.random() < 0.2:
@@ -147,7 +150,7 @@ def strategy_of(case: Case, draw: random.Random, *, most_ranks: int = 8) -> str:
 
 def _in_place_of_all_reduce(case: Case, draw: random.Random) -> str:
     """What a level of dp may use instead, with the same result."""
-    if not case.linear or draw.random() < 0.4:
+    if not case.linear or draw.random() < 0.25:
         return f"sync=bsp(), via=ps({draw.choice((1, 2))})"
     same = ["local(1)", "diloco(1, lr=1.0, momentum=0.0)", "bmuf(1, momentum=0.0)"]
     if not case.ignored and case.last_batch == "wrap":

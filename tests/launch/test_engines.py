@@ -126,6 +126,8 @@ def test_one_command_starts_a_run_and_goes_on_with_it(tmp_path: Path) -> None:
     assert again.returncode == 0, again.stderr
     steps = [json.loads(line)["step"] for line in (folder / "steps.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 3, 4, 5, 6]
+    record = json.loads((folder / "run.json").read_text())
+    assert record["environment"]["collective_timeout_s"] == 1800.0
     assert "--folder" in _train([], folder).stderr  # Without it the folder is taken.
 
 

@@ -26,7 +26,7 @@ def _free_port() -> int:
 @contextmanager
 def started(
     script: str, tmp_path: Path, *, rank: int, world: int, port: int, **more: str
-) -> Iterator[subprocess.Popen]:
+) -> Iterator[subprocess.Popen[str]]:
     file = tmp_path / f"rank{rank}.py"
     file.write_text(script)
     paths = os.pathsep.join(path for path in sys.path if path)

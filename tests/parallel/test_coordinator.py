@@ -10,7 +10,7 @@ import pytest
 
 from shoal.parallel.server.coordinator import Answer, Coordinator, Dropped, Update
 from shoal.strategy.terms import asp, bsp, softsync, ssp
-from shoal.strategy.terms.serving import Push
+from shoal.strategy.terms.serving import Clocks, Push
 from shoal.strategy.terms.sync import Served
 
 STEPS = 23
@@ -82,6 +82,15 @@ def test_ssp_never_runs_ahead_of_its_bound_under_a_straggler(s: int, seed: int) 
     assert max(run.coordinator.staleness) <= s
     assert run.tickets == EVERY_TICKET
     assert [len(update.pushes) for update in run.updates] == [4] * STEPS
+
+
+def test_an_off_by_one_in_the_bound_is_seen_by_the_clocks_of_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_more(self: ssp, worker: int, clocks: Clocks) -> bool:
+        return clocks.clocks[worker] - clocks.slowest <= self.s + 1
+
+    monkeypatch.setattr(ssp, "may_read", one_more)
+    for s in (0, 1, 3):
+        assert max(Simulated(ssp(s), SLOW, 0).coordinator.apart) == s + 1
 
 
 @pytest.mark.parametrize("seed", range(10))

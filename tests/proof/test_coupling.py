@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from functools import partial
 
@@ -106,6 +107,23 @@ def test_hard_examples_that_are_kept_up_to_a_number_are_found_in_the_full_batch(
     few = coupled.make(coupled.Plain, loss=partial(hardest, at_least=9), global_batch=8)
     assert couples_samples(few).kind == "none"
     assert couples_samples(coupled.make(coupled.Plain, loss=partial(hardest, at_least=9)), within_s=0.0).kind == "none"
+
+
+def test_draws_of_python_and_numpy_are_alike_in_all_parts_of_a_step() -> None:
+    """Training seeds both once per step, so each rank draws what one process draws."""
+
+    class Coin(coupled.Plain):
+        def mix(self, x: torch.Tensor) -> torch.Tensor:
+            return x * (1 + random.random()) * (1 + np.random.rand())
+
+    class PerSample(coupled.Plain):
+        def mix(self, x: torch.Tensor) -> torch.Tensor:
+            return x * torch.from_numpy(np.random.rand(len(x), 1))
+
+    states = random.getstate(), np.random.get_state()[1].tolist()
+    assert couples_samples(coupled.make(Coin)).kind == "none"
+    assert couples_samples(coupled.make(PerSample)).kind == "coupled"
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == states
 
 
 def test_random_numbers_in_backward_are_named() -> None:

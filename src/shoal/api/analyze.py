@@ -30,7 +30,7 @@ class NetworkReport(PrintedTable):
     parameters: int
     batch: int
     report: dict[str, Any]
-    """All that `shoal analyze --json` prints."""
+    """All that the verb prints with `--json`."""
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain values."""

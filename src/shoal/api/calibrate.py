@@ -34,7 +34,7 @@ class CalibrationReport(PrintedTable):
     """None: other programs had most of the cores, and nothing was written."""
 
     def to_json(self) -> dict[str, Any]:
-        """What `shoal calibrate --json` prints."""
+        """What the verb prints with `--json`."""
         return {**self.findings.to_json(), "file": None if self.file is None else str(self.file)}
 
     def _table(self) -> tuple[str, list[str], list[list[str]]]:

@@ -49,7 +49,7 @@ class Comparison(PrintedTable):
         return [{"job": job["job"], **row} for job in self.results["jobs"] for row in job["rows"]]
 
     def to_json(self) -> dict[str, Any]:
-        """What `shoal compare --json` prints."""
+        """What the verb prints with `--json`."""
         return {"folder": str(self.folder), "report": str(self.page), **self.results}
 
     def _table(self) -> tuple[str, list[str], list[list[str]]]:
@@ -193,7 +193,7 @@ class Runs(PrintedTable):
     rows: list[dict[str, Any]]
 
     def to_json(self) -> dict[str, Any]:
-        """What `shoal runs --json` prints."""
+        """What the verb prints with `--json`."""
         return {"folder": str(self.folder), "runs": self.rows}
 
     def _table(self) -> tuple[str, list[str], list[list[str]]]:

@@ -25,7 +25,7 @@ class Evaluation(PrintedTable):
     metrics: dict[str, float]
 
     def to_json(self) -> dict[str, Any]:
-        """What `shoal evaluate --json` prints."""
+        """What the verb prints with `--json`."""
         return asdict(self)
 
     def _table(self) -> tuple[str, list[str], list[list[str]]]:

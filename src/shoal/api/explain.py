@@ -30,7 +30,7 @@ class Explanation(PrintedTable):
 
     of: str
     report: dict[str, Any]
-    """All that `shoal explain --json` prints."""
+    """All that the verb prints with `--json`."""
     is_job: bool
 
     def to_json(self) -> dict[str, Any]:

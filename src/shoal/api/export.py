@@ -31,7 +31,7 @@ class ExportedModel(PrintedTable):
     """Lines of Python that load it, without Shoal."""
 
     def to_json(self) -> dict[str, Any]:
-        """What `shoal export --json` prints."""
+        """What the verb prints with `--json`."""
         return asdict(self)
 
     def _table(self) -> tuple[str, list[str], list[list[str]]]:

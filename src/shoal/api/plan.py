@@ -45,7 +45,7 @@ class PlanReport(PrintedTable):
     """The best ones: strategy, step_s, memory_bytes, and more."""
     global_batch: int
     report: dict[str, Any]
-    """All that `shoal plan --json` prints."""
+    """All that the verb prints with `--json`."""
     here: bool
     """Whether it is for a job on this machine, by what `shoal calibrate` measured."""
     best_to_run: Strategy | None = None

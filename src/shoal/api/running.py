@@ -1,4 +1,4 @@
-"""`shoal.train`, `shoal.verify`, `shoal.load_run`: what trains, as callers in Python have it."""
+"""`shoal.train`, `shoal.verify`, `shoal.load_run`: what trains, and what it leaves."""
 
 from __future__ import annotations
 

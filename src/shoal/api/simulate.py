@@ -15,6 +15,7 @@ import numpy as np
 from shoal.api.call import checked_keywords, job_of, strategy_of
 from shoal.api.drawable import require_drawable
 from shoal.api.plan import CannotPlan, names_job, samples_of, the_cluster
+from shoal.api.simulate_servers import SimulatedServers, is_served, simulate_served
 from shoal.common.hindrance import BadHindrance, SlowRanks, read_slow_ranks
 from shoal.common.printed import PrintedTable
 from shoal.estimate.simulate import Disturbance, Links, Step, Straggler, goodput, perfetto, simulate_steps
@@ -48,7 +49,7 @@ class SimulatedSteps(PrintedTable):
     fits: bool
     memory_bytes: float
     report: dict[str, Any]
-    """All that `shoal simulate --json` prints."""
+    """All that the verb prints with `--json`."""
     shape: Transformer = field(compare=False)
     steps: tuple[Step, ...] = field(compare=False)
 
@@ -93,7 +94,7 @@ def simulate(
     mtbf_hours: float | None = None,
     checkpoint_seconds: float | None = None,
     restart_seconds: float | None = None,
-) -> SimulatedSteps:
+) -> SimulatedSteps | SimulatedServers:
     """Simulates a strategy on a cluster you do not have.
 
     Args:
@@ -112,7 +113,8 @@ def simulate(
         restart_seconds: Seconds from a failure until steps resume.
 
     Returns:
-        Step times, idle time, memory, goodput; `.to_perfetto()` and `.to_svg()` draw them.
+        Step times, idle time, memory, goodput; `.to_perfetto()` and `.to_svg()` draw them. Of parameter servers and
+        `hogwild()`: step time, waiting, staleness, and steps to a target.
 
     Example:
         shoal.simulate("gpt:1.3b", "dp(8) * tp(2)", cluster="dgx-a100", straggler=["rank 3: 2x"])
@@ -123,7 +125,14 @@ def simulate(
     place = the_cluster(cluster, devices=strategy.workers if devices is None else devices)
     asked = None if batch is None else str(batch)
     global_batch = samples_of(asked, shape) or strategy.replicas * strategy.micro_batches
-    require_legal(strategy, world=place.devices, facts=facts_of(shape, global_batch=global_batch))
+    served = is_served(strategy)
+    world = strategy.world if served else place.devices
+    require_legal(strategy, world=world, facts=facts_of(shape, global_batch=global_batch))
+    if served:
+        return simulate_served(
+            strategy, shape, place, global_batch=global_batch, steps=steps, noise=noise, seed=seed,
+            slow=_slow_ranks(stragglers, world=strategy.workers),
+        )
     rows = of_strategies([strategy], global_batch=global_batch)
     priced = price_candidates(rows, shape=shape, cluster=place, everything=True)
     costs = step_costs_of(rows, shape=shape, cluster=place)

@@ -30,7 +30,7 @@ class Validation(PrintedTable):
         return [guess for guess in self.predictions if guess.reason]
 
     def to_json(self) -> dict[str, Any]:
-        """What `shoal validate --json` prints."""
+        """What the verb prints with `--json`."""
         listed = [{"id": guess.id, "reason": guess.reason} for guess in self.not_predicted]
         return {"scores": self.scores, "not_predicted": listed}
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from shoal.api.plan import CannotPlan
 from shoal.api.simulate import simulate
+from shoal.api.simulate_servers import SimulatedServers
 from shoal.cli.output import print_json, write_file
 from shoal.planning.quantities import GB, seconds
 
@@ -17,6 +19,11 @@ def simulate_command(
 ) -> int:
     """Simulates, prints and draws."""
     found = simulate(what, strategy, **options)
+    if isinstance(found, SimulatedServers):
+        if trace_file is not None or svg_file is not None:
+            raise CannotPlan(f"{strategy}: steps of parameter servers are not drawn; leave --perfetto and --svg out")
+        print_json(found.to_json()) if as_json else print(found)
+        return 0
     if trace_file is not None:
         write_file(found.to_perfetto(), trace_file, option="--perfetto")
     if svg_file is not None:

@@ -70,6 +70,30 @@ def analyze(
 
 
 @app.command()
+def tokenize(
+    texts: Annotated[
+        list[str], typer.Argument(metavar="TEXT...", help="Text files, or .jsonl files with a document a line.")
+    ],
+    to: Annotated[str, typer.Option(metavar="FOLDER", help="The folder of tokens to write.")],
+    tokenizer: Annotated[
+        str, typer.Option(help="bytes, a tokenizer.json of Hugging Face, or a folder that has one.")
+    ] = "bytes",
+    field: Annotated[str, typer.Option(help="Entry of a .jsonl line that holds its text.")] = "text",
+    separator: Annotated[
+        str | None, typer.Option(help="Token that ends each document (default: the tokenizer's own end of text).")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a folder of tokens.")] = False,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Tokenize text files once, for training on a memory-mapped file."""
+    from shoal.cli.tokenize import tokenize_command
+
+    tokenize_command(
+        texts, as_json=as_json, to=to, tokenizer=tokenizer, field=field, separator=separator, overwrite=overwrite
+    )
+
+
+@app.command()
 def validate(
     file: Annotated[
         str,

@@ -57,10 +57,8 @@ def show(certificate: Any) -> None:
     table.add_row("largest difference", f"{c.max_rel_diff:.2e}  at {c.worst}  (tolerance {c.tolerance:.0e})")
     if c.conditioning:
         kind, moved = max(c.conditioning.items(), key=lambda row: row[1])
-        text = f"the serial run moves by {moved:.1e} ({_kind(kind)}) under another order of sums"
-        table.add_row("conditioning", text)
-    equal = "equals its prediction, to the byte" if c.ledger_matches else "differs from its prediction"
-    table.add_row("ledger", equal)
+        table.add_row("conditioning", f"the serial run moves by {moved:.1e} ({_kind(kind)}) {c.tolerance_rule}")
+    table.add_row("ledger", c.ledger_verdict)
     for line in c.ledger_differences[:6]:
         table.add_row("", line)
     if c.float32_drift is not None:

@@ -54,7 +54,9 @@ def pushed_parts(held: Held, table: ShardTable) -> Iterator[PushedPart]:
     # Stage 3 lays blocks out from the last to the first, and the root behind them; the table has the reverse.
     buffers = table.buffers if table.zero < 3 else table.buffers[::-1]
     slices = [(b.padded_bytes // b.sharding.ranks // b.itemsize, b.itemsize) for b in buffers]
-    for shard, parts in enumerate(parts_of(slices, held.placing.seats.shards)):
+    # An optimiser of full parameters has them full at a server.
+    starts = [[slot.start for slot in b.slots] for b in buffers] if held.shapes.full_parameters else None
+    for shard, parts in enumerate(parts_of(slices, held.placing.seats.shards, starts=starts)):
         for part in parts:
             elements, itemsize = slices[part.bucket]
             low = buffers[part.bucket].shard * elements

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from shoal.checkpoint.files import checkpoints
@@ -49,6 +51,29 @@ def _checkpoint_of(run: Path, step: int | None) -> Checkpoint:
         except CheckpointBroken as error:
             broken = error
     raise CannotExport(f"{run} has no intact checkpoint: {broken}")
+
+
+def full_weights(path: str | Path, *, ema: bool = False) -> dict[str, torch.Tensor]:
+    """The full parameters and buffers of a checkpoint, by name.
+
+    Args:
+        path: The folder of a run, of checkpoints (`engine.save`), or of one of them.
+        ema: Whether to take the moving average of the weights.
+
+    Returns:
+        {name: tensor}; of a tied parameter the first of its names.
+
+    Example:
+        model.load_state_dict(shoal.load_weights("kept"), strict=False)
+    """
+    path = Path(path)
+    if not path.name.startswith("step-") and checkpoints(path):
+        path = checkpoints(path)[-1][1]
+    checkpoint = checkpoint_of(path, ema=ema)
+    found = checkpoint.buffers()
+    for name, full in checkpoint.parameters.items():
+        found[name] = checkpoint.read_parameter(name, 0, prod(full.shape)).reshape(full.shape)
+    return found
 
 
 def run_folder(path: Path) -> Path:

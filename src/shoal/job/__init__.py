@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal.job.data.mnist import ImageData
+    from shoal.job.data.shard_cache import ShardCache
+    from shoal.job.data.tar_shards import TarData
     from shoal.job.data.tensors import DatasetData, TensorData
     from shoal.job.data.text import TextData
+    from shoal.job.data.token_file import TokenData
     from shoal.job.errors import JobError
     from shoal.job.facts import infer_facts
     from shoal.job.groups import DecayMatrices, no_options, param_groups
@@ -37,10 +40,13 @@ _HOME = {
     "JobError": "errors",
     "LayoutHints": "hints",
     "Order": "order",
+    "ShardCache": "data.shard_cache",
     "StepDecay": "schedule",
+    "TarData": "data.tar_shards",
     "Target": "job",
     "TensorData": "data.tensors",
     "TextData": "data.text",
+    "TokenData": "data.token_file",
     "WarmupCosine": "schedule",
     "classifier_metrics": "losses",
     "constant": "schedule",
@@ -70,10 +76,13 @@ __all__ = [
     "LayoutHints",
     "MuonWithAdamW",
     "Order",
+    "ShardCache",
     "StepDecay",
+    "TarData",
     "Target",
     "TensorData",
     "TextData",
+    "TokenData",
     "WarmupCosine",
     "classifier_metrics",
     "constant",

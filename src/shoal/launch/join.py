@@ -57,6 +57,8 @@ class Rank:
     """The backend its groups are made with, as torch.distributed names it."""
     store: SignedStore
     """For small values among the ranks, outside of the process groups."""
+    timeout_s: float = 0.0
+    """How long a collective may take: NCCL's and Gloo's time-out. 0: the program's own groups were taken."""
 
 
 _joined: Rank | None = None
@@ -115,10 +117,11 @@ def join(
         device = torch.device(agreed.device, local_rank)
         torch.accelerator.set_device_index(local_rank)
     chosen = backend or registered(agreed.backend)
+    # Longer than the watch waits: its report of a hang is better than that a collective timed out.
+    hang_after_s = float(os.environ.get("SHOAL_HANG_AFTER_S", 0))
+    limit_s = 0.0 if _adopted else timeout_s or min(max(1800.0, 2 * hang_after_s), LONGEST_S)
     if not _adopted:
-        # Longer than the watch waits: its report of a hang is better than that a collective timed out.
-        hang_after_s = float(os.environ.get("SHOAL_HANG_AFTER_S", 0))
-        time_limit = timedelta(seconds=timeout_s or min(max(1800.0, 2 * hang_after_s), LONGEST_S))
+        time_limit = timedelta(seconds=limit_s)
         try:
             dist.init_process_group(
                 chosen, store=raw_store, rank=rank, world_size=world, timeout=time_limit,
@@ -128,7 +131,9 @@ def join(
             raise JoinError(_lost(rank)) from error
     if described:
         emulate_links(described, rank, world, chosen)
-    _joined = Rank(rank=rank, world=world, local_rank=local_rank, device=device, store=store, backend=chosen)
+    _joined = Rank(
+        rank=rank, world=world, local_rank=local_rank, device=device, store=store, backend=chosen, timeout_s=limit_s
+    )
     return _joined
 
 

@@ -162,6 +162,11 @@ class SlicedOptimizer:
             found[place] += self._missing.get(which, ())
         return found
 
+    def replace_optimizer(self, same: torch.optim.Optimizer) -> None:
+        """Another object with the contents of the optimiser takes its place."""
+        before, self.optimizer, self.rates.optimizer = self.optimizer, same, same
+        self._sgd = [same if each is before else each for each in self._sgd]  # type: ignore[misc]
+
     def regroup(self, unfused: frozenset[str]) -> None:
         """Lets these parameters have tensors of their own from now on. The optimiser stays, with all that it keeps."""
         held, before = self.held(), self.slices

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shoal.strategy import Strategy, accumulate, allreduce, amp, bsp, cp, dp, ep, none, pp, ps, recompute, shared, tp
 from shoal.strategy.islands import is_loose
+from shoal.strategy.seats import seats_of
 from shoal.strategy.terms.sync import Served, hogwild
 
 
@@ -122,10 +123,13 @@ def require_runnable(strategy: Strategy, *, elementwise: bool = True, coupled: b
     reason = cannot_run(strategy)
     if reason is not None:
         raise NotRunnable(reason)
-    if not elementwise and any(isinstance(level.via, ps) for level in strategy.dp_levels):
+    seats = seats_of(strategy)
+    if not elementwise and seats is not None and (coupled or seats.positions > 1):
+        needs = "all parameters together" if coupled else "full parameters (it is not element-wise)"
+        held = "have a part of them each" if coupled else "hold what each of a worker's ranks pushes"
         raise NotRunnable(
-            f"{strategy}: the optimiser needs full parameters (it is not element-wise), and parameter servers hold "
-            "ranges of them; use via=allreduce(), or an element-wise optimiser such as AdamW"
+            f"{strategy}: the optimiser needs {needs}, and parameter servers {held}; use workers of one rank, "
+            "via=allreduce(), or an element-wise optimiser such as AdamW"
         )
     if not coupled:
         return

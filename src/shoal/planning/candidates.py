@@ -26,10 +26,12 @@ from shoal.strategy import (
     ep,
     none,
     pp,
+    ps,
     recompute,
     tp,
 )
 from shoal.strategy.terms.compress import compressors
+from shoal.strategy.terms.sync import hogwild
 
 Column = NDArray[Any]
 
@@ -195,6 +197,8 @@ def _row(strategy: Strategy) -> dict[str, Any]:
     for level in levels:
         known = dp(1, sync=level.sync) if level.sync.period is not None else dp(1)
         if str(level.replace(n=1, zero=0, compress=none())) != str(known):
+            if isinstance(level.via, ps) or isinstance(level.sync, hogwild):
+                raise ValueError(f"{strategy}: plans have no estimate for {level}; `shoal simulate` has one")
             raise ValueError(f"{strategy}: there is no estimate for {level}; only sync=bsp() and rules of islands, "
                              "such as local(h), by all-reduce have one")  # fmt: skip
     alone = [level for level in levels if not isinstance(level.compress, none) or level.sync.period is not None]

@@ -33,9 +33,14 @@ AMPLIFIED = (
     "where the true gradient is zero only gradients are compared, not what the optimiser makes of them: it steps by "
     "the sign of a gradient, or the like, so rounding alone moves those elements"
 )
+_BEYOND = (
+    "steps and samples beyond these, other sizes of the batch, precision other than float64, optimiser state without "
+    "a value for each element, validation, speed, and whether the job trains well"
+)
 NOT_COVERED = {
-    "exact": "steps and samples beyond these, other sizes of the batch, precision other than float64, optimiser state "
-    "without a value for each element, validation, speed, and whether the job trains well",
+    "exact": _BEYOND,
+    "simulated": "how far this training is from that of one process (it is compared with a simulation of itself), "
+    + _BEYOND,
     "loss curve": "parameters, optimiser state and buffers (the contract promises the loss curve only), steps and "
     "samples beyond these, other sizes of the batch, validation, speed, and whether the job trains well",
 }
@@ -79,6 +84,21 @@ class Certificate(PrintedTable):
     provable: bool = True
     """Whether rounding moves the serial run too little to hide a fault; a job that is not provable never passes."""
 
+    ledger_compared: bool = True
+    """Not where the optimiser's numbers decide how often the loss is computed."""
+
+    @property
+    def ledger_verdict(self) -> str:
+        if not self.ledger_compared:
+            return "not compared"
+        what = "calls, messages and bytes of every collective"
+        return f"{what} equal their prediction" if self.ledger_matches else f"{what} differ from their prediction"
+
+    @property
+    def tolerance_rule(self) -> str:
+        """What the conditioning means for the tolerance."""
+        return f"under another order of sums; the tolerance is {EXACT:.0e}, or {MARGIN:g} times that if it is more"
+
     @property
     def verdict(self) -> str:
         return "PASSED" if self.passed else "FAILED" if self.provable else "CANNOT BE PROVEN"
@@ -90,7 +110,7 @@ class Certificate(PrintedTable):
         rows = [
             ["contract", self.contract],
             ["largest difference", f"{self.max_rel_diff:.2g} (tolerance {self.tolerance:.2g}), in {self.worst}"],
-            ["bytes sent", "as predicted" if self.ledger_matches else "not as predicted"],
+            ["ledger", self.ledger_verdict],
             ["steps", str(self.steps)],
             *([["not covered", self.not_covered]] if self.not_covered else []),
             *([["note", note] for note in self.notes]),
@@ -204,10 +224,10 @@ def _certificate(
         serial=serial["described"],
         conditioning=conditioning,
         zero_gradient=sorted({name for rank in ranks for name in rank["zero_gradient"]}),
-        not_covered=NOT_COVERED["exact" if exact else "loss curve"],
+        not_covered=NOT_COVERED["loss curve" if not exact else "exact" if promised.kind == "exact" else "simulated"],
         widened=serial["widened"], losses=losses, serial_losses=serial["losses"], notes=notes,
         float32_drift=max((r["float32_drift"] for r in ranks if r["float32_drift"] is not None), default=None),
-        provable=provable,
+        provable=provable, ledger_compared=all(rank["ledger_compared"] for rank in ranks),
     )  # fmt: skip
 
 

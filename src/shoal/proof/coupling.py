@@ -31,7 +31,7 @@ from shoal.proof.coupling_cause import EIGHTH, Kind, cause, not_linear
 from shoal.proof.data_reads import same_values
 from shoal.proof.fixed_norms import FixedStatistics, prepared
 from shoal.proof.sample_pass import TOLERANCE, SamplePass, detached, difference, outputs_differ, sum_of
-from shoal.proof.undropped import Undropped
+from shoal.proof.undropped import Undropped, drawing_alike
 from shoal.runtime.draws import serial_randomness
 from shoal.runtime.float64 import KeepFloat64, to_float64
 from shoal.strategy import Strategy
@@ -110,7 +110,7 @@ def couples_samples(
         return Coupling(kind="unchecked", reason=f"{job.name!r} has one sample in a batch: there is nothing to split")
     if num > 3:
         num -= num % 2  # Losses over pairs of samples want even numbers.
-    with torch.random.fork_rng(devices=[]):
+    with drawing_alike():
         try:
             shares = strategy.replicas * strategy.micro_batches if strategy is not None else job.global_batch
             trial = _Trial(job, model, job.order().indices(0)[:num], share=-(-job.global_batch // shares))
@@ -322,9 +322,9 @@ class _Trial:
             samples = samples or range(at, at + len(next(iter(batch.values()))))
             randomness = serial_randomness(self.job, model, torch.float64)
             drawn, in_backward = randomness.forward(samples, 0), randomness.backward()
-        torch.manual_seed(seed)
         fixed: Any = nullcontext() if norms else FixedStatistics()
-        with torch.set_grad_enabled(backward), self.outside.kept(), KeepFloat64(), Undropped(), fixed, drawn:
+        kept = self.outside.kept()
+        with drawing_alike(seed), torch.set_grad_enabled(backward), kept, KeepFloat64(), Undropped(), fixed, drawn:
             output = self.job.run_model(model, batch)
             loss, count = self.job.loss_of(output, batch)
             if isinstance(count, torch.Tensor) and count.requires_grad:

@@ -177,7 +177,7 @@ def _code_of(code: types.CodeType) -> Iterator[str]:
 def _file_of(thing: Any) -> str | None:
     try:
         return inspect.getsourcefile(thing)
-    except TypeError:
+    except (TypeError, OSError):  # Of a class of a notebook's cell.
         return None
 
 

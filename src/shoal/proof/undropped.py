@@ -59,12 +59,12 @@ class Undropped(TorchFunctionMode):
 
 
 @contextmanager
-def drawing_alike() -> Iterator[None]:
-    """Inside, whatever draws random numbers draws the same each time."""
+def drawing_alike(seed: int = 1) -> Iterator[None]:
+    """Inside, whatever draws random numbers draws the same each time; what torch draws begins at `seed`."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(1)
     np.random.seed(1)
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     try:
         yield
     finally:

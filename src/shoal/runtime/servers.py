@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from shoal.comm.json_exchange import only_among
 from shoal.comm.ledger import BOOK, Book
 from shoal.job import Job
 from shoal.job.elementwise import probe
+from shoal.job.probe_layouts import attributes_of
 from shoal.job.random_optimizer import without_draws
 from shoal.launch.join import current
 from shoal.parallel.apply import recipe_of
@@ -23,6 +25,7 @@ from shoal.parallel.runnable import NotRunnable
 from shoal.parallel.server.messages import Post
 from shoal.parallel.server.remote import RemoteOptimizer
 from shoal.parallel.server.serve import Server
+from shoal.runtime.float64 import KeepFloat64
 from shoal.runtime.step import build_model
 from shoal.strategy import Strategy
 from shoal.strategy.islands import is_loose
@@ -55,9 +58,9 @@ def _compressor(strategy: Strategy) -> Compressor | None:
     return term if isinstance(term, Compressor) else None
 
 
-def connect(engine: Engine, strategy: Strategy, *, seed: int) -> None:
+def connect(engine: Engine, strategy: Strategy, *, seed: int, dtype: torch.dtype | None = None) -> None:
     """Hands the optimiser of an engine to its servers, if it has some. All workers call it alike. `seed`: of what
-    compression draws."""
+    compression draws; `dtype`: of a proof."""
     seats, mesh, owner = engine.placement.seats, engine.placement.mesh, engine.owner
     if seats is None:
         return
@@ -65,6 +68,12 @@ def connect(engine: Engine, strategy: Strategy, *, seed: int) -> None:
         why = "draws random numbers" if engine.update_draws is not None else "computes the loss again"
         name = type(engine.optimizer.optimizer).__name__
         raise NotRunnable(f"{strategy}: {name} {why} in its step, and servers only have gradients; use via=allreduce()")
+    marked = [name for name, param in engine.model.named_parameters() if attributes_of(param)]
+    if marked and not owner.recipe.elementwise:
+        raise NotRunnable(
+            f"{strategy}: the model sets attributes on {marked[0]}, which an optimiser of full parameters may read, "
+            "and servers do not have them; use via=allreduce()"
+        )
     if strategy.servers:
         only_among(engine.placement.world)
     groups = [mesh.of_all_ranks(AXIS) for _ in range(2)]
@@ -76,7 +85,7 @@ def connect(engine: Engine, strategy: Strategy, *, seed: int) -> None:
         posts = [Post(group, Book()) for group in groups]
         server = Server(
             seats, mesh.rank, owner.recipe, _rule(strategy), engine.clip, *posts, losses=_losses(strategy),
-            compress=None if codec is None else (codec, seed),
+            compress=None if codec is None else (codec, seed), around=_exactly(dtype),
         )
     posts = [Post(group, BOOK) for group in groups]
     remote = RemoteOptimizer(
@@ -84,7 +93,7 @@ def connect(engine: Engine, strategy: Strategy, *, seed: int) -> None:
         together=not is_loose(strategy.axes[0].term), by_tickets=_rule(strategy).by_tickets, server=server,
         # Those along cp hold the same gradients, and each has a place of its own at the servers.
         times=lambda bucket: engine.placement.multiplicity(bucket.family) * engine.placement.context.size,
-        compress=None if codec is None else (codec, seed, engine.clip),
+        compress=None if codec is None else (codec, seed, engine.clip), elementwise=owner.recipe.elementwise,
     )  # fmt: skip
     owner.serve(remote)
 
@@ -109,12 +118,17 @@ def serve_here(
     codec = _compressor(strategy)
     server = Server(
         seats, rank, recipe, _rule(strategy), job.clip, *posts, losses=_losses(strategy), watch=watch,
-        compress=None if codec is None else (codec, job.seed),
+        compress=None if codec is None else (codec, job.seed), around=_exactly(dtype),
     )
     server.run()
     for group in groups:
         dist.destroy_process_group(group)
     return {"sent_bytes": book.take().bytes}
+
+
+def _exactly(dtype: torch.dtype | None) -> Any:
+    """In a proof optimisers compute in float64, also those that ask for less (Muon)."""
+    return KeepFloat64 if dtype == torch.float64 else nullcontext
 
 
 def _losses(strategy: Strategy) -> bool:

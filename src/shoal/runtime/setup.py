@@ -149,7 +149,7 @@ def prepare(job: Job, strategy: Strategy, *, rank: int, backend: str | None, dev
     randomness.numbers.cuts = cuts_of(engine)
     executor = executor_for(engine, strategy)
     runner = StepRunner(job, executor, strategy, randomness, autocast=precision_of(strategy), dtype=dtype)
-    connect(engine, strategy, seed=job.seed)
+    connect(engine, strategy, seed=job.seed, dtype=dtype)
     expected = Expected(job, strategy, layout, executor, dtype, full_parameters=not tried.elementwise)
     expected.watch()
     runner.before_step = expected.forget

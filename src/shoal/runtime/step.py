@@ -29,6 +29,7 @@ from shoal.parallel.batch_norm import batch_norms, couples_samples
 from shoal.parallel.executor import Executor
 from shoal.parallel.global_loss import GlobalLoss
 from shoal.parallel.result import StepResult
+from shoal.runtime.read_ahead import ReadAhead, require_readable_ahead
 from shoal.strategy import Strategy
 
 
@@ -104,6 +105,8 @@ class StepRunner:
         """Which share of the batch this island computes, where that is another one from step to step (tickets)."""
         self.last_total = 0
         """Samples of the last global batch."""
+        self.ahead: ReadAhead | None = None
+        self.steps_ahead = 0
         self.before_step: Callable[[], None] = lambda: None
         """Called first in every step."""
         self.autocast = autocast
@@ -127,6 +130,8 @@ class StepRunner:
         if engine.update_draws is not None:
             engine.update_draws.begin(counter)
         parts = [self.part(micro, indices, counter) for micro in range(self.micro_batches)]
+        if self.ahead is not None:
+            self.ahead.expect(self._coming(counter))
         engine.owner.settle()  # Parameters that servers send arrive while samples are fetched.
         if engine.buffers is not None:
             engine.buffers.begin(sum(part.num_samples for part in parts))
@@ -151,18 +156,42 @@ class StepRunner:
 
     def part(self, micro: int, indices: np.ndarray, counter: int) -> BatchPart:
         """This rank's part of a micro-batch."""
-        place, ranks = self._places()
         positions = np.arange(len(indices))
-        mine = share(positions, rank=place, ranks=ranks, micro=micro, micros=self.micro_batches)
+        mine = self._mine(micro, positions)
         first = int(mine[0]) if len(mine) else len(indices)
-        # A rank without samples (the short batch at an epoch's end) still takes part in every collective. Batch norm
-        # must not see a placeholder, so there it computes on nothing; elsewhere on one sample that counts for nothing.
         placeholder = not len(mine) and not self.couples_samples
-        batch = self._fetch(self.job.train, indices[:1] if placeholder else indices[mine])
-        everyone = self._fetch(self.job.train, indices) if self.global_loss is not None else None
+        data = self.job.train if self.ahead is None else self.ahead
+        batch, *rest = (self._fetch(data, each) for each in self._read(micro, indices))
+        everyone = rest[0] if rest else None
         start, num = counter + first, 1 if placeholder else len(mine)
         seed, over_tensor = seed_at(self.job.seed, start), self._over_tensor(micro, positions, counter)
         return BatchPart(batch, seed, range(start, start + num), over_tensor, counter, placeholder, everyone)
+
+    def _mine(self, micro: int, positions: np.ndarray) -> np.ndarray:
+        place, ranks = self._places()
+        return share(positions, rank=place, ranks=ranks, micro=micro, micros=self.micro_batches)
+
+    def _read(self, micro: int, indices: np.ndarray) -> list[np.ndarray]:
+        """The indices that are read for a micro-batch."""
+        mine = self._mine(micro, np.arange(len(indices)))
+        # A rank without samples (the short batch at an epoch's end) still takes part in every collective. Batch norm
+        # must not see a placeholder, so there it computes on nothing; elsewhere on one sample that counts for nothing.
+        own = indices[mine] if len(mine) or self.couples_samples else indices[:1]
+        return [own] if self.global_loss is None else [own, indices]
+
+    def _coming(self, counter: int) -> list[np.ndarray]:
+        """What the next steps will read, if this island computes the same share of them."""
+        found = []
+        for _ in range(self.steps_ahead):
+            counter = self.order.next(counter)
+            indices = self.order.indices(counter)
+            found += [each for micro in range(self.micro_batches) for each in self._read(micro, indices)]
+        return found
+
+    def read_ahead(self, steps: int, *, threads: int, counter: int) -> None:
+        """From here on, threads read the batches of the next steps while one computes."""
+        require_readable_ahead(self.job.train, self.order.indices(counter)[:1])
+        self.ahead, self.steps_ahead = ReadAhead(self.job.train, threads=threads), steps
 
     def _places(self) -> tuple[int, int]:
         """This rank's place among those that split the batch, and how many they are."""

@@ -88,8 +88,11 @@ def seats_of(strategy: Strategy) -> Seats | None:
     return Seats(axis.name, axis.size, positions, via.shards, via.colocated, tuple(stages))
 
 
-def parts_of(slices: Sequence[tuple[int, int]], shards: int) -> list[list[Part]]:
-    """A position's slices, as (elements, bytes of an element), cut into shards of equal bytes."""
+def parts_of(
+    slices: Sequence[tuple[int, int]], shards: int, *, starts: Sequence[Sequence[int]] | None = None
+) -> list[list[Part]]:
+    """A position's slices, as (elements, bytes of an element), cut into shards of equal bytes. `starts`: where
+    parameters begin in each slice, if none may be cut."""
     total = sum(elements * itemsize for elements, itemsize in slices)
     found: list[list[Part]] = []
     for shard in range(shards):
@@ -100,8 +103,15 @@ def parts_of(slices: Sequence[tuple[int, int]], shards: int) -> list[list[Part]]
             start, stop = (
                 elements if at >= end else max(0, at - begin) // (LINE * itemsize) * LINE for at in (low, high)
             )
+            if starts is not None:
+                start, stop = (_at_a_parameter(at, starts[bucket], elements) for at in (start, stop))
             if start < stop:
                 mine.append(Part(bucket, start, stop))
             begin = end
         found.append(mine)
     return found
+
+
+def _at_a_parameter(at: int, starts: Sequence[int], elements: int) -> int:
+    """The nearest place at which no parameter is cut."""
+    return min((0, *starts, elements), key=lambda place: abs(place - at))

@@ -81,6 +81,9 @@ def train(options: TrainOptions, channel: Any) -> dict[str, Any]:
         except BaseException as error:
             run.failed(error)
             raise
+        finally:
+            if run.runner.ahead is not None:
+                run.runner.ahead.close()
         leave(lost=run.lost.ranks)
     return outcome
 
@@ -150,6 +153,9 @@ class TrainingRun:
         self.lost.allow()
         BOOK.take()
         self._evaluate_if_due()  # A stop comes before the evaluation of its step.
+        if self.options.prefetch:
+            threads = self.options.loader_threads
+            self.runner.read_ahead(self.options.prefetch, threads=threads, counter=self.counter)
         while self.step < job.steps and not self._done():
             self._advance()
             if trace is not None:

@@ -45,6 +45,10 @@ class TrainOptions(JobOptions):
     """Whether a trace of some steps is written, for Perfetto."""
     log: str | None = None
     """Where else curves are written: `csv`, `wandb`, `mlflow`, or several of them, as "csv, wandb"."""
+    prefetch: int = 0
+    """Steps whose batches threads read while one computes (`runtime/read_ahead.py`)."""
+    loader_threads: int = 1
+    """Threads that read ahead, on each rank."""
     stop_at_target: bool = True
     """Whether the run ends at the job's target, or goes on to its last step."""
     backend: str | None = None
@@ -75,6 +79,8 @@ class TrainOptions(JobOptions):
             raise WrongOption(f"--better {self.better}: expected lower or higher")
         if self.keep < 1:
             raise WrongOption("--keep 0: at least 1 checkpoint must be kept; --checkpoint-every 0 writes none")
+        if self.loader_threads < 1:
+            raise WrongOption("--loader-threads 0: at least 1 thread must read; --prefetch 0 reads nothing ahead")
         if self.patience == 0:
             raise WrongOption("--patience 0: expected at least 1 evaluation without improvement")
 

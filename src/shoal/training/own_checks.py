@@ -22,6 +22,7 @@ from shoal.comm.json_exchange import exchange
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
 from shoal.layout.experts.rehearsal import rehearsing
+from shoal.parallel.engine import Engine
 from shoal.proof.coupling import SamplesCoupled
 from shoal.proof.fixed_norms import FixedStatistics, fix_norms
 from shoal.proof.undropped import Undropped, drawing_alike, without_dropout
@@ -226,3 +227,30 @@ def _as_if_alone(model: nn.Module) -> Iterator[None]:
     finally:
         for module, was in training:
             module.training = was
+
+
+def mean_loss(engine: Engine, loss_of: LossOf, batch: tuple[Any, ...]) -> float:
+    """The mean loss of a batch whose parts the ranks compute, in evaluation mode. Collective."""
+    first = next(leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim())
+    mine = engine.share(len(first))
+    empty = mine.start == mine.stop  # Such a rank computes on one sample, since a forward is a collective under zero=3.
+    part = slice(0, 1) if empty else mine
+    was_training = engine.model.training
+    engine.model.eval()
+    try:
+        with torch.no_grad(), BOOK.during("evaluate"):
+            total, count = loss_of(*tree_map(lambda leaf: _rows(leaf, len(first), part), batch))
+            sums = torch.tensor([float(total), float(count)], dtype=torch.float64, device=engine.device)
+            if empty:
+                sums.zero_()
+            if engine.placement.world.group is not None:
+                dist.all_reduce(sums, group=engine.placement.world.group)
+    finally:
+        engine.owner.release()
+        engine.model.train(was_training)
+    return float(sums[0] / sums[1])
+
+
+def _rows(leaf: Any, samples: int, part: slice) -> Any:
+    split = isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == samples
+    return leaf[part] if split else leaf

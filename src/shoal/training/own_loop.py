@@ -12,16 +12,13 @@ The strategy's terms apply here as in a Job: amp("bf16") around the model's forw
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
-from shoal.checkpoint.buffers import persistent_buffers
-from shoal.comm.json_exchange import exchange
+from shoal.job import Batch
 from shoal.job.buffers import BufferMode, buffer_modes, wrong_declaration
 from shoal.job.elementwise import probe
 from shoal.job.facts import require_initialised
@@ -29,13 +26,12 @@ from shoal.job.random_optimizer import UpdateDraws, draws_numbers, without_draws
 from shoal.launch.join import join
 from shoal.parallel.apply import Options, parallelize
 from shoal.parallel.buffers import buffer_exchange
-from shoal.parallel.engine import Engine
 from shoal.parallel.optimizer import Factory
-from shoal.parallel.placement import Replicas, mesh_of
-from shoal.parallel.result import StepResult
+from shoal.parallel.placement import mesh_of
 from shoal.parallel.runnable import NotRunnable
-from shoal.strategy import ModelFacts, Strategy, Term, amp, as_strategy, parse, ps, require_legal
-from shoal.training.own_checks import UNCHECKED, LossOf, ReplicaState, check_split, doubtful_counts
+from shoal.strategy import ModelFacts, Strategy, Term, as_strategy, cp, ep, parse, pp, ps, require_legal, tp
+from shoal.training.own_batches import OwnBatches
+from shoal.training.own_engine import OwnLoop
 
 
 def engine(
@@ -47,18 +43,34 @@ def engine(
     clip: float | None = None,
     sync_batch_norm: bool = True,
     buffers: BufferMode | Mapping[str, BufferMode] | None = None,
+    example: Mapping[str, torch.Tensor] | None = None,
+    loss: Callable[[Any, Batch], Any] | None = None,
+    inputs: tuple[str, ...] | dict[str, str] = ("x",),
+    metrics: Callable[[Any, Batch], Any] | None = None,
+    seed: int = 0,
 ) -> OwnLoop:
     """Joins the ranks that a launcher started and makes the model train by the strategy.
 
     Args:
         model: The model; rank 0's values are the start of all ranks.
-        strategy: An expression such as "dp(2, zero=1)"; axes that cut the model (pp, tp, cp, ep) need a Job.
+        strategy: An expression such as "dp(2, zero=1)". Axes that cut the model (pp, tp, cp, ep) need `example` and
+            `loss`, and `engine.train_batch` in place of `backward` and `step`.
         optimizer: Takes parameter groups, gives the optimiser.
         options: (parameter name, parameter) -> its own optimiser options.
         clip: Largest global norm of the gradient.
         sync_batch_norm: Whether batch norm takes its statistics over all ranks.
         buffers: What replicas do with buffers that a forward updates (codebooks, moving averages): "average" (weighted
             by the counts given to `backward`), "sum", "broadcast", "local", or {pattern: one of these}.
+        example: A batch of a few samples, {name: tensor}, from which the model's structure is inferred.
+        loss: (model output, batch) -> (SUM of the losses, how many).
+        inputs: Which entries of a batch the model takes: by position, or {argument name: entry}.
+        metrics: (model output, batch) -> {name: (sum, count)}, for `evaluate_batch`. None: the loss.
+        seed: Of what the model draws at random in `train_batch`.
+
+    Example:
+        with shoal.engine(model, "dp(2, zero=1)", optimizer=lambda groups: torch.optim.AdamW(groups)) as engine:
+            engine.backward(loss_sum, count)
+            engine.step()
 
     Raises:
         ValueError: The strategy is not legal for this world, model or optimiser, or `buffers` does not fit the model.
@@ -70,249 +82,34 @@ def engine(
     me = join()
     require_initialised(model, type(model).__name__)
     tried = probe(without_draws(optimizer), model, options)
+    if any(isinstance(level.via, ps) for level in wanted.dp_levels):
+        raise NotRunnable(f"{wanted}: parameter servers train a Job (`shoal train`), not yet a loop of your own")
+    torch.set_num_threads(1 if me.world > 1 and me.device.type == "cpu" else torch.get_num_threads())
+    if example is not None:
+        if me.device.type != "cpu":
+            model.to(me.device)
+        batches = OwnBatches.of(
+            model, wanted, me, tried, example=example, loss=loss, inputs=inputs, metrics=metrics, optimizer=optimizer,
+            options=options, clip=clip, batch_norm="sync" if sync_batch_norm else "local", buffers=buffers, seed=seed,
+        )  # fmt: skip
+        running = batches.engine
+        running.buffers = buffer_exchange(model, running.placement, modes, running.absent)
+        return OwnLoop(running, wanted, declared=modes, place=me, batches=batches)
+    cutting = next((term for term in wanted.terms if isinstance(term, pp | tp | cp | ep)), None)
+    if cutting is not None:
+        raise NotRunnable(
+            f"{cutting}: how the model may be cut is inferred from a batch and its loss; give shoal.engine(..., "
+            'example={"x": x, "y": y}, loss=lambda output, batch: (sum, count)) and call engine.train_batch(batch)'
+        )
     facts = ModelFacts(elementwise_optimizer=tried.elementwise, coupled_optimizer=tried.coupled, optimizer=tried.name)
     require_legal(wanted, world=me.world, facts=facts)
     mesh = mesh_of(wanted, rank=me.rank, backend=me.backend)
     if me.device.type != "cpu":
         model.to(me.device)
-    torch.set_num_threads(1 if me.world > 1 and me.device.type == "cpu" else torch.get_num_threads())
-    if any(isinstance(level.via, ps) for level in wanted.dp_levels):
-        raise NotRunnable(f"{wanted}: parameter servers train a Job (`shoal train`), not yet a loop of your own")
     running = parallelize(
         model, wanted, mesh, optimizer=optimizer, options=options, clip=clip, elementwise=tried.elementwise,
         coupled=tried.coupled, batch_norm="sync" if sync_batch_norm else "local",
         update_draws=UpdateDraws(0) if draws_numbers(optimizer) else None,
     )  # fmt: skip
     running.buffers = buffer_exchange(model, running.placement, modes, running.absent)
-    return OwnLoop(running, wanted, declared=modes)
-
-
-class OwnLoop:
-    """A model under a strategy, for a loop of one's own."""
-
-    def __init__(self, running: Engine, strategy: Strategy, *, declared: Mapping[str, BufferMode]) -> None:
-        self.running = running
-        """The engine itself."""
-        self.model = running.model
-        self.micro_batches = strategy.micro_batches
-        """Calls of `backward` that make up a step: the k of accumulate(k)."""
-        self._done = 0
-        self._stepping = False
-        self._half = strategy.term(amp) is not None
-        self._undo: list[Callable[[], Any]] = []
-        everyone = running.placement.world
-        self._state = ReplicaState(self.model, everyone, declared=declared) if everyone.size > 1 else None
-        self._steps = 0
-        self._checked = everyone.size * self.micro_batches == 1
-        """Whether the loss need not be checked any more."""
-        self._samples, self._counts = 0, list[Any]()
-        """Of this step: samples that the model was called on, and the counts of the micro-batches."""
-        self._begun = False
-        self._watch_forwards()
-        guard = self.optimizer.register_step_pre_hook(self._require_own_step)
-        self._undo.append(guard.remove)
-        if self._half:
-            self._autocast_forward()
-        if not running.owner.keeps_full:
-            self._refuse_sharded_state()
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimiser over this rank's slices, for learning-rate schedulers: `step` takes the groups' `lr` as it
-        finds it."""
-        return self.running.optimizer.optimizer
-
-    @property
-    def replicas(self) -> Replicas:
-        """The ranks that train copies of the model."""
-        return self.running.replicas
-
-    def share(self, samples: int) -> slice:
-        """This rank's part of a batch with this number of samples."""
-        return self.running.share(samples)
-
-    def backward(self, loss_sum: torch.Tensor, count: torch.Tensor | float, *, last: bool | None = None) -> None:
-        """Gradients of one micro-batch, given the SUM of its losses and how many there are.
-
-        Args:
-            loss_sum: The sum of the losses.
-            count: The number of samples or tokens in that sum.
-            last: Whether this is the step's last micro-batch. By default every call of the strategy's accumulate(k)
-                is counted, and the k-th is the last.
-        """
-        if last is not None and self.micro_batches > 1:
-            raise ValueError(
-                f"last={last} was given, but accumulate({self.micro_batches}) already says which micro-batch is the "
-                "last; leave one of them out"
-            )
-        if loss_sum.numel() != 1:
-            raise ValueError(
-                f"backward() was given a loss of shape {list(loss_sum.shape)}; pass the sum of the losses, a single "
-                "number, and how many there are"
-            )
-        if last is None:
-            last = self._done + 1 >= self.micro_batches
-        self.running.backward(loss_sum, count, last=last)
-        self._counts.append(count)
-        self._done += 1
-
-    def check(self, loss_of: LossOf, *batch: Any) -> None:
-        """Checks that a batch may be split: its loss and its count must be the sums of those of its parts.
-
-        Computes forwards only, and leaves no trace in the model. All ranks call it, once, before the loop:
-
-            engine.check(lambda x, y: (cross_entropy(model(x), y, reduction="sum"), len(x)), x, y)
-
-        Args:
-            loss_of: Takes a batch, gives what `backward` takes: the sum of its losses and how many there are.
-            batch: Tensors with the samples first; other things are passed on as they are.
-
-        Raises:
-            SamplesCoupled: The loss is a mean, the count is wrong, or samples depend on each other.
-        """
-        half, self._half = self._half, False
-        try:
-            check_split(self.model, loss_of, batch)
-        finally:
-            self._half, self._begun, self._samples = half, False, 0
-            self.running.owner.release()
-        self._checked = True
-
-    def step(self, lr_factor: float = 1.0, *, again: Callable[[], None] | None = None) -> StepResult | None:
-        """Clips and updates after the step's last micro-batch; before it, does nothing and gives None.
-
-        Args:
-            lr_factor: A factor on the base learning rates; leave it out where a scheduler sets them.
-            again: Runs forward and `backward` once more, for an optimiser that needs a closure (LBFGS).
-        """
-        if 0 < self._done < self.micro_batches:
-            return None
-        self._before_update()
-        self._stepping = True
-        try:
-            return self.running.step(lr_factor, again=again)
-        finally:
-            self._stepping, self._done = False, 0
-            self._samples, self._counts, self._begun = 0, [], False
-
-    def _before_update(self) -> None:
-        """What can be checked of a step, and how much this rank's changes of buffers weigh."""
-        self._steps += 1
-        if self.running.buffers is not None:
-            self._begin()  # Where no forward was made there is no change, but others wait for this rank.
-            self.running.buffers.weight = float(sum(map(float, self._counts)))
-        if self._state is not None and self._steps & (self._steps - 1) == 0:
-            self._warn(self._state.compare(self._steps))
-        if self._steps == 1 and not self._checked:
-            self._warn(UNCHECKED)
-        if self._steps == 1 and self.replicas.everyone.size * self.micro_batches > 1 and self._counts:
-            rows = exchange({"samples": self._samples, "counts": [float(count) for count in self._counts]})
-            self._warn(doubtful_counts(rows))
-
-    def _warn(self, text: str) -> None:
-        if text and self.running.placement.world.index == 0:
-            warnings.warn(text, stacklevel=4)
-
-    def _watch_forwards(self) -> None:
-        """Before the step's first forward, buffers are noted: in the model, or in the modules that hold them."""
-
-        def root(module: nn.Module, args: Any, kwargs: Any) -> None:
-            first = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)), None)
-            if module.training and torch.is_grad_enabled() and first is not None and first.dim():
-                self._samples += len(first)
-
-        self._undo.append(self.model.register_forward_pre_hook(root, with_kwargs=True).remove)
-        if self.running.buffers is None:
-            return
-        paths = {name.rpartition(".")[0] for name in (*self.running.buffers.averaged, *self.running.buffers.copies)}
-        for path in {"", *paths}:
-            hook = self.model.get_submodule(path).register_forward_pre_hook(self._begin)
-            self._undo.append(hook.remove)
-
-    def _begin(self, module: nn.Module | None = None, args: Any = ()) -> None:
-        if self.running.buffers is not None and not self._begun and (module is None or module.training):
-            self._begun = True
-            self.running.buffers.begin(0.0)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """The model's full weights and buffers, as copies on every rank. All ranks call it alike."""
-        owner = self.running.owner
-        if owner.keeps_full:
-            return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
-        found = dict.fromkeys(name for name, _ in self.model.named_parameters(remove_duplicate=False))
-        found |= dict.fromkeys(persistent_buffers(self.model))
-        names: dict[int, list[str]] = {}
-        for name, param in self.model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(param), []).append(name)
-        with torch.no_grad():
-            for param, values in owner.full_values():
-                found |= dict.fromkeys(names[id(param)], values.clone())  # type: ignore[arg-type]
-        for name, param in self.model.named_parameters(remove_duplicate=False):
-            if found[name] is None:  # Frozen: every rank has it.
-                found[name] = param.detach().clone()  # type: ignore[assignment]
-        for name, buffer in persistent_buffers(self.model).items():
-            found[name] = buffer.clone()  # type: ignore[assignment]
-        return found  # type: ignore[return-value]
-
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Makes full weights and buffers the model's. All ranks call it alike."""
-        own = {**dict(self.model.named_parameters()), **persistent_buffers(self.model)}
-        absent = [name for name in own if name not in state]
-        if absent:
-            raise ValueError(f"the state has no {absent[0]}; give all of the model's parameters and buffers")
-        slots = {slot.name for bucket in self.running.buckets for slot in bucket.buffer.slots}
-        for name, tensor in own.items():
-            if tuple(state[name].shape) != tuple(tensor.shape):
-                raise ValueError(f"{name} has shape {list(state[name].shape)}, the model's {list(tensor.shape)}")
-        with torch.no_grad():
-            for name, tensor in own.items():
-                if name not in slots:
-                    tensor.copy_(state[name])
-        self.running.owner.load_parameters(lambda name, start, stop: state[name].reshape(-1)[start:stop])
-
-    def close(self) -> None:
-        """Gives the model back, with full parameters on every rank. All ranks call it alike."""
-        for undo in self._undo:
-            undo()
-        self.running.close()
-
-    def _require_own_step(self, *_: Any) -> None:
-        if not self._stepping:
-            raise RuntimeError(
-                "optimizer.step() was called on the engine's optimiser, which has no gradients of its own; call "
-                "engine.step()"
-            )
-
-    def _autocast_forward(self) -> None:
-        """The model computes in bfloat16 and gives float32, so that a loss computed outside is not rounded."""
-        forward, model, device = self.model.forward, self.model, self.running.device.type
-
-        def autocast(*args: Any, **kwargs: Any) -> Any:
-            # The cache would keep a copy of every weight for the forward, also of blocks that ZeRO-3 gave back.
-            with torch.autocast(device, torch.bfloat16, enabled=self._half, cache_enabled=False):
-                output = forward(*args, **kwargs)
-            return tree_map(lambda leaf: leaf.float() if _is_half(leaf) else leaf, output)
-
-        model.forward = autocast
-        self._undo.append(lambda: vars(model).pop("forward", None))
-
-    def _refuse_sharded_state(self) -> None:
-        def saving(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-            raise RuntimeError(
-                "with zero=3 each rank holds a shard of the parameters, and state_dict() of the model would hold NaN; "
-                "call engine.state_dict() on every rank: it gathers full weights"
-            )
-
-        def loading(*_: Any) -> None:
-            raise RuntimeError(
-                "with zero=3 each rank holds a shard of the parameters, which load_state_dict() of the model would not "
-                "reach; call engine.load_state_dict(state) on every rank"
-            )
-
-        for module in self.model.modules():
-            self._undo.append(module.register_state_dict_pre_hook(saving).remove)
-            self._undo.append(module.register_load_state_dict_pre_hook(loading).remove)
-
-
-def _is_half(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.dtype == torch.bfloat16
+    return OwnLoop(running, wanted, declared=modes, place=me)

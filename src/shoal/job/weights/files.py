@@ -43,7 +43,7 @@ HARMLESS: list[Any] = [
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """A tensor in a file."""
 
     shape: tuple[int, ...]
@@ -55,7 +55,7 @@ class WeightFiles(ABC):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.tensors: dict[str, Stored] = {}
+        self.tensors: dict[str, StoredTensor] = {}
 
     @abstractmethod
     def read_into(self, targets: Mapping[str, Tensor]) -> None:
@@ -99,7 +99,7 @@ class Safetensors(WeightFiles):
             target.copy_(flat.view(target.shape))
 
 
-def _header(file: Path) -> Iterator[tuple[str, Stored, int, int]]:
+def _header(file: Path) -> Iterator[tuple[str, StoredTensor, int, int]]:
     """Name, shape, type and place of each tensor."""
     size = file.stat().st_size
     try:
@@ -113,7 +113,7 @@ def _header(file: Path) -> Iterator[tuple[str, Stored, int, int]]:
                 continue
             if row["dtype"] not in DTYPES:
                 raise ValueError(f"{name} has the type {row['dtype']}; expected one of {', '.join(DTYPES)}")
-            stored = Stored(tuple(int(each) for each in row["shape"]), DTYPES[row["dtype"]])
+            stored = StoredTensor(tuple(int(each) for each in row["shape"]), DTYPES[row["dtype"]])
             start, stop = (8 + length + int(each) for each in row["data_offsets"])
             if not 8 + length <= start <= stop <= size or stop - start != prod(stored.shape) * stored.dtype.itemsize:
                 raise ValueError(f"{name} does not fit into it")
@@ -130,7 +130,7 @@ class StateDict(WeightFiles):
         self._values: dict[str, Tensor] = {}
         for file in files:
             self._values |= dict(_flattened(_loaded(file)))
-        self.tensors = {name: Stored(tuple(value.shape), value.dtype) for name, value in self._values.items()}
+        self.tensors = {name: StoredTensor(tuple(value.shape), value.dtype) for name, value in self._values.items()}
 
     def read_into(self, targets: Mapping[str, Tensor]) -> None:
         for name, target in targets.items():
@@ -190,7 +190,7 @@ class Distributed(WeightFiles):
         self._reader = Reader(path)
         for name, each in found.state_dict_metadata.items():
             if isinstance(each, TensorStorageMetadata):
-                self.tensors[name] = Stored(tuple(each.size), each.properties.dtype)
+                self.tensors[name] = StoredTensor(tuple(each.size), each.properties.dtype)
 
     def read_into(self, targets: Mapping[str, Tensor]) -> None:
         import warnings

@@ -47,10 +47,10 @@ def start_from(
     Example:
         job = start_from(job, "checkpoints/step-1000", rename=lambda name: name.replace("blocks", "layers"))
     """
-    return replace(job, model=Started(job.model, path, rename=rename, new=new))
+    return replace(job, model=FromWeights(job.model, path, rename=rename, new=new))
 
 
-class Started:
+class FromWeights:
     """A job's `model` that fills every model it builds."""
 
     def __init__(

@@ -34,16 +34,18 @@ class RemoteOptimizer:
     def __init__(
         self, seats: Seats, rank: int, buckets: Sequence[Bucket], names: Sequence[str], up: Post, down: Post,
         *, together: bool, by_tickets: bool, times: Callable[[Bucket], int], server: Server | None,
-        compress: tuple[Compressor, int, float | None] | None = None,
+        compress: tuple[Compressor, int, float | None] | None = None, elementwise: bool = True,
     ) -> None:  # fmt: skip
         """`together`: replicas step together and know the count of all; `by_tickets`: they take shares of the data as
         they are free; `times`: how many ranks of a replica hold the same bucket; `server`: what this process serves in
-        a thread; `compress`: the method of the level, its seed, and the job's bound on the gradient's norm."""
+        a thread; `compress`: the method of the level, its seed, and the job's bound on the gradient's norm;
+        `elementwise`: whether the optimiser takes ranges of parameters."""
         self.seats, self.buckets, self.names, self.up, self.down = seats, list(buckets), list(names), up, down
         self.replica, self.position = divmod(rank, seats.positions)
         self.together, self.by_tickets, self._times = together, by_tickets, times
         sizes = [(bucket.master.numel(), bucket.master.element_size()) for bucket in self.buckets]
-        self.parts = parts_of(sizes, seats.shards)
+        starts = None if elementwise else [[slot.start for slot in bucket.buffer.slots] for bucket in self.buckets]
+        self.parts = parts_of(sizes, seats.shards, starts=starts)
         self.servers = [seats.server(shard, self.position) for shard in range(seats.shards)]
         self.size = message_size(seats, names)
         self.codec = None if compress is None else self._codec(*compress)

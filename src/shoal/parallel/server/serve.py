@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from math import inf, isfinite, nan, sqrt
 from typing import Any
 
@@ -44,13 +45,14 @@ class Server:
         self, seats: Seats, rank: int, recipe: Recipe, rule: Served, clip: float | None, up: Post, down: Post,
         *, losses: bool = False, watch: Callable[[], None] = lambda: None,
         compress: tuple[Compressor, int] | None = None,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:  # fmt: skip
         """`losses`: whether a lost worker leaves the others going on. `watch` is called now and then. `compress`: how
-        workers compress what they push, and the seed of what they draw."""
+        workers compress what they push, and the seed of what they draw. `around`: entered around updates."""
         self.seats, self.rank, self.rule, self.clip, self.up, self.down = seats, rank, rule, clip, up, down
         self.names = list(recipe.labels)
         self.size = message_size(seats, self.names)
-        self.losses, self.watch = losses, watch
+        self.losses, self.watch, self.around = losses, watch, around
         self.shards = {
             position: ServedShard(
                 recipe, shard, [seats.worker(replica, position) for replica in range(seats.replicas)], up, down,
@@ -288,7 +290,8 @@ class Server:
         lr_factor, unused = self._pending
         for shard in self.shards.values():
             if isfinite(scale):
-                shard.update(scale, lr_factor, unused)
+                with self.around():
+                    shard.update(scale, lr_factor, unused)
             shard.forget(self._pushes)
 
     def _answer(self, read: Message) -> None:

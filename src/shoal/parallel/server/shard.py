@@ -32,8 +32,15 @@ class HeldLayout:
 
     def __init__(self, padded: int, slots: Sequence[Sequence[Any]]) -> None:
         self.padded = padded
-        nothing: Any = None
+        nothing: Any = torch.empty(0)
         self.slots = [Slot(name, nothing, torch.Size(shape), start, options) for name, shape, start, options in slots]
+
+
+    def within(self, start: int, stop: int) -> HeldLayout:
+        """Only with the parameters of a range."""
+        found = HeldLayout(self.padded, [])
+        found.slots = [slot for slot in self.slots if start <= slot.start < stop]
+        return found
 
 
 class HeldPart:
@@ -72,14 +79,21 @@ class ServedShard:
         layouts = [HeldLayout(padded, slots) for padded, slots in table["buckets"]]
         rows = [(Part(*part), offset, times) for *part, offset, times in table["parts"]]
         masters, kept = tensors[: len(rows)], tensors[len(rows) :]
+        layouts_of = [layouts[part.bucket] for part, _, _ in rows]
+        if not self.recipe.elementwise:  # Then no parameter is cut.
+            layouts_of = [
+                layout.within(offset + part.start, offset + part.stop)
+                for layout, (part, offset, _) in zip(layouts_of, rows, strict=True)
+            ]
         self.parts = [
-            HeldPart(layouts[part.bucket], offset + part.start, master.clone(), times)
-            for (part, offset, times), master in zip(rows, masters, strict=True)
+            HeldPart(layout, offset + part.start, master.clone(), times)
+            for layout, (part, offset, times), master in zip(layouts_of, rows, masters, strict=True)
         ]
         saved = ReceivedState([(table["state"], kept)])
         names = {slot.name for part in self.parts for slot in part.buffer.slots}
         buckets: Any = self.parts
-        self.optimizer = SlicedOptimizer(self.recipe, buckets, unfused=unlike_the_rest(saved, sorted(names)))
+        unfused = unlike_the_rest(saved, sorted(names)) if self.recipe.elementwise else frozenset()
+        self.optimizer = SlicedOptimizer(self.recipe, buckets, unfused=unfused)
         self.optimizer.load(saved)
         self._copies = None
         # Workers have pushed as often as was received when they took up the run.
@@ -162,7 +176,7 @@ class ServedShard:
         for part in self.parts:
             if scale != 1.0:
                 part.mean.mul_(scale)
-        if not unused <= self.optimizer.unfused:
+        if self.recipe.elementwise and not unused <= self.optimizer.unfused:
             self.optimizer.regroup(self.optimizer.unfused | unused)
         self.optimizer.step(lr_factor=lr_factor, without=unused)
         self._copies = None

@@ -211,6 +211,9 @@ def environment() -> dict[str, Any]:
     """What a run's speed and numbers depend on besides its job and strategy. Not the user, nor the place."""
     import torch
 
+    from shoal.launch.join import current
+
+    place = current()
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -220,6 +223,8 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "accelerators": _accelerators(),
         "backend": torch.distributed.get_backend() if torch.distributed.is_initialized() else None,
+        # Of Gloo's and NCCL's groups; None without ranks, or where the program made the groups itself.
+        "collective_timeout_s": (place.timeout_s or None) if place is not None else None,
         "links": asdict(network_here()),
     }
 
