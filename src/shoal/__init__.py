@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from shoal.api.doctor import Diagnosis, doctor
     from shoal.api.evaluate import Evaluation, evaluate
     from shoal.api.explain import Explanation, explain
+    from shoal.api.explain_run import RunExplanation, explain_run
     from shoal.api.export import ExportedModel, export
     from shoal.api.plan import PlanReport, plan
     from shoal.api.running import load_run, train, verify
@@ -69,7 +70,9 @@ _LATER = {
     "doctor": "shoal.api.doctor:doctor",
     "engine": "shoal.training.own_loop:engine",
     "evaluate": "shoal.api.evaluate:evaluate",
+    "RunExplanation": "shoal.api.explain_run:RunExplanation",
     "explain": "shoal.api.explain:explain",
+    "explain_run": "shoal.api.explain_run:explain_run",
     "export": "shoal.api.export:export",
     "layout_of": "shoal.layout.layout:layout_of",
     "load_run": "shoal.api.running:load_run",
@@ -88,10 +91,11 @@ _LATER = {
 
 __all__ = [
     "CalibrationReport", "Callback", "Certificate", "Comparison", "Diagnosis", "Evaluation", "Explanation",
-    "ExportedModel", "Job", "LayoutHints", "NetworkReport", "PlanReport", "Run", "SimulatedServers",
-    "SimulatedSteps", "Submission", "TokenFolder", "TrainOptions", "TrainingState", "Validation", "analyze",
-    "calibrate", "compare", "doctor", "engine", "evaluate", "explain", "export", "layout_of", "load_run",
-    "load_weights", "plan", "report", "runs", "simulate", "submit", "tokenize", "train", "train_job", "validate",
+    "ExportedModel", "Job", "LayoutHints", "NetworkReport", "PlanReport", "Run", "RunExplanation",
+    "SimulatedServers", "SimulatedSteps", "Submission", "TokenFolder", "TrainOptions", "TrainingState",
+    "Validation", "analyze", "calibrate", "compare", "doctor", "engine", "evaluate", "explain", "explain_run",
+    "export", "layout_of", "load_run", "load_weights", "plan", "report", "runs", "simulate", "submit", "tokenize",
+    "train", "train_job", "validate",
     "verify",
 ]  # fmt: skip
 __all__ += [name for name in dict.fromkeys([*_strategy.__all__, *_strategy.REGISTRY]) if name not in __all__]

@@ -14,7 +14,7 @@ from shoal.api.call import checked_keywords
 from shoal.common.log import log_message
 from shoal.common.printed import PrintedTable
 from shoal.compare import protocol
-from shoal.compare.protocol import CannotCompare, Question
+from shoal.compare.protocol import CannotCompare, Protocol
 from shoal.compare.report import write_report
 from shoal.compare.rows import results
 from shoal.compare.single_runs import list_runs, results_of_runs
@@ -107,7 +107,7 @@ def compare(
         shoal.compare("language:tiny", contestants=["dp(2)", "torch-ddp"], seeds=3)
     """
     names, objects = _named(jobs or (("language:tiny", "image:tiny") if quick else ("language", "image")))
-    question = Question(
+    question = Protocol(
         jobs=names, contestants=tuple(str(each) for each in contestants) or (QUICK if quick else DEFAULT),
         ranks=tuple(sorted(set(ranks))), seeds=seeds or (2 if quick else 3),
         steps=steps or (QUICK_STEPS if quick else None), batch=batch, per_rank=per_rank,
@@ -143,7 +143,7 @@ def _forks(objects: bool) -> Any:
     return forking_this_process()
 
 
-def command(question: Question, folder: Path) -> str:
+def command(question: Protocol, folder: Path) -> str:
     """The command line that makes the comparison again."""
     words = ["shoal", "compare", *question.jobs, "--with", *question.contestants]
     words += ["--ranks", ",".join(map(str, question.ranks)), "--seeds", str(question.seeds)]
@@ -177,7 +177,7 @@ def report(*folders: str | Path, to: str | Path | None = None) -> Comparison:
     if len(paths) == 1 and (paths[0] / protocol.COMPARISON).exists():
         found, where = results(paths[0]), Path(to or paths[0])
         asked: Any = {name: tuple(v) if isinstance(v, list) else v for name, v in found["question"].items()}
-        again = Question(**asked)
+        again = Protocol(**asked)
         write_report(found, where, commands=[command(again, paths[0])])
         return Comparison(folder=where, results=found)
     found, where = results_of_runs(paths), Path(to or paths[0].parent / "report")

@@ -33,7 +33,7 @@ class TokenFolder(PrintedTable):
     bytes: int
 
     def to_json(self) -> dict[str, Any]:
-        """What `shoal tokenize --json` prints."""
+        """What the verb prints with `--json`."""
         return asdict(self)
 
     def _table(self) -> tuple[str, list[str], list[list[str]]]:

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from shoal.api.explain_run import first_cause
+
 
 def plain_lines() -> Any:
     """Progress for a log: about one line in five seconds, and everything that is not a step."""
@@ -123,6 +125,8 @@ def summary(outcome: dict[str, Any]) -> None:
         )
     rows["sent in a step"] = f"{sum(row['bytes'] for row in outcome['ledger']) / 1e6:.2f} MB by each rank"
     rows["peak memory"] = f"{outcome['memory_bytes'] / 2**20:.0f} MiB a rank"
+    if held := first_cause(outcome):
+        rows["held back by"] = held
     rows["run"] = outcome["folder"]
     if outcome["status"] == "stopped" and outcome["saved_step"] is not None:
         rows["go on with"] = f"--resume {outcome['folder']}"

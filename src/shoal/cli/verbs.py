@@ -17,8 +17,11 @@ from shoal.cli.app import JSON, SIZE, STRAGGLER, STRATEGY, app
 def explain(
     what: Annotated[
         str,
-        typer.Argument(metavar="STRATEGY|JOB", help="A strategy, for example 'dp(8, zero=1) * tp(2)'; or a job."),
+        typer.Argument(metavar="STRATEGY|JOB|RUN", help="A strategy, as 'dp(8, zero=1) * tp(2)'; a job; a run."),
     ],
+    other: Annotated[
+        str | None, typer.Argument(metavar="RUN", help="A second run: what it takes longer for than the first.")
+    ] = None,
     strategy: Annotated[
         str | None, typer.Option("--strategy", "-s", help="With a job: check whether it can be trained with this.")
     ] = None,
@@ -36,7 +39,14 @@ def explain(
     ] = None,
 ) -> None:
     """Describe a strategy: its terms in words, mesh, contract, taxonomy, and systems that train this way. Of a job:
-    how its model may be cut."""
+    how its model may be cut. Of a run: what held it back."""
+    from shoal.api.explain_run import is_run
+
+    if other is not None or is_run(what):
+        from shoal.cli.explain_run import explain_run_command
+
+        explain_run_command(what, other, as_json=as_json)
+        return
     from shoal.cli.explain import explain_anything
 
     explain_anything(

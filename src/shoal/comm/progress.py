@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from shoal.comm.peers import Steps, Waits
 from shoal.comm.transfer import Send
 from shoal.comm.transport.link import Link, LinkAltered, PeerLost
+from shoal.comm.waited import WAITED
 
 SPIN_S = 300e-6
 """Longest spin: longer than most waits between ranks in step, shorter than a time slice."""
@@ -133,6 +134,10 @@ class TaskQueue:
 
     def wait(self, task: Task, timeout_s: float) -> None:
         """Waits until the task is done; raises its error."""
+        with WAITED:
+            self._wait(task, timeout_s)
+
+    def _wait(self, task: Task, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         me = threading.get_ident()
         self._waiting.add(me)
@@ -157,6 +162,10 @@ class TaskQueue:
 
     def wait_any(self, tasks: Sequence[Task], timeout_s: float) -> None:
         """Waits until one of the tasks is done, or the time is over; no task is given up on."""
+        with WAITED:
+            self._wait_any(tasks, timeout_s)
+
+    def _wait_any(self, tasks: Sequence[Task], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         first, me = _FirstOf(tasks), threading.get_ident()
         self._waiting.add(me)

@@ -36,7 +36,7 @@ class CannotCompare(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class Protocol:
     """What is compared."""
 
     jobs: tuple[str, ...]
@@ -98,7 +98,7 @@ def is_strategy(text: str) -> bool:
     return True
 
 
-def worlds_of(question: Question, contestant: str) -> list[int]:
+def worlds_of(question: Protocol, contestant: str) -> list[int]:
     """On how many ranks a contestant runs."""
     if contestant == REFERENCE:
         return [1]
@@ -108,14 +108,14 @@ def worlds_of(question: Question, contestant: str) -> list[int]:
     return list(question.ranks)
 
 
-def contestants_of(question: Question) -> list[str]:
+def contestants_of(question: Protocol) -> list[str]:
     """Those that were named; the reference, and on one rank Shoal's own serial run, are always among them."""
     named = [str(parse(each)) if is_strategy(each) else each for each in question.contestants]
     first = [REFERENCE, *(["serial"] if 1 in question.ranks else [])]
     return list(dict.fromkeys([*first, *named]))
 
 
-def check(question: Question) -> None:
+def check(question: Protocol) -> None:
     """Refuses what cannot be meant."""
     if not question.jobs:
         raise CannotCompare("no job was named; give a Python file, or one of language, image")
@@ -133,7 +133,7 @@ def check(question: Question) -> None:
                 )
 
 
-def compare(question: Question, folder: Path, *, listen: Listener) -> dict[str, Any]:
+def compare(question: Protocol, folder: Path, *, listen: Listener) -> dict[str, Any]:
     """Makes all runs that are missing in the folder. Returns what `comparison.json` holds."""
     check(question)
     known = _resumed(question, folder)
@@ -163,7 +163,7 @@ def compare(question: Question, folder: Path, *, listen: Listener) -> dict[str, 
     return comparison
 
 
-def _resumed(question: Question, folder: Path) -> dict[str, Any]:
+def _resumed(question: Protocol, folder: Path) -> dict[str, Any]:
     if not (folder / COMPARISON).exists():
         if (folder / RUN).exists():
             raise CannotCompare(f"--folder {folder} is the folder of a run; give another one")
@@ -181,7 +181,7 @@ def _resumed(question: Question, folder: Path) -> dict[str, Any]:
     return known if same else {"started": known.get("started")}
 
 
-def changes_of(question: Question, job: Mapping[str, Any] | None, ranks: int, seed: int) -> dict[str, Any]:
+def changes_of(question: Protocol, job: Mapping[str, Any] | None, ranks: int, seed: int) -> dict[str, Any]:
     """The fields of the job that a comparison sets, for all contestants alike."""
     batch = question.batch if question.batch is not None or job is None else job["batch"]
     if question.per_rank and batch is not None:
@@ -194,7 +194,7 @@ def changes_of(question: Question, job: Mapping[str, Any] | None, ranks: int, se
     }  # fmt: skip
 
 
-def _inspected(question: Question, job: str, names: Sequence[str]) -> dict[str, Any]:
+def _inspected(question: Protocol, job: str, names: Sequence[str]) -> dict[str, Any]:
     worlds = {name: worlds_of(question, name) for name in names}
     found: dict[str, Any] = run_ranks(
         "shoal.compare.rank:inspect", {
@@ -210,7 +210,7 @@ def _inspected(question: Question, job: str, names: Sequence[str]) -> dict[str, 
     return found
 
 
-def cells_of(question: Question, names: Sequence[str], jobs: Mapping[str, Any]) -> list[Cell]:
+def cells_of(question: Protocol, names: Sequence[str], jobs: Mapping[str, Any]) -> list[Cell]:
     """All runs, in their order: contestants take turns, and another begins with every seed."""
     cells = []
     for seed in range(question.seeds):
@@ -223,7 +223,7 @@ def cells_of(question: Question, names: Sequence[str], jobs: Mapping[str, Any]) 
     return cells
 
 
-def _of(job: str, name: str, world: int, seed: int, question: Question, facts: Mapping[str, Any]) -> list[Cell]:
+def _of(job: str, name: str, world: int, seed: int, question: Protocol, facts: Mapping[str, Any]) -> list[Cell]:
     if name != REFERENCE:
         return [Cell(job=job, contestant=name, ranks=world, seed=seed)]
     # One reference for all numbers of ranks, unless what it computes depends on them.
@@ -234,7 +234,7 @@ def _of(job: str, name: str, world: int, seed: int, question: Question, facts: M
     ]
 
 
-def _run(question: Question, cell: Cell, folder: Path, progress: Progress) -> None:
+def _run(question: Protocol, cell: Cell, folder: Path, progress: Progress) -> None:
     """One run. One that fails is kept with its reason, and the others go on."""
     place = folder / cell.place
     if place.exists():

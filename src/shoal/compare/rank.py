@@ -6,6 +6,7 @@ evaluation is made on a plain copy of the model, by the protocol. A strategy of 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import time
@@ -40,7 +41,8 @@ def job_of(settings: Mapping[str, Any]) -> Job:
     """The job with what a comparison changes of it, the same for all contestants."""
     job = load_job(settings["job"], size=settings.get("size"))
     changes = {name: value for name, value in settings["changes"].items() if value is not None}
-    return replace(job, **changes)
+    # Callbacks are called in Shoal's loop only, where they may also end a run.
+    return replace(job, callbacks=(), **changes)
 
 
 def run_shoal(settings: dict[str, Any], channel: Any) -> dict[str, Any]:
@@ -65,10 +67,11 @@ def run_framework(settings: dict[str, Any], channel: Any) -> dict[str, Any]:
     """On every rank: a framework, by its adapter."""
     adapter = adapter_of(settings["contestant"])
     warnings.simplefilter("ignore", FutureWarning)  # Frameworks use what PyTorch is about to rename.
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed's, which would be guessed with a warning.
+    os.environ.setdefault("MASTER_PORT", "29500")  # Frameworks look for it; the ranks have met already.
     for package in adapter.packages:
         __import__(package)
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29500")  # Frameworks look for it; the ranks have met already.
     me = join(backend="gloo")
     place = Place(rank=me.rank, world=me.world, group=dist.group.WORLD)
     link, load = measure_link(me.world), machine_load()
@@ -271,9 +274,27 @@ def inspect(settings: dict[str, Any], channel: Any) -> dict[str, Any]:
         "counted_per_sample": float(count) / samples, "flops_per_sample": counter.get_total_flops() / samples,
         "batch_norm": bool(batch_norms(model)), "evaluate_every": job.evaluate_every,
         "target": None if job.target is None else [job.target.metric, job.target.value, job.target.better],
-        "clip": job.clip, "refused": refused, "titles": titles, "peak_flops_per_s": measure_peak(),
+        "clip": job.clip, "predicted": predicted_steps(job, settings["contestants"]), "refused": refused,
+        "titles": titles, "peak_flops_per_s": measure_peak(),
         "environment": environment(),
     }  # fmt: skip
+
+
+def predicted_steps(job: Job, names: Mapping[str, Any]) -> dict[str, float | None]:
+    """The plan's estimate of each strategy on this machine, seconds a step; none where it was not calibrated."""
+    from shoal.calibration.job_model import job_model
+    from shoal.estimate.steps.price import price_step
+    from shoal.estimate.steps.read import machine_here
+
+    machine, found = machine_here(), dict[str, float | None]()
+    if machine is None:
+        return found
+    model, _ = job_model(job)
+    for name in names:
+        if _is_strategy(name) and parse(name).world <= machine.ranks:
+            with contextlib.suppress(ValueError, NotImplementedError, KeyError):
+                found[name] = price_step(model, parse(name), machine).step_s
+    return found
 
 
 def _is_strategy(text: str) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from shoal.compare.findings import causes
 from shoal.compare.guard import Finding, Seen, judge
 from shoal.compare.protocol import COMPARISON, FACTS, REFERENCE, WARMUP_STEPS, Cell, is_strategy
 from shoal.strategy import parse
@@ -161,6 +162,8 @@ def _row(
         "steps_to_target": statistics.fmean(r[0] for r in reached if r) if all(reached) else None,
         "reached": sum(each is not None for each in reached),
         "sent_bytes": ledger, "predicted_bytes": None if predicted is None else predicted.bytes,
+        "predicted_step_s": (facts.get("predicted") or {}).get(name),
+        "held_back": _held_back(good[0].run) if own else None,
         "utilisation": flops / step_s / (ranks * facts["peak_flops_per_s"]),
         "split_s": _split(good), "curves": [_curve(each, metric) for each in good],
         "losses": [thin(each.run.losses) for each in good[:1]], "timeline_s": good[0].step_s[:60],
@@ -171,6 +174,12 @@ def _row(
     }  # fmt: skip
     findings = _findings(name, own, row["contract"], good, references, facts)
     return {**row, "findings": [asdict(each) for each in findings], "verdict": verdict(findings)}
+
+
+def _held_back(run: Run) -> str | None:
+    """The first cause of one of Shoal's own runs."""
+    found = causes(run.strategy, run.summary.get("ranks") or (), sent_bytes=run.ledger.bytes)
+    return found[0].line if found else None
 
 
 def verdict(findings: Sequence[Finding]) -> str:

@@ -87,7 +87,7 @@ class GradientWatch:
         self.engine.owner.before_update.remove(self._keep)
 
 
-class Comparison:
+class GateComparison:
     """This rank's slices of the serial run, read from its file."""
 
     def __init__(self, engine: Engine, path: str, modes: dict[str, BufferMode]) -> None:

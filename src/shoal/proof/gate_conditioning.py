@@ -72,7 +72,7 @@ def hidden(rows: list[Row], moved: Moved) -> str:
 
 
 def _rows(serial: dict[str, Any], other: SerialSteps) -> list[Row]:
-    """The steps in the file against others, by the measures of `Comparison`."""
+    """The steps in the file against others, by the measures of `GateComparison`."""
     rows = [
         Row(abs(one - two) / max(abs(one), 1e-300), "loss", f"the loss of step {step + 1}")
         for step, (one, two) in enumerate(zip(serial["losses"], other.losses, strict=False))

@@ -32,7 +32,7 @@ from shoal.layout.held_state import HeldNow
 from shoal.parallel.result import NonFinite
 from shoal.proof.data_reads import same_values, why_data_differ
 from shoal.proof.gate import NUMBER, TOLERANCES, is_settled, require_right
-from shoal.proof.gate_compare import Comparison, GradientWatch, Kind, Row, save_serial, worst
+from shoal.proof.gate_compare import GateComparison, GradientWatch, Kind, Row, save_serial, worst
 from shoal.proof.gate_conditioning import Moved, allowed, hidden, movement
 from shoal.proof.gate_model import gate_model
 from shoal.proof.gate_question import CannotCheck, question, require_independent
@@ -123,7 +123,7 @@ def compared(job: Job, asked: dict[str, Any], me: Rank) -> dict[str, Any]:
         ready = prepare(job, strategy, rank=me.rank, backend=me.backend, device=me.device, dtype=torch.float64)
         # A rank that stopped here would leave the others waiting.
         ready.runner.randomness.notes_only = True
-        comparison = Comparison(ready.engine, serial["path"], buffer_modes(job.buffers, ready.engine.model))
+        comparison = GateComparison(ready.engine, serial["path"], buffer_modes(job.buffers, ready.engine.model))
         watch = GradientWatch(ready.engine)
         moved: Moved | None = None
         counter, decided, outside, skip, unclear = 0, {"difference": "0.0"}, [], "", ""

@@ -6,6 +6,7 @@ dropout draws, each sample its own (`job/randomness.py`). So a resumed run goes 
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext
@@ -103,6 +104,8 @@ class StepRunner:
         """The micro-batches of the last step: their shapes determine what it should send."""
         self.share: int | None = None
         """Which share of the batch this island computes, where that is another one from step to step (tickets)."""
+        self.spent = {"data": 0.0, "forward": 0.0}
+        """Seconds since the start."""
         self.last_total = 0
         """Samples of the last global batch."""
         self.ahead: ReadAhead | None = None
@@ -222,10 +225,13 @@ class StepRunner:
 
     def forward(self, part: BatchPart) -> Any:
         reach("step: forward")
+        started = time.perf_counter()
         draw_from(key_of(part.seed, *self.randomness.numbers.cuts.salt) >> 1, self.device)
         placed = self.randomness.forward(part.samples, part.step, part.over_tensor)
         with BOOK.during("forward"), self._precision(), placed:
-            return self.job.run_model(self.engine.model, part.batch)
+            output = self.job.run_model(self.engine.model, part.batch)
+        self.spent["forward"] += time.perf_counter() - started
+        return output
 
     def loss(self, part: BatchPart, output: Any) -> tuple[torch.Tensor, Any]:
         with BOOK.during("forward"), self._precision(), self.randomness.resumed():
@@ -246,7 +252,9 @@ class StepRunner:
         return batch if sequence is None else sequence.batch(batch)
 
     def _fetch(self, data: Any, indices: np.ndarray) -> Batch:
+        started = time.perf_counter()
         batch = cast(data.batch(indices), self.dtype)
+        self.spent["data"] += time.perf_counter() - started
         if self.device.type == "cpu":
             return batch
         # From pinned memory, so that the host does not wait for the device.

@@ -48,7 +48,8 @@ from shoal.training.record.recorder import Recorder, new_folder, tracing
 from shoal.training.record.run import RUN, Status
 from shoal.training.saving import Saving
 from shoal.training.speed import speed_of
-from shoal.training.tickets import leave_servers, next_limit, next_meeting, run_tickets
+from shoal.training.step_split import StepSplit
+from shoal.training.tickets import advance, leave_servers
 
 
 def train(options: TrainOptions, channel: Any) -> dict[str, Any]:
@@ -114,6 +115,7 @@ class TrainingRun:
         self.speed = speed_of(known, ready.strategy, ready.engine.device)
         self.pace = Pace(1 if ready.engine.owner.tickets is not None else period(ready.strategy))
         self.lost = LostIslands(ready, channel, rank=rank)
+        self.split = StepSplit(ready.runner)
         self.hindered = Hindered(options, rank=rank, world=ready.strategy.world, seed=self.job.seed)
         if options.resume is not None:
             self._resume(Path(options.resume))
@@ -184,17 +186,7 @@ class TrainingRun:
 
     def _advance(self) -> None:
         """One step; where servers let replicas run at their own speed, tickets until all stand at one step again."""
-        tickets, outer, every = self.engine.owner.tickets, self.engine.outer, self.saving.every
-        step, steps, evaluate_every = self.step, self.job.steps, self.job.evaluate_every or 0
-        if outer is not None and outer.tickets is not None:
-            outer.tickets.begin(step)
-            run_tickets(
-                self, outer.tickets, self._one_step, next_meeting(self.pace, step, steps, evaluate_every, every)
-            )
-        elif tickets is None or tickets.together:
-            self._one_step()
-        else:
-            run_tickets(self, tickets, self._one_step, next_limit(step, steps, evaluate_every, every))
+        advance(self, self._one_step, self.saving.every)
 
     def _evaluate_if_due(self) -> None:
         due = self.pace.due(self.step, self.job.evaluate_every or 0)
@@ -206,6 +198,7 @@ class TrainingRun:
 
     def _one_step(self) -> None:
         started = time.perf_counter()
+        self.split.begin()
         self.hindered.before_step(self.step + 1)
         self.engine.stop_requested = bool(self.channel.stop_requested) or self.callbacks.reason is not None
         lr_factor = self.job.lr_factor(self.step)
@@ -218,6 +211,7 @@ class TrainingRun:
         finally:
             self.lost.in_step = False
         self.hindered.after_step()
+        self.split.end()
         seconds = time.perf_counter() - started
         samples = self.runner.order.next(self.counter) - self.counter
         self.noise.add(result.noise, samples_per_count=samples / result.count)
@@ -317,12 +311,13 @@ class TrainingRun:
 
     def _close(self, status: Status) -> dict[str, Any]:
         self.settle()
+        split = self.split.of_all(self.engine.placement.survivors)
         served = leave_servers(self.engine, self.rank)
         steady = self.step_times[1:] or self.step_times
         outcome = {
             "status": status, "strategy": str(self.ready.strategy), "world": self.ready.strategy.world,
             "step": self.step, "steps": self.job.steps, "saved_step": self.saving.saved_step, "loss": self.last_loss,
-            "metrics": self.metrics, "train_s": self.train_s,
+            "metrics": self.metrics, "train_s": self.train_s, "ranks": split,
             "step_s": statistics.median(steady) if steady else None,
             "memory_bytes": peak_memory_bytes(self.engine.device),
             "steps_to_target": self.reached_step, "time_to_target_s": self.reached_s,

@@ -17,7 +17,7 @@ from shoal.strategy import Strategy, amp
 
 
 @dataclass(frozen=True)
-class Speed:
+class TrainingSpeed:
     """What turns samples per second into MFU. Rank 0 knows it."""
 
     flops_per_sample: float | None
@@ -45,12 +45,12 @@ class Speed:
         return known if self.peak_flops is None else {**known, "peak_flops": self.peak_flops, "peak_of": self.peak_of}
 
 
-def speed_of(flops_per_sample: float | None, strategy: Strategy, device: torch.device) -> Speed:
+def speed_of(flops_per_sample: float | None, strategy: Strategy, device: torch.device) -> TrainingSpeed:
     """For a run on ranks that each have such a device."""
     peak, of = _peak(strategy, device) if flops_per_sample is not None else (None, "")
     ranks = strategy.workers
     words = "" if peak is None else f"{peak / 1e12:.4g} TFLOP/s x {ranks} ranks: {of}"
-    return Speed(flops_per_sample, None if peak is None else peak * ranks, words)
+    return TrainingSpeed(flops_per_sample, None if peak is None else peak * ranks, words)
 
 
 def _peak(strategy: Strategy, device: torch.device) -> tuple[float | None, str]:

@@ -65,6 +65,22 @@ def run_tickets(
     run.engine.clock = run.step
 
 
+def advance(run: Any, one_step: Callable[[], None], every: int) -> None:
+    """One step of a run; where replicas run at their own speed, tickets until all stand at one step again. `every`:
+    steps from one checkpoint to the next."""
+    tickets, outer = run.engine.owner.tickets, run.engine.outer
+    step, steps, evaluate_every = run.step, run.job.steps, run.job.evaluate_every or 0
+    if outer is not None and outer.tickets is not None:
+        outer.tickets.begin(step)
+        run_tickets(
+            run, outer.tickets, one_step, next_meeting(run.pace, step, steps, evaluate_every, every)
+        )
+    elif tickets is None or tickets.together:
+        one_step()
+    else:
+        run_tickets(run, tickets, one_step, next_limit(step, steps, evaluate_every, every))
+
+
 def leave_servers(engine: Engine, rank: int) -> dict[str, Any]:
     """Takes leave of parameter servers, if there are some; what they have counted, on rank 0. Replicas that update one
     memory have counted it there."""

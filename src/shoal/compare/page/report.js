@@ -230,6 +230,8 @@ function draw() {
   card("timeline", "The first steps", "Twenty steps of the first seed; pale ones are outside of the window.", false, (node) => timeline(node, rows));
   card("all", "All figures", "Click a column to sort. Point at a verdict for its reasons.", true, table);
   const notes = [...j.rows.flatMap((r) => [...r.findings.map((f) => [label(r), `${f.name} – ${f.text}`]), ...r.failed.map((f) => [label(r), `failed – ${f}`])]), ...j.absent.map((a) => [`${a.name} ×${a.ranks}`, `not run – ${a.why}`])];
+  const held = j.rows.filter((r) => r.held_back);
+  if (held.length) main.append(el("section", {class: "card wide", id: "held"}, el("h2", {}, "What held Shoal's strategies back"), el("p", {}, "The first cause of the first seed; shoal explain RUN lists them all."), el("ul", {}, ...held.map((r) => el("li", {}, el("code", {}, label(r)), " ", r.held_back)))));
   if (notes.length) main.append(el("section", {class: "card wide", id: "notes"}, el("h2", {}, "What the guard found, and who did not run"), el("ul", {}, ...notes.map(([who, what]) => el("li", {}, el("code", {}, who), " ", what)))));
 }
 

@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from shoal.job.errors import JobError, did_you_mean
+from shoal.common.suggest import did_you_mean
+from shoal.job.errors import JobError
 from shoal.job.job import Job
 from shoal.job.weights.files import WeightFiles, weight_files
 
@@ -126,7 +127,7 @@ def _require(
         parts = []
         if missing:
             near = did_you_mean(wanted[missing[0]], [name.removeprefix(prefix) for name in unknown])
-            parts.append(f"it has no {_some(missing)}{'.' + near if near else ''}")
+            parts.append(f"it has no {_some(missing)}{near if len(missing) == 1 else ''}")
         if of_model:
             parts.append(f"it has {_some(of_model)}, which the model has not")
         hint = "start_from(job, path, rename=..., new=...) in the job's file renames tensors and leaves some out"
