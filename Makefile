@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv bytecode demo compare quick test test-all fuzz soak kills lint bench docs clean
+.PHONY: venv bytecode demo compare quick test test-all fuzz soak kills lint consistency two-hosts bench docs clean
 
 venv: $(STAMP)
 
@@ -60,6 +60,18 @@ MINUTES ?= 5
 SEED ?= 1
 soak: venv
 	$(BIN)/python tests/soak.py --minutes $(MINUTES) --seed $(SEED)
+
+# Steps to the target under every sync scheme (docs/consistency.md); stop it and go on at will.
+SEEDS ?= 3
+consistency: venv
+	$(BIN)/python benchmarks/consistency.py --into runs/consistency --seeds $(SEEDS) --page docs/consistency.md
+
+# Time to the target between two hosts at 100 Mb/s: DDP over Gloo, islands and compression. As root, on a quiet machine.
+RATE ?= 100mbit
+two-hosts: venv
+	$(BIN)/python benchmarks/slow_link.py --rate $(RATE) --batch 24 --whole --only "DDP,dp(2),dp(2, sync=local(32)),\
+	dp(2, sync=diloco(32)),dp(2, sync=diloco(32, momentum=0.0, lr=1.0), compress=chunktopk(0.03)),\
+	dp(2, compress=powersgd(4)),dp(2, compress=topk(0.01))"
 
 # Runs that lose a rank at random under schemes that go on without it.
 KILLS ?= 50

@@ -1,13 +1,15 @@
 """How many steps to the target under every way of keeping replicas consistent: docs/consistency.md.
 
-    python benchmarks/consistency.py --into runs/consistency [--quick] [--tasks language,image] \\
+    python benchmarks/consistency.py --into runs/consistency [--seeds 3] [--tasks language,image] \\
         [--page docs/consistency.md]
 
 Both small tasks, four replicas, SGD with momentum, AdamW and Muon, three seeds. The rate of each optimiser is the one
-that reaches the target soonest under bsp(), of five or more. Every scheme then keeps that rate. What a scheme adds (an
-outer rate and momentum, the strength of a pull) is chosen by a small sweep with seed 0: the setting with the fewest
-steps in the mean over tasks and optimisers. Each run is a line of INTO/runs.jsonl and is not run again:
-stop and go on at will.
+that reaches the target soonest under bsp(), of three or more. Every scheme keeps that rate, or takes a quarter or
+a sixteenth of it where it does not reach the target otherwise. What a scheme adds (an
+outer rate and momentum, the strength of a pull) is chosen by a small sweep with seed 0 on two of the columns (TUNED):
+the setting with the fewest steps in their mean. Each run is a line of INTO/runs.jsonl and is not made again: stop and
+go on at will. All schemes are run with the first seed, then with the second, and so on, and the table says how many
+seeds there are. `--table` prints it from the runs that are there.
 
 Batch norm is of each replica's own samples, as schemes without a common step need it.
 Steps are counted in global batches: a step is as many samples under every scheme. Under schemes in which
@@ -34,19 +36,20 @@ import torch
 from shoal.job import Job, MuonWithAdamW, Target, load_job
 from shoal.training.local import CannotTrain, train_job
 
-SEEDS = (0, 1, 2)
-MOST_STEPS = 960
+MOST_STEPS = 400
 WARMUP = 32
 EVERY = 8
 """Steps between evaluations, so the grain of the counts."""
 RATES = {
-    "SGD": (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4),
-    "AdamW": (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032),
-    "Muon": (0.004, 0.008, 0.016, 0.032, 0.064),
+    "SGD": (0.02, 0.05, 0.1, 0.2),
+    "AdamW": (0.002, 0.004, 0.008, 0.016),
+    "Muon": (0.008, 0.016, 0.032),
 }
-TARGETS = {"language": Target(metric="loss", value=2.3), "image": Target(metric="loss", value=0.12)}
+TARGETS = {"language": Target(metric="loss", value=2.5), "image": Target(metric="loss", value=0.35)}
 COMBINED = [(task, optimizer) for task in TARGETS for optimizer in RATES if (task, optimizer) != ("image", "Muon")]
 """Muon is for matrices; the image task is convolutions."""
+TUNED = [("language", "AdamW"), ("image", "SGD")]
+"""Where the settings of a scheme are tried."""
 BSP = "dp(4)"
 
 
@@ -57,41 +60,45 @@ class Scheme:
     family: str
     name: str
     settings: tuple[str, ...]
+    follows: str | None = None
+    """The scheme whose best setting it takes, where it is not tuned by itself."""
+
+
+OUTER = ((1.0, 0.0), (0.7, 0.5), (0.7, 0.9), (1.0, 0.5))
+"""Outer rates and momenta: mild to strong."""
 
 
 def _outer(text: str) -> tuple[str, ...]:
-    """Outer rates and momenta: mild to strong."""
-    tried = ((1.0, 0.0), (0.7, 0.5), (0.7, 0.9), (1.0, 0.5))
-    return tuple(text.replace("OUTER", f"lr={lr}, momentum={m}") for lr, m in tried)
+    return tuple(text.replace("OUTER", f"lr={lr}, momentum={m}") for lr, m in OUTER)
 
 
 SCHEMES = (
     Scheme(family="synchronous", name="all-reduce", settings=(BSP,)),
-    Scheme(family="synchronous", name="servers", settings=("dp(4, via=ps(1))",)),
-    Scheme(family="synchronous", name="backup replica", settings=("dp(4, sync=bsp(backup=1), via=ps(1))",)),
-    Scheme(family="bounded", name="stale synchronous", settings=("dp(4, sync=ssp(3), via=ps(1))",)),
+    Scheme(family="bounded", name="backup replica", settings=("dp(4, sync=bsp(backup=1), via=ps(1))",)),
     Scheme(family="bounded", name="n-softsync", settings=("dp(4, sync=softsync(2), via=ps(1))",)),
+    Scheme(family="bounded", name="stale synchronous", settings=("dp(4, sync=ssp(3), via=ps(1))",)),
     Scheme(family="asynchronous", name="Downpour", settings=("dp(4, sync=asp(), via=ps(1))",)),
     Scheme(family="asynchronous", name="staleness-aware rate",
            settings=('dp(4, sync=asp(lr="staleness"), via=ps(1))',)),
     Scheme(family="asynchronous", name="DC-ASGD",
-           settings=tuple(f"dp(4, sync=asp(compensate={c}), via=ps(1))" for c in (0.04, 0.5, 2.0))),
-    Scheme(family="local", name="local SGD", settings=("dp(4, sync=local(8))",)),
-    Scheme(family="local", name="post-local SGD", settings=("dp(4, sync=local(8, start=64))",)),
-    Scheme(family="local", name="DiLoCo", settings=_outer("dp(4, sync=diloco(8, OUTER))")),
-    Scheme(family="local", name="Streaming DiLoCo",
+           settings=tuple(f"dp(4, sync=asp(compensate={c}), via=ps(1))" for c in (0.04, 0.5))),
+    Scheme(family="averaging", name="local SGD", settings=("dp(4, sync=local(8))",)),
+    Scheme(family="averaging", name="post-local SGD", settings=("dp(4, sync=local(8, start=64))",)),
+    Scheme(family="averaging", name="DiLoCo", settings=_outer("dp(4, sync=diloco(8, OUTER))")),
+    Scheme(family="averaging", name="Streaming DiLoCo", follows="DiLoCo",
            settings=_outer("dp(4, sync=diloco(8, OUTER, fragments=2, overlap=2, blend=0.5))")),
-    Scheme(family="local", name="eager DiLoCo", settings=_outer("dp(4, sync=diloco(8, OUTER, eager=True))")),
-    Scheme(family="local", name="radial merge", settings=_outer('dp(4, sync=diloco(8, OUTER, merge="radial"))')),
-    Scheme(family="local", name="SparseLoCo",
+    Scheme(family="averaging", name="eager DiLoCo", follows="DiLoCo",
+           settings=_outer("dp(4, sync=diloco(8, OUTER, eager=True))")),
+    Scheme(family="averaging", name="DiLoCo, quorum", follows="DiLoCo",
+           settings=_outer("dp(4, sync=diloco(8, OUTER, quorum=3))")),
+    Scheme(family="averaging", name="SparseLoCo",
            settings=tuple(
                f"dp(4, sync=diloco(8, lr={lr}, momentum=0.0), compress=chunktopk(0.03))" for lr in (0.7, 1.0)
            )),
-    Scheme(family="local", name="BMUF",
+    Scheme(family="averaging", name="BMUF",
            settings=tuple(f"dp(4, sync=bmuf(8, momentum={m}))" for m in (0.25, 0.5, 0.75))),
-    Scheme(family="elastic", name="EASGD", settings=tuple(f"dp(4, sync=elastic(4, {rho}))" for rho in (0.1, 0.2, 0.4))),
-    Scheme(family="elastic", name="asynchronous EASGD",
-           settings=tuple(f'dp(4, sync=elastic(4, {rho}, "async"))' for rho in (0.1, 0.2, 0.4))),
+    Scheme(family="elastic", name="EASGD",
+           settings=tuple(f"dp(4, sync=elastic(4, {rho}))" for rho in (0.1, 0.2, 0.25))),
     Scheme(family="gossip", name="D-PSGD, ring", settings=('dp(4, sync=gossip("ring"))',)),
     Scheme(family="gossip", name="push-sum, one peer", settings=('dp(4, sync=gossip("one-peer", "push-sum"))',)),
     Scheme(family="gossip", name="AD-PSGD, ring", settings=('dp(4, sync=gossip("ring", "async"))',)),
@@ -125,7 +132,9 @@ def job_of(task: str, optimizer: str, lr: float, seed: int) -> Job:
 class Runs:
     """Runs that were made, a line each, and those that are still to be made."""
 
-    def __init__(self, into: Path) -> None:
+    def __init__(self, into: Path, *, make: bool = True) -> None:
+        """`make`: whether what is asked for and not there is run."""
+        self.make = make
         into.mkdir(parents=True, exist_ok=True)
         self.file = into / "runs.jsonl"
         rows = [json.loads(line) for line in self.file.read_text().splitlines()] if self.file.exists() else []
@@ -135,15 +144,21 @@ class Runs:
     def _key(row: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(row[field] for field in ("task", "optimizer", "lr", "strategy", "seed"))
 
+    def known(self, task: str, optimizer: str, lr: float, strategy: str, seed: int) -> dict[str, Any] | None:
+        return self.rows.get((task, optimizer, lr, strategy, seed))
+
     def get(self, task: str, optimizer: str, lr: float, strategy: str, seed: int) -> dict[str, Any]:
         asked = {"task": task, "optimizer": optimizer, "lr": lr, "strategy": strategy, "seed": seed}
         if self._key(asked) in self.rows:
             return self.rows[self._key(asked)]
+        if not self.make:
+            return asked | {"steps": None}
         row = asked | _trained(job_of(task, optimizer, lr, seed), strategy)
-        with self.file.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        if "failed" not in row:  # It is made again the next time.
+            with self.file.open("a") as file:
+                file.write(json.dumps(row) + "\n")
         self.rows[self._key(asked)] = row
-        told = row.get("refused") or f"{row['steps'] or 'not in ' + str(MOST_STEPS)} steps"
+        told = row.get("refused") or row.get("failed") or f"{row['steps'] or 'not in ' + str(MOST_STEPS)} steps"
         done = f"{len(self.rows):4} {task} {optimizer} {lr:g} {strategy} seed {seed}: {told}"
         print(done, file=sys.stderr, flush=True)
         return row
@@ -154,12 +169,12 @@ def _trained(job: Job, strategy: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         try:
             run = train_job(job, strategy, folder=Path(folder, "run"), gate=False, checkpoint_every=0,
-                            on_message=lambda message: None, hang_after_s=60.0)  # fmt: skip
+                            on_message=lambda message: None, hang_after_s=300.0)  # fmt: skip
         except CannotTrain as error:
             return {"refused": str(error)}
         except Exception as error:
             if "no longer finite" not in str(error) and "not finite" not in str(error):
-                raise
+                return {"steps": None, "failed": f"{type(error).__name__}: {error}"}
             return {"steps": None, "diverged": True, "took_s": time.perf_counter() - begun}
     consistency = run.summary.get("consistency") or {}
     return {
@@ -183,38 +198,75 @@ def best_rates(runs: Runs, tasks: list[str]) -> dict[tuple[str, str], float]:
 
 
 def best_setting(runs: Runs, scheme: Scheme, rates: dict[tuple[str, str], float]) -> str:
-    """The setting with the smallest geometric mean of steps over tasks and optimisers."""
+    """The setting with the smallest geometric mean of steps over the columns where settings are tried."""
 
     def mean(setting: str) -> float:
-        rows = [runs.get(task, optimizer, lr, setting, 0) for (task, optimizer), lr in rates.items()]
+        rows = [runs.get(*column, rates[column], setting, 0) for column in TUNED if column in rates]
         known = [math.log(cost(row)) for row in rows if "refused" not in row]
         return statistics.fmean(known) if known else math.inf
 
+    if scheme.follows is not None:
+        tuned = next(each for each in SCHEMES if each.name == scheme.follows)
+        return scheme.settings[tuned.settings.index(best_setting(runs, tuned, rates))]
     return scheme.settings[0] if len(scheme.settings) == 1 else min(scheme.settings, key=mean)
 
 
-def cells(runs: Runs, tasks: list[str], seeds: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+LOWER = (1.0, 0.25, 0.0625)
+"""Fractions of the rate of bsp() that are tried where a scheme does not reach the target with it."""
+
+
+def rate_of(runs: Runs, column: tuple[str, str], lr: float, setting: str) -> float:
+    """The first rate with which the scheme reaches the target with seed 0; that of bsp() if none does."""
+    for fraction in LOWER:
+        row = runs.get(*column, lr * fraction, setting, 0)
+        if "refused" in row or row["steps"]:
+            return lr * fraction
+    return lr
+
+
+def make_runs(runs: Runs, tasks: list[str], seeds: int) -> None:
+    """All of them, the first seed of every scheme before the second of any."""
     rates = best_rates(runs, tasks)
     for scheme in SCHEMES:
         setting = best_setting(runs, scheme, rates)
-        for (task, optimizer), lr in rates.items():
-            rows = [runs.get(task, optimizer, lr, setting, seed) for seed in seeds]
+        for column, lr in rates.items():
+            runs.get(*column, lr, setting, 0)
+    for seed in range(seeds):
+        for scheme in SCHEMES:
+            setting = best_setting(runs, scheme, rates)
+            for column, lr in rates.items():
+                runs.get(*column, rate_of(runs, column, lr, setting), setting, seed)
+
+
+def cells(runs: Runs, tasks: list[str], seeds: int) -> Iterator[dict[str, Any]]:
+    rates = best_rates(runs, tasks)
+    for scheme in SCHEMES:
+        setting = best_setting(runs, scheme, rates)
+        for (task, optimizer), best in rates.items():
+            lr = rate_of(runs, (task, optimizer), best, setting)
+            asked = [runs.known(task, optimizer, lr, setting, seed) for seed in range(seeds)]
+            rows = [row for row in asked if row is not None]
             refused = next((row["refused"] for row in rows if "refused" in row), None)
             yield {"family": scheme.family, "name": scheme.name, "strategy": setting, "task": task,
-                   "optimizer": optimizer, "lr": lr, "refused": refused,
+                   "optimizer": optimizer, "lr": lr, "fraction": lr / best, "refused": refused,
                    "rows": [] if refused else rows}  # fmt: skip
 
 
 def shown(cell: dict[str, Any]) -> str:
-    """Mean and spread of the steps to the target."""
+    """Mean and standard deviation of the steps to the target, and the number of seeds."""
     if cell["refused"]:
         return "refused"
     steps = [row["steps"] for row in cell["rows"]]
+    if not steps:
+        return "not run"
     missed = sum(each is None for each in steps)
     if missed:
         return f"{len(steps) - missed} of {len(steps)} reach it"
     mean = statistics.fmean(steps)
-    return f"{mean:.0f} ± {statistics.stdev(steps):.0f}" if len(steps) > 1 else f"{mean:.0f}"
+    lower = "" if cell["fraction"] == 1.0 else f", rate x {cell['fraction']:g}"
+    if len(steps) == 1:
+        return f"{mean:.0f} (1{lower})"
+    return f"{mean:.0f} ± {statistics.stdev(steps):.0f} ({len(steps)}{lower})"
 
 
 def table(found: list[dict[str, Any]], tasks: list[str]) -> str:
@@ -251,13 +303,17 @@ def main() -> None:
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked.add_argument("--into", type=Path, default=Path("runs/consistency"), help="folder of the runs")
     asked.add_argument("--tasks", default="language,image")
-    asked.add_argument("--quick", action="store_true", help="one seed")
+    asked.add_argument("--seeds", type=int, default=3)
+    asked.add_argument("--table", action="store_true", help="make no seed's runs, print what is there")
     asked.add_argument("--page", type=Path, help="a page whose figures are replaced")
     given = asked.parse_args()
     torch.set_num_threads(1)
     tasks = given.tasks.split(",")
-    found = list(cells(Runs(given.into), tasks, SEEDS[:1] if given.quick else SEEDS))
-    rates = {(cell["task"], cell["optimizer"]): cell["lr"] for cell in found}
+    runs = Runs(given.into, make=not given.table)
+    if not given.table:
+        make_runs(runs, tasks, given.seeds)
+    found = list(cells(runs, tasks, given.seeds))
+    rates = {(cell["task"], cell["optimizer"]): cell["lr"] for cell in found if cell["name"] == SCHEMES[0].name}
     text = table(found, tasks) + "\n\nLearning rates: " + "; ".join(
         f"{task}, {optimizer}: {lr:g}" for (task, optimizer), lr in rates.items()
     ) + "."  # fmt: skip

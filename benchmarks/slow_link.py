@@ -14,6 +14,10 @@ The global batch is 8, a third of the task's own. With 24, two cores of 2026 com
 1.1 s at 100 Mb/s, and no compression could be even 5 times as fast.
 
     python benchmarks/slow_link.py [--rate 100mbit,1gbit] [--only "DDP,dp(2, compress=topk(0.01))"] [--whole] [--json]
+
+Islands too, at the task's own batch (`make two-hosts`; their exchanges are in the wire's time, or in `--whole`):
+
+    python benchmarks/slow_link.py --rate 100mbit --batch 24 --whole --only "DDP,dp(2),dp(2, sync=diloco(32)),..."
 """
 
 from __future__ import annotations
@@ -66,6 +70,18 @@ def bits_per_s(text: str) -> float:
     return float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2]]
 
 
+def split(names: str) -> list[str]:
+    """At commas outside of brackets."""
+    found, depth = [""], 0
+    for letter in names:
+        depth += (letter == "(") - (letter == ")")
+        if letter == "," and not depth:
+            found.append("")
+        else:
+            found[-1] += letter
+    return [name.strip() for name in found]
+
+
 def chosen(only: str | None) -> list[str]:
     """The contestants named: commas between, outside brackets; the name of a compression stands for its strategy."""
     from shoal.strategy import parse
@@ -73,7 +89,7 @@ def chosen(only: str | None) -> list[str]:
     if only is None:
         return list(CONTESTANTS)
     found = []
-    for name in (part.strip() for part in re.split(r",(?![^(]*\))", only)):
+    for name in split(only):
         if name == REFERENCE or re.fullmatch(r"DDP \+ PowerSGD\(\d+\)", name):
             found.append(name)
             continue
@@ -132,7 +148,8 @@ def seconds_to_target(trained: dict[str, Any], step_s: float, timed_bytes: float
 def row_of(name: str, trained: dict[str, Any], timed: dict[str, Any], rate: float, *, kernel: bool) -> dict[str, Any]:
     """One line of the table. `kernel`: whether the host's counters saw what was sent."""
     step_s = statistics.median(timed["step_s"])
-    timed_bytes = statistics.mean(trained["sent"][OPENING : OPENING + timed["steps"]] or trained["sent"])
+    typical = statistics.median if "sync=" in name else statistics.mean  # Islands send nothing in most steps.
+    timed_bytes = typical(trained["sent"][OPENING : OPENING + timed["steps"]] or trained["sent"])
     row: dict[str, Any] = {"name": name, "seconds_to_target": None, "steps_to_target": None}
     if trained["reached"]:
         row["seconds_to_target"] = round(seconds_to_target(trained, step_s, timed_bytes, rate), 1)

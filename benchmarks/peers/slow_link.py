@@ -132,7 +132,8 @@ class ByShoal:
         self.counter = runner.order.next(self.counter)
 
     def evaluate(self) -> dict[str, float]:
-        return self.prepared.runner.evaluate()
+        with self.prepared.engine.consensus():
+            return self.prepared.runner.evaluate()
 
     def close(self) -> None:
         self.prepared.engine.close()

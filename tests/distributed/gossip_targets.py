@@ -166,7 +166,7 @@ def wrong_pull(arguments: dict[str, Any], channel: Any) -> Any:
 
 def prove_async(arguments: dict[str, Any], channel: Any) -> list[dict[str, Any]]:
     """For each (job, strategy): a run whose order timing decides, its replay, and the largest difference of the two.
-    `slow` is a rank that sleeps in every step."""
+    `slow` is a rank that sleeps in every step; `tickets`: islands take shares of the data as they are free."""
     me, steps, rows = join(), arguments["steps"], []
     if me.rank == arguments.get("slow"):
         on_reach(lambda point: time.sleep(0.1) if point == "step: forward" else None)
@@ -177,17 +177,21 @@ def prove_async(arguments: dict[str, Any], channel: Any) -> list[dict[str, Any]]
                 job=f"{JOBS}:{name}", strategy=text, num_steps=steps, reference=f"{folder}/{number}.safetensors"
             )
             ready = _ready(me, name, text)
-            trained = train_steps(ready, steps)
+            trained = train_steps(ready, steps, by_tickets=arguments.get("tickets", False))
             with ready.engine.consensus():
                 replayed(ready, options)
                 compared = compare(ready, options.reference)
             outer = ready.engine.outer
             assert outer is not None
-            assert outer.pairs is not None
+            assert outer.tickets is not None
+            office = outer.tickets.office
             difference, where = max(compared["worst"], default=(0.0, "nothing"))
             rows.append({
                 "difference": difference, "where": where, "ledger": trained["ledger_differences"],
-                "compared": sum(compared["compared"].values()), "log": outer.pairs.log,
+                "compared": sum(compared["compared"].values()),
+                "log": outer.tickets.log if outer.pairs is None else outer.pairs.log,
+                "taken_over": 0 if office is None else office.shares.taken_over,
+                "merged": {} if office is None or office.merging is None else dict(office.merging.merged),
                 "consistency": outer.consistency.summary(),
             })  # fmt: skip
             ready.close()
@@ -210,10 +214,10 @@ def overwritten(arguments: dict[str, Any], channel: Any) -> Any:
     """An update is written over what others have done meanwhile, in place of being added to it."""
     right = Pairs.step
 
-    def step(self: Pairs, clock: int, *, stop: bool) -> bool:
+    def step(self: Pairs, *, stop: bool) -> bool:
         for model, was in zip(self.level.kept["model"], self.level.kept["read"], strict=True):
             model.copy_(was)
-        return right(self, clock, stop=stop)
+        return right(self, stop=stop)
 
     Pairs.step = step  # type: ignore[method-assign]
     return prove_async(arguments, channel)

@@ -62,6 +62,12 @@ SAMPLES: dict[str, list[Sample]] = {
     "resets-come-with-full-rounds": [
         Sample('dp(2, sync=diloco(4, fragments=2, state="reset"))', 'dp(2, sync=diloco(4, state="reset"))'),
     ],
+    "quorums-can-be-reached": [Sample("dp(2, sync=diloco(4, quorum=3))", "dp(2, sync=diloco(4, quorum=2))")],
+    "quorums-merge-plain-moves": [
+        Sample("dp(2, sync=diloco(4, quorum=2, eager=True))", "dp(2, sync=diloco(4, quorum=2))"),
+        Sample('dp(2, sync=diloco(4, quorum=2, state="reset"))', "dp(2, sync=diloco(4, quorum=2))"),
+        Sample("dp(2, sync=diloco(4, quorum=2), compress=topk(0.1))", "dp(2, sync=diloco(4, quorum=2))"),
+    ],
     "a-synchronous-start-is-dense": [
         Sample("dp(2, sync=local(3, start=2), compress=topk(0.1))", "dp(2, sync=local(3, start=2))"),
         Sample("dp(2, sync=local(3, start=2)) * dp(2, compress=topk(0.1))", "dp(2, sync=local(3, start=2)) * dp(2)"),

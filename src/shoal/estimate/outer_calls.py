@@ -8,7 +8,7 @@ shares those of a period among its steps.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from shoal.comm.wire import sent
 from shoal.estimate.held import Held
@@ -41,16 +41,18 @@ def period(strategy: Strategy) -> int:
     return sync.period
 
 
-def outer_calls(held: Held, table: ShardTable, clock: int, *, asked: int = 1) -> Iterator[Call]:
+def outer_calls(
+    held: Held, table: ShardTable, clock: int, *, asked: int = 1, moved: Sequence[tuple[str, int]] | None = None
+) -> Iterator[Call]:
     """What follows the update of step `clock` (from 0); nothing where there is one island. `asked`: how often others
-    asked this one, where they do so at any time."""
+    asked this one, where they do so at any time; `moved`: what it sent and took, where that is decided by timing."""
     group = held.placing.islands.group
     if group.ranks == 1:
         return
     sync = loose_sync(held.strategy)
     if sync is None or isinstance(sync, Served):
         return
-    sendable = _sent(held, table)._replace(asked=asked)
+    sendable = _sent(held, table)._replace(asked=asked, moved=moved)
     for kind, size in sync.calls(clock, sendable):
         yield group.axis, "outer", kind, size, group.ranks
     for size in sync.island_calls(clock, sendable.names):

@@ -5,8 +5,9 @@
     ahead         steps by which this replica was ahead of the slowest one when it looked -> how often
     saved_bytes   what a bsp level in the place of the loose one would have sent, less what was sent
 
-Steps' rows, the progress line, TensorBoard and run.json read `row` and `summary`; entries that nothing wrote to are
-left out, so that a synchronous run reports nothing.
+run.json has more where islands run at their own speed (`parallel/sync/tickets.py`). Steps' rows, the progress line,
+TensorBoard and run.json read `row` and `summary`; entries that nothing wrote to are left out, so that a synchronous
+run reports nothing.
 """
 
 from __future__ import annotations

@@ -100,10 +100,10 @@ def _cannot_be_loose(strategy: Strategy) -> str | None:
         return None
     if isinstance(loose[0].sync, hogwild):
         return None
-    if loose[0].sync.scheduling == "asynchronous" and strategy.world != loose[0].n:
+    if loose[0].sync.scheduling != "synchronous" and strategy.world != loose[0].n:
         return (
             f"{strategy}: the ranks of an island would answer other islands at different times; under {loose[0].sync} "
-            'each replica is one rank, or use mode="sync"'
+            'each replica is one rank; or use mode="sync", or leave quorum out'
         )
     if not isinstance(loose[0].via, allreduce):
         return f"{loose[0]}: models are averaged with an all-reduce; use via=allreduce()"

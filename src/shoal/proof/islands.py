@@ -55,8 +55,8 @@ class Islands:
 
     logs: Sequence[Sequence[Sequence[Any]]] | None = None
     """Of each island, where timing decides the order of exchanges (`replay.py`),"""
-    pair: Callable[[Any, Any], None] | None = None
-    """and what an exchange of two does to what they keep."""
+    replay: Callable[[Any, Sequence[Any], Any], list[tuple[float, float]]] | None = None
+    """and what repeats them, given logs, copies and a function that makes an update (`replay.py`)."""
 
     def share(self, positions: np.ndarray, island: int, *, separate: bool, parts: int) -> list[np.ndarray]:
         """An island's pieces of a batch: of each micro-batch its part, joined unless they are computed separately."""

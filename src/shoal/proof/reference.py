@@ -26,7 +26,6 @@ from shoal.job.kept import state_of
 from shoal.job.probe_run import needs_closure
 from shoal.job.random_optimizer import UpdateDraws, draws_numbers
 from shoal.proof.islands import Islands, after_step, agree
-from shoal.proof.replay import replay
 from shoal.proof.rounding import Disturbed, move_by_rounding
 from shoal.runtime.draws import serial_randomness, serial_update
 
@@ -117,7 +116,7 @@ def train_serially(
             after_step(step, copies, islands)
     if islands is not None:
         agree(copies, islands)
-    ends = range(steps + 1) if updates is None else updates
+    ends = range(len(sums) + 1) if updates is None else updates
     reported = [sums[start:stop] for start, stop in pairwise(ends)]
     return reference_of(
         first, [sum(total for total, _ in rows) / sum(count for _, count in rows) for rows in reported]
@@ -146,16 +145,16 @@ def _replayed(
     """The first island's losses and counts, where the order of updates and exchanges is that of a log."""
     starts = [0]
 
-    def update(island: int, step: int) -> tuple[float, float]:
+    def update(island: int, step: int, share: int) -> tuple[float, float]:
         while len(starts) <= step:
             starts.append(starts[-1] + len(_batch_at(job, starts[-1])))
         indices = _batch_at(job, starts[step])
-        pieces = islands.share(np.arange(len(indices)), island, separate=separate, parts=parts)
+        pieces = islands.share(np.arange(len(indices)), share, separate=separate, parts=parts)
         return copies[island].update(step, indices, pieces, starts[step], skip_empty=False)
 
     assert islands.logs is not None
-    assert islands.pair is not None
-    return replay(islands.logs, copies, update, islands.pair)
+    assert islands.replay is not None
+    return islands.replay(islands.logs, copies, update)
 
 
 class _Copy:

@@ -4,7 +4,8 @@ Which exchange came before which update is decided by timing, so there is no run
 the islands' logs and everything else from plain PyTorch. A log is a list of rows (kind, island, clock, partner, the
 partner's clock), in the order in which they happened to one island's model:
 
-    update    the change of a step, from 1, is added to the model
+    update    the change of an update, from 1, is added to the model; partner and partner's clock are the step, from 0,
+              and the share of its batch that it learned from
     read      the model becomes the parameters that the next step computes with
     average   `island` exchanges with `partner`; both have a row of it, unless they are the same
 """
@@ -19,6 +20,8 @@ import torch
 from shoal.proof.islands import Island
 
 Row = Sequence[Any]
+Update = Callable[[int, int, int], tuple[float, float]]
+"""Makes an update on an island's parameters, from a share of a step (from 0): the sum of its losses and their count."""
 
 
 class ContradictoryLog(ValueError):
@@ -55,18 +58,16 @@ def in_order(logs: Sequence[Sequence[Row]]) -> list[Row]:
 
 
 def replay(
-    logs: Sequence[Sequence[Row]], copies: Sequence[Island], update: Callable[[int, int], tuple[float, float]],
-    pair: Callable[[Any, Any], None],
+    logs: Sequence[Sequence[Row]], copies: Sequence[Island], update: Update, pair: Callable[[Any, Any], None],
 ) -> list[tuple[float, float]]:  # fmt: skip
-    """Does what the logs say. `update(island, step)` makes one step (from 0) on a copy's parameters and gives the sum
-    of its losses and their count; `pair` is an exchange of two, given what both keep. Returns the first one's sums."""
+    """Does what the logs say; `pair` is an exchange of two, given what both keep. Returns the first one's sums."""
     sums = []
-    for kind, island, clock, partner, _ in in_order(logs):
+    for kind, island, _, partner, number in in_order(logs):
         copy = copies[island]
         params = list(copy.named.values())
         if kind == "update":
             read = [param.detach().clone() for param in params]
-            found = update(island, clock - 1)
+            found = update(island, partner, number)
             with torch.no_grad():
                 for model, now, was in zip(copy.kept["model"], params, read, strict=True):
                     model.add_(now - was)

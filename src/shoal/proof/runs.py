@@ -4,7 +4,7 @@ compared with it slice by slice."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,13 +17,17 @@ from shoal.job import Job
 from shoal.launch.join import join, leave
 from shoal.layout.held_outside import Outside
 from shoal.parallel.pipeline.pipedream import micros_reported
+from shoal.parallel.sync.averaged import Averaged
 from shoal.parallel.sync.scheme import Kept, Scheme
+from shoal.parallel.sync.tickets import PHASE as TICKETS
 from shoal.proof.compare import GradientSums, compare, follows, moves, real
 from shoal.proof.conditions import Conditions, for_proof
 from shoal.proof.islands import Islands
 from shoal.proof.model_fails import naming_what_cut_it
 from shoal.proof.options import ProofOptions
 from shoal.proof.reference import Reference, train_serially
+from shoal.proof.replay import replay
+from shoal.proof.replay_rounds import replay_rounds
 from shoal.proof.rounding import Disturbed
 from shoal.proof.served import NOTHING, run_and_replay, run_racing
 from shoal.proof.tolerance import GRADIENT
@@ -115,7 +119,7 @@ def run_in_parallel(options: ProofOptions) -> dict[str, Any]:
     if options.exact:
         ready = prepare(job, strategy, rank=me.rank, backend=me.backend, device=me.device, dtype=torch.float64)
         with Outside(job).kept():
-            report |= train_steps(ready, steps)
+            report |= train_steps(ready, steps, by_tickets=True)
         with ready.engine.consensus():
             if by_timing(strategy):
                 report |= replayed(ready, options)
@@ -146,27 +150,44 @@ def _under_servers(options: ProofOptions, job: Job, strategy: Strategy, me: Any)
     return NOTHING
 
 
-def train_steps(ready: Prepared, steps: int) -> dict[str, Any]:
-    """The steps' losses, and how the ledger of each full step after the first differs from its prediction."""
-    losses, unlike, counter, conditions = [], [], 0, Conditions()
+def _turns(ready: Prepared, steps: int, *, by_tickets: bool) -> Iterator[tuple[int, int]]:
+    """The steps that this rank makes, from 0, and their sample counters."""
+    runner, tickets = ready.runner, ready.engine.outer.tickets if ready.engine.outer is not None else None
+    starts = [0]
+    while len(starts) <= steps:
+        starts.append(runner.order.next(starts[-1]))
+    if tickets is None or not by_tickets:
+        yield from enumerate(starts[:-1])
+        return
+    tickets.begin(0)
+    tickets.ask(steps)
+    while not tickets.paused:
+        runner.share = tickets.share
+        yield tickets.step, starts[tickets.step]
+
+
+def train_steps(ready: Prepared, steps: int, *, by_tickets: bool = False) -> dict[str, Any]:
+    """The steps' losses, and how the ledger of each full step after the first differs from its prediction.
+    `by_tickets`: islands that may run at their own speed do so."""
+    losses, unlike, conditions = [], [], Conditions()
     steady = ready.executor.first_steady_step
-    order = ready.runner.order
     # How often an optimiser with a closure computes the loss depends on the numbers.
     predictable = not ready.engine.optimizer.needs_closure
     ready.watched = GradientSums(ready.engine)
-    if ready.engine.outer is not None and ready.engine.outer.pairs is not None:
-        ready.engine.outer.pairs.log = []
-    for step in range(steps):
+    outer = ready.engine.outer
+    for each in () if outer is None else (outer.pairs, outer.tickets):
+        if each is not None:
+            each.log = []
+    for step, counter in _turns(ready, steps, by_tickets=by_tickets):
         BOOK.take()
         with conditions(), naming_what_cut_it(ready.strategy):
             losses.append(ready.runner.step(step, counter).loss)
-        # Messages about shapes that a pipeline has not seen before are no part of a step.
-        counted = BOOK.take().without("shapes")
+        # Messages about shapes that a pipeline has not seen before are no part of a step, tickets come by timing.
+        counted = BOOK.take().without("shapes", TICKETS)
         # The first step also settles which ranks have gradients at all; every other one must be as predicted, once a
         # pipeline without flush is full.
-        if predictable and (step >= steady or steps == 1):
+        if predictable and (len(losses) > steady or steps == 1):
             unlike += ready.differences(counted)
-        counter = order.next(counter)
     ready.watched.stop()
     return {
         "losses": losses, "ledger_differences": sorted(set(unlike)), "ledger_compared": predictable,
@@ -176,7 +197,7 @@ def train_steps(ready: Prepared, steps: int) -> dict[str, Any]:
 
 def by_timing(strategy: Strategy) -> bool:
     """Whether timing decides the order in which islands exchange: such a run is proven by replaying its log."""
-    return any(isinstance(level.sync, Scheme) and level.sync.pairs(0, level.n) for level in strategy.dp_levels)
+    return any(isinstance(level.sync, Scheme) and level.sync.by_tickets for level in strategy.dp_levels)
 
 
 def replayed(ready: Prepared, options: ProofOptions) -> dict[str, Any]:
@@ -184,9 +205,13 @@ def replayed(ready: Prepared, options: ProofOptions) -> dict[str, Any]:
     behind as the serial run. All ranks call it alike."""
     outer = ready.engine.outer
     assert outer is not None
-    assert outer.pairs is not None
-    logs = [row["log"] for row in exchange({"log": outer.pairs.log})]
-    serial = run_serially(options, logs) if outer.pairs.island == 0 else None
+    assert outer.tickets is not None
+    log = outer.tickets.log if outer.pairs is None else outer.pairs.log
+    office = outer.tickets.office
+    merges = [] if office is None or office.merging is None else office.merging.log
+    rows = exchange({"log": log, "merges": merges})
+    logs = [row["log"] for row in rows] + ([rows[0]["merges"]] if outer.pairs is None else [])
+    serial = run_serially(options, logs) if outer.islands.index == 0 else None
     exchange({})  # The file is there.
     BOOK.take()
     return {} if serial is None else {"serial": serial}
@@ -203,7 +228,8 @@ def islands_of(strategy: Strategy, logs: list[list[Any]] | None = None) -> Islan
         begin=partial(Kept, scheme), exchange=scheme.simulate,
         agreed=None if scheme.equal else scheme.simulate_agreed, at=scheme.simulate_step,
         start=getattr(getattr(scheme, "plan", None), "start", 0),
-        logs=logs, pair=scheme.simulate_pair,
+        logs=logs, replay=partial(replay_rounds, scheme) if isinstance(scheme, Averaged)
+        else partial(replay, pair=scheme.simulate_pair),
     )  # fmt: skip
 
 

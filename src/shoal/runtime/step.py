@@ -199,11 +199,16 @@ class StepRunner:
     def _places(self) -> tuple[int, int]:
         """This rank's place among those that split the batch, and how many they are."""
         split, mine, seats = self.engine.placement.split, self.engine.placement.samples, self.engine.placement.seats
-        racing = self.engine.placement.hogwild
-        if self.share is None or (seats is None and racing is None):
+        racing, outer = self.engine.placement.hogwild, self.engine.outer
+        if self.share is None:
             return split.index, split.size
-        replicas = seats.replicas if seats is not None else racing.size if racing is not None else 1
-        return self.share * mine.size + mine.index, replicas * mine.size
+        if seats is not None or racing is not None:
+            shares = seats.replicas if seats is not None else racing.size if racing is not None else 1
+        else:
+            assert outer is not None
+            assert outer.tickets is not None
+            shares = outer.tickets.shares
+        return self.share * mine.size + mine.index, shares * mine.size
 
     def _over_tensor(self, micro: int, positions: np.ndarray, counter: int) -> tuple[int, ...]:
         place = self.engine.placement

@@ -124,10 +124,12 @@ class Expected:
             remote = self.engine.owner.remote
             number = remote.codec.step - 1 if remote is not None and remote.codec is not None else 0
             return replace(found, calls=(*found.calls, *server_calls(self.held, found, step=number)))
-        last = max(0, self.engine.clock - 1)
-        pairs = None if self.engine.outer is None else self.engine.outer.pairs
-        asked = 0 if pairs is None else pairs.asked
-        return replace(found, calls=(*found.calls, *outer_calls(self.held, found, last, asked=asked)))
+        last, asked, moved, outer = max(0, self.engine.clock - 1), 0, None, self.engine.outer
+        if outer is not None and outer.pairs is not None:
+            last, asked = max(0, outer.pairs.clock - 1), outer.pairs.asked
+        if outer is not None and outer.tickets is not None:
+            moved = outer.tickets.moved
+        return replace(found, calls=(*found.calls, *outer_calls(self.held, found, last, asked=asked, moved=moved)))
 
     def _calls(self, forwards: Sequence[Forward], total: int) -> Iterator[Call]:
         placed = axis_calls(self.held, forwards, total=total, regions=self.regions is None)

@@ -49,7 +49,7 @@ from shoal.training.record.run import RUN, Status
 from shoal.training.saving import Saving
 from shoal.training.speed import speed_of
 from shoal.training.step_split import StepSplit
-from shoal.training.tickets import leave_servers, run_tickets
+from shoal.training.tickets import advance, leave_servers
 
 
 def train(options: TrainOptions, channel: Any) -> dict[str, Any]:
@@ -186,11 +186,7 @@ class TrainingRun:
 
     def _advance(self) -> None:
         """One step; where servers let replicas run at their own speed, tickets until all stand at one step again."""
-        tickets = self.engine.owner.tickets
-        if tickets is None or tickets.together:
-            self._one_step()
-        else:
-            run_tickets(self, tickets, self._one_step, self.saving.every)
+        advance(self, self._one_step, self.saving.every)
 
     def _evaluate_if_due(self) -> None:
         due = self.pace.due(self.step, self.job.evaluate_every or 0)
@@ -330,7 +326,9 @@ class TrainingRun:
             "folder": str(self.folder), **self.speed.summary(), **self.lost.report(),
             **staleness(self.ready.executor), **served,
         }  # fmt: skip
-        if measured := self.engine.consistency.summary():
+        outer = self.engine.outer
+        islands = outer.tickets.report() if outer is not None and outer.tickets is not None else {}
+        if measured := self.engine.consistency.summary() | islands:
             outcome["consistency"] = measured
         if self.ended is not None:
             outcome["ended"] = self.ended

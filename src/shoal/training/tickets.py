@@ -1,6 +1,7 @@
-"""A worker of parameter servers in the training loop: tickets until all workers stand at one step, and the end.
+"""A replica that runs at its own speed in the training loop: tickets until all stand at one step, and the end.
 
-A worker computes the tickets that it is given until a *limit*, the next step at which all evaluate, save or end.
+A worker of parameter servers, or an island, computes the tickets that it is given until a *limit*, the next step at
+which all evaluate, save or end.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 from shoal.parallel.engine import Engine
 from shoal.parallel.server.remote import RemoteOptimizer
 from shoal.parallel.shared_tickets import SharedTickets
+from shoal.parallel.sync.tickets import IslandTickets
+from shoal.training.pace import Pace
 
 
 def next_limit(step: int, steps: int, *every: int) -> int:
@@ -37,10 +40,21 @@ class Counters:
         return self.known[step]
 
 
-def run_tickets(run: Any, remote: RemoteOptimizer | SharedTickets, one_step: Callable[[], None], every: int) -> None:
-    """Computes tickets up to the next limit. `run` is the TrainingRun, whose step and counter are those of the ticket;
-    `every`: steps from one checkpoint to the next."""
-    limit = next_limit(run.step, run.job.steps, run.job.evaluate_every or 0, every)
+def next_meeting(pace: Pace, step: int, steps: int, *every: int) -> int:
+    """The same for islands, which meet at an exchange."""
+    at = step
+    while at < steps:
+        at = min(steps, (at // pace.period + 1) * pace.period)
+        if any(pace.due(at, each) for each in every):
+            break
+    return at
+
+
+def run_tickets(
+    run: Any, remote: RemoteOptimizer | SharedTickets | IslandTickets, one_step: Callable[[], None], limit: int
+) -> None:
+    """Computes tickets up to the next limit. `run` is the TrainingRun, whose step and counter are those of the
+    ticket."""
     counters = Counters(run.runner.order.next, {run.step: run.counter})
     remote.ask(limit)
     while not remote.paused:
@@ -49,6 +63,22 @@ def run_tickets(run: Any, remote: RemoteOptimizer | SharedTickets, one_step: Cal
         one_step()
     run.step, run.counter, run.stopping = remote.step, counters.at(remote.step), remote.stopping
     run.engine.clock = run.step
+
+
+def advance(run: Any, one_step: Callable[[], None], every: int) -> None:
+    """One step of a run; where replicas run at their own speed, tickets until all stand at one step again. `every`:
+    steps from one checkpoint to the next."""
+    tickets, outer = run.engine.owner.tickets, run.engine.outer
+    step, steps, evaluate_every = run.step, run.job.steps, run.job.evaluate_every or 0
+    if outer is not None and outer.tickets is not None:
+        outer.tickets.begin(step)
+        run_tickets(
+            run, outer.tickets, one_step, next_meeting(run.pace, step, steps, evaluate_every, every)
+        )
+    elif tickets is None or tickets.together:
+        one_step()
+    else:
+        run_tickets(run, tickets, one_step, next_limit(step, steps, evaluate_every, every))
 
 
 def leave_servers(engine: Engine, rank: int) -> dict[str, Any]:

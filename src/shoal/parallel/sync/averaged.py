@@ -15,9 +15,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shoal.common.numbers import packed_bytes
 from shoal.parallel.sync.fragments import fragments_of, sent_after
 from shoal.parallel.sync.scheme import Scheme
-from shoal.strategy.terms.sync import NUMBER_BYTES, NUMBERS, Sendable
+from shoal.strategy.terms.sync import MOVE_NUMBERS, NUMBER_BYTES, NUMBERS, QUESTION_NUMBERS, Sendable
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +45,10 @@ class RoundPlan(NamedTuple):
     """Steps at the start of training in which all islands step together: their gradients are summed."""
     state: str = "local"
     """What a round does to the state of the inner optimiser: nothing, or "reset"."""
+    quorum: int = 0
+    """Moves that make a round, where islands do not wait for all of them; 0: they do."""
+    grace: float = 1.0
+    """How long a round waits for the others once its quorum is there and someone waits for it, in steps."""
 
     @property
     def late(self) -> int:
@@ -53,7 +58,7 @@ class RoundPlan(NamedTuple):
     @property
     def plain(self) -> bool:
         """Whether all islands hold the same model after a round."""
-        return self.fragments == 1 and not self.late and not self.blend
+        return self.fragments == 1 and not self.late and not self.blend and not self.quorum
 
     def sent(self, step: int) -> list[int]:
         """The fragments that are sent after a step, counted from 1."""
@@ -113,6 +118,10 @@ class Averaged(Scheme):
 
     def begin(self, parameters: Sequence[torch.Tensor]) -> dict[str, list[torch.Tensor]]:
         found = {"anchor": [p.clone() for p in parameters]}
+        if self.plan.quorum:
+            names = ("centre", *self.outer_state)
+            zero = [[p.clone().zero_() for p in parameters] for _ in self.outer_state]
+            return found | dict(zip(names, [[p.clone() for p in parameters], *zero], strict=True))
         flying = ("sent", "arriving") if self.plan.late else ()
         return found | {name: [p.clone().zero_() for p in parameters] for name in (*self.outer_state, *flying)}
 
@@ -120,11 +129,16 @@ class Averaged(Scheme):
         plan = self.plan
         if plan.plain:
             return {}
+        if plan.quorum:
+            names: tuple[str, ...] = ("count", "steps", "version", "centre version")
+            return {f"{name} {p}": 0.0 for name in names for p in range(plan.fragments)}
         names = ("count", "steps", *(("flying", "weight", "sent count", "stop") if plan.late else ()))
         return {f"{name} {p}": 0.0 for name in names for p in range(plan.fragments)}
 
     def calls(self, clock: int, held: Sendable) -> list[tuple[str, int]]:
         plan = self.plan
+        if plan.quorum:
+            return self._quorum_calls(clock, held)
         found: list[tuple[str, int]] = []
         if clock < plan.start:
             sizes = ((5 + len(held.names)) * NUMBER_BYTES, *held.slices, held.buffers)
@@ -137,6 +151,22 @@ class Averaged(Scheme):
                 found.append(("all_reduce", held.buffers))
         return found
 
+    def _quorum_calls(self, clock: int, held: Sendable) -> list[tuple[str, int]]:
+        """A question, then a move or an anchor as one message; on the first island from and to each of the others."""
+        moved, found = held.moved, list[tuple[str, int]]()
+        if moved is None:
+            kinds = ("received", "answered") if held.island == 0 else ("pushed", "pulled")
+            times = held.islands - 1 if held.island == 0 else 1
+            moved = [(kind, p) for p in self.plan.sent(clock + 1) for kind in kinds for _ in range(times)]
+        for what, p in moved:
+            names = fragments_of(held.names, self.plan.fragments)[p]
+            sizes = [size for _, size in held.exchanged(names, 0)]
+            data = packed_bytes(sizes, numbers=MOVE_NUMBERS)
+            asking = "recv" if what in ("received", "answered") else "send"
+            found.append((asking, QUESTION_NUMBERS * NUMBER_BYTES))
+            found.append(("recv" if what in ("received", "pulled") else "send", data))
+        return found
+
     def island_calls(self, clock: int, names: Sequence[str]) -> list[int]:
         plan = self.plan
         if plan.merge != "radial":
@@ -146,12 +176,34 @@ class Averaged(Scheme):
         arriving += plan.applied(step) if step > plan.overlap else []
         return [len(parts[p]) * NUMBER_BYTES for p in (*plan.sent(step), *arriving)]
 
+    @property
+    def by_tickets(self) -> bool:
+        return self.plan.quorum > 0
+
+    @property
+    def merges(self) -> bool:
+        return self.plan.quorum > 0
+
+    def start_turns(self, level: OuterLevel, step: int) -> None:
+        if self.plan.quorum:
+            from shoal.parallel.sync.quorum import begin
+
+            begin(self, level, step)
+
+    def turn(self, level: OuterLevel, before: int, after: int) -> None:
+        if self.plan.quorum:
+            from shoal.parallel.sync.quorum import turn
+
+            turn(self, level, before, after)
+
     def synchronous(self, clock: int) -> bool:
         return clock < self.plan.start
 
     def act(self, level: OuterLevel, clock: int, *, stop: bool) -> bool:
         from shoal.parallel.sync.streams import after_update
 
+        if self.plan.quorum:
+            return False  # Islands exchange with the first one between their tickets.
         return after_update(self, level, clock + 1, stop=stop)
 
     def simulate_step(self, clock: int, islands: Sequence[Any]) -> bool:

@@ -30,6 +30,7 @@ from shoal.parallel.sync.pairs import Pairs
 from shoal.parallel.sync.rounds import OuterRound
 from shoal.parallel.sync.scheme import Kept, Scheme
 from shoal.parallel.sync.streams import PHASE, settle
+from shoal.parallel.sync.tickets import IslandTickets
 
 T = TypeVar("T")
 
@@ -75,6 +76,8 @@ class OuterLevel:
         rule = term.pairs(self.islands.index, self.islands.size)
         self.pairs = None if rule is None else Pairs(self, rule)
         """Exchanges of two islands at a time, where a scheme has them."""
+        self.tickets = IslandTickets(self) if term.by_tickets else None
+        """Where islands run at their own speed."""
         self.on_loss: Callable[[list[int], str], None] = lambda ranks, reason: None
         """Called when islands were lost, with their ranks and the reason."""
 
@@ -104,7 +107,14 @@ class OuterLevel:
         whether all islands stop here. `stop`: whether this island was asked to."""
         self.count += count
         self.steps += 1
-        return self.term.act(self, clock, stop=stop)
+        stopping = self.term.act(self, clock, stop=stop)
+        if self.tickets is None:
+            return stopping
+        if self.tickets.paused:
+            self.tickets.alone(clock)
+            return stopping
+        self.tickets.advance(stop=stop)
+        return self.tickets.paused and self.tickets.stopping
 
     def meet(self, stop: bool) -> bool:
         """One exchange of all islands, in which they also agree on whether to stop. Collective over islands."""
@@ -154,6 +164,8 @@ class OuterLevel:
             flight.works = None  # Its group is no more; those that are left send it again.
         if self.pairs is not None:
             self.pairs.close()
+        if self.tickets is not None:
+            self.tickets.close()
         self.on_loss(ranks, reason)
 
     def agree(self) -> list[torch.Tensor]:
@@ -161,12 +173,16 @@ class OuterLevel:
         sent where islands are equal. Collective over islands."""
         if self.term.equal and not self.steps:
             return []
+        if self.tickets is not None:
+            self.tickets.settle()
         own = [tensor.clone() for tensor in self.values]
         try:
             with BOOK.during(PHASE):
                 weight = self.count / self._sums(False)[0] if self.term.equal else 1 / self.islands.size
                 if self.pairs is not None:
                     self.pairs.meet()
+                if self.tickets is not None:
+                    self.tickets.finish()
                 self.term.agree(self, weight)
                 if not self.term.equal:
                     self._measure(own)
@@ -249,10 +265,13 @@ class OuterLevel:
 
     def close(self) -> None:
         """Ends what runs in the background, once no island needs it. Collective over islands."""
-        if self.pairs is not None:
+        if self.pairs is not None or self.tickets is not None:
             with BOOK.during("setup"):
                 self.total(0.0)
+        if self.pairs is not None:
             self.pairs.close()
+        if self.tickets is not None:
+            self.tickets.close()
 
     def total(self, number: float) -> float:
         """The sum of a number over islands. Collective."""

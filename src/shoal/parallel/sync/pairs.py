@@ -79,18 +79,21 @@ class Pairs:
         """Updates that this island has made."""
         return int(self.level.kept.numbers["clock"])
 
-    def step(self, clock: int, *, stop: bool) -> bool:
+    def step(self, *, stop: bool) -> bool:
         """After an update of the parameters: the change goes into the model, then an exchange, then the next read.
         Returns whether all islands stop here, which they agree on when they meet."""
-        level, kept = self.level, self.level.kept
+        level, kept, tickets = self.level, self.level.kept, self.level.tickets
         self._stop |= stop
+        clock = self.clock
+        by_ticket = tickets is not None and not tickets.paused
+        step, share = (tickets.step, tickets.share) if tickets is not None and by_ticket else (clock, self.island)
         if self._answerer is not None and self._answerer.error is not None:
             raise self._answerer.error
         with self.lock:
             for model, now, was in zip(kept["model"], level.masters, kept["read"], strict=True):
                 model.add_(now - was)
             kept.numbers["clock"] = clock + 1
-            self._note(("update", self.island, clock + 1, -1, -1))
+            self._note(("update", self.island, clock + 1, step, share))
             level.consistency.stale(self._since_read)
         self._answer_from_here_on()
         with BOOK.during("outer"):

@@ -89,8 +89,7 @@ class OuterRound:
         for work in works:
             work.wait()
         total, stop, apart, *lengths = self._numbers.tolist()
-        if self.codec is None:
-            self.level.note_spread(apart, self.portion.views(self.level.masters))
+        self.level.note_spread(apart, self.portion.views(self.level.masters))
         mean = self._sums
         if self.codec is not None:
             self.codec.restore(self._before)

@@ -58,6 +58,22 @@ class Scheme(SyncTerm):
         in `exchange`, and the same for all islands where they are not equal after an exchange."""
         level.average(weight)
 
+    @property
+    def by_tickets(self) -> bool:
+        """Whether islands run at their own speed, and a free one takes the next share of the data."""
+        return False
+
+    @property
+    def merges(self) -> bool:
+        """Whether the first island merges what others send it at any time."""
+        return False
+
+    def start_turns(self, level: OuterLevel, step: int) -> None:
+        """Where islands run at their own speed: all of them stand at a step."""
+
+    def turn(self, level: OuterLevel, before: int, after: int) -> None:
+        """Likewise: this one stood at one step and stands at another one now, later or not."""
+
     def synchronous(self, clock: int) -> bool:
         """Whether all islands sum their gradients in a step (from 0), as if they were one."""
         return False

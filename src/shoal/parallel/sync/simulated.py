@@ -55,7 +55,7 @@ def _send(scheme: Averaged, islands: Sequence[Any], p: int, places: Sequence[int
         island.kept.numbers["simulated"][p] = [0.0, 0]
     weights = [count / sum(counts) for count in counts]
     moves = [{at: island.kept["anchor"][at] - [*island.named.values()][at] for at in places} for island in islands]
-    mean = {at: _merged([move[at] for move in moves], weights, plan.merge) for at in places}
+    mean = {at: merged([move[at] for move in moves], weights, plan.merge) for at in places}
     for island, move, weight in zip(islands, moves, weights, strict=True):
         numbers = island.kept.numbers
         if plan.eager:
@@ -81,7 +81,7 @@ def _send(scheme: Averaged, islands: Sequence[Any], p: int, places: Sequence[int
                 island.begin_anew()
 
 
-def _merged(moves: Sequence[torch.Tensor], weights: Sequence[float], merge: str) -> torch.Tensor:
+def merged(moves: Sequence[torch.Tensor], weights: Sequence[float], merge: str) -> torch.Tensor:
     if merge == "mean":
         return torch.stack([weight * move for weight, move in zip(weights, moves, strict=True)]).sum(0)
     norms = [float(move.norm()) for move in moves]

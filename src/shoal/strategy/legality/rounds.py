@@ -112,3 +112,33 @@ def a_synchronous_start_is_dense(case: Case, index: int, level: dp) -> Breach | 
             case.changed(compressing[0], compress=none()),
         ],
     )
+
+
+@rule(dp, why="A round needs no more moves than there are replicas to send one.")
+def quorums_can_be_reached(case: Case, index: int, level: dp) -> Breach | None:
+    quorum = level.sync.values().get("quorum", 0)
+    if quorum <= level.n:
+        return None
+    return Breach(
+        level,
+        f"a round would wait for {counted(quorum, 'move')}, and {counted(level.n, 'replica')} send one each",
+        lambda: [case.changed(index, sync=level.sync.replace(quorum=level.n)), *case.resized(index, [quorum])],
+    )
+
+
+@rule(dp, why="With a quorum the first replica merges moves whenever they come; no collective of all carries them.")
+def quorums_merge_plain_moves(case: Case, index: int, level: dp) -> Breach | None:
+    given = level.sync.values()
+    if not given.get("quorum"):
+        return None
+    without = lambda: case.changed(index, sync=level.sync.replace(quorum=0))  # noqa: E731
+    if given.get("eager"):
+        reason = "eager=True takes the moves of all a round late, and a quorum takes those that are there"
+        return Breach(level, reason, lambda: [case.changed(index, sync=level.sync.replace(eager=False)), without()])
+    if given.get("state", "local") != "local":
+        reason = f'state="{given["state"]}" is for all replicas at one step, and under a quorum each has its own'
+        return Breach(level, reason, lambda: [case.changed(index, sync=level.sync.replace(state="local")), without()])
+    if not isinstance(level.compress, none):
+        reason = f"{level.compress} compresses what collectives sum, and under a quorum each replica sends its own move"
+        return Breach(level, reason, lambda: [case.changed(index, compress=none()), without()])
+    return None

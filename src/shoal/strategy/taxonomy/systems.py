@@ -137,7 +137,7 @@ SYSTEMS: tuple[System, ...] = tuple(
          "SparseLoCo among peers who need no permission; contributions are scored"),
         ("MaxText DiLoCo", 2025, "Google, open source", 'dp(2, sync=diloco(36)) * dp(16, zero=3) * amp("bf16")', "a DiLoCo axis of a JAX mesh"),
         ("EXO Gym", 2025, "EXO Labs, open source", "dp(4, sync=diloco(100))", "low-communication methods simulated on one machine"),
-        ("Decoupled DiLoCo", 2026, "arXiv 2604.21428", 'dp(8, sync=diloco(50, merge="radial", weight="tokens2/steps")) * dp(8, zero=3) * amp("bf16")',
+        ("Decoupled DiLoCo", 2026, "arXiv 2604.21428", 'dp(8, sync=diloco(50, quorum=6, merge="radial", weight="tokens2/steps", fragments=2, overlap=5))',
          "a quorum of learners merges within a grace window; a dead one delays no other"),
         ("GASLoC", 2026, "arXiv 2606.11081", 'dp(16, sync=gossip("exponential", h=30, momentum=0.5))', "gossip with local steps and an outer momentum"),
         ("AlexNet ensemble", 2012, "Krizhevsky, Sutskever and Hinton, NIPS", "ensemble(5) * tp(2)",

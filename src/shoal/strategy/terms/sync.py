@@ -29,6 +29,10 @@ NUMBERS = 3
 """An exchange of islands begins with as many sums: what each learned from, whether it was asked to stop, and how far it
 was from the mean at the last exchange."""
 NUMBER_BYTES = 8
+QUESTION_NUMBERS = 6
+"""What an island that runs at its own speed asks the first one, and what that answers."""
+MOVE_NUMBERS = 4
+"""Sent with a move, where rounds have a quorum."""
 
 
 class Sendable(NamedTuple):
@@ -49,6 +53,9 @@ class Sendable(NamedTuple):
     """of how many."""
     asked: int = 1
     """Times that other islands asked it since its last update, where they do so at any time."""
+    moved: Sequence[tuple[str, int]] | None = None
+    """What it sent and took since then where rounds have a quorum: ("pushed", "pulled", "received" or "answered", the
+    fragment); None where that is not known, as in an estimate."""
 
 
 def pair_calls(held: Sendable, times: int) -> list[tuple[str, int]]:

@@ -28,7 +28,7 @@ class bmuf(Averaged):
     """Blockwise model-update filtering: every h steps the averaged change is smoothed by block momentum."""
 
     h: int = integer(1, sample=50)
-    momentum: float = real(0.0, 1.0, default=0.5, kw_only=True, inclusive=True)
+    momentum: float = real(0.0, 1.0, default=0.25, kw_only=True, inclusive=True)
     lr: float = real(0.0, 10.0, default=1.0, kw_only=True)
     nesterov: bool = flag(default=False, kw_only=True)
     state: str = choice("local", "reset", default="local", kw_only=True)

@@ -86,6 +86,10 @@ class elastic(Scheme):
     def numbers(self) -> dict[str, float]:
         return {} if self.mode == "sync" else {"clock": 0.0}
 
+    @property
+    def by_tickets(self) -> bool:
+        return self.mode == "async"
+
     def pairs(self, island: int, islands: int) -> PairRule | None:
         if self.mode == "sync":
             return None
@@ -94,7 +98,7 @@ class elastic(Scheme):
         return PairRule(lambda round: 0, answers_with="centre" if island == 0 else None, part=self.rho)
 
     def act(self, level: OuterLevel, clock: int, *, stop: bool) -> bool:
-        return super().act(level, clock, stop=stop) if level.pairs is None else level.pairs.step(clock, stop=stop)
+        return super().act(level, clock, stop=stop) if level.pairs is None else level.pairs.step(stop=stop)
 
     def exchange(self, level: OuterLevel, weight: float) -> None:
         own = [tensor.clone() for tensor in level.masters]

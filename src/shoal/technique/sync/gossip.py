@@ -130,6 +130,10 @@ class gossip(Scheme):
         """Whether an island answers under "async"; the others ask."""
         return bool((two_colours(self.graph, islands) or [1])[island])
 
+    @property
+    def by_tickets(self) -> bool:
+        return self.mode == "async"
+
     def pairs(self, island: int, islands: int) -> PairRule | None:
         if self.mode != "async":
             return None
@@ -144,7 +148,7 @@ class gossip(Scheme):
 
     def act(self, level: OuterLevel, clock: int, *, stop: bool) -> bool:
         if level.pairs is not None:
-            return level.pairs.step(clock, stop=stop)
+            return level.pairs.step(stop=stop)
         if (clock + 1) % self.h:
             return False
         known = rounds_to_all(
