@@ -200,7 +200,7 @@ class TrainingRun:
         started = time.perf_counter()
         self.split.begin()
         self.hindered.before_step(self.step + 1)
-        self.engine.stop_requested = bool(self.channel.stop_requested) or self.callbacks.reason is not None
+        self.engine.stop_requested = self.callbacks.reason is not None  # A signal is read late in the step.
         lr_factor = self.job.lr_factor(self.step)
         self.lost.in_step = True
         try:
