@@ -65,6 +65,17 @@ def raw_rows(draw: st.DrawFn) -> Candidates:
     return Candidates(**values, global_batch=48, sync=local(1))
 
 
+@pytest.mark.parametrize("code", range(len(COMPRESSORS)))
+@pytest.mark.parametrize("inner", [1, 2])
+def test_masks_know_what_each_compressor_needs(code: int, inner: int) -> None:
+    one = {name: np.ones(1, dtype=int) for name in COLUMNS}
+    changed = {"outer": 2, "dp": inner, "compress": code, "zero": 0, "sequence": 0, "recompute": 0, "order": 0, "local": 0}
+    columns = one | {name: np.array([value]) for name, value in changed.items()}
+    rows = Candidates(**columns, global_batch=48, sync=local(1))
+    world, strategy = 2 * inner, rows.strategy(0)
+    assert bool(legal(rows, world=world, facts=ModelFacts())[0]) == is_legal(strategy, world=world, facts=ModelFacts())
+
+
 @pytest.mark.long
 @given(rows=raw_rows(), facts=FACTS, world=st.sampled_from([1, 2, 4, 8, 12, 16]))
 @settings(max_examples=120, deadline=None)
@@ -172,5 +183,5 @@ def test_expressions_become_rows_and_come_back(text: str) -> None:
     "dp(2) * dp(2, sync=local(4))",
 ])  # fmt: skip
 def test_what_has_no_price_is_refused_by_name(text: str) -> None:
-    with pytest.raises(ValueError, match="there is no estimate"):
+    with pytest.raises(ValueError, match="no estimate for"):
         of_strategies([parse(text)], global_batch=64)

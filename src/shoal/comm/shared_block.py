@@ -93,7 +93,7 @@ class SharedBlock:
             self.descriptor = -1
 
     @property
-    def memory(self) -> memoryview:
+    def view(self) -> memoryview:
         return memoryview(self._memory)
 
     def tensor(self, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:

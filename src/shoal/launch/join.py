@@ -150,7 +150,7 @@ def emulate_links(described: str, rank: int, world: int, backend: str) -> None:
     if world > 1:
         everyone = Members("world", tuple(range(world)), rank, dist.group.WORLD)
         block = SharedBlock(everyone, 8 * wanted.hosts, keep_open=True)
-        emulated.emulate(emulated.Emulator(wanted, emulated.Wires(block.memory, block.descriptor)))
+        emulated.emulate(emulated.Emulator(wanted, emulated.Wires(block.view, block.descriptor)))
 
 
 def current() -> Rank | None:

@@ -44,7 +44,7 @@ class SharedTickets:
         self._ages_at = self._tickets_at + members.size
         words = self._ages_at + AGES
         self._block = SharedBlock(members, words * WORD, keep_open=True)
-        self._words = self._block.memory[: words * WORD].cast("q")
+        self._words = self._block.view[: words * WORD].cast("q")
         self.step, self.share = 0, self.replica
         self.stop = False
         """Whether this replica was asked to stop."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from shoal.estimate.cost.inputs import RECOMPUTE, SCHEDULES
-from shoal.planning.candidates import Candidates, Column
+from shoal.planning.candidates import COMPRESSORS, Candidates, Column
 from shoal.shapes.shape import Transformer
 from shoal.strategy import ModelFacts
 
 INTERLEAVED, ZERO_BUBBLE, PIPEDREAM = (SCHEDULES.index(name) for name in ("interleaved", "zero-bubble", "pipedream"))
 KEEP_ALL = RECOMPUTE.index("none")
+BETWEEN_GROUPS = np.array([term.between_groups for term in COMPRESSORS])
+"""Compressors that need a level of dp inside theirs."""
 
 
 def facts_of(shape: Transformer, *, global_batch: int) -> ModelFacts:
@@ -24,7 +26,8 @@ def facts_of(shape: Transformer, *, global_batch: int) -> ModelFacts:
 
 def legal(rows: Candidates, *, world: int, facts: ModelFacts) -> Column:
     """Which rows `is_legal` would pass."""
-    return (rows.world == world) & _axes(rows, facts) & _batch(rows, facts) & _pipeline(rows, facts)
+    passed = (rows.world == world) & _axes(rows, facts) & _batch(rows, facts) & _pipeline(rows, facts)
+    return passed & ~(BETWEEN_GROUPS[rows.compress] & (rows.outer > 1) & (rows.dp == 1))
 
 
 def _axes(rows: Candidates, facts: ModelFacts) -> Column:

@@ -45,7 +45,7 @@ class SharedBuffers:
         words = pieces * ((self.members.size + 1) // 2)
         block = SharedBlock(self.members, (1 + self.members.size) * size + WORD * words)
         self.gradients = [block.tensor((1 + n) * size, count, dtype) for n in range(self.members.size)]
-        self._written_in = block.memory[(1 + self.members.size) * size :][: WORD * words].cast("q")
+        self._written_in = block.view[(1 + self.members.size) * size :][: WORD * words].cast("q")
         """For each piece of each gradient that two replicas share, the step in which it was last written."""
         self._first_piece = pieces * (self.members.index // 2)
         reach("start: room for parameters")
