@@ -68,9 +68,9 @@ def raw_rows(draw: st.DrawFn) -> Candidates:
 @pytest.mark.parametrize("code", range(len(COMPRESSORS)))
 @pytest.mark.parametrize("inner", [1, 2])
 def test_masks_know_what_each_compressor_needs(code: int, inner: int) -> None:
-    one = {name: np.ones(1, dtype=int) for name in COLUMNS}
-    changed = {"outer": 2, "dp": inner, "compress": code, "zero": 0, "sequence": 0, "recompute": 0, "order": 0, "local": 0}
-    columns = one | {name: np.array([value]) for name, value in changed.items()}
+    values = dict.fromkeys(COLUMNS, 1) | dict.fromkeys(("zero", "sequence", "recompute", "order", "local"), 0)
+    values |= {"outer": 2, "dp": inner, "compress": code}
+    columns = {name: np.array([value]) for name, value in values.items()}
     rows = Candidates(**columns, global_batch=48, sync=local(1))
     world, strategy = 2 * inner, rows.strategy(0)
     assert bool(legal(rows, world=world, facts=ModelFacts())[0]) == is_legal(strategy, world=world, facts=ModelFacts())
