@@ -3,7 +3,7 @@
 On links of one byte a second, without latency and with nothing hidden, the seconds of the columns are bytes of the
 wire. Compared is what both count: the columns are those of large models, without biases, and follow other frameworks
 where those differ from the engine (fp16 gradients, ZeRO-3's head and its gathers under a pipeline, messages of a
-pipeline cut by tp). They know attention around a ring only, which sends more than Ulysses does.
+pipeline cut by tp).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def strategies(draw: st.DrawFn) -> Strategy:
     terms = [pp(stages, draw(st.sampled_from(["gpipe", "1f1b"])), micro=draw(st.integers(1, 3)))] if stages > 1 else []
     terms += [dp(data, zero=draw(st.integers(0, 2)))] if data > 1 else []
     if tensor > 1:
-        terms.append(draw(st.sampled_from([tp(tensor), tp(tensor, sequence=True), cp(tensor)])))
+        terms.append(draw(st.sampled_from([tp(tensor), tp(tensor, sequence=True), cp(tensor), cp(tensor, "ulysses")])))
     more = [] if stages > 1 else draw(st.sampled_from([[], [accumulate(2)]]))
     more += draw(st.sampled_from([[], [recompute("full")]]))
     assume(terms)
@@ -121,6 +121,7 @@ def columns_of(strategy: Strategy) -> Inputs:
         sequence=bool(tensor and tensor.sequence), micro_batch=batch / ranks["dp"] / strategy.micro_batches,
         schedule=pipeline.schedule if pipeline else "none", chunks=pipeline.chunks if pipeline else 1,
         recompute=again.kind if again else "none", precision="fp32",
+        ulysses=terms["cp"] is not None and terms["cp"].method == "ulysses",
     ))  # fmt: skip
 
 
@@ -172,18 +173,25 @@ def test_zero_3_gathers_and_sums_the_blocks_of_every_micro_batch(text: str) -> N
     assert shape.layers * strategy.micro_batches * found[0] == pytest.approx(expected, rel=0.05)
 
 
-@pytest.mark.parametrize("text", ["cp(2, 'ulysses')", "cp(4, 'ulysses')", "cp(2, 'ulysses') * accumulate(2)"])
-def test_columns_are_a_bound_for_ulysses(text: str) -> None:
-    strategy, (_, _, shape) = parse(text), read()
-    context, inputs = strategy.term(cp), columns_of(strategy)
+@pytest.mark.parametrize("text", ["cp(2)", "cp(4, 'ulysses')"])
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_shared_keys_and_values_are_sent_once(text: str, kv_heads: int) -> None:
+    """Each with a head of its own for every head of queries, or one for two of them."""
+    context = parse(text).term(cp)
     assert context is not None
-    layer = layer_time(inputs, SHOWN, BYTES)
-    found = strategy.micro_batches * shape.layers * (layer.forward.context_s + layer.backward.context_s)[0]
-    # Queries, keys, values and output there and back, of which each rank keeps its part; a ring passes keys and values
-    # on to everyone, and in backward their gradients with them.
-    sent = wire_bytes(along(steps_of(strategy), "cp"))
-    assert sent == pytest.approx(found * 8 / (6 * context.n), rel=1e-3)
-    assert sent < found
+    inputs = slow(inputs_for(
+        replace(read()[2], heads=4, kv_heads=kv_heads), cluster("dgx-a100", devices=8), 4, cp=context.n,
+        ulysses=context.method == "ulysses", schedule="none", precision="fp32",
+    ))  # fmt: skip
+    found = layer_time(inputs, SHOWN, BYTES)
+    queries = 4 * float(inputs.micro_batch[0]) * read()[2].sequence // context.n * read()[2].hidden
+    both = 2 * queries * kv_heads / 4
+    forward = (context.n - 1) * both
+    if context.method == "ulysses":
+        forward = (2 * queries + both) * (context.n - 1) / context.n
+    backward = forward if context.method == "ulysses" else 2 * forward
+    assert found.forward.context_s[0] == pytest.approx(forward, rel=1e-3)
+    assert found.backward.context_s[0] == pytest.approx(backward, rel=1e-3)
 
 
 def test_interleaved_pipelines_pass_every_chunk_on() -> None:

@@ -54,6 +54,7 @@ def raw_rows(draw: st.DrawFn) -> Candidates:
         **{axis: column(SIZES) for axis in ("outer", "dp", "ep", "tp", "cp", "pp")},
         "zero": column(st.integers(0, 3)),
         "sequence": column(st.integers(0, 1)),
+        "ulysses": column(st.integers(0, 1)),
         "micro": column(st.sampled_from([1, 2, 3, 4, 6])),
         "schedule": column(st.integers(1, len(SCHEDULES) - 1)),
         "chunks": column(st.sampled_from([1, 1, 2, 3])),
@@ -68,7 +69,7 @@ def raw_rows(draw: st.DrawFn) -> Candidates:
 @pytest.mark.parametrize("code", range(len(COMPRESSORS)))
 @pytest.mark.parametrize("inner", [1, 2])
 def test_masks_know_what_each_compressor_needs(code: int, inner: int) -> None:
-    values = dict.fromkeys(COLUMNS, 1) | dict.fromkeys(("zero", "sequence", "recompute", "order", "local"), 0)
+    values = dict.fromkeys(COLUMNS, 0) | dict.fromkeys(("tp", "cp", "pp", "ep", "micro", "schedule", "chunks"), 1)
     values |= {"outer": 2, "dp": inner, "compress": code}
     columns = {name: np.array([value]) for name, value in values.items()}
     rows = Candidates(**columns, global_batch=48, sync=local(1))
@@ -170,6 +171,7 @@ def test_an_average_is_shared_among_the_steps_of_its_period() -> None:
     "dp(4, compress=topk(0.01)) * dp(2, zero=1)",
     "dp(2) * pp(2, micro=4) * dp(4, zero=3) * cp(2)",
     "dp(2) * ep(4) * accumulate(2)",
+    'dp(2) * cp(4, "ulysses") * tp(2)',
     "dp(4, sync=local(8)) * dp(2, zero=1)",
     "dp(4, sync=local(8)) * tp(2)",
     "dp(4, sync=local(8), compress=int8()) * tp(2)",

@@ -7,10 +7,13 @@ import pytest
 
 from shoal.cluster import cluster
 from shoal.estimate.target import BadPilot, TargetCost, default_target, learn_target
+from shoal.planning.candidates import of_strategies
 from shoal.planning.counterfactual import changes, compression_overtakes, faster_links, other_degrees, what_would_fit
+from shoal.planning.price import price_candidates
 from shoal.planning.rank import cheapest, default_batch, families, make_plan, pareto, question_for
 from shoal.planning.report import plan_report
 from shoal.shapes.presets import preset
+from shoal.strategy import is_legal, parse
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +78,23 @@ def test_faster_links_help_where_links_are_slow() -> None:
         for name in ("dgx-h100", "cloud-t4-10gbe")
     )
     assert min(each.ratio for each in faster_links(slow)) < min(each.ratio for each in faster_links(fast)) - 0.01
+
+
+def test_ulysses_is_tried_and_wins_where_attention_is_too_short_to_hide_a_ring() -> None:
+    better = {}
+    for sequence in (2048, 65536):
+        texts = [f"dp(2) * cp(8, {way}) * amp('bf16')" for way in ("'ring'", "'ulysses'")]
+        rows = of_strategies([parse(text) for text in texts], global_batch=16)
+        shape = preset("gpt:1.3b").at(sequence=sequence)
+        place = cluster("dgx-a100", devices=16)
+        ring, turned = price_candidates(rows, shape=shape, cluster=place, everything=True).step_s
+        better[sequence] = bool(turned < ring)
+    assert better == {2048: True, 65536: False}
+    question = question_for(preset("gpt:1.3b"), cluster("cloud-10gbe", devices=16), global_batch=16)
+    found = make_plan(question, simulate="nothing")
+    best = found.strategy(families(found)["with cp"])
+    assert "ulysses" in str(best)
+    assert is_legal(best, world=16, facts=question.model_facts)
 
 
 def test_nothing_fits_says_by_how_much_and_what_would() -> None:

@@ -35,6 +35,12 @@ from shoal.strategy.terms.sync import hogwild
 
 Column = NDArray[Any]
 
+
+def distinct(column: Column) -> Column:
+    """Sorted, each once. `np.unique` without a further result imports numpy.ma, which takes longer than most plans."""
+    return np.unique(column, return_index=True)[0]
+
+
 SEARCHED: tuple[CompressTerm, ...] = tuple(method.sample() for method in compressors() if method.searched)
 """Compressions that plans try: of each kind one or two (fewer bits, signs, fewer elements, low rank)."""
 COMPRESSORS: tuple[CompressTerm, ...] = (
@@ -75,6 +81,8 @@ class Candidates:
     tp: Column
     cp: Column
     pp: Column
+    ulysses: Column
+    """1 where cp exchanges parts of the sequence for heads; 0: a ring, or no cp."""
     zero: Column
     sequence: Column
     micro: Column
@@ -146,7 +154,7 @@ class Candidates:
             "dp": dp(value["dp"], zero=value["zero"]) if value["dp"] > 1 else None,
             "ep": ep(value["ep"]) if value["ep"] > 1 else None,
             "tp": tp(value["tp"], sequence=bool(value["sequence"])) if value["tp"] > 1 else None,
-            "cp": cp(value["cp"]) if value["cp"] > 1 else None,
+            "cp": cp(value["cp"], "ulysses" if value["ulysses"] else "ring") if value["cp"] > 1 else None,
             "pp": pp(value["pp"], SCHEDULES[value["schedule"]], micro=value["micro"], chunks=value["chunks"])
             if pipeline
             else None,
@@ -223,6 +231,7 @@ def _row(strategy: Strategy) -> dict[str, Any]:
     return {
         "outer": outer.n if outer else 1, "dp": inner.n if inner else 1, "ep": experts.n if experts else 1,
         "tp": tensor.n if tensor else 1, "cp": context.n if context else 1, "pp": pipeline.n if pipeline else 1,
+        "ulysses": int(bool(context and context.n > 1 and context.method == "ulysses")),
         "zero": inner.zero if inner and inner.n > 1 else 0,
         "sequence": int(bool(tensor and tensor.n > 1 and tensor.sequence)),
         "micro": strategy.micro_batches,

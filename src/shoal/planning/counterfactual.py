@@ -13,10 +13,10 @@ import numpy as np
 from shoal.cluster import BadCluster, Cluster, Level
 from shoal.common.numbers import falls_to_zero
 from shoal.estimate.cost.inputs import RECOMPUTE, SCHEDULES
-from shoal.planning.candidates import Candidates, Column
+from shoal.planning.candidates import Candidates, Column, distinct
 from shoal.planning.enumerate import Space, compressed, compressible
-from shoal.planning.price import price_candidates, simulated
-from shoal.planning.rank import Plan, Question, Simulate, make_plan, ranked
+from shoal.planning.price import price_candidates, simulated, times_s
+from shoal.planning.rank import Plan, Question, Simulate, make_plan, ranked, scores
 
 NEAR = 2000
 """Rows, best first, that a change of links is tried on; as many again that would be best if messages took no time."""
@@ -174,14 +174,20 @@ def compression_overtakes(plan: Plan) -> Change | None:
     squeezed = compressed(_near_on_slow_links(plan, gradients=False), node=cluster.node)
     if not len(squeezed):
         return None
+    # What fits does not depend on the links.
+    fits = price_candidates(squeezed, shape=question.shape, cluster=cluster, profile=question.profile).fits
+    squeezed = squeezed.rows(fits)
 
     def lead(log_ratio: float) -> float:
         """Logarithm of best dense over best compressed on links that many times as fast: above 0 compression wins."""
-        ratio = float(np.exp(log_ratio))
-        links = replace(question, cluster=with_links(cluster, ratio, level=outermost))
-        best = [_replanned(links, rows, simulate="nothing") for rows in (dense, squeezed)]
-        scores = [float(each.score.min()) for each in best]
-        return float(np.log(scores[0] / scores[1])) if np.isfinite(scores).all() else -1.0
+        if not len(squeezed):
+            return -1.0
+        links = with_links(cluster, float(np.exp(log_ratio)), level=outermost)
+        best = [
+            scores(question, rows, times_s(rows, shape=question.shape, cluster=links, profile=question.profile)).min()
+            for rows in (dense, squeezed)
+        ]
+        return float(np.log(best[0] / best[1]))
 
     now_gb_s = cluster.levels[outermost].bytes_per_s / GB
     slow, fast = np.log(1e-4), np.log(100.0)
@@ -208,7 +214,7 @@ def _near(plan: Plan) -> Candidates:
     priced, rows = plan.priced, plan.ranked
     silent = priced.step_s[rows] - sum(priced.split_s[name][rows] for name in MESSAGES)
     quick = rows[np.argsort(silent, kind="stable")[:NEAR]]
-    return priced.rows.rows(np.unique(np.concatenate([rows[:NEAR], quick])))
+    return priced.rows.rows(distinct(np.concatenate([rows[:NEAR], quick])))
 
 
 def _near_on_slow_links(plan: Plan, *, gradients: bool) -> Candidates:
@@ -228,7 +234,7 @@ def _near_on_slow_links(plan: Plan, *, gradients: bool) -> Candidates:
         rows[np.argsort(first_s + slower * (data_s + pipeline_s), kind="stable")[:CROSSING]]
         for slower in (-1, 0, 9, 99, 999)
     ]
-    return priced.rows.rows(np.unique(np.concatenate(best)))
+    return priced.rows.rows(distinct(np.concatenate(best)))
 
 
 def _replanned(question: Question, rows: Candidates, *, simulate: Simulate = "best") -> Plan:
@@ -241,7 +247,7 @@ def _space_ahead(plan: Plan) -> Space:
     rows = plan.priced.rows.rows(plan.ranked[:AHEAD])
 
     def there(name: str, *more: int) -> tuple[int, ...]:
-        return tuple(int(each) for each in np.unique([*getattr(rows, name), *more]))
+        return tuple(int(each) for each in sorted({*getattr(rows, name).tolist(), *more}))
 
     pipelines = {(SCHEDULES[schedule], chunks) for schedule, chunks in
                  zip(rows.schedule.tolist(), rows.chunks.tolist(), strict=True) if schedule}  # fmt: skip

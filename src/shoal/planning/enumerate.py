@@ -2,8 +2,8 @@
 
 The space: degrees of dp, ep, tp, cp and pp whose product is the number of devices; zero 0 to 3; hybrid shards
 (dp(outer) * dp(inner, zero=3)); tp with and without sequence; micro-batches; schedules and chunks; recomputation;
-placements. Compressors come after a first estimate, on rows where gradients take time (`compressed`). No two rows are
-equivalent: of those that would be, the simplest is kept.
+placements. Ulysses and compressors come after a first estimate, on rows where attention's messages or gradients take
+time (`exchanged`, `compressed`). No two rows are equivalent: of those that would be, the simplest is kept.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def enumerate_legal(
     columns = _kept(columns, (columns["sequence"] == 0) | (columns["tp"] > 1))
     columns = _crossed(columns, zero=np.array(space.zeros))
     columns = _kept(columns, _worth_sharding(columns))
-    columns["compress"] = columns["local"] = np.zeros_like(columns["zero"])
+    columns["ulysses"] = columns["compress"] = columns["local"] = np.zeros_like(columns["zero"])
     columns = _micro_batched(columns, global_batch=facts.global_batch, sizes=space.micro_batches)
     schedules = [(0, 1), *((SCHEDULES.index(name), chunks) for name, chunks in space.pipelines)]
     columns = _crossed(
@@ -114,6 +114,12 @@ def _worth_sharding(columns: dict[str, Column]) -> Column:
     """zero needs replicas that hold the same; an outer level without compression is there to keep shards inside."""
     zero = columns["zero"]
     return ((zero == 0) | (columns["dp"] > 1)) & ((columns["outer"] == 1) | (zero == 3))
+
+
+def exchanged(rows: Candidates, *, world: int, facts: ModelFacts) -> Candidates:
+    """The rows with Ulysses in place of the ring, where heads divide."""
+    turned = rows.put({"ulysses": np.ones_like(rows.cp)})
+    return turned.rows((rows.cp > 1) & legal(turned, world=world, facts=facts))
 
 
 def compressible(rows: Candidates, *, node: int) -> Column:

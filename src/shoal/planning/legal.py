@@ -31,7 +31,7 @@ def legal(rows: Candidates, *, world: int, facts: ModelFacts) -> Column:
 
 
 def _axes(rows: Candidates, facts: ModelFacts) -> Column:
-    tensor = rows.tp > 1
+    tensor, turned = rows.tp > 1, (rows.cp > 1) & (rows.ulysses > 0)
     passed = np.ones(len(rows), dtype=bool)
     if facts.tensor_parts is not None:
         passed &= ~tensor | bool(facts.tensor_parts)
@@ -48,7 +48,9 @@ def _axes(rows: Candidates, facts: ModelFacts) -> Column:
         passed &= ~cut | (rows.cp == 1)
     if facts.sequence is not None:
         passed &= ~cut | (facts.sequence % (rows.tp * rows.cp) == 0)
-        passed &= (rows.cp == 1) | (facts.sequence % (2 * rows.cp) == 0)
+        passed &= (rows.cp == 1) | (facts.sequence % (np.where(turned, 1, 2) * rows.cp) == 0)
+    for heads in (facts.heads, facts.kv_heads):
+        passed &= ~turned | (heads is None) | ((heads or 0) % (rows.cp * rows.tp) == 0)
     if facts.context_why or (facts.image is not None and facts.sequence is None and facts.heads is None):
         passed &= rows.cp == 1
     if facts.context_in_stages_why:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from shoal.cluster import Cluster
-from shoal.planning.candidates import COMPRESSORS, Column
+from shoal.planning.candidates import COMPRESSORS, Column, distinct
 from shoal.planning.quantities import seconds
 from shoal.planning.rank import Plan
 
@@ -27,7 +27,7 @@ def link_words(plan: Plan) -> list[str]:
     if dense is None:
         return []
     lines = [f"Links between nodes: {_rate(cluster)} for a device."]
-    periods = np.unique(rows.local[rows.local > 0]).tolist()
+    periods = distinct(rows.local[rows.local > 0]).tolist()
     masks = [together, (rows.local == 0) & (rows.compress > 0)]
     for steps in periods:
         masks += [(rows.local == steps) & (rows.compress == 0), (rows.local == steps) & (rows.compress > 0)]

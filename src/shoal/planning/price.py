@@ -23,7 +23,7 @@ from shoal.estimate.cost.weights import weights
 from shoal.estimate.errors import MEMORY_ERROR
 from shoal.estimate.outer_calls import exchange_volume, hidden_steps
 from shoal.estimate.simulate.costs import StepCosts, step_costs
-from shoal.planning.candidates import COLUMNS, COMPRESSORS, ORDERS, Candidates, Column
+from shoal.planning.candidates import COLUMNS, COMPRESSORS, ORDERS, Candidates, Column, distinct
 from shoal.shapes.shape import Transformer
 from shoal.strategy import none
 
@@ -54,6 +54,17 @@ class Priced:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def with_own_times(self) -> Priced:
+        """The same with columns of times that may be changed (`put_times`)."""
+        split_s = {name: column.copy() for name, column in self.split_s.items()}
+        return replace(self, step_s=self.step_s.copy(), split_s=split_s)
+
+    def put_times(self, which: Column, split_s: Mapping[str, Column]) -> None:
+        """Puts other times in place for some rows."""
+        for name in SPLIT:
+            self.split_s[name][which] = split_s[name]
+        self.step_s[which] = sum(split_s[name] for name in SPLIT)
 
     def chosen(self, which: Column) -> Priced:
         """Some of the rows."""
@@ -112,13 +123,10 @@ def simulated(rows: Candidates, *, shape: Transformer, cluster: Cluster, profile
     return _split(rows, inputs_of(rows, shape=shape, cluster=cluster), profile=profile, simulate=True)
 
 
-def with_times(priced: Priced, which: Column, split_s: Mapping[str, Column]) -> Priced:
-    """The same with other times for some rows."""
-    step_s, parts = priced.step_s.copy(), {name: column.copy() for name, column in priced.split_s.items()}
-    for name in SPLIT:
-        parts[name][which] = split_s[name]
-    step_s[which] = sum(split_s[name] for name in SPLIT)
-    return replace(priced, step_s=step_s, split_s=parts)
+def times_s(rows: Candidates, *, shape: Transformer, cluster: Cluster, profile: Profile = GOOD) -> Column:
+    """The times of `price_candidates` for rows that are known to fit."""
+    inputs = inputs_of(rows, shape=shape, cluster=cluster)
+    return np.asarray(sum(_split(rows, inputs, profile=profile, simulate=len(rows) <= FEW).values()))
 
 
 def inputs_of(rows: Candidates, *, shape: Transformer, cluster: Cluster) -> Inputs:
@@ -126,7 +134,7 @@ def inputs_of(rows: Candidates, *, shape: Transformer, cluster: Cluster) -> Inpu
     replicas = rows.dp * rows.ep
     return inputs_for(
         shape, cluster, rows.global_batch / rows.outer, dp=replicas, tp=rows.tp, pp=rows.pp, cp=rows.cp, ep=rows.ep,
-        zero=rows.zero, sequence=rows.sequence, micro_batch=rows.micro_batch, chunks=rows.chunks,
+        ulysses=rows.ulysses, zero=rows.zero, sequence=rows.sequence, micro_batch=rows.micro_batch, chunks=rows.chunks,
         schedule=rows.schedule, recompute=rows.recompute, precision=rows.precision, placed=_strides(rows),
     )  # fmt: skip
 
@@ -248,7 +256,7 @@ def _volume(rows: Candidates) -> Column:
     """What islands send in a period, relative to one all-reduce: a rule may send to neighbours only, or twice."""
     found = np.ones(len(rows))
     if rows.sync is not None:
-        for islands in np.unique(rows.outer[rows.local > 0]).tolist():
+        for islands in distinct(rows.outer[rows.local > 0]).tolist():
             if islands > 1:
                 found[(rows.local > 0) & (rows.outer == islands)] = exchange_volume(rows.sync, islands)
     return found

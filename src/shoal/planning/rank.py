@@ -12,7 +12,7 @@ from shoal.cluster import BadCluster, Cluster
 from shoal.estimate.cost import GOOD, Profile
 from shoal.estimate.estimate import Estimate
 from shoal.estimate.target import TargetCost, default_target, local_slowdown
-from shoal.planning.candidates import COMPRESSORS, FAMILIES, Candidates, Column
+from shoal.planning.candidates import COMPRESSORS, FAMILIES, Candidates, Column, distinct
 from shoal.planning.enumerate import (
     FULL_SPACE,
     Space,
@@ -20,19 +20,20 @@ from shoal.planning.enumerate import (
     compressed,
     compressible,
     enumerate_legal,
+    exchanged,
 )
 from shoal.planning.legal import facts_of
-from shoal.planning.price import Priced, joined, price_candidates, simulated, with_times
+from shoal.planning.price import Priced, joined, price_candidates, simulated
 from shoal.shapes.shape import Transformer
 from shoal.strategy import ModelFacts, Strategy, SyncTerm
 
 BY = ("time", "step", "cost")
 Simulate = Literal["shown", "best", "nothing"]
 """Which rows of a ranking have their pipeline simulated."""
-WORTH_COMPRESSING = 0.01
-"""Compressors are tried where gradients take at least this part of the step."""
-MOST_COMPRESSED = 5_000
-"""Rows, the fastest first, for which compressors, or local steps, are tried."""
+WORTH_CHANGING = 0.01
+"""Ulysses, or compressors, are tried where what they send otherwise takes at least this part of the step."""
+MOST_CHANGED = 5_000
+"""Rows, the fastest first, for which Ulysses, compressors, or local steps are tried."""
 KIND = ("tp", "pp", "schedule", "recompute", "compress", "local")
 """Columns by which plans that are shown differ."""
 SHOWN = 10
@@ -182,21 +183,34 @@ def price_all(question: Question) -> Priced:
         space=question.space,
     )
     priced = price_candidates(rows, shape=shape, cluster=cluster, profile=question.profile)
-    if cluster.node < cluster.devices:
-        worth = priced.fits & (priced.split_s["data"] >= WORTH_COMPRESSING * priced.step_s)
-        variants = [compressed(rows.rows(_fastest(priced, worth)), node=cluster.node)]
-        if question.sync is not None:
-            there = rows.rows(_fastest(priced, priced.fits & compressible(rows, node=cluster.node)))
-            variants.append(averaged(there, node=cluster.node, sync=question.sync, periods=question.periods))
+
+    def tried(*variants: Candidates) -> Priced:
+        found = priced
         for more in variants:
             if len(more):
-                priced = joined(priced, price_candidates(more, shape=shape, cluster=cluster, profile=question.profile))
-    return priced
+                found = joined(found, price_candidates(more, shape=shape, cluster=cluster, profile=question.profile))
+        return found
+
+    turns = _fastest(priced, _worth(priced, "context"))
+    priced = tried(exchanged(priced.rows.rows(turns), world=cluster.devices, facts=question.model_facts))
+    if cluster.node >= cluster.devices:
+        return priced
+    rows = priced.rows
+    variants = [compressed(rows.rows(_fastest(priced, _worth(priced, "data"))), node=cluster.node)]
+    if question.sync is not None:
+        there = rows.rows(_fastest(priced, priced.fits & compressible(rows, node=cluster.node)))
+        variants.append(averaged(there, node=cluster.node, sync=question.sync, periods=question.periods))
+    return tried(*variants)
+
+
+def _worth(priced: Priced, cause: str) -> Column:
+    """Rows that fit and in which these messages take time."""
+    return priced.fits & (priced.split_s[cause] >= WORTH_CHANGING * priced.step_s)
 
 
 def _fastest(priced: Priced, which: Column) -> Column:
     found = np.flatnonzero(which)
-    return np.asarray(found[np.argsort(priced.step_s[found], kind="stable")[:MOST_COMPRESSED]])
+    return np.asarray(found[np.argsort(priced.step_s[found], kind="stable")[:MOST_CHANGED]])
 
 
 def ranked(question: Question, priced: Priced, *, simulate: Simulate = "shown") -> Plan:
@@ -205,20 +219,25 @@ def ranked(question: Question, priced: Priced, *, simulate: Simulate = "shown") 
     Pipelines are ranked as if their stages were even; those that would be shown (or only the best) are simulated,
     again and again until all of them have been.
     """
-    plan = _ranked(question, priced)
+    score = np.where(priced.fits, scores(question, priced.rows, priced.step_s), np.float32(np.inf))
+    order = _sorted(np.flatnonzero(priced.fits), score, priced.memory_bytes)
     left = (priced.rows.pp > 1) & priced.fits & (simulate != "nothing")
-    kinds = _kinds(priced.rows) if left.any() else priced.rows.pp
+    if left.any():
+        kinds, priced = _kinds(priced.rows), priced.with_own_times()
     while True:
-        shown = plan.ranked[:1]
+        plan = Plan(question=question, priced=priced, score=score, ranked=order)
+        shown = order[:1]
         if simulate == "shown" and len(shown):
-            shown = np.unique([*one_of_each(plan, SHOWN), *pareto(plan), *families(plan).values()])
+            shown = distinct(np.array([*one_of_each(plan, SHOWN), *pareto(plan), *families(plan).values()]))
         if not left[shown].any():
             return plan
-        chosen = _with_the_like(shown[left[shown]], kinds, plan.ranked[left[plan.ranked]])
+        chosen = _with_the_like(shown[left[shown]], kinds, order[left[order]])
         left[chosen] = False
         rows = priced.rows.rows(chosen)
         found = simulated(rows, shape=question.shape, cluster=question.cluster, profile=question.profile)
-        plan = _ranked(question, with_times(plan.priced, chosen, found), before=plan.ranked)
+        priced.put_times(chosen, found)
+        score[chosen] = scores(question, rows, priced.step_s[chosen])
+        order = _sorted(order, score, priced.memory_bytes)
 
 
 def _kinds(rows: Candidates) -> Column:
@@ -230,26 +249,30 @@ def _kinds(rows: Candidates) -> Column:
 def _with_the_like(shown: Column, kinds: Column, order: Column) -> Column:
     """These rows and the best of their kind: if simulation moves one of them back, it moves those as well."""
     of_order = kinds[order]
-    best = [order[np.flatnonzero(of_order == kind)[:ALIKE]] for kind in np.unique(kinds[shown])]
-    return np.unique(np.concatenate([shown, *best]))
+    best = [order[np.flatnonzero(of_order == kind)[:ALIKE]] for kind in distinct(kinds[shown])]
+    return distinct(np.concatenate([shown, *best]))
 
 
-def _ranked(question: Question, priced: Priced, *, before: Column | None = None) -> Plan:
-    """With an order from `before` in which few rows are out of place, sorting takes a tenth of the time."""
+def scores(question: Question, rows: Candidates, step_s: Column) -> Column:
+    """What the ranking minimises, for rows that take this long. In single precision, so that placements which take the
+    same time tie, whatever their last digits."""
+    if question.by == "step":
+        return np.asarray(step_s.astype(np.float32))
     steps = np.array([
         question.target.steps(question.global_batch, compress=type(term).__name__) for term in COMPRESSORS
-    ])[priced.rows.compress]  # fmt: skip
-    for local_steps in np.unique(priced.rows.local[priced.rows.local > 0]).tolist():
+    ])[rows.compress]  # fmt: skip
+    for local_steps in distinct(rows.local[rows.local > 0]).tolist():
         slower = local_slowdown(local_steps, optimizer=question.target.optimizer)
-        steps = steps * np.where(priced.rows.local == local_steps, slower, 1.0)
-    # In single precision, so that placements which take the same time tie, whatever their last digits.
-    times_s = (priced.step_s * (steps if question.by != "step" else 1.0)).astype(np.float32)
-    score = np.where(priced.fits, times_s, np.float32(np.inf))
-    rows = np.flatnonzero(priced.fits) if before is None else before
+        steps = steps * np.where(rows.local == local_steps, slower, 1.0)
+    return np.asarray((step_s * steps).astype(np.float32))
+
+
+def _sorted(rows: Column, score: Column, memory_bytes: Column) -> Column:
+    """Best first, of equals the one that needs less memory. An order in which few are out of place takes a tenth of the
+    time."""
     # One number to sort by: the bits of two numbers above 0 are ordered as the numbers are.
-    bits = [column.astype(np.float32).view(np.uint32).astype(np.uint64) for column in (score, priced.memory_bytes)]
-    best_first = rows[np.argsort((bits[0] << np.uint64(32) | bits[1])[rows], kind="stable")]
-    return Plan(question=question, priced=priced, score=score, ranked=best_first)
+    bits = [column[rows].astype(np.float32).view(np.uint32).astype(np.uint64) for column in (score, memory_bytes)]
+    return np.asarray(rows[np.argsort(bits[0] << np.uint64(32) | bits[1], kind="stable")])
 
 
 def cheapest(question: Question) -> Plan:

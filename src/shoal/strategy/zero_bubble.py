@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count, product
 from typing import Literal
 
 ScheduledPass = tuple[Literal["F", "B", "W"], int, int]
@@ -39,7 +40,7 @@ class PriorityRule:
 def zero_bubble(*, held: Sequence[Sequence[int]], micro: int) -> list[list[ScheduledPass]]:
     """For each rank its order, given the stages that each rank holds (from the input towards the loss)."""
     ranks, chunks = len(held), len(held[0])
-    if chunks == 2 and micro >= 2 * ranks - 1 and all(low + high == 2 * ranks - 1 for low, high in held):
+    if is_v(held, micro):
         return [_v_order(rank, ranks, micro) for rank in range(ranks)]
     if chunks == 1:
         return [_one_chunk(rank, ranks, micro) for rank in range(ranks)]
@@ -64,38 +65,36 @@ def _one_chunk(rank: int, ranks: int, micro: int) -> list[ScheduledPass]:
     return order
 
 
+DOWN, UP = 0, 1
+"""The sides of a V: rank r holds stage r on the way down and stage 2n - 1 - r on the way up."""
+
+
+def is_v(held: Sequence[Sequence[int]], micro: int) -> bool:
+    """Whether `v_passes` is the order: two chunks in the shape of a V, and enough micro-batches."""
+    ranks = len(held)
+    return len(held[0]) == 2 and micro >= 2 * ranks - 1 and all(low + high == 2 * ranks - 1 for low, high in held)
+
+
+def v_passes(rank: int, ranks: int, micro: int) -> list[tuple[Literal["F", "B", "W"], int]]:
+    """(kind, side) of a rank's passes in their order; those of one kind and side take the micro-batches in turn."""
+    after = ranks - rank
+    forward = ("F", DOWN)
+    steady = [("B", DOWN), ("W", DOWN), ("F", UP), ("B", UP), ("W", UP)]
+    left = micro - (2 * ranks - 1 - rank)
+    order = [
+        # Until the first micro-batch comes back up, those behind it go down.
+        *[forward] * (2 * after - 1), *[("F", UP), forward] * rank, *steady[2:] * after,
+        *[forward, *steady] * left, *steady * (micro - ranks - left),
+        # No forward is left to fill the gaps: from here on weight gradients do.
+        *[("B", DOWN), ("B", UP)] * rank, *steady[:2] * after, *[("W", UP)] * rank, *[("W", DOWN)] * rank,
+    ]  # fmt: skip
+    return order  # type: ignore[return-value]
+
+
 def _v_order(rank: int, ranks: int, micro: int) -> list[ScheduledPass]:
-    """Rank r holds stage r on the way down the V and stage 2n - 1 - r on the way up."""
     stages = (rank, 2 * ranks - 1 - rank)
-    done = {"F": [0, 0], "B": [0, 0], "W": [0, 0]}
-    order: list[ScheduledPass] = []
-
-    def do(*passes: tuple[Literal["F", "B", "W"], int]) -> None:
-        for kind, side in passes:
-            order.append((kind, stages[side], done[kind][side]))
-            done[kind][side] += 1
-
-    down, up = 0, 1
-    # Until the first micro-batch comes back up, those behind it go down.
-    for _ in range(2 * (ranks - rank) - 1):
-        do(("F", down))
-    for _ in range(rank):
-        do(("F", up), ("F", down))
-    for _ in range(ranks - rank):
-        do(("F", up), ("B", up), ("W", up))
-    while done["F"][up] < micro:
-        if done["F"][down] < micro:
-            do(("F", down))
-        do(("B", down), ("W", down), ("F", up), ("B", up), ("W", up))
-    # No forward is left to fill the gaps: from here on weight gradients do.
-    for _ in range(rank):
-        do(("B", down), ("B", up))
-    for _ in range(ranks - rank):
-        do(("B", down), ("W", down))
-    for side in (up, down):
-        while done["W"][side] < micro:
-            do(("W", side))
-    return order
+    numbers = {one: count() for one in product("FBW", (DOWN, UP))}
+    return [(kind, stages[side], next(numbers[kind, side])) for kind, side in v_passes(rank, ranks, micro)]
 
 
 class _Scheduler:

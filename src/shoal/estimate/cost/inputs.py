@@ -70,6 +70,8 @@ class Inputs:
     chunks: Column
     schedule: Column
     zero: Column
+    ulysses: Column
+    """Whether cp exchanges parts of the sequence for heads; else keys and values go round a ring."""
     sequence: Column
     """Whether tp also cuts the sequence between its layers."""
     micro_batch: Column
@@ -140,6 +142,7 @@ def inputs_for(
     cp: ArrayLike = 1,
     ep: ArrayLike = 1,
     zero: ArrayLike = 0,
+    ulysses: ArrayLike = False,
     sequence: ArrayLike = False,
     micro_batch: ArrayLike = 1,
     chunks: ArrayLike = 1,
@@ -156,9 +159,8 @@ def inputs_for(
     candidates; `placed` gives strides of its own to each. Words (schedule, recompute, precision) may be their indices.
     """
     number = {name: np.atleast_1d(np.asarray(value, dtype=float)) for name, value in {
-        "dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "zero": zero, "sequence": sequence,
-        "micro_batch": micro_batch,
-        "chunks": chunks, "global_batch": global_batch, "overlap": overlap,
+        "dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "zero": zero, "sequence": sequence, "ulysses": ulysses,
+        "micro_batch": micro_batch, "chunks": chunks, "global_batch": global_batch, "overlap": overlap,
     }.items()}  # fmt: skip
     codes = {
         "schedule": _codes("schedule", schedule, SCHEDULES),

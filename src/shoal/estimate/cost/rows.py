@@ -117,6 +117,7 @@ def _values(row: Row) -> dict[str, Any]:
     said = {"true": "1", "yes": "1", "false": "0", "no": "0"}.get(text["overlap"].strip().lower(), text["overlap"])
     got["overlap"] = _number({"overlap": said}, "overlap") if said else float(UNKNOWN)
     got["framework"] = text["framework"]
+    got["ulysses"] = "ulysses" in text["framework"].lower()
     got["zero"] = words.zero(text["zero"])
     got["schedule"], got["chunks"] = words.schedule(text["schedule"], pp=got["pp"], chunks=got["chunks"])
     got["recompute"] = words.recompute(text["recompute"])
@@ -188,7 +189,7 @@ def _columns(parsed: Sequence[Mapping[str, Any]]) -> Inputs:
         **{name: column(name) for name in (
             "layers", "hidden", "heads", "kv_heads", "ffn", "gated", "vocab", "tied", "experts", "active_experts",
             "causal",
-            "chunks", "zero", "sequence", "micro_batch", "global_batch", "overlap")},
+            "chunks", "zero", "ulysses", "sequence", "micro_batch", "global_batch", "overlap")},
         sequence_length=column("seq"),
         peak_flops=rates[:, 0], matmul_flops=rates[:, 1],
         memory_bytes=np.array([values["device"].memory_bytes for values in parsed]),

@@ -75,7 +75,10 @@ def layer_time(inputs: Inputs, profile: Profile, physics: Physics) -> LayerTime:
     compute_backward = gemm_input + gemm_weight + attention[1] + rest_backward
 
     tensor = _tensor_s(inputs, profile, physics, tokens * hidden * element_bytes)
-    context = _context_s(inputs, profile, physics, tokens * 2 * kv_width / tp * element_bytes, attention)
+    context = _context_s(
+        inputs, profile, physics, attention, queries_bytes=tokens * hidden / tp * element_bytes,
+        keys_and_values_bytes=tokens * 2 * kv_width / tp * element_bytes,
+    )  # fmt: skip
     expert = _expert_s(inputs, profile, physics, tokens * active * hidden * element_bytes)
 
     again = inputs.recompute == FULL
@@ -205,17 +208,20 @@ def _tensor_s(inputs: Inputs, profile: Profile, physics: Physics, payload: Colum
 
 
 def _context_s(
-    inputs: Inputs, profile: Profile, physics: Physics, payload: Column, attention: tuple[Column, Column]
-) -> tuple[Column, Column]:
-    """Keys and values go round a ring behind attention; backward carries their gradients too. What attention does not
-    cover is felt, and a tenth always.
+    inputs: Inputs, profile: Profile, physics: Physics, attention: tuple[Column, Column], *, queries_bytes: Column,
+    keys_and_values_bytes: Column,
+) -> tuple[Column, Column]:  # fmt: skip
+    """A ring: keys and values go round behind attention, backward with their gradients; what attention does not cover
+    is felt, and a tenth always. Ulysses: an all-to-all before attention and one after it, each way, hidden by nothing.
     """
     links = path(inputs, profile, physics, ranks=inputs.cp, stride=inputs.cp_stride)
-    round_s = links.ring_s(payload * inputs.cp)
-    return (
-        np.maximum(0.1 * round_s, round_s - attention[0]) * (inputs.cp > 1),
-        np.maximum(0.1 * 2 * round_s, 2 * round_s - attention[1]) * (inputs.cp > 1),
+    round_s = links.ring_s(keys_and_values_bytes * inputs.cp)
+    turned_s = links.exchange_s(queries_bytes + keys_and_values_bytes) + links.exchange_s(queries_bytes)
+    forward_s, backward_s = (
+        np.where(inputs.ulysses > 0, turned_s, np.maximum(0.1 * rounds * round_s, rounds * round_s - computed_s))
+        for rounds, computed_s in zip((1, 2), attention, strict=True)
     )
+    return forward_s * (inputs.cp > 1), backward_s * (inputs.cp > 1)
 
 
 def _expert_s(inputs: Inputs, profile: Profile, physics: Physics, payload: Column) -> tuple[Column, Column]:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.strategy.schedule import rank_stages, stage_rank
-from shoal.strategy.zero_bubble import zero_bubble
+from shoal.strategy.zero_bubble import is_v, v_passes, zero_bubble
 
 Numbers = NDArray[np.float64]
 Places = NDArray[np.int64]
@@ -107,6 +107,8 @@ def _lanes(schedule: str, ranks: int, chunks: int, micro: int) -> tuple[Places, 
     """
     if schedule == "zero-bubble" and chunks > 1:
         held = [rank_stages(rank, ranks, chunks, schedule) for rank in range(ranks)]
+        if is_v(held, micro):
+            return _v_lanes(ranks, micro)
         orders = zero_bubble(held=held, micro=micro)
         rank = np.repeat(np.arange(ranks), [len(order) for order in orders])
         passes = np.array([(KINDS[kind], stage, number) for order in orders for kind, stage, number in order])
@@ -130,6 +132,19 @@ def _lanes(schedule: str, ranks: int, chunks: int, micro: int) -> tuple[Places, 
     order = np.argsort(rank * (1 + np.ptp(places)) + places)
     kind = np.repeat(np.arange(len(keys)), len(turn))
     return rank[order], kind[order], np.concatenate(stages)[order], np.concatenate(numbers)[order]
+
+
+def _v_lanes(ranks: int, micro: int) -> tuple[Places, Places, Places, Places]:
+    """As `_lanes`: each kind and side of a rank takes the micro-batches in turn."""
+    # F, B and W of the way down, then those of the way up.
+    rows = [[KINDS[kind] + 3 * side for kind, side in v_passes(rank, ranks, micro)] for rank in range(ranks)]
+    orders = np.array(rows)
+    number = np.empty_like(orders)
+    for code in range(6):
+        number[orders == code] = np.tile(np.arange(micro), ranks)
+    rank = np.arange(ranks)[:, None]
+    stage = np.where(orders < 3, rank, 2 * ranks - 1 - rank)
+    return np.repeat(np.arange(ranks), 6 * micro), (orders % 3).reshape(-1), stage.reshape(-1), number.reshape(-1)
 
 
 def _waves(needed: Places, gives: Places, *, ends: Places, nothing: int) -> Places:
