@@ -1,4 +1,4 @@
-"""A job whose gradients overflow in 16 bits at chosen places, and the plain loop with PyTorch's GradScaler it is held to.
+"""A job whose gradients overflow in 16 bits at chosen places, and a plain loop with PyTorch's GradScaler.
 
 A sample can make its gradient larger by 30,000, which no loss scale of these runs leaves in the range of fp16: in one
 column of the first layer, or in the loss. So it is decided by the data which steps overflow, not by rounding, and the
@@ -7,12 +7,17 @@ overflow is first seen by one rank only: one replica, one stage, one part of a m
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+from shoal import load_run
 from shoal.job import Job, TensorData
 from shoal.parallel import loss_scale
 from shoal.training.entry import train_run
@@ -69,6 +74,7 @@ def train_with_a_scale_that_grows_soon(arguments: dict[str, Any], channel: Any) 
     return train_run(arguments, channel)
 
 
+@cache
 def by_hand() -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     """What PyTorch's own scaler makes of the job in one process: a row for each step, and the weights at the end."""
     job = overflowing()
@@ -93,3 +99,17 @@ def by_hand() -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
         after = scaler.get_scale()
         rows.append({"loss": float(loss.detach()) / count, "norm": norm, "scale": after, "skipped": after < before})
     return rows, trained.state_dict()
+
+
+def compare(folder: Path) -> None:
+    """Asserts that a run skipped the same steps, had the same scale, and ended with the same weights."""
+    rows, weights = by_hand()
+    found = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+    assert [row["skipped"] for row in found] == [row["skipped"] for row in rows]
+    assert [row["loss_scale"] for row in found] == [row["scale"] for row in rows]
+    assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in rows], rel=1e-2)
+    norms = [(row["grad_norm"], own["norm"]) for row, own in zip(found, rows, strict=True) if not own["skipped"]]
+    assert [norm for norm, _ in norms] == pytest.approx([own for _, own in norms], rel=1e-2)
+    trained = load_run(folder).model().state_dict()
+    for name, values in weights.items():
+        assert torch.allclose(trained[name], values, atol=2e-3), (name, (trained[name] - values).abs().max())
