@@ -20,11 +20,11 @@ from shoal.launch import RankFailed, run_ranks, warm_up
 from shoal.proof.gate import gate_locally
 from shoal.runtime.options import WrongOption
 from shoal.strategy import Strategy, Term, as_strategy, parse, require_legal
-from shoal.strategy.islands import losable
-from shoal.training.entry import MODULES, check_run, train_run
+from shoal.training.entry import MODULES, check_run
 from shoal.training.options import TrainOptions
 from shoal.training.record.lock import FolderBusy, FolderLock, take
 from shoal.training.record.run import RUN, Run, RunBroken, new_folder, read_json, read_run, write_json
+from shoal.training.restored import train_restoring
 
 if TYPE_CHECKING:
     from shoal.job import Job
@@ -195,11 +195,7 @@ def train_locally(options: TrainOptions, world: int, *, hang_after_s: float, on_
         if options.lock is None:
             options = replace(options, lock=held.enter_context(_locked(folder, on_message)).token)
         try:
-            outcomes = run_ranks(
-                train_run, options.to_json(), ranks=world, hang_after_s=hang_after_s,
-                on_message=lambda rank, message: on_message(message),
-                islands=losable(parse(options.strategy or "serial")),
-            )  # fmt: skip
+            outcomes = train_restoring(options, world, hang_after_s=hang_after_s, on_message=on_message)
         except RankFailed as error:
             _record_failure(Path(folder), error)
             raise
