@@ -130,7 +130,7 @@ def summary(outcome: dict[str, Any]) -> None:
         rows["held back by"] = held
     rows["run"] = outcome["folder"]
     if outcome["status"] == "stopped" and outcome["saved_step"] is not None:
-        rows["go on with"] = f"--resume {outcome['folder']}"
+        rows["go on with"] = f"shoal train --resume {outcome['folder']}"
     console, width = Console(highlight=False), max(map(len, rows)) + 2
     for name, value in rows.items():
         console.print(Text.assemble((name.ljust(width), "dim"), value), soft_wrap=True)

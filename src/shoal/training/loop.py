@@ -38,7 +38,6 @@ from shoal.training.callbacks import Callbacks
 from shoal.training.check import TrainingStopped, require_job_of, resume_point, warning
 from shoal.training.folder import held_folder
 from shoal.training.hindered import Hindered
-from shoal.training.local import can_go_on
 from shoal.training.lost_islands import LostIslands, lost_ranks
 from shoal.training.monitor import Monitor
 from shoal.training.noise_scale import NoiseScale
@@ -46,6 +45,7 @@ from shoal.training.options import TrainOptions
 from shoal.training.pace import Pace
 from shoal.training.record.recorder import Recorder, new_folder, tracing
 from shoal.training.record.run import RUN, Status
+from shoal.training.resumed import can_go_on
 from shoal.training.saving import Saving
 from shoal.training.speed import speed_of
 from shoal.training.step_split import StepSplit
