@@ -13,7 +13,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Building $(VENV) (a minute or two the first time) ..."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[images,transformers,dev]"
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[images,transformers,search,dev]"
 	@touch $@
 
 demo: venv
