@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv bytecode demo compare quick test test-all fuzz soak kills lint consistency two-hosts bench docs clean
+.PHONY: venv bytecode demo compare quick test test-all extras coverage fuzz soak kills lint consistency two-hosts bench docs clean
 
 venv: $(STAMP)
 
@@ -13,7 +13,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Building $(VENV) (a minute or two the first time) ..."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[images,transformers,dev]"
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[images,transformers,search,dev]"
 	@touch $@
 
 demo: venv
@@ -46,8 +46,21 @@ quick: bytecode
 test: lint bytecode
 	$(BIN)/python -m pytest -m "not slow" --durations=15
 
-test-all: lint bytecode
+# What is tested only where it is installed: loggers, notebooks, manifests. 0.3 GB; without a network their tests are skipped.
+extras: venv
+	@$(BIN)/python -c "import mlflow, nbconvert, ipykernel, wandb, kubernetes_validate, kubeflow_trainer_api" 2>/dev/null || \
+		$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--editable ".[wandb,mlflow,notebooks,manifests]" || echo "The tests of loggers, notebooks and manifests will be skipped."
+
+test-all: extras lint bytecode
 	$(BIN)/python -m pytest
+
+# Which lines of Shoal the tests run, ranks and commands included. TESTS="-m 'not slow and not processes' tests/strategy" measures less.
+TESTS ?= -m "not slow"
+coverage: venv
+	@rm -rf build/coverage && mkdir -p build/coverage
+	-$(BIN)/python -m coverage run -m pytest $(TESTS)
+	@$(BIN)/python -m coverage combine --quiet && $(BIN)/python -m coverage report | tail -25
 
 # Random jobs under random strategies against a plain PyTorch loop; a night's run. CASES and FIRST choose which.
 CASES ?= 2000

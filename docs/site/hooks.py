@@ -3,6 +3,7 @@ of `import shoal` from their docstrings. Links are written for reading in the re
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -33,21 +34,33 @@ def on_files(files: Files, config: Any) -> Files:
     for example in sorted((ROOT / "examples").glob("*.py")):
         text = f"# {example.name}\n\n```python\n{example.read_text(encoding='utf-8')}```\n"
         files.append(File.generated(config, f"examples/{example.stem}.md", content=text))
+    for notebook in sorted((ROOT / "examples").glob("*.ipynb")):
+        files.append(File.generated(config, f"examples/{notebook.stem}.md", content=_of_notebook(notebook)))
     files.append(File.generated(config, "reference-of-functions.md", content=_reference()))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Turns links to examples and to the README."""
-    markdown = re.sub(r"\]\(\.\./examples/(\w+)\.py\)", r"](examples/\1.md)", markdown)
+    markdown = re.sub(r"\]\(\.\./examples/(\w+)\.(?:py|ipynb)\)", r"](examples/\1.md)", markdown)
     return re.sub(r"\]\(\.\./README\.md(#[\w-]+)?\)", r"](index.md\1)", markdown)
 
 
 def _from_root(text: str) -> str:
     text = re.sub(r"\]\(docs/", "](", text)
-    text = re.sub(r"\]\(examples/(\w+)\.py\)", r"](examples/\1.md)", text)
+    text = re.sub(r"\]\(examples/(\w+)\.(?:py|ipynb)\)", r"](examples/\1.md)", text)
     text = text.replace("](CONTRIBUTING.md)", "](contributing.md)").replace("](CHANGELOG.md)", "](changelog.md)")
     return text.replace("](SECURITY.md)", "](security.md)")
+
+
+def _of_notebook(path: Path) -> str:
+    """Its cells in their order, without what they printed."""
+    parts = [f"# {path.name}"]
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        text = "".join(cell["source"])
+        code = cell["cell_type"] == "code"
+        parts.append(f"```python\n{text}\n```" if code else re.sub(r"^#", "##", text, flags=re.M))
+    return "\n\n".join(parts) + "\n"
 
 
 def _reference() -> str:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from shoal.api.plan import PlanReport, plan
     from shoal.api.running import load_run, train, verify
     from shoal.api.running import train as train_job
+    from shoal.api.search import Search, search
     from shoal.api.simulate import SimulatedSteps, simulate
     from shoal.api.simulate_servers import SimulatedServers
     from shoal.api.submit import Submission, submit
@@ -57,6 +58,7 @@ _LATER = {
     "NetworkReport": "shoal.api.analyze:NetworkReport",
     "PlanReport": "shoal.api.plan:PlanReport",
     "Run": "shoal.training.record.run:Run",
+    "Search": "shoal.api.search:Search",
     "SimulatedServers": "shoal.api.simulate_servers:SimulatedServers",
     "SimulatedSteps": "shoal.api.simulate:SimulatedSteps",
     "Submission": "shoal.api.submit:Submission",
@@ -80,6 +82,7 @@ _LATER = {
     "plan": "shoal.api.plan:plan",
     "report": "shoal.api.compare:report",
     "runs": "shoal.api.compare:runs",
+    "search": "shoal.api.search:search",
     "simulate": "shoal.api.simulate:simulate",
     "submit": "shoal.api.submit:submit",
     "tokenize": "shoal.api.tokenize:tokenize",
@@ -91,11 +94,11 @@ _LATER = {
 
 __all__ = [
     "CalibrationReport", "Callback", "Certificate", "Comparison", "Diagnosis", "Evaluation", "Explanation",
-    "ExportedModel", "Job", "LayoutHints", "NetworkReport", "PlanReport", "Run", "RunExplanation",
+    "ExportedModel", "Job", "LayoutHints", "NetworkReport", "PlanReport", "Run", "RunExplanation", "Search",
     "SimulatedServers", "SimulatedSteps", "Submission", "TokenFolder", "TrainOptions", "TrainingState",
     "Validation", "analyze", "calibrate", "compare", "doctor", "engine", "evaluate", "explain", "explain_run",
-    "export", "layout_of", "load_run", "load_weights", "plan", "report", "runs", "simulate", "submit", "tokenize",
-    "train", "train_job", "validate",
+    "export", "layout_of", "load_run", "load_weights", "plan", "report", "runs", "search", "simulate", "submit",
+    "tokenize", "train", "train_job", "validate",
     "verify",
 ]  # fmt: skip
 __all__ += [name for name in dict.fromkeys([*_strategy.__all__, *_strategy.REGISTRY]) if name not in __all__]

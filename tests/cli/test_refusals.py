@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -116,6 +117,24 @@ def test_a_folder_that_cannot_be_made_is_refused(shoal: Shoal, tmp_path: Path) -
     done = shoal("train", write_job(tmp_path), "--folder", "file/run")
     assert done.status == 2
     assert "shoal: file/run cannot be the run's folder: Not a directory; give another --folder" in done.err
+
+
+def test_options_of_a_file_count_where_the_command_line_has_none(shoal: Shoal, tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    lines = [f'job = "{job}"', "steps = 3", "checkpoint-every = 1", 'folder = "run"', "[set]", "clip = 0.5"]
+    (tmp_path / "own.toml").write_text("\n".join(lines))
+    done = shoal("train", "--config", "own.toml", "--steps", "2")
+    assert done.status == 0, done.err
+    given = json.loads((tmp_path / "run" / "run.json").read_text())["arguments"]
+    found = {name: given[name] for name in ("job", "steps", "checkpoint_every", "set")}
+    assert found == {"job": job, "steps": 2, "checkpoint_every": 1, "set": {"clip": 0.5}}
+    (tmp_path / "own.toml").write_text('stesp = 3\n')
+    done = shoal("train", job, "--config", "own.toml")
+    assert done.status == 2
+    assert "--config own.toml: no option 'stesp' (did you mean 'steps'?)" in done.err
+    done = shoal("train")
+    assert done.status == 2
+    assert "give a Python file that defines a job, or --resume RUN" in done.err
 
 
 def test_resuming_from_nowhere_is_refused(shoal: Shoal, tmp_path: Path) -> None:

@@ -67,15 +67,15 @@ def test_a_stopped_run_resumes_to_the_same_curve_to_the_bit(
     out, err = process.communicate()
     assert process.returncode == 130, err
     assert "stopping after this step and writing a checkpoint" in err
-    assert "--resume run" in out
+    assert "shoal train --resume run" in out
     facts = record(tmp_path / "run")
     assert facts["status"] == "stopped"
     stopped_at = facts["summary"]["step"]
     assert 5 <= stopped_at < STEPS
     assert (tmp_path / "run" / "checkpoints" / f"step-{stopped_at:08d}").is_dir()
 
-    # Steps and strategy need not be said again.
-    done = shoal("train", "language:tiny", "--resume", "run")
+    # Job, steps and strategy need not be said again.
+    done = shoal("train", "--resume", "run")
     assert done.status == 0, done.err
     facts = record(tmp_path / "run")
     assert (facts["status"], facts["strategy"]) == ("finished", "dp(2, zero=1)")

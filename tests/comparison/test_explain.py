@@ -46,6 +46,7 @@ def test_a_pipelines_wait_is_bubble_imbalance_and_communication() -> None:
 def test_recomputation_data_and_a_busy_machine_are_named() -> None:
     found = causes("serial", [rank(0.1, data=0.04, forward=0.03)])
     assert [each.name for each in found] == ["data"]
+    assert "--prefetch" in found[0].text
     assert [each.name for each in causes("dp(2) * recompute('full')", [rank(0.1, forward=0.03)] * 2)] == ["recompute"]
     assert causes("dp(2)", [rank(0.1, cpu=0.02)] * 2)[0].name == "off-core"
     assert causes("dp(2)", []) == []

@@ -41,7 +41,7 @@ SEAM = {
     "StepRunner": ("__init__", "loss"),
     "BOOK": ("enter",),
     "apply": ("same_start", "synchronise"),
-    "setup": ("build_model", "parallelize"),
+    "setup": ("build_model", "parallelize", "overridden"),
     "shard_table": ("BUCKET_BYTES",),
     "tensor": ("partial_names", "row_parallel"),
     "regions": ("copy_in", "note", "sum_out"),
@@ -50,6 +50,12 @@ SEAM = {
     "shard_experts": ("take_routed",),
     "traffic": ("take_routed",),
     "dist": ("all_reduce", "reduce_scatter_single"),
+    "WeightAverage": ("update", "in_place"),
+    "LossScale": ("passed",),
+    "Monitor": ("exhausted", "update"),
+    "Saving": ("after_step", "save"),
+    "Callbacks": ("step", "evaluated", "saved"),
+    "Copies": ("of",),
 }
 """Where faults are planted, in all `*_faults.py`: public names of the engine, by class or module. A change of the
 engine that keeps these keeps the faults; test_fault_seam.py holds that nothing else is replaced."""

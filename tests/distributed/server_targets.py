@@ -210,7 +210,7 @@ def forgets_state(arguments: dict[str, Any], channel: Any) -> Any:
 
 def killed_worker(arguments: dict[str, Any], channel: Any) -> Any:
     """A training run in which workers are killed or late: (rank, point, how often it is reached, seconds or None)."""
-    for rank, point, times, late_s in arguments.pop("disturbed"):
+    for rank, point, times, late_s in arguments.pop("disturbed", ()):
         if rank == channel.rank:
             _disturb(point, times, late_s)
     return train_run(arguments, channel)

@@ -88,6 +88,19 @@ def test_best_and_last_checkpoints_are_kept_and_async_ones_have_the_same_bytes(r
         }  # fmt: skip
 
 
+def test_a_resumed_run_takes_its_job_and_options_from_the_run(tmp_path: Path) -> None:
+    options = {"checkpoint_every": 3, "keep": 5, "set": {"lr": 0.02}, "global_batch": 4}
+    first = shoal.train(f"{FILE}:plain", "dp(2, zero=1)", folder=tmp_path, steps=6, gate=False, **options)
+    more = shoal.train(resume=tmp_path, steps=9)
+    assert (more.folder, more.strategy, len(more.steps)) == (tmp_path, first.strategy, 9)
+    assert kept(tmp_path) == [3, 6, 9]
+    assert {name: more.arguments[name] for name in options} == options
+    assert {row["lr"] for row in more.steps} == {0.02}
+    other = shoal.train(resume=tmp_path / "checkpoints" / "step-00000006", strategy="dp(1)", folder=tmp_path / "other")
+    assert (other.strategy, len(other.steps)) == ("dp(1)", 3)
+    assert curve(tmp_path / "other")[-1][1] == pytest.approx(curve(tmp_path)[-1][1], rel=1e-5)
+
+
 def test_a_failure_in_the_background_is_reported_and_training_goes_on(ranks: Ranks, tmp_path: Path) -> None:
     heard: list[dict[str, Any]] = []
     target = trainer_jobs.train_on_a_full_disk

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from torch import nn
 
 import shoal
 from shoal.checkpoint import save as saving
+from shoal.checkpoint.background import Background
 from shoal.job import Job, TensorData
+from shoal.runtime.step import StepRunner
 from shoal.training.entry import train_run
 
 
@@ -83,6 +86,77 @@ def train_on_a_full_disk(arguments: dict[str, Any], channel: Any) -> dict[str, A
 
     saving.write_tensors = full
     return train_run(arguments, channel)
+
+
+def train_with_a_slow_disk(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
+    """The training loop; a checkpoint in the background is read only after the step that follows it."""
+    sums, step, start, made = saving.of_contents, StepRunner.step, Background.start, threading.Semaphore(0)
+
+    def begin(self: Background, *given: Any) -> None:
+        while made.acquire(blocking=False):
+            pass
+        start(self, *given)
+
+    def count(self: StepRunner, *given: Any) -> Any:
+        result = step(self, *given)
+        made.release()
+        return result
+
+    def late(*given: Any) -> Any:
+        if threading.current_thread().name == "checkpoint":
+            assert made.acquire(timeout=20.0)
+        return sums(*given)
+
+    StepRunner.step, Background.start, saving.of_contents = count, begin, late
+    return train_run(arguments, channel)
+
+
+class Trace(shoal.Callback):
+    """Writes down in which order it is called, and which checkpoints it finds; in the run's folder."""
+
+    def note(self, event: str, state: shoal.TrainingState) -> None:
+        row = [event, state.step, None if state.checkpoint is None else (state.checkpoint / "SHA256SUMS").exists()]
+        with open(state.folder / "calls.jsonl", "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def on_step(self, state: shoal.TrainingState) -> None:
+        self.note("on_step", state)
+
+    def on_evaluate(self, state: shoal.TrainingState) -> None:
+        self.note("on_evaluate", state)
+
+    def on_checkpoint(self, state: shoal.TrainingState) -> None:
+        self.note("on_checkpoint", state)
+
+
+def traced() -> Job:
+    return job(callbacks=[Trace()], steps=4)
+
+
+def by_hand(mine: Job, *, lr: float = 0.1) -> list[dict[str, torch.Tensor]]:
+    """The weights after each step, the first being the start: plain PyTorch in one process."""
+    torch.manual_seed(mine.seed)
+    model = mine.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    found = [{name: values.clone() for name, values in model.state_dict().items()}]
+    for step in range(mine.steps):
+        batch = mine.train.batch(mine.order().indices(8 * step))
+        optimizer.zero_grad()
+        loss, count = loss_of(model(batch["x"]), batch)
+        (loss / count).backward()
+        optimizer.step()
+        found.append({name: values.clone() for name, values in model.state_dict().items()})
+    return found
+
+
+def validation_loss(mine: Job, weights: dict[str, torch.Tensor]) -> float:
+    model = mine.model()
+    model.load_state_dict(weights)
+    assert mine.validation is not None
+    batch = mine.validation.batch(list(range(len(mine.validation))))
+    with torch.no_grad():
+        loss, count = loss_of(model(batch["x"]), batch)
+    return float(loss) / count
 
 
 def averaged() -> Job:

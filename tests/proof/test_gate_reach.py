@@ -26,8 +26,9 @@ from shoal.proof.gate_serial import serial_steps
 from shoal.proof.proven import is_proven, proven_file, remember, secret_file
 from shoal.runtime.float64 import model_in_float64
 from shoal.strategy import parse
-from shoal.training.local import CannotTrain, train_job
+from shoal.training.local import train_job
 from shoal.training.record.run import Run
+from shoal.training.resumed import CannotTrain
 
 HEAD = """
 import types

@@ -9,7 +9,8 @@ import pytest
 
 from shoal.proof.certify import verify
 from shoal.strategy import parse
-from shoal.training.local import CannotTrain, train_job
+from shoal.training.local import train_job
+from shoal.training.resumed import CannotTrain
 
 pytestmark = pytest.mark.processes
 

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.training.local import CannotTrain, train_job
+from shoal.training.local import train_job
 from shoal.training.record import lock
 from shoal.training.record.lock import FolderBusy, join, take
+from shoal.training.resumed import CannotTrain
 
 pytestmark = pytest.mark.processes
 

@@ -8,8 +8,9 @@ import pytest
 
 from shoal.common.hindrance import BadHindrance, KilledRank, SlowRanks, read_killed_ranks, read_slow_ranks
 from shoal.training.hindered import Hindered
-from shoal.training.local import CannotTrain, train_job
+from shoal.training.local import train_job
 from shoal.training.options import TrainOptions
+from shoal.training.resumed import CannotTrain
 
 
 def test_words_are_read() -> None:

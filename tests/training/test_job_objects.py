@@ -64,7 +64,7 @@ def test_a_job_object_trains_as_plain_pytorch_does_and_gives_its_model(tmp_path)
 
 def test_what_is_no_job_is_refused() -> None:
     from shoal import train
-    from shoal.training.local import CannotTrain
+    from shoal.training.resumed import CannotTrain
 
     with pytest.raises(CannotTrain, match=r"train_job was given a dict; give a shoal\.Job, the file"):
         train({"model": None}, "dp(2)")  # type: ignore[arg-type]

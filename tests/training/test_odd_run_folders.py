@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
-from shoal.api.train import inherited as _inherit
 from shoal.checkpoint.files import put_in_place, remove, tidy
 from shoal.checkpoint.rows import CheckpointBroken
 from shoal.training.check import require_job_of
 from shoal.training.options import TrainOptions
 from shoal.training.record.lines import Lines, cut
 from shoal.training.record.run import RunBroken, read_json, read_lines, write_json
+from shoal.training.resumed import CannotTrain, job_of
+from shoal.training.resumed import inherited as _inherit
 
 
 def pipe(path: Path) -> None:
@@ -106,3 +107,19 @@ def test_progress_of_another_form_is_refused(key: str, value: Any) -> None:
     job: Any = SimpleNamespace(name="line", seed=0)
     with pytest.raises(CheckpointBroken, match="is no checkpoint of a run: its "):
         require_job_of(saved, job)
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"arguments": {"job": 3}}, r"run.json has the job 3, but text was expected"),
+        ({"arguments": {"job": "object:mine"}}, "the run was of a Job object of another process; give it"),
+        ({"arguments": [1]}, "its arguments are"),
+        (None, "no run.json there, or above it, says which job it is of"),
+    ],
+)
+def test_a_job_that_a_run_does_not_name_is_asked_for(tmp_path: Path, record: Any, said: str) -> None:
+    if record is not None:
+        (tmp_path / "run.json").write_text(json.dumps(record))
+    with pytest.raises((RunBroken, CannotTrain), match=said):
+        job_of(str(tmp_path))

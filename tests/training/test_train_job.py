@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from shoal import dp
-from shoal.training.local import CannotTrain, train_job
+from shoal.training.local import train_job
+from shoal.training.resumed import CannotTrain
 
 
 def test_a_misspelt_option_is_refused_by_name() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.training.local import CannotTrain
+from shoal.training.resumed import CannotTrain
 
 
 def require_known(job: str, size: str | None) -> None:

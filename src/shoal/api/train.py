@@ -1,6 +1,4 @@
-"""What `shoal train` does besides printing: what a resumed run takes over, what is refused before ranks start, training
-as one rank that a launcher has started.
-"""
+"""What `shoal train` does besides printing: what is refused before ranks start, and training as a launcher's rank."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,31 +15,11 @@ from shoal.api.known import require_known
 from shoal.comm.calibration import read_calibration
 from shoal.parallel.runnable import require_runnable
 from shoal.strategy import Strategy, parse, require_legal
-from shoal.training.local import (
-    CannotTrain,
-    Listener,
-    can_go_on,
-    checkpoints_every,
-    require_emulation,
-    require_free,
-    require_go_on,
-    require_hindrances,
-    train_locally,
-)
+from shoal.training.local import Listener, checkpoints_every, require_emulation, require_hindrances, train_locally
 from shoal.training.options import TrainOptions
-from shoal.training.record.run import RUN, RunBroken, read_json
+from shoal.training.resumed import CannotTrain, can_go_on, inherited, job_of, require_free, require_go_on, run_of
 
-__all__ = ["TrainOptions", "as_one_rank", "inherited", "is_launched", "ready_to_train", "run_of", "train_locally"]
-
-INHERITED = {"strategy": str, "size": str, "steps": int, "global_batch": int, "seed": int, "checkpoint_every": int,
-             "growth": str, "scale_rule": str, "base_batch": int, "warmup": int, "evaluate_every": int,
-             "checkpoint_minutes": float, "checkpoint_async": bool, "keep": int, "keep_best": int, "weights_only": bool,
-             "patience": int, "monitor": str, "better": str, "min_delta": float, "log": str, "set": dict}  # fmt: skip
-"""What a resumed run takes from the run it goes on with, where the command line does not say."""
-DEFAULTS = {each.name: each.default for each in fields(TrainOptions)}
-EXPECTED = {str: "text", int: "a whole number", float: "a number", dict: "a table", bool: "true or false"}
-OPTION = {"global_batch": "batch", "growth": "grow-batch"}
-
+__all__ = ["TrainOptions", "as_one_rank", "is_launched", "job_of", "ready_to_train", "train_locally"]
 
 def is_launched() -> bool:
     """Whether a launcher has started this process as a rank."""
@@ -75,39 +53,6 @@ def ready_to_train(options: TrainOptions, *, ranks: int | None = None) -> tuple[
     if options.go_on and not launched and can_go_on(Path(options.folder or "")):
         options = replace(options, resume=options.folder)
     return options, strategy
-
-
-def run_of(resume: str) -> Path | None:
-    """The run folder in which what --resume names lies, if it lies in one."""
-    path = Path(resume)
-    if not path.is_dir():
-        raise CannotTrain(f"--resume {resume}: there is no such folder; give a run's folder or one of its checkpoints")
-    inside = [path, path.absolute().parent, path.absolute().parent.parent]
-    return next((folder for folder in inside if (folder / "run.json").exists()), None)
-
-
-def inherited(options: TrainOptions, run: Path | None) -> TrainOptions:
-    folder = options.folder
-    if folder is not None and (run is None or Path(folder).resolve() != run.resolve()):
-        require_free(Path(folder))
-    if run is None:
-        return options
-    before = read_json(run / RUN).get("arguments") or {}
-    if not isinstance(before, dict):
-        raise RunBroken(f"{run / RUN} is not the record of a run: its arguments are {before!r}")
-    own: dict[str, Any] = {}
-    for name, kind in INHERITED.items():
-        value = before.get(name)
-        if getattr(options, name) != DEFAULTS[name] or value is None:
-            continue
-        if type(value) is not kind:
-            expected = EXPECTED[kind]
-            raise RunBroken(
-                f"{run / RUN} has the {name} {value!r}, but {expected} was expected; "
-                f"repair it, or give --{OPTION.get(name, name.replace('_', '-'))}"
-            )
-        own[name] = value
-    return replace(options, folder=folder or str(run), **own)
 
 
 def as_one_rank(

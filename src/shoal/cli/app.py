@@ -19,6 +19,10 @@ JOB = typer.Argument(
     metavar="JOB",
     help="A Python file that defines `job`, or a built-in task: language, image (image:resnet:small).",
 )
+JOB_OR_RESUMED = typer.Argument(
+    metavar="JOB", show_default=False,
+    help="A Python file that defines `job`, or a built-in task; with --resume, by default that of the run.",
+)  # fmt: skip
 STRATEGY = typer.Option("--strategy", "-s", help="How to train, for example 'dp(2, zero=3)'.")
 SIZE = typer.Option("--size", help="Size of a built-in task: tiny, small, or a real shape.")
 BATCH = typer.Option(min=1, help="Global batch, instead of the job's own.")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import typer
 
 from shoal.api.call import refusals_name_options
-from shoal.cli import comparing_verbs, doctor, running_verbs, submit, verbs  # noqa: F401 (they register themselves)
+from shoal.cli import comparing_verbs, doctor, running_verbs, searching_verbs, submit, verbs  # noqa: F401 (they register themselves)
 from shoal.cli.app import app
 
 
@@ -52,7 +52,7 @@ def _few_cycles() -> Iterator[None]:
         gc.enable()
 
 
-RUNNING = ("train", "verify", "calibrate", "evaluate", "export", "plan", "demo", "compare", "doctor")
+RUNNING = ("train", "verify", "calibrate", "evaluate", "export", "plan", "demo", "compare", "doctor", "search")
 """Verbs that may start ranks."""
 
 

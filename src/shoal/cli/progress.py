@@ -54,6 +54,7 @@ _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "metrics": lambda m: f"validation at step {m['step']}: {_numbers(m['metrics'])}",
     "checkpoint": lambda m: f"checkpoint {m['path']}",
     "lost": lambda m: f"warning: {m['text']}",
+    "restored": lambda m: f"warning: {m['text']}",
     "note": lambda m: m["text"],
     "warning": lambda m: f"warning: {m['text']}",
     "stopping": lambda m: "stopping after this step and writing a checkpoint (Ctrl-C again to end at once)",
@@ -129,7 +130,7 @@ def summary(outcome: dict[str, Any]) -> None:
         rows["held back by"] = held
     rows["run"] = outcome["folder"]
     if outcome["status"] == "stopped" and outcome["saved_step"] is not None:
-        rows["go on with"] = f"--resume {outcome['folder']}"
+        rows["go on with"] = f"shoal train --resume {outcome['folder']}"
     console, width = Console(highlight=False), max(map(len, rows)) + 2
     for name, value in rows.items():
         console.print(Text.assemble((name.ljust(width), "dim"), value), soft_wrap=True)

@@ -10,12 +10,25 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.app import BATCH, CONFIG, JOB, JSON, SEED, SET, SIZE, START_FROM, STRAGGLER, STRATEGY, app
+from shoal.cli.app import (
+    BATCH,
+    CONFIG,
+    JOB,
+    JOB_OR_RESUMED,
+    JSON,
+    SEED,
+    SET,
+    SIZE,
+    START_FROM,
+    STRAGGLER,
+    STRATEGY,
+    app,
+)
 
 
 @app.command()
 def train(
-    job: Annotated[str, JOB],
+    job: Annotated[str | None, JOB_OR_RESUMED] = None,
     strategy: Annotated[str | None, STRATEGY] = None,
     size: Annotated[str | None, SIZE] = None,
     ranks: Annotated[
@@ -43,7 +56,7 @@ def train(
     ] = None,
     resume: Annotated[
         str | None,
-        typer.Option(help="A run's folder or a checkpoint to go on from, by default with its settings."),
+        typer.Option(help="A run's folder or a checkpoint to go on from, by default with its job and options."),
     ] = None,
     start_from: Annotated[str | None, START_FROM] = None,
     go_on: Annotated[
@@ -105,9 +118,12 @@ def train(
 ) -> None:
     """Train a job under a strategy: live progress, a run folder, checkpoints."""
     from shoal.api.settings import parse_settings
-    from shoal.api.train import TrainOptions
+    from shoal.api.train import TrainOptions, job_of
     from shoal.cli.train import train_command
 
+    if job is None and resume is None:
+        raise typer.BadParameter("give a Python file that defines a job, or --resume RUN", param_hint="JOB")
+    job = job_of(resume or "") if job is None else job
     options = TrainOptions(
         job=job, strategy=strategy, size=size, steps=steps, global_batch=batch, seed=seed, folder=folder, resume=resume,
         set=parse_settings(set_), growth=grow_batch, scale_rule=scale_rule, base_batch=base_batch, warmup=warmup,

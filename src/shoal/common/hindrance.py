@@ -88,6 +88,16 @@ def read_killed_ranks(text: str | None, *, world: int, option: str = "--fail") -
     return tuple(found)
 
 
+def without_killed(text: str | None, rank: int) -> str | None:
+    """An option's text without the first entry that kills a rank: what has happened does not happen again when ranks
+    are started anew."""
+    parts = _parts(text)
+    at = {int(match["step"]): part for part in parts if (match := _FAIL.fullmatch(part)) and int(match["rank"]) == rank}
+    if at:
+        parts.remove(at[min(at)])
+    return "; ".join(parts) or None
+
+
 def _parts(text: str | None) -> list[str]:
     return [part.strip() for part in (text or "").split(";") if part.strip()]
 

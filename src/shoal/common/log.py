@@ -13,7 +13,7 @@ from typing import Any
 logger = logging.getLogger("shoal")
 logger.addHandler(logging.NullHandler())
 
-LEVELS = {"step": logging.DEBUG, "warning": logging.WARNING, "lost": logging.WARNING}
+LEVELS = {"step": logging.DEBUG, "warning": logging.WARNING, "lost": logging.WARNING, "restored": logging.WARNING}
 """Of what ranks report; everything else is INFO."""
 
 

@@ -121,7 +121,8 @@ def _late(times: Sequence[RankTimes], strategy: Strategy | None, step_s: float) 
 
 def _data(times: Sequence[RankTimes], step_s: float) -> list[Cause]:
     slowest = max(times, key=lambda each: each.data_s)
-    text = f"reading data ({_ms(slowest.data_s)} on rank {slowest.rank}); cache it, or make batch() cheaper"
+    where = f"reading data ({_ms(slowest.data_s)} on rank {slowest.rank})"
+    text = f"{where}; read it ahead (--prefetch 2), cache it, or make batch() cheaper"
     return [Cause(name="data", text=text, gain_s=slowest.data_s, step_s=step_s)]
 
 

@@ -5,11 +5,12 @@ line of the file.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +19,7 @@ from typing import Any
 from shoal.job import names
 from shoal.job.errors import JobError, did_you_mean
 from shoal.job.job import Job
+from shoal.job.space import is_point, job_at
 
 OBJECTS: dict[str, Job] = {}
 """Jobs of this process by the names that `named` gave them; forks of it have them too."""
@@ -39,12 +41,14 @@ def with_callbacks(job: str | Job, callbacks: Sequence[Any], *, size: str | None
 def load_job(spec: str, *, size: str | None = None) -> Job:
     """The job that a text names: `language`, `image:resnet:small`, `gpt.py` or `gpt.py:name`.
 
-    `size` is the size of a built-in job whose name gives none.
+    `mine.py:space?lr=0.01` is a point of a search space. `size` is the size of a built-in job whose name gives none.
     """
     if not spec.strip():
         raise JobError(f"no job was named; give a Python file, or one of {', '.join(names.TASKS)}")
     if spec in OBJECTS:
         return OBJECTS[spec]
+    if is_point(spec):
+        return job_at(spec, size=size)
     if names.is_file(spec):
         if size is not None:
             raise JobError(f"size {size!r} was given, but {spec!r} is a file: sizes belong to the built-in jobs")
@@ -64,38 +68,58 @@ def load_file(path: str | Path, *, name: str | None = None) -> Job:
     """The job in a Python file: the attribute `job` (or `name`), a Job or a function without arguments that returns
     one.
     """
+    wanted = name or "job"
+    found, guarded = load_attribute(path, wanted, write="{wanted} = Job(...), or def {wanted}() -> Job")
+    if callable(found) and not isinstance(found, (Job, type)):
+        found = guarded(f"calling {wanted}()", found)
+    if not isinstance(found, Job):
+        raise JobError(
+            f"{wanted!r} in {Path(path).expanduser().resolve()} is a {type(found).__name__}, but must be a Job, or a "
+            "function that returns one"
+        )
+    return found
+
+
+Guarded = Callable[[str, Callable[[], Any]], Any]
+
+
+def load_attribute(path: str | Path, wanted: str, *, write: str) -> tuple[Any, Guarded]:
+    """What a Python file defines under a name, and a way to call it: `guarded(doing, call)` finds the neighbours of the
+    file, and names its line where it fails. `write`: what a file without it should say."""
     file = Path(path).expanduser()
     if not file.is_file():
         raise JobError(_missing(file))
     if file.suffix != ".py":
         raise JobError(f"{file} is not a Python file; a job file ends in .py")
     file = file.resolve()
-    wanted = name or "job"
+
+    def guarded(doing: str, call: Callable[[], Any]) -> Any:
+        with _beside(file):
+            return _guard(file, doing, call)
+
+    with _beside(file):
+        module = _import(file)
+    if not hasattr(module, wanted):
+        jobs = sorted(key for key, value in vars(module).items() if isinstance(value, Job))
+        hint = (
+            f" It does define {', '.join(jobs)}: load {file.name}:{jobs[0]}"
+            if jobs
+            else did_you_mean(wanted, vars(module))
+        )
+        raise JobError(f"{file} does not define {wanted!r}; write {write.format(wanted=wanted)}.{hint}")
+    return getattr(module, wanted), guarded
+
+
+@contextlib.contextmanager
+def _beside(file: Path) -> Iterator[None]:
+    """The file's folder is on the path."""
     folder = str(file.parent)
     sys.path.insert(0, folder)
     try:
-        module = _import(file)
-        if not hasattr(module, wanted):
-            jobs = sorted(key for key, value in vars(module).items() if isinstance(value, Job))
-            hint = (
-                f" It does define {', '.join(jobs)}: load {file.name}:{jobs[0]}"
-                if jobs
-                else did_you_mean(wanted, vars(module))
-            )
-            raise JobError(
-                f"{file} does not define {wanted!r}; write {wanted} = Job(...), or def {wanted}() -> Job.{hint}"
-            )
-        found = getattr(module, wanted)
-        if callable(found) and not isinstance(found, (Job, type)):
-            found = _guard(file, f"calling {wanted}()", found)
+        yield
     finally:
         if folder in sys.path:
             sys.path.remove(folder)
-    if not isinstance(found, Job):
-        raise JobError(
-            f"{wanted!r} in {file} is a {type(found).__name__}, but must be a Job, or a function that returns one"
-        )
-    return found
 
 
 def _import(file: Path) -> ModuleType:

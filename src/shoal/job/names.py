@@ -41,13 +41,15 @@ def all_words() -> tuple[str, ...]:
 
 def is_file(spec: str) -> bool:
     """Whether a text names a Python file rather than a built-in job."""
-    return split_file(spec)[0].endswith(".py") or "/" in spec or "\\" in spec
+    head = spec.partition("?")[0]
+    return split_file(head)[0].endswith(".py") or "/" in head or "\\" in head
 
 
 def split_file(spec: str) -> tuple[str, str | None]:
     """`gpt.py` -> ("gpt.py", None); `gpt.py:name` -> ("gpt.py", "name"). A drive letter's colon is left
     alone.
     """
+    spec = spec.partition("?")[0]
     if not spec.endswith(".py"):
         path, colon, name = spec.rpartition(":")
         if colon and path.endswith(".py"):
@@ -56,7 +58,9 @@ def split_file(spec: str) -> tuple[str, str | None]:
 
 
 def parse_name(spec: str, *, size: str | None = None) -> JobName:
-    """The built-in job that a text names, its parts in any order. `size` is used if the text gives none."""
+    """The built-in job that a text names, its parts in any order. `size` is used if the text gives none. Values of a
+    point of a search space (`image?lr=0.1`) are left aside."""
+    spec = spec.partition("?")[0]
     words = [word.strip().lower() for word in spec.split(":")]
     meant: dict[str, str] = {}
     for word in words:

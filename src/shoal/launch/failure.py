@@ -31,6 +31,7 @@ class RankFailed(RuntimeError):
         *,
         error_type: str = "",
         for_user: bool = False,
+        killed: bool = False,
     ) -> None:
         super().__init__(message)
         self.rank = rank
@@ -40,6 +41,8 @@ class RankFailed(RuntimeError):
         """The exception's class on the rank, as "package.module.Name"; empty when it was none."""
         self.for_user = for_user
         """Whether the message is written for the person who started the run and needs no traceback."""
+        self.killed = killed
+        """Whether a signal ended its process: the same ranks may do better if they are started again."""
 
     def original(self) -> Exception:
         """The refusal that the rank raised, of its own class and with its own text; this failure where it was none."""
@@ -94,8 +97,9 @@ def from_exit(rank: int, code: int | None, at_s: float) -> Failure:
         message = f"rank {rank} was killed by {signal_name(-code)}{hint}"
     else:
         message = f"rank {rank} ended with exit status {code} before its work was done"
+    error = RankFailed(rank, message, killed=code is not None and code < 0)
     # A lost server takes all ranks with it: any other reason that is known comes first.
-    return Failure(rank=rank, at_s=at_s, error=RankFailed(rank, message), is_echo=code is None)
+    return Failure(rank=rank, at_s=at_s, error=error, is_echo=code is None)
 
 
 def from_hang(rank: int, report: dict[str, Any], at_s: float) -> Failure:

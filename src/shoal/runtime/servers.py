@@ -100,7 +100,7 @@ def connect(engine: Engine, strategy: Strategy, *, seed: int, dtype: torch.dtype
 
 def serve_here(
     job: Job, strategy: Strategy, *, rank: int, backend: str | None, dtype: torch.dtype | None = None,
-    watch: Callable[[], None] = lambda: None,
+    watch: Callable[[], None] = lambda: None, at_step: Callable[[int], None] = lambda step: None,
 ) -> dict[str, Any]:  # fmt: skip
     """On a rank that only serves: from the making of groups to the end of the last worker. What it sent."""
     global _sessions
@@ -118,7 +118,7 @@ def serve_here(
     codec = _compressor(strategy)
     server = Server(
         seats, rank, recipe, _rule(strategy), job.clip, *posts, losses=_losses(strategy), watch=watch,
-        compress=None if codec is None else (codec, job.seed), around=_exactly(dtype),
+        at_step=at_step, compress=None if codec is None else (codec, job.seed), around=_exactly(dtype),
     )
     server.run()
     for group in groups:

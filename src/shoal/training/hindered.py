@@ -29,15 +29,19 @@ class Hindered:
 
     def before_step(self, step: int) -> None:
         """`step`: counted from 1."""
-        # Where data is handed out by tickets, a rank may have no ticket of the named step: then its next one counts.
-        if any((step if self._last is None else self._last + 1) <= at <= step for at in self._killed):
-            os.kill(os.getpid(), signal.SIGKILL)
-        self._last = step
+        self.at_step(step)
         asleep_s = self.sleep_s(step)
         if asleep_s > 0:
             time.sleep(asleep_s)
             self.slept_s += asleep_s
         self._started_s = time.thread_time()
+
+    def at_step(self, step: int) -> None:
+        """Kills the rank if it is due."""
+        # Where data is handed out by tickets, a rank may have no ticket of the named step: then its next one counts.
+        if any((step if self._last is None else self._last + 1) <= at <= step for at in self._killed):
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._last = step
 
     def after_step(self) -> None:
         self._computed_s = time.thread_time() - self._started_s

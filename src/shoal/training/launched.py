@@ -12,9 +12,10 @@ from shoal.launch.channel import standalone_channel
 from shoal.launch.join import join
 from shoal.strategy import parse, require_legal
 from shoal.training.check import check
-from shoal.training.local import CannotTrain, checkpoints_every, require_go_on
+from shoal.training.local import checkpoints_every
 from shoal.training.loop import train
 from shoal.training.options import TrainOptions
+from shoal.training.resumed import CannotTrain, require_go_on
 
 
 def train_as_rank(*, hang_after_s: float = 300.0, **options: Any) -> dict[str, Any]:

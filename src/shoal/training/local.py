@@ -20,11 +20,21 @@ from shoal.launch import RankFailed, run_ranks, warm_up
 from shoal.proof.gate import gate_locally
 from shoal.runtime.options import WrongOption
 from shoal.strategy import Strategy, Term, as_strategy, parse, require_legal
-from shoal.strategy.islands import losable
-from shoal.training.entry import MODULES, check_run, train_run
+from shoal.training.entry import MODULES, check_run
 from shoal.training.options import TrainOptions
 from shoal.training.record.lock import FolderBusy, FolderLock, take
 from shoal.training.record.run import RUN, Run, RunBroken, new_folder, read_json, read_run, write_json
+from shoal.training.restored import train_restoring
+from shoal.training.resumed import (
+    CannotTrain,
+    can_go_on,
+    inherited,
+    job_of,
+    require_free,
+    require_go_on,
+    run_of,
+    size_of,
+)
 
 if TYPE_CHECKING:
     from shoal.job import Job
@@ -32,13 +42,9 @@ if TYPE_CHECKING:
 Listener = Callable[[dict[str, Any]], None]
 
 
-class CannotTrain(ValueError):
-    """What was asked for cannot be carried out as it stands."""
-
-
 def train_job(
-    job: str | Path | Job,
-    strategy: str | Strategy | Term = "serial",
+    job: str | Path | Job | None = None,
+    strategy: str | Strategy | Term | None = None,
     *,
     folder: str | Path | None = None,
     on_message: Listener = log_message,
@@ -51,15 +57,16 @@ def train_job(
 
     Args:
         job: A Job, a file that defines one (`"mine.py"`, `"mine.py:name"`), or a built-in one (`"language:tiny"`).
-            Ranks load a file by themselves; of a Job object they are forks of this process.
-        strategy: Text or terms: `"dp(2, zero=1)"` or `dp(2, zero=1) * tp(2)`.
-        folder: Where the run is recorded. None: a new folder in `runs`.
+            Ranks load a file by themselves; of a Job object they are forks of this process. With `resume=` it may be
+            left out: then it is that of the run.
+        strategy: Text or terms: `"dp(2, zero=1)"` or `dp(2, zero=1) * tp(2)`. None: that of the resumed run, or serial.
+        folder: Where the run is recorded. None: that of the resumed run, or a new folder in `runs`.
         on_message: Is given what ranks report: steps, metrics, checkpoints, warnings. The `shoal` logger by default.
         hang_after_s: Seconds without any progress after which the run is ended.
         gate: Whether a layout that has not been proven yet is checked first, by two steps in float64.
         callbacks: Objects with on_step, on_evaluate or on_checkpoint, called on rank 0 after those of the job
             (`shoal.Callback`). The ranks are then forks of this process.
-        options: The other fields of `TrainOptions`.
+        options: The other fields of `TrainOptions`. With `resume=` those that are left out are the run's.
 
     Returns:
         The record: `run.losses`, `run.step_s`, `run.ledger`, `run.model()`.
@@ -71,13 +78,17 @@ def train_job(
         run = shoal.train(job, "dp(2, zero=3)", steps=100)
         model = run.model()
     """
+    resume = options.get("resume")
+    if job is None and resume is not None:
+        job = job_of(str(resume))
     _require_call(job, strategy, folder, hang_after_s, on_message)
+    assert job is not None
     job = str(job) if isinstance(job, Path) else job
     if callbacks:
         from shoal.job.load import with_callbacks
 
-        job = with_callbacks(job, callbacks, size=options.get("size"))
-        options.pop("size", None)
+        size = options.pop("size", None) or (None if resume is None else size_of(str(resume)))
+        job = with_callbacks(job, callbacks, size=size)
     if not isinstance(job, str):
         from shoal.job.load import named
         from shoal.launch.fork_of_caller import forking_this_process
@@ -87,17 +98,22 @@ def train_job(
             return train_job(
                 name, strategy, folder=folder, on_message=on_message, hang_after_s=hang_after_s, gate=gate, **options
             )
-    chosen = parse(strategy) if isinstance(strategy, str) else as_strategy(strategy)
+    written = None if strategy is None else str(parse(strategy) if isinstance(strategy, str) else as_strategy(strategy))
     try:
-        given = TrainOptions.from_json({**options, "job": job, "strategy": str(chosen), "folder": folder, "gate": gate})
+        given = TrainOptions.from_json({**options, "job": job, "strategy": written, "folder": folder, "gate": gate})
     except WrongOption as error:
         raise CannotTrain(f"train_job: {error}") from error
-    require_legal(chosen)
     if given.go_on:
         require_go_on(given)
-        given = replace(given, resume=given.folder if can_go_on(Path(given.folder or "")) else None)
-    elif folder is not None and given.resume is None:
+    elif given.resume is not None:
+        given = inherited(given, run_of(given.resume))
+    elif folder is not None:
         require_free(Path(folder))
+    chosen = parse(given.strategy or "serial")
+    require_legal(chosen)
+    given = replace(given, strategy=str(chosen))
+    if given.go_on and can_go_on(Path(given.folder or "")):
+        given = replace(given, resume=given.folder)
     outcome = train_locally(given, chosen.world, hang_after_s=hang_after_s, on_message=on_message)
     return read_run(Path(outcome["folder"]))
 
@@ -105,11 +121,12 @@ def train_job(
 def _require_call(job: Any, strategy: Any, folder: Any, hang_after_s: Any, on_message: Any) -> None:
     """Refuses what would otherwise be dropped silently, or fail far from its cause."""
     if not isinstance(job, (str, Path)) and not _is_job(job):
+        what = "no job" if job is None else f"a {type(job).__name__}"
         raise CannotTrain(
-            f"train_job was given a {type(job).__name__}; give a shoal.Job, the file that defines one, such as "
+            f"train_job was given {what}; give a shoal.Job, the file that defines one, such as "
             '"mine.py" or "mine.py:name", or the name of a built-in one'
         )
-    if not isinstance(strategy, (str, Strategy, Term)):
+    if not isinstance(strategy, (str, Strategy, Term)) and strategy is not None:
         raise CannotTrain(
             f"train_job was given {strategy!r} as its strategy; give text or terms, such as \"dp(2, zero=1)\" or dp(2)"
         )
@@ -153,33 +170,6 @@ def require_hindrances(options: TrainOptions, world: int) -> None:
         raise CannotTrain(str(error)) from None
 
 
-def require_go_on(options: TrainOptions) -> None:
-    """Refuses to go on with a run that is not named."""
-    if options.folder is None:
-        raise CannotTrain("--go-on resumes the run in a folder, or starts it there; name it: --folder runs/NAME")
-    if options.resume is not None:
-        raise CannotTrain(f"--go-on finds the checkpoint by itself; leave out --resume {options.resume}")
-
-
-def can_go_on(folder: Path) -> bool:
-    """Whether there is a checkpoint to go on from; those that are broken are found out later."""
-    return any((folder / "checkpoints").glob("step-*/checkpoint.json"))
-
-
-def require_free(folder: Path) -> None:
-    """Refuses a folder that holds a run, or runs."""
-    if (folder / "run.json").exists():
-        raise CannotTrain(
-            f"--folder {folder} holds a run already; resume it (--resume {folder}), or give another folder"
-        )
-    runs = sorted(path.parent.name for path in folder.glob("*/run.json"))
-    if runs:
-        raise CannotTrain(
-            f"--folder {folder} is where runs are kept ({runs[0]} is one), not a run's own folder; "
-            f"write --folder {folder / 'NAME'}, or leave --folder out for a new one below runs"
-        )
-
-
 def train_locally(options: TrainOptions, world: int, *, hang_after_s: float, on_message: Listener) -> dict[str, Any]:
     """Checks, chooses the folder, runs; returns rank 0's outcome with the memory of the rank that needed most."""
     if options.emulate is not None:
@@ -195,11 +185,7 @@ def train_locally(options: TrainOptions, world: int, *, hang_after_s: float, on_
         if options.lock is None:
             options = replace(options, lock=held.enter_context(_locked(folder, on_message)).token)
         try:
-            outcomes = run_ranks(
-                train_run, options.to_json(), ranks=world, hang_after_s=hang_after_s,
-                on_message=lambda rank, message: on_message(message),
-                islands=losable(parse(options.strategy or "serial")),
-            )  # fmt: skip
+            outcomes = train_restoring(options, world, hang_after_s=hang_after_s, on_message=on_message)
         except RankFailed as error:
             _record_failure(Path(folder), error)
             raise

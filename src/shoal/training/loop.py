@@ -31,14 +31,13 @@ from shoal.parallel.batch_norm import batch_norms
 from shoal.parallel.result import NOTHING_COUNTED, NonFinite
 from shoal.parallel.sync.streams import PHASE as OUTER
 from shoal.proof.one_step import gate_here
-from shoal.runtime.servers import is_server, serve_here
+from shoal.runtime.servers import is_server
 from shoal.runtime.setup import Prepared, job_from, prepare, staleness
 from shoal.strategy import parse
 from shoal.training.callbacks import Callbacks
 from shoal.training.check import TrainingStopped, require_job_of, resume_point, warning
 from shoal.training.folder import held_folder
 from shoal.training.hindered import Hindered
-from shoal.training.local import can_go_on
 from shoal.training.lost_islands import LostIslands, lost_ranks
 from shoal.training.monitor import Monitor
 from shoal.training.noise_scale import NoiseScale
@@ -46,10 +45,11 @@ from shoal.training.options import TrainOptions
 from shoal.training.pace import Pace
 from shoal.training.record.recorder import Recorder, new_folder, tracing
 from shoal.training.record.run import RUN, Status
+from shoal.training.resumed import can_go_on
 from shoal.training.saving import Saving
 from shoal.training.speed import speed_of
 from shoal.training.step_split import StepSplit
-from shoal.training.tickets import advance, leave_servers
+from shoal.training.tickets import advance, leave_servers, serve_rank
 
 
 def train(options: TrainOptions, channel: Any) -> dict[str, Any]:
@@ -72,9 +72,9 @@ def train(options: TrainOptions, channel: Any) -> dict[str, Any]:
     with held_folder(folder, options.lock, me.rank, channel):
         if is_server(strategy, me.rank):
             channel.allow_loss()
-            served = serve_here(job, strategy, rank=me.rank, backend=me.backend, watch=beat)
+            served = serve_rank(job, strategy, me, Hindered(options, rank=me.rank, world=me.world, seed=job.seed))
             leave(lost=lost_ranks())
-            return {**served, "memory_bytes": peak_memory_bytes(me.device)}
+            return served
         ready = prepare(job, strategy, rank=me.rank, backend=me.backend, device=me.device)
         run = TrainingRun(ready, options, folder, channel, rank=me.rank)
         try:
@@ -126,7 +126,7 @@ class TrainingRun:
                 self.folder, job_name=self.job.name, strategy=str(ready.strategy), world=ready.strategy.world,
                 seed=self.job.seed, arguments=options.recorded(),
                 log=options.log,
-                resumed_at=self.step if options.resume is not None or (options.go_on and known) else None,
+                resumed_at=self.step if options.resume is not None or (options.starts_again and known) else None,
             )  # fmt: skip
 
     def _resume(self, path: Path) -> None:

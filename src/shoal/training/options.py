@@ -67,6 +67,8 @@ class TrainOptions(JobOptions):
     """Floating-point operations of a sample in a step, where they are known (`job/work.py`)."""
     checked: bool = field(default=False, metadata={"set by": "train_locally"})
     """Whether the checkpoint to resume from was found intact just before."""
+    restored: bool = field(default=False, metadata={"set by": "train_locally"})
+    """Whether the run was started again after it had lost a rank (`restored.py`)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,6 +85,11 @@ class TrainOptions(JobOptions):
             raise WrongOption("--loader-threads 0: at least 1 thread must read; --prefetch 0 reads nothing ahead")
         if self.patience == 0:
             raise WrongOption("--patience 0: expected at least 1 evaluation without improvement")
+
+    @property
+    def starts_again(self) -> bool:
+        """Whether a run that wrote no checkpoint yet may begin anew in its folder."""
+        return self.go_on or self.restored
 
     def recorded(self) -> dict[str, Any]:
         """What the record of the run keeps: all that a user gives."""

@@ -11,10 +11,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from shoal.job import Job
+from shoal.launch.devices import peak_memory_bytes
+from shoal.launch.join import Rank
+from shoal.launch.watch import beat
 from shoal.parallel.engine import Engine
 from shoal.parallel.server.remote import RemoteOptimizer
 from shoal.parallel.shared_tickets import SharedTickets
 from shoal.parallel.sync.tickets import IslandTickets
+from shoal.runtime.servers import serve_here
+from shoal.strategy import Strategy
+from shoal.training.hindered import Hindered
 from shoal.training.pace import Pace
 
 
@@ -79,6 +86,14 @@ def advance(run: Any, one_step: Callable[[], None], every: int) -> None:
         one_step()
     else:
         run_tickets(run, tickets, one_step, next_limit(step, steps, evaluate_every, every))
+
+
+def serve_rank(job: Job, strategy: Strategy, me: Rank, hindered: Hindered) -> dict[str, Any]:
+    """The work of a rank that only serves; what it sent and held."""
+    served = serve_here(
+        job, strategy, rank=me.rank, backend=me.backend, watch=beat, at_step=lambda step: hindered.at_step(step + 1)
+    )
+    return {**served, "memory_bytes": peak_memory_bytes(me.device)}
 
 
 def leave_servers(engine: Engine, rank: int) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import torch
 
 from shoal.comm.compress.compressor import Compressor
 from shoal.comm.ledger import BOOK
+from shoal.comm.transport.link import PeerLost
 from shoal.parallel.bucket import Bucket
 from shoal.parallel.flat_slice import HeldState, Piece, SavedState, pieces_within
 from shoal.parallel.result import NonFinite
@@ -92,6 +93,8 @@ class RemoteOptimizer:
         while not task.done:
             post.messages.wait_any([task], LOOK_S)
             if self.server is not None and self.server.error is not None:
+                if isinstance(self.server.error, PeerLost):  # Another rank was lost: that is no failure of this one.
+                    raise self.server.error
                 raise RuntimeError("the server in this process has failed") from self.server.error
         if task.error is not None:
             raise task.error

@@ -44,15 +44,17 @@ class Server:
     def __init__(
         self, seats: Seats, rank: int, recipe: Recipe, rule: Served, clip: float | None, up: Post, down: Post,
         *, losses: bool = False, watch: Callable[[], None] = lambda: None,
+        at_step: Callable[[int], None] = lambda step: None,
         compress: tuple[Compressor, int] | None = None,
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:  # fmt: skip
-        """`losses`: whether a lost worker leaves the others going on. `watch` is called now and then. `compress`: how
-        workers compress what they push, and the seed of what they draw. `around`: entered around updates."""
+        """`losses`: whether a lost worker leaves the others going on. `watch` is called now and then, `at_step` when a
+        worker is sent the parameters for a step. `compress`: how workers compress what they push, and the seed of what
+        they draw. `around`: entered around updates."""
         self.seats, self.rank, self.rule, self.clip, self.up, self.down = seats, rank, rule, clip, up, down
         self.names = list(recipe.labels)
         self.size = message_size(seats, self.names)
-        self.losses, self.watch, self.around = losses, watch, around
+        self.losses, self.watch, self.at_step, self.around = losses, watch, at_step, around
         self.shards = {
             position: ServedShard(
                 recipe, shard, [seats.worker(replica, position) for replica in range(seats.replicas)], up, down,
@@ -296,6 +298,8 @@ class Server:
 
     def _answer(self, read: Message) -> None:
         worker = read.whole("worker")
+        if read.whole("has_ticket"):
+            self.at_step(read.whole("step"))
         for shard in self.shards.values():
             if shard.index == 0:
                 self.down.send(shard.ranks[worker], REPLY, read.tensor(self.size))

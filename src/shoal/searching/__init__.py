@@ -1,0 +1,1 @@
+"""Search over architectures and hyper-parameters: trials in parallel, each a job under a strategy."""
