@@ -27,6 +27,7 @@ JOBS = Path(__file__).parent / "jobs" / "users.py"
         ("layer_drop", ("dp(2)", "dp(2, zero=3)", "dp(2, zero=3) * accumulate(2)")),
         ("recomputing", ("dp(2)", "dp(2, zero=3)", "dp(2, zero=3) * accumulate(2)")),
         ("reentrant", ("dp(2, zero=3)", "dp(2, zero=3) * accumulate(2)")),
+        ("by_length", ("cp(2)", "cp(2, 'ulysses')")),
     ],
 )
 def test_a_users_job_is_proven(ranks: Callable[..., Any], job: str, strategies: tuple[str, ...]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 from shoal.job import Job, TensorData, cross_entropy
 from shoal.layout.context.find import context_plan
 from shoal.layout.context.plan import CannotCutSequence, ContextPlan, Holder
+from shoal.layout.layout import layout_of
 from shoal.layout.trace import trace
+from shoal.strategy import parse
 
 WIDTH, HEADS, LENGTH, VOCABULARY = 8, 2, 12, 11
 
@@ -67,6 +70,29 @@ def test_a_decoder_is_cut_from_its_first_block_to_the_loss() -> None:
     assert plan.batch == {"y": 1}, "the loss reads its targets position by position"
     assert not plan.extras
     assert not plan.masks
+
+
+@pytest.mark.parametrize(
+    ("loss", "wrong"),
+    [
+        (lambda o, b: (F.cross_entropy(o.flatten(0, 1), b["y"].flatten(), reduction="sum") / o.shape[1], 6), "count"),
+        (lambda o, b: (cross_entropy(o, b)[0] / o.shape[1], b["y"].numel()), "the loss of all positions is"),
+        (lambda o, b: (cross_entropy(o, b)[0], 6 * LENGTH), "the count of all positions is 72"),
+    ],
+)
+def test_a_loss_that_reads_the_length_from_a_shape_gets_the_whole_sequence(loss: Any, wrong: str) -> None:
+    x = torch.randint(0, VOCABULARY, (6, LENGTH))
+    job = Job(
+        name="by-length", model=Model, train=TensorData(x=x, y=x), loss=loss,
+        optimizer=partial(torch.optim.SGD, lr=0.1), global_batch=6, steps=1,
+    )  # fmt: skip
+    plan = layout_of(job, parse("cp(2)")).context
+    assert plan is not None
+    assert plan.batch is None
+    assert wrong in plan.why_whole
+    by_position = layout_of(replace(job, loss=cross_entropy), parse("cp(2)")).context
+    assert by_position is not None
+    assert by_position.batch == {"y": 1}
 
 
 def test_attention_to_both_sides_is_not_causal() -> None:

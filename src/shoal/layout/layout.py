@@ -15,6 +15,7 @@ from shoal.job import Job, LayoutHints, infer_facts
 from shoal.job.facts import build_without_memory
 from shoal.layout.chain import Chain, chain
 from shoal.layout.context.find import context_plan
+from shoal.layout.context.loss_trial import loss_trial
 from shoal.layout.context.plan import CannotCutSequence, ContextPlan, named
 from shoal.layout.experts.find import PassedOver, Survey, survey_experts
 from shoal.layout.experts.signs import may_hold_experts
@@ -68,7 +69,10 @@ def layout_of(job: Job, strategy: Strategy | None = None) -> Layout:
     if wanted(cp):
         assert traced is not None
         try:
-            context = context_plan(traced, by_position=_by_position(experts))
+            batch = job.train.batch(np.arange(min(samples, len(job.train))))
+            context = context_plan(
+                traced, by_position=_by_position(experts), trial=loss_trial(job, traced, batch)
+            )
         except CannotCutSequence as refusal:
             why = str(refusal)
     layout = Layout(

@@ -142,6 +142,8 @@ class Trace:
     value_reads: list[ValueRead] = field(default_factory=list)
     sized_calls: list[NotedCall] = field(default_factory=list)
     """Calls of functions that name sizes, in order."""
+    result: Any = None
+    """The model's output as it was returned, with every tensor replaced by a Ref."""
     constants: dict[int, str] = field(default_factory=dict)
     """Value -> digest, for constants of the code: tensors that are neither parameter, buffer, batch nor result."""
     buffers_behind: dict[str, int] = field(default_factory=dict)

@@ -115,6 +115,9 @@ class OpRecorder(TorchDispatchMode):
             return tuple(map(self._ref, leaf))
         return Ref(self.value_of(leaf)) if isinstance(leaf, torch.Tensor) else leaf
 
+    def as_refs(self, tree: Any) -> Any:
+        return tree_map(self._ref, tree, is_leaf=lambda leaf: isinstance(leaf, PackedSequence))
+
     def flat(self, tree: Any) -> list[int | None]:
         return [self.value_of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in tree_leaves(tree)]
 
@@ -290,7 +293,7 @@ def _record(job: Job, model: nn.Module, batch: dict[str, torch.Tensor], samples:
     recorder.note_reached(loss)
     return Trace(
         model=model, fake=fake, samples=samples, values=recorder.values, ops=recorder.ops, calls=recorder.calls,
-        parameters=parameters, buffers=buffers, output=recorder.flat(output),
+        parameters=parameters, buffers=buffers, output=recorder.flat(output), result=recorder.as_refs(output),
         loss=recorder.value_of(loss) if isinstance(loss, torch.Tensor) else None, model_stop=model_stop,
         attention=attention.found, value_reads=recorder.value_reads, sized_calls=sized.found,
         constants=recorder.constants, buffers_behind=behind,

@@ -15,6 +15,7 @@ from collections.abc import Collection
 from shoal.layout.blocks import blocks
 from shoal.layout.context.follower import Follower
 from shoal.layout.context.held import holder_plans
+from shoal.layout.context.loss_trial import LossTrial
 from shoal.layout.context.plan import ByStructure, CannotCutSequence, ContextPlan, Made, NothingAttends, named
 from shoal.layout.context.root import root_plan
 from shoal.layout.context.through import through_blocks
@@ -26,27 +27,30 @@ from shoal.layout.tensor.spread import Graph
 from shoal.layout.written_attention import holders
 
 
-def context_plan(trace: Trace, *, by_position: Collection[str] = ()) -> ContextPlan:
+def context_plan(
+    trace: Trace, *, by_position: Collection[str] = (), trial: LossTrial | None = None
+) -> ContextPlan:
     """Raises CannotCutSequence, with the module and the reason, where the model mixes positions outside attention.
-    `by_position`: modules known to treat positions one by one, whatever their code looks like (experts)."""
+    `by_position`: modules known to treat positions one by one, whatever their code looks like (experts).
+    `trial`: whether the loss of all positions is the sum of its parts."""
     graph = Graph(trace)
     try:
-        return _by_blocks(graph, by_position)
+        return _by_blocks(graph, by_position, trial)
     except CannotCutSequence as refusal:
         try:
             causal = any(a.causal or has_rows(graph, a) for a in trace.attention)
-            return root_plan(graph, _block_calls(trace), causal=causal)
+            return root_plan(graph, _block_calls(trace), causal=causal, trial=trial)
         except NothingAttends:
             raise refusal from None
         except CannotCutSequence as other:
             raise (other if isinstance(refusal, ByStructure) else refusal) from None
 
 
-def _by_blocks(graph: Graph, by_position: Collection[str]) -> ContextPlan:
+def _by_blocks(graph: Graph, by_position: Collection[str], trial: LossTrial | None) -> ContextPlan:
     written = _written(graph)
     while True:
         try:
-            return _plan(graph, written, by_position)
+            return _plan(graph, written, by_position, trial)
         except Made as refusal:
             # Masks and tables that the code makes for attention come out right where it has the full sequence.
             more = _holder_of(graph, refusal.op, written)
@@ -55,7 +59,9 @@ def _by_blocks(graph: Graph, by_position: Collection[str]) -> ContextPlan:
             written = sorted([*written, *more], key=lambda call: call.first)
 
 
-def _plan(graph: Graph, written: list[TracedCall], by_position: Collection[str]) -> ContextPlan:
+def _plan(
+    graph: Graph, written: list[TracedCall], by_position: Collection[str], trial: LossTrial | None
+) -> ContextPlan:
     trace = graph.trace
     inside = {attention.module for attention in trace.attention} | {call.path for call in written}
     calls = [c for c in _block_calls(trace) if any(_within(c, m) for m in inside)]
@@ -80,7 +86,7 @@ def _plan(graph: Graph, written: list[TracedCall], by_position: Collection[str])
         raise CannotCutSequence(f"{torn} holds attention written out and experts in one module; make them two modules")
     follower = Follower(graph, calls, closed, written)
     masks = through_blocks(follower, stream, Cut(dim, (shape[dim],)))
-    batch, why = to_the_loss(graph, calls[-1], follower.cuts)
+    batch, why = to_the_loss(graph, calls[-1], follower.cuts, length=shape[dim], trial=trial)
     if batch is None:
         require_one_stream(graph, calls[-1], follower.cuts, why)
     return ContextPlan(

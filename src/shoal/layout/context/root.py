@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shoal.layout.context.loss_trial import LossTrial
 from shoal.layout.context.plan import CannotCutSequence, ContextPlan, Holder, NothingAttends, Places, named
 from shoal.layout.context.to_loss import to_the_loss
 from shoal.layout.cuts import Cut
@@ -18,7 +19,7 @@ from shoal.layout.tensor.spread import Graph
 from shoal.layout.written_attention import attentions
 
 
-def root_plan(graph: Graph, blocks: list[TracedCall], *, causal: bool) -> ContextPlan:
+def root_plan(graph: Graph, blocks: list[TracedCall], *, causal: bool, trial: LossTrial | None) -> ContextPlan:
     """The plan of a model that is one region: cut where its arguments enter, or else where the first block is called.
     Raises CannotCutSequence with the reason of the cut that came furthest."""
     trace = graph.trace
@@ -28,7 +29,7 @@ def root_plan(graph: Graph, blocks: list[TracedCall], *, causal: bool) -> Contex
     furthest, reason = -1, None
     for entry, given, length in (*_entries(trace, roots[0]), *_first_blocks(trace, blocks)):
         try:
-            return _plan(graph, roots[0], entry, given, length, causal=causal)
+            return _plan(graph, roots[0], entry, given, length, causal=causal, trial=trial)
         except NothingAttends:
             continue
         except _Refused as refusal:
@@ -65,7 +66,8 @@ def _first_blocks(trace: Trace, blocks: list[TracedCall]) -> Iterator[tuple[Trac
 
 
 def _plan(
-    graph: Graph, root: TracedCall, entry: TracedCall, given: dict[int, Cut], length: int, *, causal: bool
+    graph: Graph, root: TracedCall, entry: TracedCall, given: dict[int, Cut], length: int, *, causal: bool,
+    trial: LossTrial | None,
 ) -> ContextPlan:  # fmt: skip
     trace = graph.trace
     walk, last = _walk(graph, root, entry, given, length)
@@ -74,7 +76,7 @@ def _plan(
     irregular = next((n for n, each in cut.items() if not is_regular(each, length)), None)
     if irregular is not None:
         raise _Refused("the model gives back a tensor in which positions are no dimension", root.stop)
-    batch, why = to_the_loss(graph, root, walk.cuts)
+    batch, why = to_the_loss(graph, root, walk.cuts, length=length, trial=trial)
     full = [v for v in root.results if v is not None and v not in walk.cuts and trace.values[v].learned]
     if batch is not None and any(n >= root.stop and graph.live[n] for v in full for n in graph.users.get(v, ())):
         # Each rank would add all of it to its part of the loss.

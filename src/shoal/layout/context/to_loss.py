@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from shoal.layout.context.loss_trial import LossTrial
 from shoal.layout.context.plan import CannotCutSequence, named
 from shoal.layout.cuts import Cut
 from shoal.layout.recorded import Op, TracedCall
@@ -12,7 +13,9 @@ from shoal.layout.tensor.segments import NeedsSegments, Refuted
 from shoal.layout.tensor.spread import Graph
 
 
-def to_the_loss(graph: Graph, last: TracedCall, cuts: Mapping[int, Cut]) -> tuple[dict[str, int] | None, str]:
+def to_the_loss(
+    graph: Graph, last: TracedCall, cuts: Mapping[int, Cut], *, length: int, trial: LossTrial | None
+) -> tuple[dict[str, int] | None, str]:
     """Which entries of the batch the loss reads position by position, or None and why it cannot."""
     trace = graph.trace
     result = next((v for v in last.results if v is not None and v in cuts), None)
@@ -45,6 +48,8 @@ def to_the_loss(graph: Graph, last: TracedCall, cuts: Mapping[int, Cut]) -> tupl
                 known[other] = found
             if sums and (number < trace.model_stop or op.name not in ("sum", "nll_loss_forward", "nll_loss2d_forward")):
                 return None, f"{op.name} in {op.module or 'the loss'} sums over positions"
+    if trial is not None and (wrong := trial(known, batch, length)):
+        return None, f"the loss is not a sum over positions: {wrong}"
     return batch, ""
 
 
