@@ -512,7 +512,7 @@ JOBS: dict[str, Callable[[], Job]] = {
     "frozen_norm": lambda: make(FrozenNorm, train=images()),
     "local_norm": lambda: make(Convolutions, train=images(), batch_norm="local"),
     "local_image": lambda: image("vgg", "tiny", batch_norm="local"),
-    "diverging": lambda: make(Chain, optimizer=partial(torch.optim.SGD, lr=1e30), clip=None),
+    "diverging": lambda: make(Chain, optimizer=partial(torch.optim.SGD, lr=1e38), clip=None),
     "late": lambda: make(Late),
     "sometimes": lambda: make(Sometimes),
     "rare_inside": lambda: make(partial(Chain, make_block=RareInside)),
