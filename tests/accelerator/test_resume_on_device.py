@@ -47,6 +47,9 @@ def test_a_run_goes_on_under_another_strategy_and_in_host_memory(on_device: On, 
     first = train(on_device, tmp_path / "one", LANGUAGE, "dp(2, zero=3)")
     # Exact, where the host's figure would be that of a process with PyTorch in it.
     assert 0 < first["memory_bytes"] < 20e6
+    for rank in first["ranks"]:
+        assert 0 < rank["memory_bytes"] < 20e6
+        assert 0 < rank["device_s"] <= rank["wall_s"] * 2
     for name, strategy, host in (("pp", "pp(2, micro=4)", False), ("tp", "tp(2)", True)):
         train(on_device, tmp_path / name, LANGUAGE, strategy, host=host, resume=checkpoint(tmp_path / "one", 2))
         assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one")[2:], rel=1e-4)

@@ -66,6 +66,25 @@ def test_an_option_out_of_range_is_named(option: str, value: str, shoal: Shoal) 
     assert not Path("runs").exists()
 
 
+def test_a_folder_that_is_no_run_is_not_taken_for_a_strategy(shoal: Shoal) -> None:
+    Path("empty").mkdir()
+    for verb in ("explain", "export"):
+        done = shoal(verb, "empty")
+        assert done.status == 2
+        assert "shoal: empty" in done.err
+        assert "run.json" in done.err
+        assert done.err.count("\n") == 1
+
+
+def test_a_config_file_is_answered_with_the_names_of_options(shoal: Shoal) -> None:
+    Path("bad.toml").write_text('strateegy = "dp(2)"\n')
+    done = shoal("train", "language:tiny", "--config", "bad.toml")
+    assert done.status == 2
+    assert "no option 'strateegy' (did you mean 'strategy'?)" in done.err
+    assert "json" in done.err
+    assert "as_json" not in done.err
+
+
 def test_two_sizes_are_one_too_many(shoal: Shoal) -> None:
     done = shoal("train", "language:tiny", "--size", "small")
     assert done.status == 2

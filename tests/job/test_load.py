@@ -205,6 +205,24 @@ def test_a_job_that_is_refused_in_a_file_is_told_with_its_line(tmp_path: Path) -
         load_job(write(tmp_path, "file.py", JOB + "job = make('')"))
 
 
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("Job(name='x', batch_size=3)", r"'batch_size'\. Did you mean 'global_batch'\? A Job has name, model, train"),
+        ("Job(name='x', stepps=3)", r"'stepps'\. Did you mean 'steps'\? A Job has name"),
+        (
+            "replace(make('x'), optimizer=torch.optim.SGD([torch.zeros(1)], lr=0.1))",
+            r"optimizer is an optimiser \(SGD\), but must be a function .* write optimizer=lambda groups: SGD\(groups",
+        ),
+        ("replace(make('x'), loss=[0.123456789] * 40)", r"loss is a list, but must be a function"),
+    ],
+)
+def test_a_wrong_field_is_answered_with_the_right_one(tmp_path: Path, line: str, told: str) -> None:
+    text = JOB + f"from dataclasses import replace\nimport torch\nfrom shoal.job import Job\njob = {line}\n"
+    with pytest.raises(JobError, match=told):
+        load_job(write(tmp_path, "file.py", text))
+
+
 def test_a_size_does_not_go_with_a_file(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="sizes belong to the built-in jobs"):
         load_job(write(tmp_path, "sized.py", JOB + "job = make()"), size="small")

@@ -40,7 +40,11 @@ def _from_config(context: typer.Context, path: str | None) -> str | None:
     if path is not None:
         from shoal.api.settings import read_config
 
-        names = {each.name.rstrip("_"): each.name for each in context.command.params if each.name is not None}
+        names = {
+            next((word[2:].replace("-", "_") for word in each.opts if word.startswith("--")), each.name): each.name
+            for each in context.command.params
+            if each.name is not None
+        }
         given = read_config(path, names)
         if "set" in given:
             given["set"] = [f"{name}={json.dumps(value)}" for name, value in given["set"].items()]

@@ -4,6 +4,7 @@ field; with a timeline, what each rank of its pipeline does when; with a picture
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.api.explain import CannotExplain, explain, names_a_job
@@ -38,6 +39,8 @@ def explain_anything(
     for option, given in (("--strategy", strategy_text), ("--size", size)):
         if given is not None:
             raise CannotExplain(f"{option} {given}: it goes with a job, but {text!r} names none")
+    if Path(text).is_dir():
+        raise CannotExplain(f"{text} is a folder without a run.json, so not that of a run; `shoal runs` lists runs")
     explain_strategy(text, as_json=as_json, world=world, timeline_file=drawn, picture_file=picture_file)
 
 

@@ -15,7 +15,8 @@ def export_command(run: str, *, as_json: bool = False, **options: Any) -> int:
 
     columns = (TextColumn("writing"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with emitter(_print, as_json=as_json) as show:
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        errors = Console(stderr=True)
+        with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
             task = bar.add_task("", total=None)
 
             def moved(nbytes: int, total: int) -> None:

@@ -17,7 +17,8 @@ def tokenize_command(texts: list[str], *, as_json: bool, **options: Any) -> None
     total = sum(Path(each).stat().st_size for each in texts if Path(each).is_file())
     columns = (TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with emitter(_print, as_json=as_json) as show:
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        errors = Console(stderr=True)
+        with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
             task = bar.add_task("", total=total)
             found = tokenize(texts, progress=lambda nbytes: bar.update(task, advance=nbytes), **options)
         show(found.to_json())

@@ -139,9 +139,16 @@ class Job:
             self._refuse(wrong)
         if not self.name:
             self._refuse("name is empty; give the job a name")
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            kind = type(self.optimizer).__name__
+            self._refuse(
+                f"optimizer is an optimiser ({kind}), but must be a function that builds it from parameter groups: "
+                f"write optimizer=lambda groups: {kind}(groups, ...)"
+            )
         for what in ("model", "loss", "optimizer", "options", "schedule"):
-            if not callable(getattr(self, what)):
-                self._refuse(f"{what} is {getattr(self, what)!r}, but must be a function (or another callable)")
+            if not callable(value := getattr(self, what)):
+                short = f"a {type(value).__name__}" if len(repr(value)) > 60 or "\n" in repr(value) else repr(value)
+                self._refuse(f"{what} is {short}, but must be a function (or another callable)")
         if isinstance(self.model, nn.Module):
             self._refuse("model is a module, but must be a function that builds it: write model=lambda: MyModel(...)")
         if isinstance(self.inputs, str):

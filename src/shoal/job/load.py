@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -148,8 +149,24 @@ def _guard(file: Path, doing: str, call: Callable[[], Any]) -> Any:
         return call()
     except (Exception, SystemExit) as error:
         where, source = _place(file, error)
-        what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        raise JobError(f"{where}: {doing} raised {what}" + (f"\n    {source}" if source else "")) from error
+        if isinstance(error, JobError):
+            what = str(error)
+        else:
+            raised = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            what = f"{doing} raised {raised}{_right_name(error)}"
+        raise JobError(f"{where}: {what}" + (f"\n    {source}" if source else "")) from error
+
+
+def _right_name(error: BaseException) -> str:
+    """What the fields of a Job are called, where another name was given."""
+    given = re.search(r"Job\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
+    if given is None:
+        return ""
+    known = [each.name for each in fields(Job)]
+    other = {"batch_size": "global_batch", "epochs": "steps", "max_steps": "steps", "dataset": "train", "data": "train"}
+    name = other.get(given[1])
+    near = f" Did you mean {name!r}?" if name else did_you_mean(given[1], known)
+    return f".{near} A Job has {', '.join(known)}"
 
 
 def _place(file: Path, error: BaseException) -> tuple[str, str]:

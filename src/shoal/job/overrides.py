@@ -68,7 +68,8 @@ class OptimizerWith:
     def _change(self, optimizer: torch.optim.Optimizer, name: str, value: Any) -> None:
         default = optimizer.defaults.get(name)
         if not _like(default, value):
-            raise JobError(f"job {self.job!r}: --set {name}={value!r}: the optimiser's own value is {default!r}")
+            wanted = f"expected a value like the optimiser's own, {default!r}"
+            raise JobError(f"job {self.job!r}: --set {name}={value!r}: {wanted}")
         for group in optimizer.param_groups:
             own = group.get(name)
             if isinstance(own, torch.Tensor):
