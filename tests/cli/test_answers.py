@@ -110,7 +110,9 @@ def test_a_strategy_is_shown_as_understood_and_as_typed() -> None:
     assert echoed(parse("dp(2, zero=0)"), "dp(2, zero=0)") == "dp(2)  (typed: dp(2, zero=0))"
 
 
-def test_a_narrow_terminal_breaks_no_strategy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_narrow_terminal_breaks_no_strategy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from shoal.cli.taxonomy import print_taxonomy
 
     monkeypatch.setenv("COLUMNS", "80")
