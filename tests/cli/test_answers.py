@@ -108,3 +108,13 @@ def test_a_strategy_is_shown_as_understood_and_as_typed() -> None:
     assert echoed(parse("dp(2)"), " dp( 2 ) ") == "dp(2)"
     assert echoed(parse("pp(2, 'gpipe', micro=4)"), "pp(2,'gpipe',micro=4)") == 'pp(2, "gpipe", micro=4)'
     assert echoed(parse("dp(2, zero=0)"), "dp(2, zero=0)") == "dp(2)  (typed: dp(2, zero=0))"
+
+
+def test_a_narrow_terminal_breaks_no_strategy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from shoal.cli.taxonomy import print_taxonomy
+
+    monkeypatch.setenv("COLUMNS", "80")
+    print_taxonomy()
+    assert "dp(4, sync=asp(), via=ps(4)) * tp(4) * dp(4, sync=hogwild())\n" in capsys.readouterr().out

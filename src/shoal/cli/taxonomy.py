@@ -4,10 +4,13 @@ Markdown.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from shoal.cli.output import print_json
 from shoal.strategy import SYSTEMS, contract, place, techniques
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Format = Literal["table", "json", "markdown"]
 
@@ -103,14 +106,32 @@ def _markdown(title: str, columns: dict[str, str], rows: list[dict[str, Any]]) -
 
 
 def _print_table(title: str, columns: dict[str, str], rows: list[dict[str, Any]]) -> None:
+    """A table where the terminal is wide enough, else an entry of two or three lines for each row."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=f"{title} ({len(rows)})", box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
+    title = f"{title} ({len(rows)})"
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
     for name in columns.values():
         table.add_column(name, overflow="fold")
     for row in rows:
         table.add_row(*(Text(str(row[key])) for key in columns))
-    Console(highlight=False).print(table)
+    console = Console(highlight=False)
+    if console.measure(table, options=console.options.update(width=1000)).maximum <= console.width:
+        console.print(table)
+    else:
+        _print_entries(title, columns, rows, console)
+
+
+def _print_entries(title: str, columns: dict[str, str], rows: list[dict[str, Any]], console: Console) -> None:
+    from rich.padding import Padding
+    from rich.text import Text
+
+    first, expression = next(iter(columns)), "strategy" if "strategy" in columns else "example"
+    rest = [key for key in columns if key not in (first, expression)]
+    console.print(Text(f"{title}: {', '.join(columns[key] for key in rest)}", style="bold"))
+    for row in rows:
+        console.print(Text.assemble((f"  {row[first]}", "bold"), f"   {row[expression]}"))
+        console.print(Padding(Text("; ".join(str(row[key]) for key in rest if row[key]), style="dim"), (0, 0, 0, 6)))
