@@ -1,0 +1,64 @@
+"""The view of a rank: functions of PyTorch's on its part of every plane.
+
+What a function needs of other ranks is fetched before each of its operations, sums are added up behind them. Autograd
+sees parts and exchanges, and nothing else: each rank computes its term of one loss, so the gradient of a parameter is
+the sum over ranks, and backward of every exchange is its transpose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils._pytree import tree_unflatten
+
+from shoal.layout.recorded import Ref
+from shoal.layout.spatial.forms import Summed
+from shoal.layout.spatial.grid import FULL, Move, Need
+from shoal.layout.spatial.program import Program
+from shoal.layout.spatial.view import PlaneView
+from shoal.parallel.spatial.exchange import Wire, moved, summed
+from shoal.parallel.spatial.local import computed
+
+Norm = Callable[[str, Any, Any, Any], Any]
+
+
+class RankView(PlaneView):
+    """`norm_by` computes norms whose statistics all ranks share."""
+
+    def __init__(self, wire: Wire, norm_by: Norm) -> None:
+        super().__init__(wire.grid)
+        self.wire, self._norm_by = wire, norm_by
+        self.place = wire.grid.place(wire.index)
+
+    def norm(self, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
+        return self._norm_by(kind, func, args, kwargs)
+
+    def in_full(self, x: Any) -> Any:
+        part = self.part(x)
+        if part == FULL:
+            return x
+        needs = [
+            None if cut is None else Need(cut, self.grid.everything(axis, cut.length), held=True)
+            for axis, cut in enumerate(part)
+        ]
+        return moved(x, Move(-1, (needs[0], needs[1]), part), self.wire)
+
+    def run(self, func: Any, program: Program, leaves: list[Any], args: Any, kwargs: Any) -> Any:
+        if program.is_plain:
+            return func(*args, **kwargs)
+        held: dict[int, Any] = {value: leaves[leaf] for leaf, value in program.inputs}
+        for step in program.steps:
+            operands = dict(held)
+            for move in step.moves:
+                operands[move.value] = moved(held[move.value], move, self.wire)
+            results = computed(step, operands, program, self.grid, self.place)
+            if isinstance(step.form, Summed):
+                results = [summed(x, self.wire) for x in results]
+                if step.form.weighted:
+                    results[0] = results[0] / results[1]
+            held.update(zip(step.op.outputs, results, strict=True))
+        flat = [held[known.value] if isinstance(known, Ref) else known for known in program.results]
+        return tree_unflatten(flat, program.shape)
+
+
