@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.strategy import Strategy, accumulate, allreduce, amp, bsp, cp, dp, ep, none, pp, ps, recompute, shared, tp
+from shoal.strategy import Strategy, accumulate, allreduce, amp, bsp, cp, dp, ep, none, pp, ps, recompute, shared, spatial, tp
 from shoal.strategy.islands import is_loose
 from shoal.strategy.seats import seats_of
 from shoal.strategy.terms.sync import Served, hogwild
@@ -25,10 +25,10 @@ def cannot_run(strategy: Strategy) -> str | None:
         elif isinstance(term, amp):
             if term.dtype == "fp16" and (reason := _cannot_scale(strategy, term)):
                 return reason
-        elif not isinstance(term, (recompute, accumulate, pp, tp, cp, ep)):
+        elif not isinstance(term, (recompute, accumulate, pp, tp, cp, ep, spatial)):
             return (
                 f"{term} cannot be trained yet: {type(term).__name__} parses and explains, but has no runtime so far. "
-                "What trains today: dp (zero=0..3, several levels), pp, tp, cp, ep, accumulate, recompute, amp"
+                "What trains today: dp (zero=0..3, several levels), pp, tp, cp, ep, spatial, accumulate, recompute, amp"
             )
     reason = _cannot_compress(strategy) or _cannot_be_loose(strategy)
     if reason is not None:

@@ -92,7 +92,7 @@ def connect(engine: Engine, strategy: Strategy, *, seed: int, dtype: torch.dtype
         seats, mesh.rank, owner.buckets, list(owner.recipe.labels), *posts,
         together=not is_loose(strategy.axes[0].term), by_tickets=_rule(strategy).by_tickets, server=server,
         # Those along cp hold the same gradients, and each has a place of its own at the servers.
-        times=lambda bucket: engine.placement.multiplicity(bucket.family) * engine.placement.context.size,
+        times=lambda bucket: engine.placement.multiplicity(bucket.family) * engine.placement.context.size * engine.placement.planes.size,
         compress=None if codec is None else (codec, seed, engine.clip), elementwise=owner.recipe.elementwise,
     )  # fmt: skip
     owner.serve(remote)

@@ -22,8 +22,6 @@ from shoal.layout.spatial.rules import PlaneStep, plane_step
 from shoal.layout.tensor.spread import Graph
 from shoal.layout.trace import OpRecorder
 
-PRODUCTS = {"mm": 2, "addmm": 2, "bmm": 2, "baddbmm": 2, "convolution": 2}
-
 
 @dataclass(frozen=True, slots=True)
 class Program:
@@ -48,7 +46,8 @@ class Program:
         found = {value for leaf, value in self.inputs if learns(leaf)}
         for step in self.steps:
             if step.op.name != "detach" and found.intersection(step.op.inputs):
-                found |= {out for out in step.op.outputs if self.values[out].dtype.is_floating_point}
+                outputs = step.op.outputs[:1] if step.op.name.startswith("nll_loss") else step.op.outputs
+                found |= {out for out in outputs if self.values[out].dtype.is_floating_point}
         return found
 
 

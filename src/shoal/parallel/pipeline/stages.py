@@ -52,6 +52,8 @@ class StagedModel:
         self._kept: dict[Place, Any] = {}
         """Results of pieces that were received, or are to be sent on."""
         self._shapes: dict[Any, Any] = {}
+        self.arrived: Callable[[int, Wire, torch.Tensor], None] = lambda piece, wire, tensor: None
+        """Called with each tensor that a stage has received, as its forward sees it."""
         borders = [chain.links[stop] for _, stop in stages if stop < len(chain.links)]
         self._wanted = {place for link in borders for wire in link.wires for place in wire.results}
         self._renewed = [_places_of(model, name) for name in chain.renewed]
@@ -216,7 +218,9 @@ class StagedModel:
             for each in {id(each): each for each in standing if isinstance(each, torch.Tensor)}.values():
                 entered = arrival.enter(expected=wire.learns)
                 if become(each, entered):
+                    self.arrived(self._now[0], wire, each)
                     continue
+                self.arrived(self._now[0], wire, entered)
                 if wire.beside:
                     each.copy_(entered)
                 else:

@@ -7,16 +7,20 @@ the sum over ranks, and backward of every exchange is its transpose.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from torch.utils._pytree import tree_unflatten
+import torch
+from torch.utils._pytree import tree_leaves, tree_unflatten
+from torch.utils.checkpoint import CheckpointFunction
 
 from shoal.layout.recorded import Ref
 from shoal.layout.spatial.forms import Summed
 from shoal.layout.spatial.grid import FULL, Move, Need
 from shoal.layout.spatial.program import Program
 from shoal.layout.spatial.view import PlaneView
+from shoal.parallel.context.global_view import GlobalView
 from shoal.parallel.spatial.exchange import Wire, moved, summed
 from shoal.parallel.spatial.local import computed
 
@@ -30,6 +34,30 @@ class RankView(PlaneView):
         super().__init__(wire.grid)
         self.wire, self._norm_by = wire, norm_by
         self.place = wire.grid.place(wire.index)
+        self.depth = 0
+
+    def __enter__(self) -> RankView:
+        _guard()
+        GlobalView.active.append(self)  # type: ignore[arg-type]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        GlobalView.active.pop()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self.inside():
+            return super().__torch_function__(func, types, args, kwargs)
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Code in here sees parts as they are."""
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
 
     def norm(self, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
         return self._norm_by(kind, func, args, kwargs)
@@ -62,3 +90,30 @@ class RankView(PlaneView):
         return tree_unflatten(flat, program.shape)
 
 
+
+
+_plain_apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+
+
+def _guard() -> None:
+    """Autograd functions of the model's own, which no mode sees, get planes in full: what they do with a part is not
+    known."""
+    torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment]
+
+
+def _apply(cls: Any, *args: Any) -> Any:
+    view = GlobalView.active[-1] if GlobalView.active else None
+    free = isinstance(view, RankView) and not view.depth and not torch._C._is_torch_function_all_disabled()
+    if free and any(view.part(x) != FULL for x in tree_leaves(args)):
+        if cls is CheckpointFunction:
+            raise HiddenParts(
+                "the model calls torch.utils.checkpoint with use_reentrant=True on a plane that is cut, and its backward "
+                "does not see the cut; use use_reentrant=False, or recompute('full') in the strategy instead"
+            )
+        with view.inside():
+            args = tuple(view.in_full(x) for x in args)
+    return _plain_apply(cls, *args)
+
+
+class HiddenParts(ValueError):
+    """The model's own checkpointing hides parts from the ranks that hold them."""

@@ -1,0 +1,198 @@
+"""What ranks of spatial will exchange, from one serial forward: each function is followed as ranks follow it, and then
+computed in full."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from shoal.job import Job
+from shoal.job.facts import build_without_memory
+from shoal.layout.global_view import CannotFollow
+from shoal.layout.recorded import Op
+from shoal.layout.spatial.forms import Summed
+from shoal.layout.spatial.grid import FULL, Grid, Move, Need, Part
+from shoal.layout.spatial.plan import PlaneEvent, SpatialPlan
+from shoal.layout.spatial.program import Program
+from shoal.layout.spatial.view import PlaneView
+
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
+
+
+class CannotCutPlanes(ValueError):
+    """Nothing of a model can be computed on parts of planes."""
+
+
+class Forecast(PlaneView):
+    """`now` gives the position of what happens, `module` the running module."""
+
+    def __init__(self, grid: Grid, now: Callable[[], int], module: Callable[[], str]) -> None:
+        super().__init__(grid)
+        self.now, self.module = now, module
+        self.events: list[PlaneEvent] = []
+        self.work = {True: 0.0, False: 0.0}
+        """Of products: on parts, and on all ranks alike."""
+        self.gathered: dict[tuple[str, str], None] = {}
+        self.planes: dict[str, tuple[int, ...]] = {}
+        self.whole: dict[str, None] = {}
+        self.in_norm = False
+        self._cause = ""
+
+    def in_full(self, x: Any) -> Any:
+        part = self.part(x)
+        if part == FULL:
+            return x
+        needs = [
+            None if cut is None else Need(cut, self.grid.everything(axis, cut.length), held=True)
+            for axis, cut in enumerate(part)
+        ]
+        self._move(Move(-1, (needs[0], needs[1]), part), tuple(x.shape), x.element_size(), _learns(x))
+        # Another tensor, as it is on ranks: this one stays cut.
+        with torch._C.DisableTorchFunction():
+            return x.view_as(x)
+
+    def run(self, func: Any, program: Program, leaves: list[Any], args: Any, kwargs: Any) -> Any:
+        learning = program.learning(lambda leaf: isinstance(leaves[leaf], torch.Tensor) and _learns(leaves[leaf]))
+        for step in program.steps:
+            for move in step.moves:
+                value = program.values[move.value]
+                self._cause = step.op.name
+                self._move(move, value.shape, value.dtype.itemsize, move.value in learning)
+            cut = any(part != FULL for part in step.outputs.values()) or isinstance(step.form, Summed)
+            if step.op.name in PRODUCTS:
+                self._product(step.op, program, cut)
+            if isinstance(step.form, Summed):
+                for out in step.op.outputs:
+                    value = program.values[out]
+                    self._note("sum", value.shape, value.dtype.itemsize, out in learning, why=step.op.name)
+        self._cause = ""
+        return func(*args, **kwargs)
+
+    def norm(self, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
+        if kind != "batch_norm":
+            x = args[0] if args else kwargs["input"]
+            groups = x.shape[1]
+            if kind == "group_norm":
+                groups = args[1] if len(args) > 1 else kwargs["num_groups"]
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            width = torch.promote_types(x.dtype, torch.float32).itemsize
+            self._note("norm", (x.shape[0] * groups,), width, any(map(_learns, tensors[:1])), why=kind)
+            return func(*args, **kwargs)
+        self.in_norm = True
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.in_norm = False
+
+    def _move(self, move: Move, shape: tuple[int, ...], itemsize: int, learns: bool) -> None:
+        if not move.travels(self.grid):
+            return
+        everything = any(
+            need is not None and need.held and need.intervals == self.grid.everything(axis, need.cut.length)
+            for axis, need in enumerate(move.needs)
+        )
+        if everything:
+            self.gathered[self.module(), self._cause or "its arguments are read in full"] = None
+        self._note("move", shape, itemsize, learns, move, why=self._cause)
+
+    def _note(
+        self, kind: Any, shape: tuple[int, ...], itemsize: int, learns: bool, move: Move | None = None, *, why: str = ""
+    ) -> None:
+        self.events.append(PlaneEvent(
+            at=self.now(), module=self.module(), kind=kind, shape=tuple(shape), itemsize=itemsize, learns=learns,
+            move=move, why=why,
+        ))  # fmt: skip
+
+    def _product(self, op: Op, program: Program, cut: bool) -> None:
+        shapes = [program.values[value].shape for value in (*op.inputs, *op.outputs)]
+        if op.name == "convolution":
+            transposed = bool(op.args[6])
+            work = prod(shapes[0] if transposed else shapes[-1]) * prod(shapes[1]) / max(1, shapes[1][0])
+            if cut:
+                self.planes.setdefault(self.module(), shapes[-1][2:])
+            else:
+                self.whole.setdefault(self.module())
+        else:
+            left, right = shapes[-3], shapes[-2]
+            work = prod(left) * right[-1]
+        self.work[cut] += work
+
+
+def _learns(x: torch.Tensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()
+
+
+class _Calls:
+    """How what modules are given and return is cut."""
+
+    def __init__(self) -> None:
+        self.open: list[str] = []
+        self.counts: dict[str, int] = {}
+        self.forecast: Forecast | None = None
+        self.results: dict[tuple[str, int], tuple[Part, ...]] = {}
+        self.arguments: dict[tuple[str, int], tuple[Part, ...]] = {}
+        self._numbers: list[int] = []
+
+    def _parts(self, tree: Any) -> tuple[Part, ...]:
+        assert self.forecast is not None
+        return tuple(self.forecast.part(leaf) for leaf in tree_flatten(tree)[0])
+
+    def enter(self, path: str, args: Any, kwargs: Any) -> None:
+        number = self.counts.get(path, 0)
+        self.counts[path] = number + 1
+        self.open.append(path)
+        self._numbers.append(number)
+        self.arguments[path, number] = self._parts((args, kwargs))
+
+    def leave(self, module: nn.Module, output: Any) -> None:
+        self.results[self.open.pop(), self._numbers.pop()] = self._parts(output)
+
+
+def spatial_plan(job: Job, sizes: tuple[int, int], samples: int) -> SpatialPlan:
+    """The plan of a job's model and its loss. Raises CannotCutPlanes, with the module and the reason, where nothing
+    would be computed on parts."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from shoal.layout.trace import faked, reporting_calls
+
+    calls = _Calls()
+    forecast = calls.forecast = Forecast(Grid(sizes), lambda: 0, lambda: calls.open[-1] if calls.open else "")
+    batch = job.train.batch(np.arange(min(samples, len(job.train))))
+
+    def run(model: nn.Module, batch: Any) -> None:
+        model.train()
+        with reporting_calls(model, calls, before_own_hooks=True), forecast:
+            output = job.run_model(model, batch)
+            if job.loss_over != "batch":
+                job.loss_of(output, batch)
+
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(job.seed)
+            mode = FakeTensorMode(allow_non_fake_inputs=True)
+            try:
+                model = faked(build_without_memory(job), mode)
+                with mode:
+                    run(model, {k: mode.from_tensor(v) for k, v in batch.items()})
+            except CannotFollow:
+                raise
+            except Exception:
+                calls.__init__()  # type: ignore[misc]
+                forecast = calls.forecast = Forecast(Grid(sizes), lambda: 0, lambda: calls.open[-1] if calls.open else "")
+                run(job.model(), batch)
+    except CannotFollow as refusal:
+        raise CannotCutPlanes(str(refusal)) from None
+    total = sum(forecast.work.values()) or 1.0
+    return SpatialPlan(
+        sizes=sizes, events=tuple(forecast.events), cut_share=forecast.work[True] / total,
+        gathered=tuple(forecast.gathered), planes=tuple(forecast.planes.items()), whole=tuple(forecast.whole),
+        results=calls.results, arguments=calls.arguments,
+    )  # fmt: skip
+
+
