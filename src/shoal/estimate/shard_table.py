@@ -131,7 +131,7 @@ def _norms(held: Held, forward: Forward) -> Iterator[Norm]:
         if held.runs(norm.module) and (norm.of_planes or synchronised) and group.ranks > 1:
             again = held.recomputes and norm.learns and held.shapes.in_block(norm.module)
             yield Norm(channels=norm.channels // held.channel_parts(norm.module), itemsize=norm.itemsize,
-                       recomputed=again, learns=norm.learns, group=group)  # fmt: skip
+                       recomputed=again, learns=norm.learns, group=group, module=norm.module)  # fmt: skip
 
 
 def _buffers(held: Held, strategy: Strategy, forward: Forward, now: _TableStep, bucket_bytes: int) -> Iterator[Buffer]:

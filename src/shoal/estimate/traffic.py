@@ -110,6 +110,7 @@ class Norm:
     """Whether backward comes to it."""
     group: Group | None = None
     """The ranks that share its statistics; None: those that split the samples."""
+    module: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

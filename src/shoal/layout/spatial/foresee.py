@@ -25,6 +25,10 @@ from shoal.layout.spatial.view import PlaneView
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
 
 
+LEAST_SHARE = 0.1
+"""Of the work on products and convolutions: with less of it on parts, ranks would mostly compute the same."""
+
+
 class CannotCutPlanes(ValueError):
     """Nothing of a model can be computed on parts of planes."""
 
@@ -40,6 +44,8 @@ class Forecast(PlaneView):
         """Of products: on parts, and on all ranks alike."""
         self.gathered: dict[tuple[str, str], None] = {}
         self.planes: dict[str, tuple[int, ...]] = {}
+        self.modules: set[str] = set()
+        """Those that compute on parts."""
         self.whole: dict[str, None] = {}
         self.in_norm = False
         self._cause = ""
@@ -52,12 +58,15 @@ class Forecast(PlaneView):
             None if cut is None else Need(cut, self.grid.everything(axis, cut.length), held=True)
             for axis, cut in enumerate(part)
         ]
+        self.gathered[self.module(), self._cause] = None
         self._move(Move(-1, (needs[0], needs[1]), part), tuple(x.shape), x.element_size(), _learns(x))
         # Another tensor, as it is on ranks: this one stays cut.
         with torch._C.DisableTorchFunction():
             return x.view_as(x)
 
     def run(self, func: Any, program: Program, leaves: list[Any], args: Any, kwargs: Any) -> Any:
+        if any(part != FULL for part in program.parts.values()):
+            self.modules.add(self.module())
         learning = program.learning(lambda leaf: isinstance(leaves[leaf], torch.Tensor) and _learns(leaves[leaf]))
         for step in program.steps:
             for move in step.moves:
@@ -65,6 +74,8 @@ class Forecast(PlaneView):
                 self._cause = step.op.name
                 self._move(move, value.shape, value.dtype.itemsize, move.value in learning)
             cut = any(part != FULL for part in step.outputs.values()) or isinstance(step.form, Summed)
+            if not cut and any(move.travels(self.grid) for move in step.moves):
+                self.gathered[self.module(), step.op.name] = None
             if step.op.name in PRODUCTS:
                 self._product(step.op, program, cut)
             if isinstance(step.form, Summed):
@@ -75,6 +86,7 @@ class Forecast(PlaneView):
         return func(*args, **kwargs)
 
     def norm(self, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
+        self.modules.add(self.module())
         if kind != "batch_norm":
             x = args[0] if args else kwargs["input"]
             groups = x.shape[1]
@@ -93,12 +105,6 @@ class Forecast(PlaneView):
     def _move(self, move: Move, shape: tuple[int, ...], itemsize: int, learns: bool) -> None:
         if not move.travels(self.grid):
             return
-        everything = any(
-            need is not None and need.held and need.intervals == self.grid.everything(axis, need.cut.length)
-            for axis, need in enumerate(move.needs)
-        )
-        if everything:
-            self.gathered[self.module(), self._cause or "its arguments are read in full"] = None
         self._note("move", shape, itemsize, learns, move, why=self._cause)
 
     def _note(
@@ -189,10 +195,27 @@ def spatial_plan(job: Job, sizes: tuple[int, int], samples: int) -> SpatialPlan:
     except CannotFollow as refusal:
         raise CannotCutPlanes(str(refusal)) from None
     total = sum(forecast.work.values()) or 1.0
+    share = forecast.work[True] / total
+    if share < LEAST_SHARE:
+        raise CannotCutPlanes(_nothing_gained(forecast, share))
     return SpatialPlan(
-        sizes=sizes, events=tuple(forecast.events), cut_share=forecast.work[True] / total,
+        sizes=sizes, events=tuple(forecast.events), cut_share=share,
         gathered=tuple(forecast.gathered), planes=tuple(forecast.planes.items()), whole=tuple(forecast.whole),
+        modules=frozenset(forecast.modules),
         results=calls.results, arguments=calls.arguments,
     )  # fmt: skip
 
 
+
+
+def _nothing_gained(forecast: Forecast, share: float) -> str:
+    """Why ranks would compute mostly the same."""
+    if not forecast.planes and not forecast.whole:
+        return "the model has no convolution, and only convolutions are cut"
+    if not forecast.planes:
+        return f"no convolution has a plane of as many rows as ranks ({next(iter(forecast.whole))} has not)"
+    where, operation = next(iter(forecast.gathered), (next(iter(forecast.planes)), "what follows"))
+    return (
+        f"only {100 * share:.0f}% of the work on products lies on planes; {where or 'the model itself'} "
+        f"({operation or 'a function'}) needs them in full, and behind it all ranks would compute the same"
+    )

@@ -62,6 +62,8 @@ class SpatialPlan:
     """(module, operation) that needs all of a plane."""
     planes: tuple[tuple[str, tuple[int, ...]], ...]
     """Of each convolution that is computed in parts: its module and the size of its output plane."""
+    modules: frozenset[str]
+    """Those that compute on parts; "" is the loss."""
     whole: tuple[str, ...]
     """Convolutions that all ranks compute alike, since their planes are smaller than the ranks."""
     results: Mapping[tuple[str, int], tuple[Part, ...]] = field(default_factory=dict)

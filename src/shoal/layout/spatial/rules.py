@@ -107,7 +107,9 @@ def _by_dimension(case: _Case) -> PlaneStep:
         length = max(cut.length for cut in found.values())
         walk = Walk(length, {v: cut.as_cut() for v, cut in found.items() if cut.length == length})
         step = step_of(case.graph, case.op, walk)
-        whole = [v for v, cut in found.items() if v in step.gathered or cut.length != length]
+        whole = [v for v, cut in found.items() if v in step.gathered or cut.length != length or _counts(case, cut)]
+        if any(v in whole and v not in step.gathered and found[v].length == length for v in found):
+            step.outputs = {}
         for value in whole:
             need = Need(found[value], case.grid.everything(axis, found[value].length), held=True)
             needs.setdefault(value, [None, None])[axis] = need
@@ -120,6 +122,14 @@ def _by_dimension(case: _Case) -> PlaneStep:
             outputs.setdefault(value, [None, None])[axis] = AxisCut(cut.dim, length, *factors(cut, length))
     moves = tuple(Move(value, (each[0], each[1]), case.part(value)) for value, each in needs.items())
     return PlaneStep(case.op, moves, {value: (each[0], each[1]) for value, each in outputs.items()})
+
+
+def _counts(case: _Case, cut: AxisCut) -> bool:
+    """Whether an operation names places along the cut dimension, as they are in the full tensor."""
+    if case.op.name not in ("slice", "split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "chunk"):
+        return False
+    call = case.bind()
+    return call.dim(of=call.shape(case.op.inputs[0])) == cut.dim
 
 
 class _Unsliceable(Exception):

@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils import checkpoint as checkpointing
 from torch.utils._pytree import tree_leaves, tree_unflatten
-from torch.utils.checkpoint import CheckpointFunction
 
 from shoal.layout.recorded import Ref
 from shoal.layout.spatial.forms import Summed
@@ -70,7 +71,8 @@ class RankView(PlaneView):
             None if cut is None else Need(cut, self.grid.everything(axis, cut.length), held=True)
             for axis, cut in enumerate(part)
         ]
-        return moved(x, Move(-1, (needs[0], needs[1]), part), self.wire)
+        with torch._C.DisableTorchFunction():
+            return moved(x, Move(-1, (needs[0], needs[1]), part), self.wire)
 
     def run(self, func: Any, program: Program, leaves: list[Any], args: Any, kwargs: Any) -> Any:
         if program.is_plain:
@@ -93,26 +95,40 @@ class RankView(PlaneView):
 
 
 _plain_apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+_plain_checkpoint = checkpointing._checkpoint_without_reentrant_generator
 
 
 def _guard() -> None:
     """Autograd functions of the model's own, which no mode sees, get planes in full: what they do with a part is not
-    known."""
+    known. Checkpoints of its own are refused: modes are off when they compute again."""
     torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[assignment]
+    checkpointing._checkpoint_without_reentrant_generator = _checkpoint
+
+
+def _active() -> RankView | None:
+    return next((mode for mode in _get_current_function_mode_stack() if isinstance(mode, RankView)), None)
+
+
+def _checkpoint(fn: Any, preserve: Any = True, context_fn: Any = checkpointing.noop_context_fn, *args: Any, **more: Any) -> Any:
+    if _active() is not None and context_fn is checkpointing.noop_context_fn:
+        raise HiddenParts(HIDDEN)
+    return _plain_checkpoint(fn, preserve, context_fn, *args, **more)
 
 
 def _apply(cls: Any, *args: Any) -> Any:
-    view = GlobalView.active[-1] if GlobalView.active else None
-    free = isinstance(view, RankView) and not view.depth and not torch._C._is_torch_function_all_disabled()
-    if free and any(view.part(x) != FULL for x in tree_leaves(args)):
-        if cls is CheckpointFunction:
-            raise HiddenParts(
-                "the model calls torch.utils.checkpoint with use_reentrant=True on a plane that is cut, and its backward "
-                "does not see the cut; use use_reentrant=False, or recompute('full') in the strategy instead"
-            )
-        with view.inside():
-            args = tuple(view.in_full(x) for x in args)
+    view = _active()
+    free = view is not None and not view.depth and not torch._C._is_torch_function_all_disabled()
+    if view is not None and free and any(view.part(x) != FULL for x in tree_leaves(args)):
+        if cls is checkpointing.CheckpointFunction:
+            raise HiddenParts(HIDDEN)
+        args = tuple(view.in_full(x) for x in args)
     return _plain_apply(cls, *args)
+
+
+HIDDEN = (
+    "the model calls torch.utils.checkpoint by itself, and what it then computes again does not see that planes are cut; "
+    "leave that out, and put recompute('full') in the strategy"
+)
 
 
 class HiddenParts(ValueError):

@@ -264,6 +264,18 @@ def spatial_fits_images(case: Case, index: int, planes: spatial) -> Breach | Non
     )
 
 
+@rule(spatial, why="Sequences and tokens of experts are followed by other rules than planes.")
+def spatial_cuts_alone(case: Case, index: int, planes: spatial) -> Breach | None:
+    other = next((term for cls in (cp, ep) if (term := case.strategy.term(cls)) is not None and term.n > 1), None)
+    if planes.n == 1 or other is None:
+        return None
+    return Breach(
+        planes,
+        f"planes cannot be cut together with {type(other).__name__}; dp, pp and tp can be combined with spatial",
+        lambda: [case.put(index, dp(planes.n)), case.put(index)],
+    )
+
+
 @rule(spatial, why="What convolutions and poolings compute is cut; a model without planes has nothing to cut.")
 def spatial_needs_planes(case: Case, index: int, planes: spatial) -> Breach | None:
     if planes.n == 1 or not case.facts.spatial_why:
