@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
@@ -18,7 +18,7 @@ from shoal.layout.layout import Layout, facts_of, layout_of
 from shoal.layout.observe import job_shapes, observe
 from shoal.layout.spatial.foresee import CannotCutPlanes, spatial_plan
 from shoal.layout.trace import trace
-from shoal.strategy import ModelFacts, spatial
+from shoal.strategy import ModelFacts, Strategy, spatial
 
 MOST_STAGES = 16
 TRACED = 4
@@ -60,6 +60,11 @@ def job_model(job: Job, *, planes: Sequence[spatial] = ()) -> tuple[JobModel, Mo
         ),
         facts,
     )  # fmt: skip
+
+
+def plane_cuts_of(strategies: Iterable[Strategy]) -> list[spatial]:
+    """The ways in which strategies cut planes."""
+    return [term for strategy in strategies if (term := strategy.term(spatial)) is not None]
 
 
 def _planes(job: Job, layout: Layout, ways: Sequence[spatial]) -> dict[tuple[int, int], PlaneModel]:

@@ -96,11 +96,36 @@ class _Step:
         place, term = self.place.planes, self.held.strategy.term(spatial)
         assert term is not None
         for event in self.forward.planes:
-            # The loss belongs to no module.
-            if self.held.runs(event.module) if event.module else self._ends_here():
+            if self._in_stage(event.at):
                 again = event.learns and self._repeated(event.at)
-                for call in plane_calls(event, place.group, term.grid, place.index, again=again):
-                    yield event.module, call
+                one = event.of_channels(self.place.tensor.ranks) if self._in_channels(event.at) else event
+                for call in plane_calls(one, place.group, term.grid, place.index, again=again):
+                    yield event.module or "loss", call
+
+    def _in_stage(self, at: float) -> bool:
+        """Whether this rank runs what lies here, between pieces of the model too: a stage runs all code from the call
+        of its first piece to that of the next stage's."""
+        for stage in self.held.stages if self.held.term is not None else ():
+            first, stop = (self._begins(piece) for piece in self.held.ranges[stage])
+            if (first if stage else 0.0) <= at < stop:
+                return True
+        return self.held.term is None
+
+    def _begins(self, piece: int) -> float:
+        pieces = self.held.shapes.pieces
+        if piece == len(pieces):
+            return float("inf")
+        return float(self.forward.calls_of(pieces[piece].path)[0].start)
+
+    def _in_channels(self, at: float) -> bool:
+        """Whether a region of channels is under way, in which tensors have part of them."""
+        for region in self.regions if self.place.tensor.ranks > 1 else ():
+            # What a column is given has all channels, so its own exchange comes before it counts.
+            columns = [c.stop for c in self.forward.calls if c.path in region.columns and c.stop < at]
+            rows = [c.stop for c in self.forward.calls if c.path in region.rows and c.stop < at]
+            if columns and max(columns) > max(rows, default=-1):
+                return True
+        return False
 
     def _ends_here(self) -> bool:
         """Whether this rank computes the loss."""

@@ -89,7 +89,8 @@ class Placing:
         self.compressing = compressing[0] if compressing else None
         self.compression = terms[compressing[0]].compress if compressing else None  # type: ignore[attr-defined]
         self.names: dict[type, str | None] = {
-            cls: next((name for name, term in terms.items() if isinstance(term, cls)), None) for cls in (pp, tp, cp, ep, spatial)
+            cls: next((name for name, term in terms.items() if isinstance(term, cls)), None)
+            for cls in (pp, tp, cp, ep, spatial)
         }
         self.pipeline, self.tensor, self.context, self.experts = (self._axis(cls) for cls in (pp, tp, cp, ep))
         self.planes = self._axis(spatial)

@@ -20,7 +20,7 @@ from shoal.job.draw_rules import Numbers, key_of
 
 @dataclass(frozen=True, kw_only=True)
 class Cuts:
-    """How the ranks of tp, cp and spatial cut activations: sizes, this rank's indices, and the positions of a cut sequence."""
+    """How the ranks of tp, cp and spatial cut activations: sizes, this rank's indices, positions of a cut sequence."""
 
     tensor: int = 1
     tensor_index: int = 0

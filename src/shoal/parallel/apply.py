@@ -163,7 +163,8 @@ def _noise_is_seen(engine: Engine, strategy: Strategy) -> bool:
     parts of a sequence see pieces of one, nor where gradients are written to shared memory or compressed."""
     place = engine.placement
     several = place.samples.size * strategy.micro_batches > 1
-    pieces = place.pipeline.size * place.context.size * place.experts.size * place.planes.size > 1 or bool(engine.cut.partial)
+    cutting = place.pipeline.size * place.context.size * place.experts.size * place.planes.size
+    pieces = cutting > 1 or bool(engine.cut.partial)
     return several and not pieces and engine.owner.private_gradients and engine.compression is None
 
 

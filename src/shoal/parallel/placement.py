@@ -95,7 +95,8 @@ class Placement:
         data = mesh.along(*self.levels, label="dp")
         every = [axis.name for axis in strategy.axes]
         inside = [name for name in every if name not in loose]
-        self.sampling = sampling = [*self.levels, *self._names(self.experts), *(self._names(self.tensor) if batch_over_tp else ())]
+        sampling = [*self.levels, *self._names(self.experts), *(self._names(self.tensor) if batch_over_tp else ())]
+        self.sampling = tuple(sampling)
         self.samples = data if sampling == self.levels else mesh.along(*sampling)
         """The ranks of an island that split its samples: they share statistics of a batch, and a loss over it."""
         self.plane_statistics: Members | None = None
@@ -133,7 +134,7 @@ class Placement:
         return () if members.axis == "none" else (members.axis,)
 
     def share_statistics(self, *, samples: bool) -> None:
-        """Makes the group whose ranks share statistics of planes; `samples`: over all samples of an island. Collective."""
+        """Makes the group whose ranks share statistics of planes; `samples`: over all of an island. Collective."""
         self.plane_statistics = self.mesh.along(*(self.sampling if samples else ()), *self._names(self.planes))
 
     @property

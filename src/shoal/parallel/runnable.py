@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
-from shoal.strategy import Strategy, accumulate, allreduce, amp, bsp, cp, dp, ep, none, pp, ps, recompute, shared, spatial, tp
+from shoal.strategy import (
+    Strategy,
+    accumulate,
+    allreduce,
+    amp,
+    bsp,
+    cp,
+    dp,
+    ep,
+    none,
+    pp,
+    ps,
+    recompute,
+    shared,
+    spatial,
+    tp,
+)
 from shoal.strategy.islands import is_loose
 from shoal.strategy.seats import seats_of
 from shoal.strategy.terms.sync import Served, hogwild

@@ -34,8 +34,8 @@ def picture_svg(strategy: Strategy) -> str:
     terms = [term for term in strategy.terms if type(term) in PANELS and isinstance(term, AxisTerm) and term.n > 1]
     if not terms:
         raise NothingToDraw(
-            f"{strategy} has no axis with a picture; those of dp, pp, tp, cp, ep and spatial are drawn where they have at least "
-            "two ranks"
+            f"{strategy} has no axis with a picture; those of dp, pp, tp, cp, ep and spatial are drawn where they "
+            "have at least two ranks"
         )
     large = next((term for term in terms if term.n > MOST_RANKS), None)
     if large is not None:

@@ -18,14 +18,14 @@ def predictor(options: SearchOptions) -> Callable[[Job], tuple[float, float]] | 
     """(seconds of a step, bytes of a device) of a job under the search's strategy; None where none is asked for."""
     if options.cluster is None:
         return None
-    from shoal.calibration.job_model import job_model
+    from shoal.calibration.job_model import job_model, plane_cuts_of
     from shoal.estimate.steps.price import price_step
     from shoal.strategy import parse
 
     machine, strategy = machine_of(options.cluster), parse(options.strategy)
 
     def predict(job: Job) -> tuple[float, float]:
-        model, _ = job_model(job)
+        model, _ = job_model(job, planes=plane_cuts_of([strategy]))
         found = price_step(model, strategy, machine)
         assert found.step_s is not None
         assert found.memory_bytes is not None

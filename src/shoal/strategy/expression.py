@@ -10,7 +10,21 @@ from __future__ import annotations
 from math import prod
 from typing import Any, NamedTuple, TypeVar
 
-from shoal.strategy.terms import REGISTRY, AxisTerm, ModifierTerm, Term, accumulate, cp, dp, ensemble, ep, pp, ps, spatial, tp
+from shoal.strategy.terms import (
+    REGISTRY,
+    AxisTerm,
+    ModifierTerm,
+    Term,
+    accumulate,
+    cp,
+    dp,
+    ensemble,
+    ep,
+    pp,
+    ps,
+    spatial,
+    tp,
+)
 from shoal.strategy.terms.arguments import TermError
 
 MOST_LEVELS = 8

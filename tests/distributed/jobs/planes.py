@@ -171,14 +171,17 @@ class Logits(nn.Module):
         self.network = getattr(transformers, kind)(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.network(pixel_values=x).logits  # type: ignore[no-any-return]
+        logits = self.network(pixel_values=x).logits
+        each = logits.dim() == 4  # Of each pixel, on a coarser plane.
+        return F.interpolate(logits, size=x.shape[-2:], mode="bilinear") if each else logits  # type: ignore[no-any-return]
 
 
 def resnet() -> Job:
     from transformers import ResNetConfig
 
     config = ResNetConfig(
-        num_channels=1, embedding_size=4, hidden_sizes=[8, 16], depths=[2, 2], num_labels=CLASSES, layer_type="bottleneck",
+        num_channels=1, embedding_size=4, hidden_sizes=[8, 16], depths=[2, 2], num_labels=CLASSES,
+        layer_type="bottleneck",
     )  # fmt: skip
     return make("resnet", partial(Logits, config, "ResNetForImageClassification"), (1, 33, 30), each=False)
 
@@ -200,4 +203,4 @@ def mobilenet() -> Job:
         num_channels=1, image_size=32, depth_multiplier=0.25, num_labels=CLASSES, output_stride=8, min_depth=4,
         depth_divisible_by=4,
     )  # fmt: skip
-    return make("mobilenet", partial(Logits, config, "MobileNetV2ForSemanticSegmentation"), (1, 32, 24), each=False)
+    return make("mobilenet", partial(Logits, config, "MobileNetV2ForSemanticSegmentation"), (1, 32, 24), each=True)

@@ -95,7 +95,8 @@ def _of_planes(model: JobModel, strategy: Strategy) -> JobModel:
     if term is None or term.n == 1:
         return model
     if term.grid not in model.planes:
-        raise ValueError(f"{term}: {model.name} was not looked at with its planes cut into {term.grid[0]} x {term.grid[1]}")
+        rows, columns = term.grid
+        raise ValueError(f"{term}: {model.name} was not looked at with its planes cut into {rows} x {columns}")
     return replace(model, forward=model.planes[term.grid].forward)
 
 

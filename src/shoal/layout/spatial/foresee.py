@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from shoal.job import Job
 from shoal.job.facts import build_without_memory
-from shoal.layout.global_view import CannotFollow
+from shoal.layout.global_view import FUSED_ATTENTION, CannotFollow
 from shoal.layout.recorded import Op
 from shoal.layout.spatial.forms import Summed
 from shoal.layout.spatial.grid import FULL, Grid, Move, Need, Part
@@ -40,8 +41,8 @@ class Forecast(PlaneView):
         super().__init__(grid)
         self.now, self.module = now, module
         self.events: list[PlaneEvent] = []
-        self.work = {True: 0.0, False: 0.0}
-        """Of products: on parts, and on all ranks alike."""
+        self.work = 0.0
+        """Of products on parts."""
         self.gathered: dict[tuple[str, str], None] = {}
         self.planes: dict[str, tuple[int, ...]] = {}
         self.modules: set[str] = set()
@@ -118,16 +119,38 @@ class Forecast(PlaneView):
     def _product(self, op: Op, program: Program, cut: bool) -> None:
         shapes = [program.values[value].shape for value in (*op.inputs, *op.outputs)]
         if op.name == "convolution":
-            transposed = bool(op.args[6])
-            work = prod(shapes[0] if transposed else shapes[-1]) * prod(shapes[1]) / max(1, shapes[1][0])
             if cut:
                 self.planes.setdefault(self.module(), shapes[-1][2:])
             else:
                 self.whole.setdefault(self.module())
-        else:
-            left, right = shapes[-3], shapes[-2]
-            work = prod(left) * right[-1]
-        self.work[cut] += work
+        if cut:
+            self.work += _work(op.name, shapes, transposed=op.name == "convolution" and bool(op.args[6]))
+
+
+def _work(name: str, shapes: list[tuple[int, ...]], *, transposed: bool = False) -> float:
+    """Multiplications of a product, from the shapes of its operands and its result."""
+    if name == "convolution":
+        return prod(shapes[0] if transposed else shapes[-1]) * prod(shapes[1]) / max(1, shapes[1][0])
+    if name in FUSED_ATTENTION:
+        return 2.0 * prod(shapes[0]) * shapes[1][-2]
+    return float(prod(shapes[-3]) * shapes[-2][-1])
+
+
+class _Total(TorchDispatchMode):
+    """The work of all products of a forward."""
+
+    work = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in PRODUCTS or name in FUSED_ATTENTION:
+            shapes = [tuple(leaf.shape) for leaf in tree_leaves((args, result)) if isinstance(leaf, torch.Tensor)]
+            if name in PRODUCTS:
+                result_at = 3 if name in ("addmm", "baddbmm") else 2
+                shapes = [*shapes[: max(2, result_at)], tuple(tree_leaves(result)[0].shape)]
+            self.work += _work(name, shapes, transposed=name == "convolution" and bool(args[6]))
+        return result
 
 
 def _learns(x: torch.Tensor) -> bool:
@@ -137,16 +160,15 @@ def _learns(x: torch.Tensor) -> bool:
 class _Calls:
     """How what modules are given and return is cut."""
 
-    def __init__(self) -> None:
+    def __init__(self, grid: Grid) -> None:
         self.open: list[str] = []
         self.counts: dict[str, int] = {}
-        self.forecast: Forecast | None = None
+        self.forecast = Forecast(grid, lambda: 0, lambda: self.open[-1] if self.open else "")
         self.results: dict[tuple[str, int], tuple[Part, ...]] = {}
         self.arguments: dict[tuple[str, int], tuple[Part, ...]] = {}
         self._numbers: list[int] = []
 
     def _parts(self, tree: Any) -> tuple[Part, ...]:
-        assert self.forecast is not None
         return tuple(self.forecast.part(leaf) for leaf in tree_flatten(tree)[0])
 
     def enter(self, path: str, args: Any, kwargs: Any) -> None:
@@ -167,13 +189,12 @@ def spatial_plan(job: Job, sizes: tuple[int, int], samples: int) -> SpatialPlan:
 
     from shoal.layout.trace import faked, reporting_calls
 
-    calls = _Calls()
-    forecast = calls.forecast = Forecast(Grid(sizes), lambda: 0, lambda: calls.open[-1] if calls.open else "")
+    calls, total = _Calls(Grid(sizes)), _Total()
     batch = job.train.batch(np.arange(min(samples, len(job.train))))
 
-    def run(model: nn.Module, batch: Any) -> None:
+    def run(calls: _Calls, total: _Total, model: nn.Module, batch: Any) -> None:
         model.train()
-        with reporting_calls(model, calls, before_own_hooks=True), forecast:
+        with reporting_calls(model, calls, before_own_hooks=True), total, calls.forecast:
             output = job.run_model(model, batch)
             if job.loss_over != "batch":
                 job.loss_of(output, batch)
@@ -185,17 +206,16 @@ def spatial_plan(job: Job, sizes: tuple[int, int], samples: int) -> SpatialPlan:
             try:
                 model = faked(build_without_memory(job), mode)
                 with mode:
-                    run(model, {k: mode.from_tensor(v) for k, v in batch.items()})
+                    run(calls, total, model, {k: mode.from_tensor(v) for k, v in batch.items()})
             except CannotFollow:
                 raise
             except Exception:
-                calls.__init__()  # type: ignore[misc]
-                forecast = calls.forecast = Forecast(Grid(sizes), lambda: 0, lambda: calls.open[-1] if calls.open else "")
-                run(job.model(), batch)
+                calls, total = _Calls(Grid(sizes)), _Total()
+                run(calls, total, job.model(), batch)
     except CannotFollow as refusal:
         raise CannotCutPlanes(str(refusal)) from None
-    total = sum(forecast.work.values()) or 1.0
-    share = forecast.work[True] / total
+    forecast = calls.forecast
+    share = forecast.work / max(total.work, 1.0)
     if share < LEAST_SHARE:
         raise CannotCutPlanes(_nothing_gained(forecast, share))
     return SpatialPlan(

@@ -16,6 +16,8 @@ from shoal.layout.cuts import Cut
 Interval = tuple[int, int]
 Intervals = tuple[Interval, ...]
 """For each place along an axis."""
+Box = tuple[Interval, Interval]
+"""Along the two axes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,7 @@ class Move:
             for (low, high), have in zip(need.intervals, need.have(grid, axis), strict=True)
         )  # fmt: skip
 
-    def messages(self, grid: Grid, index: int) -> Iterator[tuple[int, tuple[Interval, Interval], tuple[Interval, Interval]]]:
+    def messages(self, grid: Grid, index: int) -> Iterator[tuple[int, Box, Box]]:
         """For each other rank that this one exchanges with: (its index, what it gets of this rank's part, what comes
         from it), as intervals along the two axes; empty ones where nothing goes."""
         mine = grid.place(index)
@@ -129,7 +131,7 @@ class Move:
             if size_of(leaving) or size_of(arriving):
                 yield other, leaving, arriving
 
-    def _between(self, grid: Grid, owner: tuple[int, int], user: tuple[int, int]) -> tuple[Interval, Interval]:
+    def _between(self, grid: Grid, owner: tuple[int, int], user: tuple[int, int]) -> Box:
         found = []
         for axis, need in enumerate(self.needs):
             if need is None:
@@ -153,7 +155,7 @@ def overlap(a: Interval, b: Interval) -> Interval:
     return low, max(low, min(a[1], b[1]))
 
 
-def size_of(box: tuple[Interval, Interval]) -> int:
+def size_of(box: Box) -> int:
     return prod(high - low for low, high in box)
 
 

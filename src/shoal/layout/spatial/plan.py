@@ -1,4 +1,4 @@
-"""What is known of planes before a run: what ranks exchange, and where planes stay cut. Plain numbers, without torch."""
+"""What is known of planes before a run: what ranks exchange, and where planes stay cut. Plain numbers."""
 
 from __future__ import annotations
 
@@ -25,6 +25,12 @@ class PlaneEvent:
     move: Move | None = None
     why: str = ""
     """The operation that asks for it."""
+
+    def of_channels(self, ranks: int) -> PlaneEvent:
+        """The same on ranks of tp that have part of the channels."""
+        if self.kind == "norm" or len(self.shape) < 2:
+            return self
+        return replace(self, shape=(self.shape[0], self.shape[1] // ranks, *self.shape[2:]))
 
     def of_samples(self, before: int, now: int) -> PlaneEvent:
         """The same for another number of samples."""

@@ -68,7 +68,8 @@ def followed(
                 dense = torch.empty([full[dim] for dim in order], dtype=leaf.dtype, device=leaf.device)
                 made[id(leaf)] = dense.permute([order.index(dim) for dim in range(leaf.dim())])
         fakes = [made[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        values = {number: recorder.value_of(fake) for number, fake in enumerate(fakes) if isinstance(fake, torch.Tensor)}
+        tensors = {number: fake for number, fake in enumerate(fakes) if isinstance(fake, torch.Tensor)}
+        values = {number: recorder.value_of(fake) for number, fake in tensors.items()}
         args, kwargs = tree_unflatten(fakes, shape)
         try:
             with recorder:
@@ -98,9 +99,8 @@ def followed(
         steps.append(step)
         parts |= {value: part for value, part in step.outputs.items() if part != FULL}
         moved = bool(step.moves) or not isinstance(step.form, AsCalled)
-        if any(each.alias_info is not None and not each.alias_info.is_write for each in op.overload._schema.returns) and (
-            moved or copies.intersection(op.inputs)
-        ):
+        aliases = [each.alias_info for each in op.overload._schema.returns if each.alias_info is not None]
+        if any(not alias.is_write for alias in aliases) and (moved or copies.intersection(op.inputs)):
             copies.update(op.outputs)
     plain = all(_is_plain(step, parts) for step in steps)
     # What was made of sizes alone would come out for this rank's part only.

@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 from shoal.layout.global_view import FUSED_ATTENTION, CannotFollow, Walk, factors, step_of
-from shoal.layout.recorded import Op, Ref
+from shoal.layout.recorded import Op
 from shoal.layout.spatial.forms import AsCalled, Bins, Blocks, Form, Padded, Summed, Tapped, Taps, Windowed
 from shoal.layout.spatial.grid import FULL, AxisCut, DimWindow, Grid, Move, Need, Part, window
 from shoal.layout.spatial.windows import bins, convolution, cubic, hull, linear, mirrored, nearest, repeated, transposed
@@ -143,7 +143,8 @@ def _summed(case: _Case) -> PlaneStep | None:
     if op.name in ("sum", "mean"):
         shape = call.shape(op.inputs[0])
         dims = call.named.get("dim")
-        reduced = {int(dim) % max(len(shape), 1) for dim in ([dims] if isinstance(dims, int) else dims or range(len(shape)))}
+        every = [dims] if isinstance(dims, int) else dims or range(len(shape))
+        reduced = {int(dim) % max(len(shape), 1) for dim in every}
         if any(cut is not None and cut.dim not in reduced for cut in case.part(given[0])):
             return None
         count = prod(shape[dim] for dim in reduced) if op.name == "mean" else 0
@@ -156,7 +157,10 @@ def _summed(case: _Case) -> PlaneStep | None:
         part = case.part(given[0])
         if any(case.part(v) != part for v in given) or len({call.shape(v) for v in op.inputs}) > 1:
             return None
-        own = tuple(None if c is None else Need(c, case.grid.owned(axis, c.length), held=False) for axis, c in enumerate(part))
+        own = [
+            None if cut is None else Need(cut, case.grid.owned(axis, cut.length), held=False)
+            for axis, cut in enumerate(part)
+        ]
         moves = tuple(Move(v, (own[0], own[1])) for v in dict.fromkeys(op.inputs) if v not in given)
         mean = int(call.named["reduction"]) == 1
         form = Summed(prod(call.shape(given[0])) if mean else 0, _copies(case, given))
@@ -311,7 +315,8 @@ def _taps(
     part: Part = (cuts[0], cuts[1])
     left = others and len(found) < len(shape) - first
     outputs = {call.out: part} if part != FULL else {}
-    return PlaneStep(case.op, (Move(source, (needs[0], needs[1]), case.part(source)),), outputs, Tapped(tuple(found), left))
+    move = Move(source, (needs[0], needs[1]), case.part(source))
+    return PlaneStep(case.op, (move,), outputs, Tapped(tuple(found), left))
 
 
 def _resizing(kind: str) -> Callable[[_Case], PlaneStep]:
@@ -332,7 +337,9 @@ def _resizing(kind: str) -> Callable[[_Case], PlaneStep]:
     return rule
 
 
-_SCALES: dict[int, tuple[str, ...]] = {1: ("scales",), 2: ("scales_h", "scales_w"), 3: ("scales_d", "scales_h", "scales_w")}
+_SCALES: dict[int, tuple[str, ...]] = {
+    1: ("scales",), 2: ("scales_h", "scales_w"), 3: ("scales_d", "scales_h", "scales_w")
+}  # fmt: skip
 
 
 def _mirroring(dims: int, rows: Callable[[int, int, int], list[int]]) -> Callable[[_Case], PlaneStep]:

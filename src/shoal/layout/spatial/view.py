@@ -1,8 +1,8 @@
 """Code that was written for full images, run where each rank holds its part of them.
 
 Tensors that are cut report the size of the full one, so that what the code computes from sizes comes out as in one
-process. Each function that is given a cut tensor is followed once (`program.py`). What is then done by it differs: ranks
-compute on parts, a forecast computes in full and notes what ranks would send. Both are subclasses.
+process. Each function that is given a cut tensor is followed once (`program.py`). What is then done by it differs:
+ranks compute on parts, a forecast computes in full and notes what ranks would send. Both are subclasses.
 """
 
 from __future__ import annotations

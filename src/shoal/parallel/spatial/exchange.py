@@ -17,10 +17,11 @@ from torch.autograd.function import once_differentiable
 
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
-from shoal.layout.spatial.grid import AxisCut, Grid, Interval, Move, size_of
+from shoal.layout.spatial.grid import AxisCut, Box, Grid, Move, overlap, size_of
 from shoal.parallel.recompute import forward_phase
 
-Box = tuple[Interval, Interval]
+Messages = Sequence[tuple[int, torch.Tensor]]
+"""(rank, tensor)"""
 TAG = 7
 
 
@@ -30,7 +31,7 @@ class Wire(Protocol):
     grid: Grid
     index: int
 
-    def swap(self, leaving: Sequence[tuple[int, torch.Tensor]], arriving: Sequence[tuple[int, torch.Tensor]], phase: str) -> None:
+    def swap(self, leaving: Messages, arriving: Messages, phase: str) -> None:
         """Sends tensors to some ranks and fills others with what comes from some."""
 
     def add_up(self, x: torch.Tensor, phase: str) -> None:
@@ -46,7 +47,7 @@ class GroupWire:
     def __init__(self, grid: Grid, members: Members) -> None:
         self.grid, self.members, self.index = grid, members, members.index
 
-    def swap(self, leaving: Sequence[tuple[int, torch.Tensor]], arriving: Sequence[tuple[int, torch.Tensor]], phase: str) -> None:
+    def swap(self, leaving: Messages, arriving: Messages, phase: str) -> None:
         group = self.members.group
         posted = [(peer, dist.P2POp(dist.isend, x, group=group, tag=TAG, group_peer=peer)) for peer, x in leaving]
         posted += [(peer, dist.P2POp(dist.irecv, x, group=group, tag=TAG, group_peer=peer)) for peer, x in arriving]
@@ -219,11 +220,7 @@ def give_back(
 
 
 def common(a: Box, b: Box) -> Box:
-    found = []
-    for one, other in zip(a, b, strict=True):
-        low = max(one[0], other[0])
-        found.append((low, max(low, min(one[1], other[1]))))
-    return found[0], found[1]
+    return overlap(a[0], b[0]), overlap(a[1], b[1])
 
 
 def summed(x: torch.Tensor, wire: Wire) -> torch.Tensor:

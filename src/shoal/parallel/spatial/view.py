@@ -109,7 +109,9 @@ def _active() -> RankView | None:
     return next((mode for mode in _get_current_function_mode_stack() if isinstance(mode, RankView)), None)
 
 
-def _checkpoint(fn: Any, preserve: Any = True, context_fn: Any = checkpointing.noop_context_fn, *args: Any, **more: Any) -> Any:
+def _checkpoint(
+    fn: Any, preserve: Any = True, context_fn: Any = checkpointing.noop_context_fn, *args: Any, **more: Any
+) -> Any:
     if _active() is not None and context_fn is checkpointing.noop_context_fn:
         raise HiddenParts(HIDDEN)
     return _plain_checkpoint(fn, preserve, context_fn, *args, **more)
@@ -126,8 +128,8 @@ def _apply(cls: Any, *args: Any) -> Any:
 
 
 HIDDEN = (
-    "the model calls torch.utils.checkpoint by itself, and what it then computes again does not see that planes are cut; "
-    "leave that out, and put recompute('full') in the strategy"
+    "the model calls torch.utils.checkpoint by itself, and what it then computes again does not see that planes are "
+    "cut; leave that out, and put recompute('full') in the strategy"
 )
 
 

@@ -258,7 +258,7 @@ def spatial_fits_images(case: Case, index: int, planes: spatial) -> Breach | Non
         planes,
         f"an image {side} of {length} cannot be cut among {parts} ranks",
         lambda: [
-            *case.resized(index, [n for n in range(min(most, planes.n), 0, -1) if spatial(n, planes.split).fits(height, width)]),
+            *case.resized(index, [n for n in range(min(most, planes.n), 0, -1) if planes.of(n).fits(height, width)]),
             *[case.changed(index, split=split) for split in ("height", "width", "both") if split != planes.split],
         ],
     )
