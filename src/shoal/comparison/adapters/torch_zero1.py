@@ -1,0 +1,31 @@
+"""DistributedDataParallel with `ZeroRedundancyOptimizer`: each rank keeps the optimiser state of some parameters,
+updates those, and broadcasts them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from shoal.comparison.adapter import Adapter, RankPlace, Replica, Trainee, optimizer_of
+from shoal.job import Job
+from shoal.runtime.step import build_model
+
+
+class Zero1(Adapter):
+    title = "PyTorch DDP, ZeroRedundancyOptimizer"
+    same_as = "dp({n}, zero=1)"
+
+    def build(self, job: Job, place: RankPlace) -> Trainee:
+        model = build_model(job)
+        forward = DistributedDataParallel(model, process_group=place.group, broadcast_buffers=False)
+        made: Any = optimizer_of(job, model.named_parameters())
+        optimizer = ZeroRedundancyOptimizer(
+            made.param_groups, type(made), process_group=place.group, **made.defaults
+        )  # fmt: skip
+        return Replica(job, place, model, forward, optimizer)
+
+
+ADAPTER = Zero1
