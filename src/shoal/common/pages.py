@@ -27,19 +27,25 @@ def render(template: Path, *, data: Any, script: Path, title: str, subtitle: str
         style: What the page adds to the look that all share.
         values: For the template.
     """
-    import jinja2
     from markupsafe import Markup
 
-    templates = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([template.parent, SHARED]), autoescape=True, trim_blocks=True,
-        lstrip_blocks=True, undefined=jinja2.StrictUndefined,
-    )  # fmt: skip
     text = json.dumps(data, allow_nan=False)
     styles = [SHARED / "look.css", *([style] if style is not None else [])]
-    return templates.get_template(template.name).render(
-        title=title, subtitle=subtitle, **values,
+    return rendered(
+        template.name, template.parent, title=title, subtitle=subtitle, **values,
         style=Markup("".join(path.read_text(encoding="utf-8") for path in styles)),
         scripts=[Markup(path.read_text(encoding="utf-8")) for path in (SHARED / "plots.js", script)],
         # Markup in the data stays data: no "<" is left in it.
         data=Markup(text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")),
     )  # fmt: skip
+
+
+def rendered(name: str, *folders: Path, **values: Any) -> str:
+    """A template of one of the folders, or of those that all pages share. All text is escaped."""
+    import jinja2
+
+    templates = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([*folders, SHARED]), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )  # fmt: skip
+    return templates.get_template(name).render(**values)

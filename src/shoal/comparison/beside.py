@@ -14,12 +14,10 @@ def beside(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     `speed` is the strategy's throughput over the framework's, `memory` the same of peak memory; `why` is what held the
     strategy back where it is slower.
     """
-    found = []
-    for own in rows:
-        if not own["own"] or not own["step_s"]:
-            continue
-        for peer in rows:
-            if peer["own"] or not peer["step_s"] or peer["ranks"] != own["ranks"] or not _same(own, peer):
+    found, fair = [], [row for row in rows if row["step_s"] and row["verdict"] != "unfair"]
+    for own in (row for row in fair if row["own"]):
+        for peer in (row for row in fair if not row["own"] and row["ranks"] == own["ranks"]):
+            if not _same(own, peer):
                 continue
             speed, memory = peer["step_s"] / own["step_s"], own["memory_bytes"] / max(1.0, peer["memory_bytes"])
             found.append({

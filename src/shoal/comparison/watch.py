@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import optimizer as torch_optimizer
 
 from shoal.job import Batch, Job
@@ -196,7 +197,8 @@ def start_watching() -> RunWatch:
 
 
 def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    WATCH.optimizers.setdefault(id(optimizer), optimizer)
+    if not isinstance(optimizer, ZeroRedundancyOptimizer):  # It has another, which updates its part.
+        WATCH.optimizers.setdefault(id(optimizer), optimizer)
     WATCH.enter("rest")
 
 

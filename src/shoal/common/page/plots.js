@@ -17,7 +17,7 @@ const svg = (tag, attributes = {}, text = null) => {
   if (text !== null) node.textContent = text;
   return node;
 };
-const time = (s) => s == null ? "–" : s < 1e-3 ? `${(s * 1e6).toPrecision(3)} µs` : s < 1 ? `${(s * 1e3).toPrecision(3)} ms` : s < 120 ? `${s.toPrecision(3)} s` : `${(s / 60).toPrecision(3)} min`;
+const time = (s) => s == null ? "–" : s === 0 ? "0" : s < 1e-3 ? `${(s * 1e6).toPrecision(3)} µs` : s < 1 ? `${(s * 1e3).toPrecision(3)} ms` : s < 120 ? `${s.toPrecision(3)} s` : `${(s / 60).toPrecision(3)} min`;
 const bytes = (b) => b == null ? "–" : b < 1e3 ? `${Math.round(b)} B` : b < 1e6 ? `${(b / 1e3).toPrecision(3)} kB` : b < 1e9 ? `${(b / 1e6).toPrecision(3)} MB` : `${(b / 1e9).toPrecision(3)} GB`;
 const number = (v) => v == null ? "–" : Math.abs(v) >= 1e5 ? v.toExponential(2) : Math.abs(v) >= 1000 ? Math.round(v).toLocaleString("en") : String(+v.toPrecision(4));
 const percent = (v) => v == null ? "–" : `${(100 * v).toFixed(v < 0.1 ? 1 : 0)}%`;

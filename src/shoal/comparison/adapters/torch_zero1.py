@@ -4,6 +4,7 @@ updates those, and broadcasts them.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -22,9 +23,11 @@ class Zero1(Adapter):
         model = build_model(job)
         forward = DistributedDataParallel(model, process_group=place.group, broadcast_buffers=False)
         made: Any = optimizer_of(job, model.named_parameters())
-        optimizer = ZeroRedundancyOptimizer(
-            made.param_groups, type(made), process_group=place.group, **made.defaults
-        )  # fmt: skip
+        taken = inspect.signature(type(made)).parameters
+        defaults = {name: value for name, value in made.defaults.items() if name in taken}
+        groups = [{name: value for name, value in group.items() if name == "params" or name in taken}
+                  for group in made.param_groups]  # fmt: skip
+        optimizer = ZeroRedundancyOptimizer(groups, type(made), process_group=place.group, **defaults)
         return Replica(job, place, model, forward, optimizer)
 
 

@@ -117,7 +117,8 @@ function draw() {
   card("throughput", "Throughput", "Samples a second in the window after the first steps; whiskers: standard deviation over seeds.", false, (node) => bars(node, fast, (r) => r.samples_per_s, (r) => number(r.samples_per_s), {error: (r) => r.samples_per_s * (r.step_spread_s || 0) / r.step_s, name: "throughput", tip: (r) => `${label(r)}\n${number(r.samples_per_s)} samples/s\n${number(r.tokens_per_s)} counted by the loss a second\nspeed-up over the fastest single rank: ${r.speedup_best == null ? "–" : r.speedup_best.toFixed(2)}\n${percent(r.utilisation)} of ${number(j.peak_flops_per_s / 1e9)} GFLOP/s a rank`}));
   card("memory", "Memory", "Peak of the rank that needs most, above what it held before the model was built.", false, (node) => bars(node, [...rows].sort((a, b) => a.memory_bytes - b.memory_bytes), (r) => r.memory_bytes, (r) => bytes(r.memory_bytes), {error: (r) => r.memory_spread_bytes, name: "memory"}));
   card("split", "Where a step goes", "Medians. Communication is the wait of the rank that waits least; what others wait longer is for the slowest rank.", false, (node) => {
-    node.append(el("div", {class: "legend"}, ...PARTS.map(([, title, fill]) => el("button", {type: "button", disabled: ""}, el("i", {style: `background:${fill}`}), title))));
+    const there = PARTS.filter(([part]) => rows.some((r) => r.split_s[part] > 0));
+    node.append(el("div", {class: "legend"}, ...there.map(([, title, fill]) => el("button", {type: "button", disabled: ""}, el("i", {style: `background:${fill}`}), title))));
     const split = rows.filter((r) => Object.keys(r.split_s).length), total = (r) => PARTS.reduce((sum, [part]) => sum + (r.split_s[part] || 0), 0);
     bars(node, split.sort((a, b) => total(a) - total(b)), total, (r) => time(total(r)), {parts: PARTS, name: "time split"});
   });
@@ -156,9 +157,11 @@ function survey(main, found) {
     if (!all.length) return;
     const y = [Math.min(...all) / 1.15, Math.max(...all) * 1.15], boxes = el("div", {class: "panels"});
     node.append(boxes);
-    for (const {place, curves} of found.places) {
-      const box = el("div", {}, el("h3", {}, place));
-      boxes.append(box);
+    // All panels first: each is as wide as their number allows.
+    const panels = found.places.map(({place}) => el("div", {}, el("h3", {}, place)));
+    boxes.append(...panels);
+    for (const [number, {place, curves}] of found.places.entries()) {
+      const box = panels[number];
       const points = Object.values(curves).flat();
       if (!points.some((p) => p[value] != null)) { box.append(el("p", {}, "Not predicted.")); continue; }
       const devices = [...new Set(points.map((p) => p[0]))].sort((a, b) => a - b);
