@@ -29,6 +29,7 @@ from shoal.launch.join import join, leave
 from shoal.launch.watch import beat
 from shoal.training.options import TrainOptions
 from shoal.training.record.recorder import Recorder
+from shoal.training.record.run import RUN, read_json, write_json
 
 LINK_BYTES, LINK_TIMES = 1 << 20, 5
 SAY_S = 0.5
@@ -58,7 +59,16 @@ def run_shoal(settings: dict[str, Any], channel: Any) -> dict[str, Any]:
     link, load = measure_link(me.world), machine_load()
     watch = start_watching()
     train(options, channel)
+    if me.rank == 0:
+        _name_job(Path(settings["folder"]), settings)
     return {**watch.facts(), "link": link, "load": load, "threads": _threads()}
+
+
+def _name_job(folder: Path, settings: Mapping[str, Any]) -> None:
+    """The record names the job that was asked for, with what was changed: `shoal explain` loads it again."""
+    facts = read_json(folder / RUN)
+    kept = {name: value for name, value in settings["changes"].items() if name in facts["arguments"]}
+    write_json(folder / RUN, {**facts, "arguments": {**facts["arguments"], "job": settings["job"], **kept}})
 
 
 def run_framework(settings: dict[str, Any], channel: Any) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def _job(job: str, facts: Mapping[str, Any], runs: list[Measured], asked: Mappin
         "steps": max((len(each.step_s) for each in runs), default=0), "metric": metric, "higher": higher,
         "target": target, "rows": rows, "absent": absent, "batch_norm": facts["batch_norm"],
         "flops_per_sample": facts["flops_per_sample"], "peak_flops_per_s": facts["peak_flops_per_s"],
-        "counted_per_sample": facts["counted_per_sample"], "samples": facts["samples"], "beside": beside(rows),
+        "counted_per_sample": facts["counted_per_sample"], "samples": facts.get("samples"), "beside": beside(rows),
     }  # fmt: skip
 
 
@@ -169,8 +169,8 @@ def _row(
         "time_to_target_s": statistics.fmean(r[1] for r in reached if r) if all(reached) else None,
         "time_spread_s": spread([r[1] for r in reached if r]),
         "steps_to_target": steps_to_target,
-        "epochs_to_target": None if steps_to_target is None else steps_to_target * batch / facts["samples"],
-        "epoch_s": step_s * facts["samples"] / batch, "global_batch": batch,
+        "epochs_to_target": None if steps_to_target is None else steps_to_target * batch / (facts.get("samples") or batch),
+        "epoch_s": step_s * (facts.get("samples") or batch) / batch, "global_batch": batch,
         "held_bytes": statistics.fmean(_most(each, "held_bytes") for each in good),
         "sent_messages": sum(e.messages for e in good[0].run.ledger.entries.values()) if own else None,
         "compression": compression(strategy, ledger, facts["parameters"]),
@@ -180,7 +180,8 @@ def _row(
         "predicted_step_s": (facts.get("predicted") or {}).get(name),
         "held_back": _held_back(good[0].run) if own else None,
         "utilisation": flops / step_s / (ranks * facts["peak_flops_per_s"]),
-        "split_s": split_s([(_ranks(each), _evaluated(each)) for each in good], bubble=bubble_of(strategy)),
+        "split_s": split_s([(_ranks(each), _evaluated(each)) for each in good], bubble=bubble_of(strategy),
+                           pipeline="pp(" in (name if own else row["same_as"] or "")),
         "imbalance": imbalance([_ranks(each) for each in good]),
         "curves": [_curve(each, metric) for each in good],
         "losses": [thin(each.run.losses) for each in good[:1]], "timeline_s": good[0].step_s[:60],

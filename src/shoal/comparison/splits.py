@@ -16,15 +16,27 @@ from shoal.strategy import Strategy, none, pp
 PHASES = ("forward", "backward", "update", "rest")
 
 
-def split_s(runs: Sequence[tuple[Sequence[Mapping[str, Any]], set[int]]], *, bubble: float = 0.0) -> dict[str, float]:
+def split_s(
+    runs: Sequence[tuple[Sequence[Mapping[str, Any]], set[int]]], *, bubble: float = 0.0, pipeline: bool = False
+) -> dict[str, float]:
     """Seconds of a step by part, means over runs.
 
     Args:
         runs: For each its ranks' facts, and the steps after which it evaluated.
         bubble: The part of a step that a pipeline's schedule makes its ranks wait.
+        pipeline: Whether forwards and backwards take turns, so that the loss does not part them.
     """
+    if pipeline:
+        return _joined(split_s(runs, bubble=bubble))
     rows = [row for ranks, skipped in runs if (row := _of_run(ranks, skipped, bubble))]
     return {name: statistics.fmean(row.get(name, 0.0) for row in rows) for name in rows[0]} if rows else {}
+
+
+def _joined(parts: dict[str, float]) -> dict[str, float]:
+    if not parts:
+        return {}
+    found = {"data": parts.pop("data"), "passes": parts.pop("forward") + parts.pop("backward")}
+    return found | parts
 
 
 def _of_run(ranks: Sequence[Mapping[str, Any]], skipped: set[int], bubble: float) -> dict[str, float]:

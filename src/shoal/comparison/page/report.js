@@ -1,5 +1,5 @@
 // Draws the report of a comparison from the data in the page.
-const PARTS = [["data", "reading data", "#9bbf63"], ["forward", "forward", "#4c86b8"], ["backward", "backward", "#2f5f8a"], ["update", "update", "#7b6fb0"], ["rest", "the rest of computing", "#86a9c9"], ["bubble", "bubble", "#d7b98e"], ["communication", "exposed communication", "#e08a3c"], ["waiting", "waiting for the slowest rank", "#b9c2cc"], ["off-core", "core taken by other programs", "#6b7682"]];
+const PARTS = [["data", "reading data", "#9bbf63"], ["forward", "forward", "#4c86b8"], ["backward", "backward", "#2f5f8a"], ["passes", "forward and backward", "#3d7199"], ["update", "update", "#7b6fb0"], ["rest", "the rest of computing", "#86a9c9"], ["bubble", "bubble", "#d7b98e"], ["communication", "exposed communication", "#e08a3c"], ["waiting", "waiting for the slowest rank", "#b9c2cc"], ["off-core", "core taken by other programs", "#6b7682"]];
 const state = {job: 0, off: new Set(), x: "time", sort: ["time_to_target_s", 1], filter: ""};
 const job = () => DATA.jobs[state.job];
 const label = (row) => job().rows.some((o) => o.name === row.name && o.ranks !== row.ranks) ? `${row.name}  ×${row.ranks}` : row.name;
