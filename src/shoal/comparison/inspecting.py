@@ -14,7 +14,10 @@ import torch
 from shoal.comparison.adapters import adapter_of
 from shoal.comparison.rank import job_of
 from shoal.job import Job
-from shoal.strategy import parse
+from shoal.layout.layout import facts_of, layout_of
+from shoal.parallel.runnable import cannot_run
+from shoal.strategy import ModelFacts, parse
+from shoal.strategy.legality.check import check
 from shoal.training.record.recorder import environment
 
 
@@ -23,7 +26,6 @@ def inspect(settings: dict[str, Any], channel: Any) -> dict[str, Any]:
     from torch.utils.flop_counter import FlopCounterMode
 
     from shoal.parallel.batch_norm import batch_norms
-    from shoal.parallel.runnable import cannot_run
     from shoal.runtime.step import build_model
 
     job = job_of(settings)
@@ -33,10 +35,10 @@ def inspect(settings: dict[str, Any], channel: Any) -> dict[str, Any]:
     with FlopCounterMode(display=False) as counter:
         total, count = job.loss_of(job.run_model(model, batch), batch)
         total.backward()
-    refused = {}
+    refused, legal = {}, facts_of(job, layout_of(job))
     for name, worlds in settings["contestants"].items():
         for world in worlds:
-            refused[f"{name}@{world}"] = _refused(name, world, job, cannot_run)
+            refused[f"{name}@{world}"] = _refused(name, world, job, legal)
     titles = {}
     for name in settings["contestants"]:
         adapter = None if _is_strategy(name) else adapter_of(name)
@@ -78,9 +80,10 @@ def _is_strategy(text: str) -> bool:
     return True
 
 
-def _refused(name: str, world: int, job: Job, cannot_run: Any) -> str:
+def _refused(name: str, world: int, job: Job, legal: ModelFacts) -> str:
     if _is_strategy(name):
-        return cannot_run(parse(name)) or ""
+        refusals = check(parse(name), world=world, facts=legal)
+        return refusals[0].reason if refusals else cannot_run(parse(name)) or ""
     adapter = adapter_of(name)
     if why := adapter.missing():
         return why

@@ -157,7 +157,7 @@ def _row(
     finals = [each.curve[-1][2][metric] for each in good if each.curve]
     peaks = [max(rank.get("peak_bytes", 0) for rank in each.facts["ranks"] if rank) for each in good]
     ledger = good[0].run.ledger.bytes if own else None
-    strategy = parse(name) if own else None
+    strategy, samples = parse(name) if own else None, facts.get("samples") or batch
     steps_to_target = statistics.fmean(r[0] for r in reached if r) if all(reached) else None
     predicted = good[0].run.predicted_ledger
     flops = facts["flops_per_sample"] * batch
@@ -169,8 +169,8 @@ def _row(
         "time_to_target_s": statistics.fmean(r[1] for r in reached if r) if all(reached) else None,
         "time_spread_s": spread([r[1] for r in reached if r]),
         "steps_to_target": steps_to_target,
-        "epochs_to_target": None if steps_to_target is None else steps_to_target * batch / (facts.get("samples") or batch),
-        "epoch_s": step_s * (facts.get("samples") or batch) / batch, "global_batch": batch,
+        "epochs_to_target": None if steps_to_target is None else steps_to_target * batch / samples,
+        "epoch_s": step_s * samples / batch, "global_batch": batch,
         "held_bytes": statistics.fmean(_most(each, "held_bytes") for each in good),
         "sent_messages": sum(e.messages for e in good[0].run.ledger.entries.values()) if own else None,
         "compression": compression(strategy, ledger, facts["parameters"]),

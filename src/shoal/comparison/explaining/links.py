@@ -53,7 +53,8 @@ def _words(run: Evidence, wait_s: float, byte_s: float, latency_s: float) -> str
         ways.append(f"16-bit gradients (compress=fp16()) {ms(of * part / 2)}")
         ways.append(f"sync=local({AVERAGED}) {ms(of * (1 - 1 / AVERAGED))}")
     else:
-        ways.append("compress=... or sync=local(h) send less")
+        axis = max(run.ledger.entries.items(), key=lambda row: row[1].bytes)[0].axis if nbytes else ""
+        ways.append(f"fewer ranks along {axis} send less" if axis else "compress=... or sync=local(h) send less")
     return f"communication that nothing hides{what}{speed}; {', '.join(ways)}"
 
 
