@@ -125,14 +125,14 @@ def _findings(places: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[dic
         cells = []
         for curves in places.values():
             both = set(curves.get(first, {})) & set(curves.get(second, {}))
-            ranks = "1" if where == "one" else max(both - {"1"}, key=int, default=None)
+            ranks = "1" if where == "one" else max(both - {"1"}, key=int, default="")
             one, other = (curves.get(name, {}).get(ranks, {}).get(field) for name in (first, second))
             cells.append(f"{one / other:.2f} on {ranks}" if one and other else "-")
         rows.append({"what": what, "published": published, "found": cells})
-    share = [curves.get("intra-layer", {}) for curves in places.values()]
-    cells = [
-        f"{of[ranks]['messages']:.0%} on {ranks}"
-        if (ranks := max(set(of) - {"1"}, key=int, default=None)) and of[ranks].get("messages") is not None else "-"
-        for of in share
-    ]  # fmt: skip
+    cells = []
+    for curves in places.values():
+        of = curves.get("intra-layer", {})
+        most = max(set(of) - {"1"}, key=int, default="")
+        share = of[most].get("messages") if most else None
+        cells.append("-" if share is None else f"{share:.0%} on {most}")
     return [*rows, {"what": "messages in intra-layer's step", "published": "52.5% on 16", "found": cells}]

@@ -53,7 +53,7 @@ def why_failed(run: Run, fitting: Measure = lambda run: None) -> list[str]:
 
 
 def _memory(run: Run, fitting: Measure) -> list[str]:
-    asked = next((found[1] for pattern in ASKED if (found := re.search(pattern, run.reason or ""))), None)
+    asked = next((match[1] for pattern in ASKED if (match := re.search(pattern, run.reason or ""))), None)
     capacity = re.search(CAPACITY, run.reason or "")
     limit = _bytes(capacity[1]) if capacity else run.summary.get("memory_limit_bytes")
     peak = run.summary.get("memory_bytes") or run.memory_bytes
@@ -97,7 +97,7 @@ def _not_finite(run: Run, fitting: Measure) -> list[str]:
     lines = []
     step = len(run.steps) + 1
     norms = [float(row["grad_norm"]) for row in rows if row.get("grad_norm") is not None]
-    if len(rows) >= 2:
+    if rows:
         usual = statistics.median(norms[-BEFORE:-1]) if len(norms) > 2 else None
         low = min(rows[-BEFORE:], key=lambda row: row["loss"])
         last = rows[-1]
@@ -115,7 +115,7 @@ def _not_finite(run: Run, fitting: Measure) -> list[str]:
                 f"The norm of the gradient was as before ({norms[-1]:.3g}): the cause is in step {step} itself. Look "
                 f"at its samples, {_samples(run)} of the order of the data, and at log, sqrt or division."
             )
-    elif not rows:
+    else:
         lines.append("The first step failed: look at the model's start, its data, and the loss.")
     advice = "" if any("Lower" in line for line in lines) else "Lower the learning rate, clip (Job.clip), or warm up. "
     return [*lines, f"{advice}The last checkpoint is intact."]
