@@ -259,4 +259,8 @@ def _record_failure(folder: Path, error: Any) -> None:
     with contextlib.suppress(RunBroken, OSError):
         facts = read_json(folder / RUN)
         if facts["status"] in ("running", "failed"):
-            write_json(folder / RUN, {**facts, "status": "failed", "reason": str(error)})
+            stack = "" if error.for_user else error.traceback_text
+            write_json(
+                folder / RUN,
+                {**facts, "status": "failed", "reason": str(error), "rank": error.rank, "stack": stack},
+            )

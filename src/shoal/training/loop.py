@@ -24,7 +24,7 @@ from shoal.estimate.outer_calls import period
 from shoal.job import Job
 from shoal.job.large_batch import batch_at
 from shoal.launch import sessions
-from shoal.launch.devices import peak_memory_bytes
+from shoal.launch.devices import memory_limit_bytes, peak_memory_bytes
 from shoal.launch.join import join, leave
 from shoal.launch.watch import beat
 from shoal.layout.held_outside import Outside
@@ -33,6 +33,7 @@ from shoal.parallel.batch_norm import batch_norms
 from shoal.parallel.result import NOTHING_COUNTED, NonFinite
 from shoal.parallel.sync.streams import PHASE as OUTER
 from shoal.proof.one_step import gate_here
+from shoal.runtime.options import WrongOption
 from shoal.runtime.servers import is_server
 from shoal.runtime.setup import Prepared, job_from, prepare, staleness
 from shoal.training.callbacks import Callbacks
@@ -70,6 +71,8 @@ def _session(job: Job, options: TrainOptions, channel: Any, past: Past) -> dict[
     asked = options.backend
     me = join(backend=None if asked is None else registered(asked), emulate=options.emulate)
     strategy = strategy_of(options)
+    if options.bucket_mb is not None and strategy.servers:
+        raise WrongOption("--bucket-mb: servers lay out their parameters by themselves; leave it out")
     if options.gate and not strategy.servers:
         # The ranks have no parent process that could have done it.
         with Outside(job).kept():
@@ -88,7 +91,10 @@ def _session(job: Job, options: TrainOptions, channel: Any, past: Past) -> dict[
             served = serve_rank(job, strategy, me, Hindered(options, rank=me.rank, world=me.world, seed=job.seed))
             leave(lost={*lost_ranks(), *sessions.coming_to(past.number + 1)})
             return served
-        ready = prepare(job, strategy, rank=me.rank, backend=me.backend, device=me.device)
+        bucket_bytes = None if options.bucket_mb is None else int(options.bucket_mb * 1e6)
+        ready = prepare(
+            job, strategy, rank=me.rank, backend=me.backend, device=me.device, bucket_bytes=bucket_bytes
+        )
         run = TrainingRun(ready, options, folder, channel, rank=me.rank, past=past)
         try:
             outcome = run.go()
@@ -375,4 +381,7 @@ class TrainingRun:
     def failed(self, error: BaseException) -> None:
         self.saving.give_up()
         if self.recorder is not None:
-            self.recorder.close("failed", {"step": self.step, "loss": self.last_loss, "reason": str(error)})
+            self.recorder.close("failed", {
+                "step": self.step, "loss": self.last_loss, "reason": str(error), "samples": self.counter,
+                "memory_bytes": peak_memory_bytes(self.engine.device), "memory_limit_bytes": memory_limit_bytes(),
+            })  # fmt: skip
