@@ -53,8 +53,8 @@ def engine(
 
     Args:
         model: The model; rank 0's values are the start of all ranks.
-        strategy: An expression such as "dp(2, zero=1)". Axes that cut the model (pp, tp, cp, ep, spatial) need `example`
-            and `loss`, and `engine.train_batch` in place of `backward` and `step`.
+        strategy: An expression such as "dp(2, zero=1)". Axes that cut the model (pp, tp, cp, ep, spatial) need
+            `example` and `loss`, and `engine.train_batch` in place of `backward` and `step`.
         optimizer: Takes parameter groups, gives the optimiser.
         options: (parameter name, parameter) -> its own optimiser options.
         clip: Largest global norm of the gradient.
