@@ -20,7 +20,7 @@ from shoal.layout.context.plan import CannotCutSequence, ContextPlan, named
 from shoal.layout.experts.find import PassedOver, Survey, survey_experts
 from shoal.layout.experts.signs import may_hold_experts
 from shoal.layout.recorded import Trace
-from shoal.layout.spatial.foresee import CannotCutPlanes, spatial_plan
+from shoal.layout.spatial.foresee import NO_CONVOLUTION, CannotCutPlanes, spatial_plan
 from shoal.layout.spatial.plan import SpatialPlan
 from shoal.layout.tensor.plan import TensorPlan
 from shoal.layout.tensor.roles import tensor_plan
@@ -79,7 +79,7 @@ def layout_of(job: Job, strategy: Strategy | None = None) -> Layout:
             )
         except CannotCutSequence as refusal:
             why = str(refusal)
-    planes, why_no_planes = _planes(job, strategy, samples)
+    planes, why_no_planes = _planes(job, strategy, samples, traced)
     layout = Layout(
         chain=chain(traced) if traced is not None and wanted(pp) else None,
         balanced=hints.balanced,
@@ -100,11 +100,15 @@ def layout_of(job: Job, strategy: Strategy | None = None) -> Layout:
     return layout
 
 
-def _planes(job: Job, strategy: Strategy | None, samples: int) -> tuple[SpatialPlan | None, str]:
+def _planes(
+    job: Job, strategy: Strategy | None, samples: int, traced: Trace | None
+) -> tuple[SpatialPlan | None, str]:
     """How planes are cut; without a strategy, in two."""
     term = spatial(2) if strategy is None else strategy.term(spatial)
     if term is None or term.n == 1:
         return None, ""
+    if traced is not None and not any(op.name == "convolution" for op in traced.ops):
+        return None, NO_CONVOLUTION
     try:
         return spatial_plan(job, term.grid, samples), ""
     except CannotCutPlanes as refusal:

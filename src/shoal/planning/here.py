@@ -103,7 +103,7 @@ def _products(ranks: int, rules: Sequence[SyncTerm], cut: tuple[spatial, ...]) -
     """Of dp, tp, cp and pp over this number of ranks, each of which is cut further."""
     for islands, *sizes in ordered_products(ranks, 5):
         outers = [(dp(islands, sync=rule),) for rule in rules] if islands > 1 else [()]
-        for terms in ((*outer, *inner) for outer in outers for inner in _axes(*sizes, cut)):
+        for terms in ((*outer, *inner) for outer in outers for inner in _axes(*sizes, planes=cut)):
             for again in (None, recompute("selective"), recompute("full")):
                 yield Strategy(*terms, *([again] if again is not None else []))
 
@@ -113,7 +113,7 @@ def _size(cut: tuple[spatial, ...]) -> int:
 
 
 def _axes(
-    data: int, tensor: int, context: int, stages: int, planes: tuple[spatial, ...]
+    data: int, tensor: int, context: int, stages: int, *, planes: tuple[spatial, ...]
 ) -> Iterator[tuple[Term, ...]]:
     datas: list[Term | None] = [None]
     if data > 1:

@@ -30,6 +30,9 @@ LEAST_SHARE = 0.1
 """Of the work on products and convolutions: with less of it on parts, ranks would mostly compute the same."""
 
 
+NO_CONVOLUTION = "the model has no convolution, and only convolutions are cut"
+
+
 class CannotCutPlanes(ValueError):
     """Nothing of a model can be computed on parts of planes."""
 
@@ -231,7 +234,7 @@ def spatial_plan(job: Job, sizes: tuple[int, int], samples: int) -> SpatialPlan:
 def _nothing_gained(forecast: Forecast, share: float) -> str:
     """Why ranks would compute mostly the same."""
     if not forecast.planes and not forecast.whole:
-        return "the model has no convolution, and only convolutions are cut"
+        return NO_CONVOLUTION
     if not forecast.planes:
         return f"no convolution has a plane of as many rows as ranks ({next(iter(forecast.whole))} has not)"
     where, operation = next(iter(forecast.gathered), (next(iter(forecast.planes)), "what follows"))

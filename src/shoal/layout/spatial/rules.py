@@ -113,15 +113,15 @@ def _by_dimension(case: _Case) -> PlaneStep:
         for value in whole:
             need = Need(found[value], case.grid.everything(axis, found[value].length), held=True)
             needs.setdefault(value, [None, None])[axis] = need
-        for value, cut in step.sliced.items():
+        for value, each in step.sliced.items():
             if value in whole:
                 raise _Unsliceable
-            taken = AxisCut(cut.dim, length, *factors(cut, length))
+            taken = AxisCut(each.dim, length, *factors(each, length))
             needs.setdefault(value, [None, None])[axis] = Need(taken, case.grid.owned(axis, length), held=False)
-        for value, cut in step.outputs.items():
-            outputs.setdefault(value, [None, None])[axis] = AxisCut(cut.dim, length, *factors(cut, length))
-    moves = tuple(Move(value, (each[0], each[1]), case.part(value)) for value, each in needs.items())
-    return PlaneStep(case.op, moves, {value: (each[0], each[1]) for value, each in outputs.items()})
+        for value, each in step.outputs.items():
+            outputs.setdefault(value, [None, None])[axis] = AxisCut(each.dim, length, *factors(each, length))
+    moves = tuple(Move(value, (rows, columns), case.part(value)) for value, (rows, columns) in needs.items())
+    return PlaneStep(case.op, moves, {value: (rows, columns) for value, (rows, columns) in outputs.items()})
 
 
 def _counts(case: _Case, cut: AxisCut) -> bool:
