@@ -28,7 +28,7 @@ THREE = [("unet", "spatial(3)"), ("mixture", "spatial(3, 'width')"), ("volume", 
 FOUR = [
     ("unet", "spatial(4)"), ("unet", "spatial(4, 'both')"), ("mixture", "spatial(4, 'both')"),
     ("unet", "dp(2) * spatial(2)"), ("unet", "dp(2, zero=3) * spatial(2)"), ("mixture", "dp(2, zero=1) * spatial(2)"),
-    ("unet", "pp(2, '1f1b', micro=2) * spatial(2)"), ("mixture", "pp(2, 'gpipe', micro=2) * spatial(2)"),
+    ("unet", "pp(2, '1f1b', micro=2) * spatial(2)"), ("pyramid", "pp(2, 'zero-bubble', micro=2) * spatial(2)"),
     ("unet", "tp(2) * spatial(2)"), ("unet", "dp(2) * spatial(2) * recompute('selective')"),
 ]  # fmt: skip
 OF_OTHERS = [("resnet", "spatial(2)"), ("convnext", "spatial(2)"), ("mobilenet", "spatial(2)")]

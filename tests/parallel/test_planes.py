@@ -67,7 +67,7 @@ def test_convolutions_of_every_window_are_exact(kernel: int) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", [pytest.param(k, marks=[] if k == 3 else [pytest.mark.slow]) for k in KERNELS])
 def test_transposed_convolutions_of_every_window_are_exact(kernel: int) -> None:
     def function(x: Tensor, w: Tensor, **how: int) -> Tensor:
         extra = max(how["stride"], how["dilation"]) - 1

@@ -196,4 +196,5 @@ def _planes(cut: CutModel, model: nn.Module, strategy: Strategy, layout: Layout,
     assert layout.spatial is not None
     cut.planes = PlaneCut(model, term.grid, placement)
     if cut.staged is not None:
+        cut.staged.in_full = cut.planes.view.inside
         cut.staged.arrived = cut.planes.arrived(layout.spatial, [link.path for link in cut.staged.chain.links])

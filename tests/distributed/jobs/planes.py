@@ -106,6 +106,21 @@ class Volume(nn.Module):
         return self.out(torch.cat([a, b], 1))  # type: ignore[no-any-return]
 
 
+class Pyramid(nn.Module):
+    """Reads a size at its beginning and resizes to it in the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.down = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 6, 3, stride=2, padding=1)
+        self.deep, self.out = nn.Conv2d(6, 6, 3, padding=1), nn.Conv2d(6, CLASSES, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = torch.tanh(self.stem(x))
+        height, width = a.shape[-2:]
+        y = torch.tanh(self.deep(torch.tanh(self.down(a))))
+        return F.interpolate(self.out(y), size=(height, width), mode="bilinear")
+
+
 class Signal(nn.Module):
     """A one-dimensional residual network."""
 
@@ -155,6 +170,10 @@ def mixture() -> Job:
 
 def volume() -> Job:
     return make("volume", Volume, (1, 7, 6, 9), each=True)
+
+
+def pyramid() -> Job:
+    return make("pyramid", Pyramid, (1, 15, 13), each=True)
 
 
 def signal() -> Job:

@@ -186,9 +186,9 @@ def exchange(
 ) -> None:  # fmt: skip
     leaving, arriving, places = [], [], []
     for peer, goes, comes in move.messages(wire.grid, wire.index):
-        if size_of(goes):
+        if size_of(goes) and x.numel():
             leaving.append((peer, inside(x, goes, have, dims).contiguous()))
-        if size_of(comes):
+        if size_of(comes) and x.numel():
             place = inside(out, comes, need, dims)
             arriving.append((peer, torch.empty_like(place, memory_format=torch.contiguous_format)))
             places.append(place)
@@ -205,9 +205,9 @@ def give_back(
 ) -> None:
     leaving, arriving, places = [], [], []
     for peer, goes, comes in move.messages(wire.grid, wire.index):
-        if size_of(comes):
+        if size_of(comes) and total.numel():
             leaving.append((peer, inside(gradient, comes, need, dims).contiguous()))
-        if size_of(goes):
+        if size_of(goes) and total.numel():
             place = inside(total, goes, have, dims)
             arriving.append((peer, torch.empty_like(place, memory_format=torch.contiguous_format)))
             places.append(place)

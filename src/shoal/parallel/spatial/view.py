@@ -48,12 +48,14 @@ class RankView(PlaneView):
         GlobalView.active.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.depth:
+            return func(*args, **(kwargs or {}))
         with self.inside():
             return super().__torch_function__(func, types, args, kwargs)
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Code in here sees parts as they are."""
+        """Code in here sees tensors as they are: those that are cut as parts."""
         self.depth += 1
         try:
             yield
