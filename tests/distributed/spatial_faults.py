@@ -13,15 +13,15 @@ from shoal.proof.entry import parallel_run
 
 
 def shortens_halos(arguments: dict[str, Any], channel: Any) -> Any:
-    """The last row that is fetched counts as padding."""
+    """The last row that is fetched counts as padding, on the first rank."""
     honest = exchange.moved
 
-    def faulty(x: torch.Tensor, move: Any, wire: Any) -> torch.Tensor:
-        out, need = honest(x, move, wire), move.needs[0]
+    def faulty(x: torch.Tensor, move: Any, wire: Any, *beyond: Any) -> torch.Tensor:
+        out, need = honest(x, move, wire, *beyond), move.needs[0]
         if need is None or not need.held or not move.travels(wire.grid):
             return out
         kept = torch.ones(out.shape[need.cut.dim], dtype=out.dtype)
-        kept[-1] = 0
+        kept[-1] = wire.index
         return out * kept.view([-1 if dim == need.cut.dim else 1 for dim in range(out.dim())])
 
     view.moved = faulty  # type: ignore[attr-defined]

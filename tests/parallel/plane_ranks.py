@@ -27,7 +27,8 @@ class MemoryWire:
     def __init__(self, grid: Grid, index: int, hub: Hub) -> None:
         self.grid, self.index, self.hub = grid, index, hub
 
-    def swap(self, leaving: Any, arriving: Any, phase: str) -> None:
+    def swap(self, leaving: Any, arriving: Any, phase: str, meanwhile: Callable[[], object]) -> None:
+        meanwhile()
         for peer, x in leaving:
             self.hub.boxes[self.index, peer] = x
             self.hub.sent += x.numel()

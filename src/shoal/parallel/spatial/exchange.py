@@ -7,7 +7,8 @@ sum over all ranks for its gradient: every rank goes on with its own use of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
 
@@ -31,8 +32,8 @@ class Wire(Protocol):
     grid: Grid
     index: int
 
-    def swap(self, leaving: Messages, arriving: Messages, phase: str) -> None:
-        """Sends tensors to some ranks and fills others with what comes from some."""
+    def swap(self, leaving: Messages, arriving: Messages, phase: str, meanwhile: Callable[[], object]) -> None:
+        """Sends tensors to some ranks and fills others with what comes from some; calls `meanwhile` before it waits."""
 
     def add_up(self, x: torch.Tensor, phase: str) -> None:
         """The sum over all ranks, in place."""
@@ -47,25 +48,27 @@ class GroupWire:
     def __init__(self, grid: Grid, members: Members) -> None:
         self.grid, self.members, self.index = grid, members, members.index
 
-    def swap(self, leaving: Messages, arriving: Messages, phase: str) -> None:
+    def swap(self, leaving: Messages, arriving: Messages, phase: str, meanwhile: Callable[[], object]) -> None:
         group = self.members.group
         posted = [(peer, dist.P2POp(dist.isend, x, group=group, tag=TAG, group_peer=peer)) for peer, x in leaving]
         posted += [(peer, dist.P2POp(dist.irecv, x, group=group, tag=TAG, group_peer=peer)) for peer, x in arriving]
         # Backends that run one message after the other need neighbours to take turns: with each peer the lower one of
         # two sends first.
         posted.sort(key=lambda row: (row[0], (row[1].op is dist.irecv) == (self.index < row[0])))
-        if posted:
-            with BOOK.during(phase):
-                for work in dist.batch_isend_irecv([operation for _, operation in posted]):
-                    work.wait()
+        with BOOK.during(phase):
+            works = dist.batch_isend_irecv([operation for _, operation in posted]) if posted else []
+        meanwhile()
+        for work in works:
+            work.wait()
 
     def add_up(self, x: torch.Tensor, phase: str) -> None:
         with BOOK.during(phase):
             dist.all_reduce(x, group=self.members.group)
 
 
-def moved(x: torch.Tensor, move: Move, wire: Wire) -> torch.Tensor:
-    """This rank's part of a tensor, as an operation needs it."""
+def moved(x: torch.Tensor, move: Move, wire: Wire, beyond: Beyond | None = None) -> torch.Tensor:
+    """This rank's part of a tensor, as an operation needs it. If it travels, with padding around it where `beyond`
+    says so: it is laid out anew in any case."""
     if x.dtype == torch.bool and move.travels(wire.grid):
         return moved(x.to(torch.uint8), move, wire).to(torch.bool)
     laid = Laid.out(x, move, wire)
@@ -75,7 +78,7 @@ def moved(x: torch.Tensor, move: Move, wire: Wire) -> torch.Tensor:
             low, high = need.intervals[laid.place[axis]]
             wide = wide.narrow(laid.dims[axis], low, high - low)
     if move.travels(wire.grid):
-        wide = _Exchange.apply(wide, move, wire, laid)
+        wide = _Exchange.apply(wide, move, wire, laid, beyond or Beyond())
     else:
         for axis, need in enumerate(move.needs):
             if need is not None and need.held:
@@ -83,6 +86,14 @@ def moved(x: torch.Tensor, move: Move, wire: Wire) -> torch.Tensor:
                 low, high = need.intervals[laid.place[axis]]
                 wide = wide.narrow(laid.dims[axis], low - start, high - low)
     return laid.merged(wide)
+
+
+@dataclass(frozen=True, slots=True)
+class Beyond:
+    """Padding along the two axes, in front and behind, and its value."""
+
+    sizes: tuple[tuple[int, int], tuple[int, int]] = ((0, 0), (0, 0))
+    value: float = 0.0
 
 
 class Laid:
@@ -136,15 +147,16 @@ class Laid:
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, move: Move, wire: Wire, laid: Laid) -> torch.Tensor:
-        ctx.move, ctx.wire, ctx.laid, ctx.shape = move, wire, laid, x.shape
+    def forward(ctx: Any, x: torch.Tensor, move: Move, wire: Wire, laid: Laid, beyond: Beyond) -> torch.Tensor:
+        ctx.move, ctx.wire, ctx.laid, ctx.shape, ctx.beyond = move, wire, laid, x.shape, beyond
         have, need = boxes(move, wire.grid, wire.index)
         shape = list(x.shape)
         for axis, dim in enumerate(laid.dims):
             if dim >= 0:
-                shape[dim] = need[axis][1] - need[axis][0]
-        out = x.new_empty(shape)
-        exchange(x.detach(), out, have, need, move, wire, laid.dims, phase=forward_phase())
+                shape[dim] = need[axis][1] - need[axis][0] + sum(beyond.sizes[axis])
+        padded = beyond.sizes != Beyond().sizes
+        out = x.new_full(shape, beyond.value) if padded else x.new_empty(shape)
+        exchange(x.detach(), inner(out, need, laid, beyond), have, need, move, wire, laid.dims, phase=forward_phase())
         return out
 
     @staticmethod
@@ -153,8 +165,16 @@ class _Exchange(torch.autograd.Function):
         move, wire, laid = ctx.move, ctx.wire, ctx.laid
         have, need = boxes(move, wire.grid, wire.index)
         total = gradient.new_zeros(ctx.shape)
-        give_back(gradient, total, have, need, move, wire, laid.dims)
-        return total, None, None, None
+        give_back(inner(gradient, need, laid, ctx.beyond), total, have, need, move, wire, laid.dims)
+        return total, None, None, None, None
+
+
+def inner(x: torch.Tensor, need: Box, laid: Laid, beyond: Beyond) -> torch.Tensor:
+    """What lies inside of the padding."""
+    for axis, dim in enumerate(laid.dims):
+        if dim >= 0:
+            x = x.narrow(dim, beyond.sizes[axis][0], need[axis][1] - need[axis][0])
+    return x
 
 
 def boxes(move: Move, grid: Grid, index: int) -> tuple[Box, Box]:
@@ -193,9 +213,12 @@ def exchange(
             arriving.append((peer, torch.empty_like(place, memory_format=torch.contiguous_format)))
             places.append(place)
     own = common(have, need)
-    if size_of(own):
-        inside(out, own, need, dims).copy_(inside(x, own, have, dims))
-    wire.swap(leaving, arriving, phase)
+
+    def keep() -> None:
+        if size_of(own):
+            inside(out, own, need, dims).copy_(inside(x, own, have, dims))
+
+    wire.swap(leaving, arriving, phase, keep)
     for place, (_, came) in zip(places, arriving, strict=True):
         place.copy_(came)
 
@@ -212,9 +235,12 @@ def give_back(
             arriving.append((peer, torch.empty_like(place, memory_format=torch.contiguous_format)))
             places.append(place)
     own = common(have, need)
-    if size_of(own):
-        inside(total, own, have, dims).copy_(inside(gradient, own, need, dims))
-    wire.swap(leaving, arriving, "backward")
+
+    def keep() -> None:
+        if size_of(own):
+            inside(total, own, have, dims).copy_(inside(gradient, own, need, dims))
+
+    wire.swap(leaving, arriving, "backward", keep)
     for place, (_, came) in zip(places, arriving, strict=True):
         place.add_(came)
 

@@ -20,6 +20,7 @@ from shoal.layout.spatial.grid import FULL, DimWindow, Grid
 from shoal.layout.spatial.program import Program
 from shoal.layout.spatial.rules import PlaneStep
 from shoal.layout.tensor.dims import bind
+from shoal.parallel.spatial.exchange import Beyond
 
 Place = tuple[int, int]
 
@@ -69,9 +70,26 @@ def _beyond(window: DimWindow, at: int) -> tuple[int, int]:
     return first - low, high - last
 
 
+def padding_of(step: PlaneStep, dtype: torch.dtype, place: Place) -> Beyond | None:
+    """What an operation pads its input with."""
+    if not isinstance(step.form, Windowed):
+        return None
+    sizes = {window.axis: _beyond(window, place[window.axis]) for window in step.form.dims}
+    value = _lowest(dtype) if step.op.name.startswith("max_pool") else 0.0
+    return Beyond((sizes.get(0, (0, 0)), sizes.get(1, (0, 0))), value)
+
+
+def _lowest(dtype: torch.dtype) -> float:
+    return float("-inf") if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
 def _filled(x: torch.Tensor, windows: tuple[DimWindow, ...], place: Place, value: float) -> torch.Tensor:
+    """With padding, unless it came with it (`padding_of`)."""
     pads = [0] * (2 * x.dim())
     for window in windows:
+        low, high = window.span[place[window.axis]]
+        if x.shape[window.dim] == high - low:
+            continue
         before, behind = _beyond(window, place[window.axis])
         at = 2 * (x.dim() - 1 - window.dim)
         pads[at], pads[at + 1] = before, behind
@@ -113,8 +131,7 @@ def _pooled(op: Op, named: dict[str, Any], form: Windowed, place: Place) -> list
     padding = list(_each(named["padding"], dims))
     for window in form.dims:
         padding[window.dim - (x.dim() - dims)] = 0
-    lowest = float("-inf") if x.dtype.is_floating_point else torch.iinfo(x.dtype).min
-    x = _filled(x, form.dims, place, lowest)
+    x = _filled(x, form.dims, place, _lowest(x.dtype))
     stride = named["stride"] or named["kernel_size"]
     result = op.overload(x, named["kernel_size"], stride, padding, named["dilation"], named["ceil_mode"])
     return _tensors(result)

@@ -23,7 +23,7 @@ from shoal.layout.spatial.program import Program
 from shoal.layout.spatial.view import PlaneView
 from shoal.parallel.context.global_view import GlobalView
 from shoal.parallel.spatial.exchange import Wire, moved, summed
-from shoal.parallel.spatial.local import computed
+from shoal.parallel.spatial.local import computed, padding_of
 
 Norm = Callable[[str, Any, Any, Any], Any]
 
@@ -83,7 +83,8 @@ class RankView(PlaneView):
         for step in program.steps:
             operands = dict(held)
             for move in step.moves:
-                operands[move.value] = moved(held[move.value], move, self.wire)
+                x = held[move.value]
+                operands[move.value] = moved(x, move, self.wire, padding_of(step, x.dtype, self.place))
             results = computed(step, operands, program, self.grid, self.place)
             if isinstance(step.form, Summed):
                 results = [summed(x, self.wire) for x in results]
