@@ -220,7 +220,9 @@ def _observed(
             output = tree_map(watch.forecast.in_full, output)
         outputs = watch.flows(output)
         if job.loss_over != "batch":  # A loss over the global batch reads the gathered outputs instead.
-            job.loss_of(output, batch)
+            loss, _ = job.loss_of(output, batch)
+            if watch.forecast is not None:
+                watch.forecast.settle(loss)
     return Forward(
         samples=len(next(iter(batch.values()))), calls=tuple(sorted(watch.calls, key=lambda call: call.start)),
         attention=tuple(watch.attention), losses=tuple(watch.losses), norms=tuple(watch.norms),

@@ -4,6 +4,7 @@ computed in full."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -52,6 +53,8 @@ class Forecast(PlaneView):
         """Those that compute on parts."""
         self.whole: dict[str, None] = {}
         self.in_norm = False
+        self._made: list[tuple[int, int, list[Any]]] = []
+        """For each function: the first and the last of its events, and where backward would come to it."""
         self._cause = ""
 
     def in_full(self, x: Any) -> Any:
@@ -63,12 +66,14 @@ class Forecast(PlaneView):
             for axis, cut in enumerate(part)
         ]
         self.gathered[self.module(), self._cause] = None
+        noted = len(self.events)
         self._move(Move(-1, (needs[0], needs[1]), part), tuple(x.shape), x.element_size(), _learns(x))
         # Another tensor, as it is on ranks: this one stays cut.
         with torch._C.DisableTorchFunction():
-            return x.view_as(x)
+            return self._watched(int(len(self.events) > noted), x.view_as, (x,), {})
 
     def run(self, func: Any, program: Program, leaves: list[Any], args: Any, kwargs: Any) -> Any:
+        noted = len(self.events)
         if any(part != FULL for part in program.parts.values()):
             self.modules.add(self.module())
         learning = program.learning(lambda leaf: isinstance(leaves[leaf], torch.Tensor) and _learns(leaves[leaf]))
@@ -87,7 +92,7 @@ class Forecast(PlaneView):
                     value = program.values[out]
                     self._note("sum", value.shape, value.dtype.itemsize, out in learning, why=step.op.name)
         self._cause = ""
-        return func(*args, **kwargs)
+        return self._watched(len(self.events) - noted, func, args, kwargs)
 
     def norm(self, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
         self.modules.add(self.module())
@@ -99,12 +104,34 @@ class Forecast(PlaneView):
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             width = torch.promote_types(x.dtype, torch.float32).itemsize
             self._note("norm", (x.shape[0] * groups,), width, any(map(_learns, tensors[:1])), why=kind)
-            return func(*args, **kwargs)
+            return self._watched(1, func, args, kwargs)
         self.in_norm = True
         try:
             return func(*args, **kwargs)
         finally:
             self.in_norm = False
+
+    def _watched(self, events: int, func: Any, args: Any, kwargs: Any) -> Any:
+        """Calls the function that the last events belong to."""
+        result = func(*args, **kwargs)
+        if events:
+            leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            ends = [leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None]
+            self._made.append((len(self.events) - events, len(self.events), ends))
+        return result
+
+    def settle(self, loss: Any) -> None:
+        """Once the loss is known: gradients come back only for what it depends on."""
+        if not isinstance(loss, torch.Tensor) or loss.grad_fn is None:
+            return
+        reached, ahead = {loss.grad_fn}, [loss.grad_fn]
+        while ahead:
+            behind = {node for node, _ in ahead.pop().next_functions if node is not None} - reached
+            reached |= behind
+            ahead += behind
+        for first, stop, ends in self._made:
+            if not reached.intersection(ends):
+                self.events[first:stop] = [replace(event, learns=False) for event in self.events[first:stop]]
 
     def _move(self, move: Move, shape: tuple[int, ...], itemsize: int, learns: bool) -> None:
         if not move.travels(self.grid):
