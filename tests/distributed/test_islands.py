@@ -12,7 +12,7 @@ import pytest
 from shoal.strategy import REGISTRY
 from shoal.strategy.terms.term import technique_names
 from shoal.training.entry import train_run
-from shoal.training.record.run import STEPS, VALIDATION, read_lines
+from shoal.training.record.run import STEPS, VALIDATION, read_lines, read_run
 
 Ranks = Callable[..., list[Any]]
 LOOSE = str(Path(__file__).parent / "jobs" / "loose.py")
@@ -163,3 +163,14 @@ def test_islands_evaluate_and_save_when_they_meet_and_send_nothing_else(ranks: R
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-00000020", "step-00000022"]
     sending = [row["step"] for row in read_lines(folder / STEPS) if row["sent_bytes"]]
     assert sending == [4, 8, 12, 16, 20]
+
+
+def test_the_record_has_what_a_step_sends_on_the_average_of_a_period(ranks: Ranks, tmp_path: Path) -> None:
+    """A run that ends between two exchanges does not report a step that sends nothing."""
+    job = str(Path(__file__).parent / "jobs" / "loose.py")
+    asked = {"job": job, "strategy": "dp(2, sync=diloco(5))", "folder": str(tmp_path / "run"), "gate": False}
+    [found, _] = ranks("shoal.training.entry:train_run", asked, ranks=2)
+    run = read_run(tmp_path / "run")
+    assert run.ledger.bytes == 0
+    assert found["sent_bytes"] == run.sent_bytes == run.predicted_bytes
+    assert run.sent_bytes == run.ledger_of_run.without("setup", "shapes", "agreement").bytes / 20
