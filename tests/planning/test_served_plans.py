@@ -42,7 +42,7 @@ def test_staleness_is_part_of_the_steps_to_the_target() -> None:
     ("given", "reason"),
     [({"straggler": ["rank 2: 5x"]}, "plans weigh stragglers for rules under which replicas do not wait"),
      ({"sync": "asp()", "straggler": ["rank 99: 5x"]}, "has ranks 0 to"),
-     ({"sync": "hogwild()"}, "plans know bsp"), ({"sync": "asp("}, "--sync")],
+     ({"sync": "hogwild()"}, "plans know bsp"), ({"sync": "asp("}, "closing parenthesis")],
 )  # fmt: skip
 def test_what_cannot_be_planned_is_refused(given: dict, reason: str) -> None:
     with pytest.raises(CannotPlan, match=reason):

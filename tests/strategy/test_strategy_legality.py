@@ -61,6 +61,8 @@ SAMPLES: dict[str, list[Sample]] = {
     ],
     "resets-come-with-full-rounds": [
         Sample('dp(2, sync=diloco(4, fragments=2, state="reset"))', 'dp(2, sync=diloco(4, state="reset"))'),
+        Sample('dp(2, sync=local(4, state="averaged", m=6))', 'dp(2, sync=local(4, state="averaged", m=4))'),
+        Sample("dp(2, sync=local(4, v=8))", 'dp(2, sync=local(4, v=8, state="averaged"))'),
     ],
     "quorums-can-be-reached": [Sample("dp(2, sync=diloco(4, quorum=3))", "dp(2, sync=diloco(4, quorum=2))")],
     "quorums-merge-plain-moves": [
