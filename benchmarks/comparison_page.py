@@ -98,7 +98,8 @@ def table(job: dict[str, Any]) -> list[str]:
         final = "" if row["final"] is None else spread(row["final"], row["final_spread"], "{:.4g}")
         lines.append(
             f"| `{row['name']}` | {row['ranks']} | {to_target} | {epochs} | "
-            f"{spread(1000 * row['step_s'], 1000 * row['step_spread_s'])} ms | {row['samples_per_s']:.4g} | {row['utilisation']:.0%} | "
+            f"{spread(1000 * row['step_s'], 1000 * row['step_spread_s'])} ms | "
+            f"{row['samples_per_s']:.4g} | {row['utilisation']:.0%} | "
             f"{row['memory_bytes'] / 1e6:.3g} MB | {final} | {row['verdict']} |"
         )
     return [*lines, ""]
@@ -128,7 +129,8 @@ def main() -> None:
     made, to = shoal.report(asked.folder), Path(asked.to)
     (to.parent / "pictures").mkdir(exist_ok=True)
     drawn = pictures(made.page, len(made.results["jobs"]), to.parent / "pictures")
-    to.write_text(page_of(made.results, drawn, command=asked.command, source=f"runs/{Path(asked.folder).name}"), encoding="utf-8")
+    text = page_of(made.results, drawn, command=asked.command, source=f"runs/{Path(asked.folder).name}")
+    to.write_text(text, encoding="utf-8")
     print(f"{to}: {len(drawn)} pictures")
 
 
