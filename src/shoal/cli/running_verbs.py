@@ -114,6 +114,12 @@ def train(
     fail: Annotated[
         list[str] | None, typer.Option(help='Kill a rank on purpose: "rank 3 at step 40". May be given again.')
     ] = None,
+    rejoin: Annotated[
+        bool, typer.Option("--rejoin", help="Start a killed rank again where the others go on; it joins them.")
+    ] = False,
+    join: Annotated[
+        str | None, typer.Option(help='Let further replicas join while others train: "2 at step 40".')
+    ] = None,
     no_gate: Annotated[
         bool, typer.Option("--no-gate", help="Do not check a strategy by two steps in float64 before its first use.")
     ] = False,
@@ -137,6 +143,7 @@ def train(
         prefetch=prefetch, loader_threads=loader_threads, bucket_mb=bucket_mb,
         min_delta=min_delta or 0.0, evaluate_every=evaluate_every, log=", ".join(log or ()) or None,
         emulate=emulate, straggler="; ".join(straggler or ()) or None, fail="; ".join(fail or ()) or None,
+        rejoin=rejoin, join=join,
     )  # fmt: skip
     sys.exit(train_command(options, ranks=ranks, hang_after_s=hang_after, as_json=as_json))
 

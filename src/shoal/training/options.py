@@ -61,6 +61,10 @@ class TrainOptions(JobOptions):
     """Ranks that are slowed on purpose, such as `rank 2: 3x; random 10%: 5x` (`common/hindrance.py`)."""
     fail: str | None = None
     """Ranks that kill themselves, such as `rank 3 at step 40`."""
+    rejoin: bool = False
+    """Whether a rank that was killed, and that the others go on without, is started again and joins them."""
+    join: str | None = None
+    """Further replicas that join while others train, such as `2 at step 40`."""
     gate: bool = True
     """Whether a strategy is checked by two steps in float64 before it first trains this job."""
     lock: str | None = field(default=None, metadata={"set by": "train_locally"})
