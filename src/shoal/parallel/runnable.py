@@ -12,6 +12,12 @@ class NotRunnable(ValueError):
     """A strategy that Shoal can explain but not train yet."""
 
 
+TWO_LOOSE = (
+    "two levels that are not bsp cannot be trained yet: replicas that the inner one ties together would count as one "
+    "island of the outer one, and an island steps together; keep sync=... on one of them"
+)
+
+
 def cannot_run(strategy: Strategy) -> str | None:
     """Why the engine cannot run a strategy, as a sentence; None if it can."""
     for term in strategy.terms:
@@ -61,7 +67,7 @@ def _cannot_serve(strategy: Strategy, level: dp) -> str | None:
     if any(isinstance(other.via, ps | shared) for other in strategy.dp_levels if other is not level):
         return f"{strategy}: servers on one level and via=ps or via=shared on another cannot be trained yet; keep one"
     if any(is_loose(other) for other in strategy.dp_levels if other is not level):
-        return f"{strategy}: two levels that are not bsp cannot be trained yet; keep sync=... on one of them"
+        return f"{strategy}: {TWO_LOOSE}"
     if not isinstance(level.compress, none) and level.compress.pushed_bytes(1 << 20, 4) is None:
         return (
             f"{level}: a server reads each worker's push by itself and knows its size; {level.compress} is made by all "
@@ -95,7 +101,7 @@ def _cannot_be_loose(strategy: Strategy) -> str | None:
     if not loose:
         return None
     if len(loose) > 1:
-        return f"{strategy}: two levels that are not bsp cannot be trained yet; keep sync=... on one of them"
+        return f"{strategy}: {TWO_LOOSE}"
     if isinstance(loose[0].via, ps):
         return None
     if isinstance(loose[0].sync, hogwild):
