@@ -13,8 +13,9 @@ class NotRunnable(ValueError):
 
 
 TWO_LOOSE = (
-    "two levels that are not bsp cannot be trained yet: replicas that the inner one ties together would count as one "
-    "island of the outer one, and an island steps together; keep sync=... on one of them"
+    "of levels that are not bsp two can be trained, of which each averages all parameters at once and uncompressed, "
+    "such as dp(2, sync=diloco(32)) * dp(2, sync=local(4)); others would need an agreement of their own on what an "
+    "island of the outer level is; keep sync=... on one level"
 )
 
 
@@ -96,12 +97,20 @@ def _cannot_compress(strategy: Strategy) -> str | None:
     return None
 
 
+def _nest(loose: list[dp]) -> bool:
+    """Whether an outer level averages what an inner one has averaged: both do so at once and fully, every few steps."""
+    plans = [getattr(level.sync, "plan", None) for level in loose]
+    plain = all(plan is not None and plan.plain and not plan.start for plan in plans)
+    dense = all(isinstance(level.compress, none) and isinstance(level.via, allreduce) for level in loose)
+    return len(loose) == 2 and plain and dense
+
+
 def _cannot_be_loose(strategy: Strategy) -> str | None:
     loose = [level for level in strategy.dp_levels if not isinstance(level.sync, bsp)]
     if not loose:
         return None
     if len(loose) > 1:
-        return f"{strategy}: {TWO_LOOSE}"
+        return None if _nest(loose) else f"{strategy}: {TWO_LOOSE}"
     if isinstance(loose[0].via, ps):
         return None
     if isinstance(loose[0].sync, hogwild):
