@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import pytest
 
 from shoal.comparison.report import as_csv, as_markdown, page, write_report
 
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 PLOTS = ("deciding", "throughput", "memory", "split", "steps", "scaling", "bytes", "loss", "timeline")
 
 
@@ -66,23 +63,6 @@ def test_markup_in_names_and_findings_stays_text(results: dict[str, Any]) -> Non
     text = page(results)
     assert "<b>unfair" not in text
     assert text.count("</script>") == 2
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    if CHROMIUM is None or DRIVER is None:
-        pytest.skip("chromium and chromium-driver are not installed: apt-get install chromium chromium-driver")
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    yield driver
-    driver.quit()
 
 
 @pytest.mark.processes

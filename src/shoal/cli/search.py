@@ -42,8 +42,9 @@ def _print(found: Search) -> None:
     winner = found.results.get("winner")
     if winner is not None:
         rows["retrained"] = f"{options['metric']} {winner['value']:.6g}, in {winner['folder']}"
-        rows["its weights"] = f"shoal export {winner['folder']} --to model.safetensors"
+        rows["its weights"] = winner["weights"]
     rows["its job"] = best["job"]
+    rows["page"] = str(found.page)
     width = max(map(len, rows)) + 2
     for name, value in rows.items():
         console.print(Text.assemble((name.ljust(width), "dim"), value), soft_wrap=True)

@@ -1,8 +1,7 @@
 """The report of a comparison: one HTML file that works offline, and the same figures as JSON, CSV and Markdown.
 
 The page draws its plots itself, as SVG, by a script of a few hundred lines: plotly would be 3 MB in every report, three
-times what a report may weigh. All text goes through Jinja2 with escaping, and the data are JSON in a block of their
-own, in which no tag can end early.
+times what a report may weigh.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.comparison.protocol import WARMUP_STEPS
+from shoal.pictures.html_page import render_page
 from shoal.training.record.run import plain
 
 PAGE = Path(__file__).with_name("page")
@@ -40,21 +40,11 @@ def write_report(results: Mapping[str, Any], folder: Path, *, commands: Sequence
 
 def page(results: Mapping[str, Any], commands: Sequence[str] = ()) -> str:
     """The page."""
-    import jinja2
-    from markupsafe import Markup
-
-    templates = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(PAGE), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
     jobs = [{**job, "rows": [_for_page(row) for row in job["rows"]]} for job in results["jobs"]]
-    data = json.dumps(plain({"jobs": jobs, "warmup": WARMUP_STEPS, "weak": _question(results).get("per_rank", False)}))
-    return templates.get_template("report.html.j2").render(
-        title=title_of(results), subtitle=subtitle_of(results), protocol=protocol_words(results),
+    data = plain({"jobs": jobs, "warmup": WARMUP_STEPS, "weak": _question(results).get("per_rank", False)})
+    return render_page(
+        PAGE, "report", data, title=title_of(results), subtitle=subtitle_of(results), protocol=protocol_words(results),
         environment=environment_rows(results), commands=list(commands),
-        style=Markup((PAGE / "report.css").read_text(encoding="utf-8")),
-        script=Markup((PAGE / "report.js").read_text(encoding="utf-8")),
-        # Markup in the data stays data: no "<" is left in it.
-        data=Markup(data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")),
     )  # fmt: skip
 
 

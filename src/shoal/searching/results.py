@@ -46,7 +46,7 @@ def _row(trials: Sequence[FrozenTrial], trial: FrozenTrial, options: SearchOptio
         "number": trial.number, "trial": place, "state": STATES[trial.state], "params": dict(trial.params),
         "value": trial.values[0] if trial.values else None, "reason": attrs.get("reason"), "job": attrs.get("job"),
         "step_s": attrs.get("step_s"), "memory_bytes": attrs.get("memory_bytes"), "seconds": attrs.get("seconds"),
-        "predicted": attrs.get("predicted"), "folder": f"trials/{origin(trial):04d}",
+        "predicted": attrs.get("predicted"), "shares": attrs.get("shares"), "folder": f"trials/{origin(trial):04d}",
         "reported": {str(step): value for step, value in trial.intermediate_values.items()},
         "started": None if trial.datetime_start is None else trial.datetime_start.isoformat(),
         "ended": None if trial.datetime_complete is None else trial.datetime_complete.isoformat(),

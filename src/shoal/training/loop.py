@@ -155,9 +155,9 @@ class TrainingRun:
         self.lost.allow()
         BOOK.take()
         self._evaluate_if_due()  # A stop comes before the evaluation of its step.
-        if self.options.prefetch:
-            threads = self.options.loader_threads
-            self.runner.read_ahead(self.options.prefetch, threads=threads, counter=self.counter)
+        if (ahead := self.options.prefetch or self.options.loader_processes) > 0:
+            processes, threads = self.options.loader_processes, self.options.loader_threads
+            self.runner.read_ahead(ahead, loaders=processes or threads, processes=processes > 0, counter=self.counter)
         while self.step < job.steps and not self._done():
             self._advance()
             if trace is not None:
@@ -171,6 +171,7 @@ class TrainingRun:
             trace.close()
         if self.stopping and self.step < job.steps:
             self.end(by_signal=True)
+        self.runner.stop_reading()
         # A stop that comes with the last step has nothing left to stop.
         status: Status = "stopped" if self.stopping and self.step < job.steps and self.ended is None else "finished"
         if status == "finished" and self.evaluated_step != self.step:
