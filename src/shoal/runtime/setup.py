@@ -111,16 +111,17 @@ def job_from(options: JobOptions) -> Job:
     return replace(job, **changed) if changed else job
 
 
-def try_job(job: Job, strategy: Strategy) -> None:
+def try_job(job: Job, strategy: Strategy) -> list[str] | None:
     """Runs the job's own code once in this process, on as many samples as a rank computes at once: what fails here is
-    the job's. Not where ranks train on accelerators, since some models run on them only."""
+    the job's. Not where ranks train on accelerators, since some models run on them only. Returns the names of the
+    validation values if they are known."""
     require_uncompiled(build_without_memory(job), strategy)
     if devices_here(0).kind is not None:
-        return
+        return None
     mine = job.global_batch // (strategy.replicas * strategy.micro_batches)
     # Batch norm cannot do with one sample; its statistics are those of all replicas.
     with running_eagerly():
-        require_runs(job, samples=max(mine, min(2, job.global_batch)), autocast=precision_of(strategy))
+        return require_runs(job, samples=max(mine, min(2, job.global_batch)), autocast=precision_of(strategy))
 
 
 def prepare(job: Job, strategy: Strategy, *, rank: int, backend: str | None, device: Any = "cpu",

@@ -36,7 +36,7 @@ def check(options: TrainOptions, channel: Any) -> dict[str, Any]:
     """Refuses what cannot be trained, and reports what will be: the job's name and steps, the checkpoint to go on from,
     and what the gate has to check."""
     job, strategy = job_from(options), parse("serial" if options.strategy is None else options.strategy)
-    try_job(job, strategy)
+    values = try_job(job, strategy)
     layout = layout_of(job, strategy)
     facts = facts_of(job, layout)
     require_legal(strategy, facts=facts)
@@ -58,7 +58,7 @@ def check(options: TrainOptions, channel: Any) -> dict[str, Any]:
         resume = str(checkpoint.path)
     require_loggers(options.log)
     monitor = Monitor(options, job)
-    monitor.require_sense(job, job.evaluate_every)
+    monitor.require_sense(job, job.evaluate_every, values)
     _require_checkpoints(options, strategy)
     if options.checkpoint_every != 0 or options.checkpoint_minutes or options.keep_best:
         require_resumable(job)
