@@ -44,7 +44,7 @@ def lose(url: str, name: str) -> None:
     states = [each.state for each in study.trials]
     assert states == [TrialState.FAIL, TrialState.RUNNING, TrialState.WAITING]
     assert [each.number for each in standing(study.trials)] == [1, 2]
-    assert study.trials[2].system_attrs["fixed_params"] == study.trials[0].params
+    assert study.trials[2].params == study.trials[0].params
 
 
 def test_a_trial_without_a_heartbeat_is_queued_again(tmp_path):

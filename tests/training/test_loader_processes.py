@@ -21,7 +21,7 @@ from shoal.job import JobError, Order
 from shoal.runtime.loader_processes import LoaderProcesses
 from shoal.runtime.read_ahead import ReadAhead
 from training.slow_job import BATCH, SAMPLES, SEED, VALUES
-from training.test_prefetch import trained
+from training.test_prefetch import Slow, trained
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 JOB = str(Path(__file__).with_name("slow_job.py"))
@@ -81,7 +81,7 @@ def test_a_batch_of_a_process_is_that_of_the_data(indices: list[int]) -> None:
 
 def test_processes_hide_what_the_formula_says() -> None:
     steps, compute_s, load_s, loaders = 8, 0.15, 0.4, 3
-    reader = ReadAhead(Several(load_s), loaders=loaders, processes=True)
+    reader = ReadAhead(Slow(load_s), loaders=loaders, processes=True)
     seen, took_s = trained(reader, steps=steps, ahead=loaders, compute_s=compute_s)
     reader.close()
     order, counter = Order(0, 64, 8), 0

@@ -10,6 +10,7 @@ from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
+from shoal.job.space import point
 from shoal.searching.options import SearchOptions
 from shoal.searching.population import COPIED, PARENT
 from shoal.searching.study import REJECTED, origin, slot, standing
@@ -25,8 +26,8 @@ FEWEST = 4
 """Finished trials before importances are computed."""
 
 
-def results(study: Study, options: SearchOptions) -> dict[str, Any]:
-    """All that the table, the page and `--json` show."""
+def results(study: Study, options: SearchOptions, *, complete: bool = True) -> dict[str, Any]:
+    """All that the table, the page and `--json` show; while trials run, without what takes long."""
     trials = study.get_trials(deepcopy=False)
     counted = standing(trials)
     rows = [_row(trials, each, options) for each in counted]
@@ -35,7 +36,7 @@ def results(study: Study, options: SearchOptions) -> dict[str, Any]:
     return {
         "options": options.to_json(), "trials": rows, "best": None if best is None else known[best.number],
         "front": [known[each.number] for each in front(study)] if options.cluster else [],
-        "importances": importances(study), "rejected": rejected,
+        "importances": importances(study) if complete else {}, "rejected": rejected,
         "lost": sum(len(each.system_attrs.get("retry_history", ())) for each in counted),
     }  # fmt: skip
 
@@ -87,15 +88,16 @@ def importances(study: Study) -> dict[str, float]:
 
 
 def lineage(study: Study, best: FrozenTrial, options: SearchOptions) -> list[tuple[int, str]]:
-    """(to which step, as which point) the winner is trained: of PBT the values change from round to round."""
+    """(to which step, as which point) the winner is trained: of PBT the values change from round to round. Files are named
+    by the options alone: a database that others write to must not say what is loaded."""
     if options.method != "pbt":
-        return [(options.steps, best.user_attrs["job"])]
+        return [(options.steps, point(options.space, best.params))]
     trials = study.get_trials(deepcopy=False)
     found: list[tuple[int, str]] = []
     trial: FrozenTrial | None = best
     while trial is not None:
         number = slot(trials, trial) // options.trials + 1
-        found.insert(0, (options.steps * number // options.rounds, trial.user_attrs["job"]))
+        found.insert(0, (options.steps * number // options.rounds, point(options.space, trial.params)))
         parent = trial.user_attrs.get(PARENT)
         trial = None if parent is None else trials[parent]
     return found

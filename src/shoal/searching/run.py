@@ -49,7 +49,7 @@ def run_search(
 
     def pass_on(message: dict[str, Any]) -> None:
         if message["event"] in ("end", "begin", "rejected", "lost"):
-            message = {**message, "results": results(opened, options)}
+            message = {**message, "results": results(opened, options, complete=False)}
         listen(message)
 
     try:
