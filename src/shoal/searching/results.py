@@ -88,8 +88,8 @@ def importances(study: Study) -> dict[str, float]:
 
 
 def lineage(study: Study, best: FrozenTrial, options: SearchOptions) -> list[tuple[int, str]]:
-    """(to which step, as which point) the winner is trained: of PBT the values change from round to round. Files are named
-    by the options alone: a database that others write to must not say what is loaded."""
+    """(to which step, as which point) the winner is trained: of PBT the values change from round to round. Its file is
+    that of the options: a database that others write to must not say what is loaded."""
     if options.method != "pbt":
         return [(options.steps, point(options.space, best.params))]
     trials = study.get_trials(deepcopy=False)
