@@ -40,14 +40,14 @@ def test_a_larger_model_and_a_slower_device_take_longer():
     small, large = step_of(language(), "dgx-a100"), step_of(language(layers=6, hidden=384), "dgx-a100")
     assert large.step_s > 1.5 * small.step_s
     assert large.memory_bytes > 3 * small.memory_bytes
-    wide = load_job("language:gpt2-medium")
+    wide = load_job("language:small")
     assert step_of(wide, "dgx-1-v100").step_s > 1.1 * step_of(wide, "dgx-h100").step_s
 
 
 def test_messages_of_a_cluster_cost_by_its_links():
-    wide = load_job("language:gpt2-medium")
+    wide = load_job("language:small")
     near, far = step_of(wide, "dgx-a100", "dp(8)"), step_of(wide, "dgx-a100", "dp(16)")
-    gradients = 4 * 355e6
+    gradients = 4 * 3.3e6
     assert near.step_split["data"] > 1.75 * gradients / 300e9
     assert far.step_split["data"] > near.step_split["data"]
     assert near.step_split["compute"] < step_of(wide, "dgx-a100").step_split["compute"]
@@ -55,9 +55,9 @@ def test_messages_of_a_cluster_cost_by_its_links():
 
 def test_a_transformer_costs_about_what_the_planner_says():
     """Two models of one step: operators of a traced job here, layers of a shape there."""
-    job = load_job("language:gpt2-medium")
+    job = load_job("language:small")
     traced = step_of(job, "dgx-a100")
-    planned = shoal.plan("language:gpt2-medium", cluster="dgx-a100", devices=1, precision="fp32")
+    planned = shoal.plan("language:small", cluster="dgx-a100", devices=1, precision="fp32")
     assert 0.4 < traced.step_s / planned.plans[0]["step_s"] < 2.5
 
 
@@ -90,7 +90,7 @@ def test_objectives_that_do_not_go_together_are_refused(tmp_path, options, messa
 
 def test_few_wide_trials_or_many_narrow_ones():
     machine = machine_of_cluster(cluster("dgx-a100"), world=8)
-    job = load_job("language:gpt2-medium")
+    job = load_job("language:small")
     many = divide(job, devices=4, trials=12, machine=machine)
     assert (many.strategy.world, many.workers) == (1, 4)
     few = divide(job, devices=4, trials=1, machine=machine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -78,9 +79,14 @@ def importances(study: Study) -> dict[str, float]:
     varied = sorted(name for name in common if len({each.params[name] for each in done}) > 1)
     if len(done) < FEWEST or not varied:
         return {}
-    target = (lambda trial: trial.values[0]) if len(study.directions) > 1 else None
+    sign = -1.0 if study.directions[0] == StudyDirection.MAXIMIZE else 1.0
     try:
-        found = get_param_importances(study, evaluator=PedAnovaImportanceEvaluator(), params=varied, target=target)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # It says that low values of a target are good ones, as they are here.
+            found = get_param_importances(
+                study, evaluator=PedAnovaImportanceEvaluator(), params=varied,
+                target=lambda trial: sign * trial.values[0],
+            )  # fmt: skip
     except (ValueError, RuntimeError, optuna.exceptions.OptunaError):
         return {}
     total = sum(found.values())

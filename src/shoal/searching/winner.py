@@ -1,4 +1,4 @@
-"""The best trial, trained again from its first step, and its weights as a file that Optuna's dashboard offers, too."""
+"""The best trial, trained again from its first step; its weights as a file, and as an artifact of Optuna's study."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from shoal.training.record.run import Run
 
-WINNER, ARTIFACTS, WEIGHTS = "winner", "artifacts", "model.safetensors"
+WINNER, ARTIFACTS = "winner", "artifacts"
 Listener = Callable[[dict[str, Any]], None]
 
 
@@ -38,26 +38,25 @@ def train_winner(
             job, options, place, steps=steps,
             listen=lambda message: listen({**message, "winner": True, "total": parts[-1][0]}),
         )  # fmt: skip
-    weights = _save(run, parts[-1][1], place)
-    _offer(study, best, weights, folder)
+    weights = place / f"trial-{origin(best)}.safetensors"
+    _save(run, parts[-1][1], weights)
+    _offer(study, weights, folder)
     return {
         "folder": str(place), "value": value_of(run, options), "metrics": run.summary["metrics"],
         "weights": str(weights), "trial": best.number,
     }  # fmt: skip
 
 
-def _save(run: Run, job: str, place: Path) -> Path:
-    """The weights, with full tensors whatever the strategy."""
-    path = place / WEIGHTS
+def _save(run: Run, job: str, path: Path) -> None:
+    """The weights, as full tensors whatever the strategy."""
     export(checkpoint_of(run.folder), build_without_memory(load_job(job)), "safetensors", path, overwrite=True)
-    return path
 
 
-def _offer(study: Study, best: FrozenTrial, weights: Path, folder: Path) -> None:
-    """As an artifact of the trial, once."""
-    known = get_all_artifact_meta(best, storage=study._storage)
+def _offer(study: Study, weights: Path, folder: Path) -> None:
+    """As an artifact of the study, once: a trial that has ended takes none."""
+    known = get_all_artifact_meta(study)
     if any(each.filename == weights.name for each in known):
         return
     (folder / ARTIFACTS).mkdir(exist_ok=True)
     store = FileSystemArtifactStore(folder / ARTIFACTS)
-    upload_artifact(artifact_store=store, file_path=str(weights), study_or_trial=best, storage=study._storage)
+    upload_artifact(artifact_store=store, file_path=str(weights), study_or_trial=study)
