@@ -108,7 +108,8 @@ class Loader:
     def _gone(self) -> str:
         with contextlib.suppress(ChildProcessError):
             self._status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        how = f"was killed by {signal.Signals(-self._status).name}" if (self._status or 0) < 0 else "ended"
+        status = self._status or 0
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else "ended"
         return f"loader process {self.number} ({self.pid}) {how}"
 
     def hang_up(self) -> None:
@@ -180,7 +181,9 @@ def _answer(connection: socket.socket, data: Any, indices: np.ndarray) -> None:
 
 def _packed(batch: Batch) -> tuple[list[dict[str, Any]], int]:
     """Where each entry lies, and the block of memory that holds them."""
-    entries, tensors, end = [], [], 0
+    entries: list[dict[str, Any]] = []
+    tensors: list[Tensor] = []
+    end = 0
     for name, value in batch.items():
         if not isinstance(value, Tensor) or value.layout is not torch.strided or value.device.type != "cpu":
             raise JobError(f"entry {name} is a {type(value).__name__}; loader processes pass dense tensors on the CPU")

@@ -26,8 +26,8 @@ from shoal.searching.options import CannotSearch, SearchOptions
 from shoal.searching.population import PARENT, may_ask
 from shoal.searching.predicted import predictor
 from shoal.searching.proposal import ChangesModel, DrawingTrial, job_of
-from shoal.searching.sampling import pruner_of, rungs, sampler_of
-from shoal.searching.shared_weights import FOLDER, learn_modules
+from shoal.searching.sampling import PlacedSampler, pruner_of, rungs, sampler_of
+from shoal.searching.shared_weights import FOLDER, Chosen, learn_modules
 from shoal.searching.study import (
     FINISHED,
     HEARTBEAT_S,
@@ -179,8 +179,10 @@ class Worker:
             self._failed(trial, error)
             return False
         trial.set_user_attr("shares", shares)
-        chosen = self.study.sampler.inner  # type: ignore[attr-defined]
-        chosen.modules = {name: max(each, key=each.__getitem__) for name, each in shares.items()}
+        placed = self.study.sampler
+        assert isinstance(placed, PlacedSampler)
+        assert isinstance(placed.inner, Chosen)
+        placed.inner.modules = {name: max(each, key=each.__getitem__) for name, each in shares.items()}
         return True
 
     def _listener(self, trial: optuna.Trial, steps: int) -> Callable[[dict[str, Any]], None]:
