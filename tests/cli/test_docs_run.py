@@ -24,7 +24,7 @@ NOT_RUN = {
     r"--on slurm .*--send": "needs Slurm: tests/launch/test_engines.py",
     r"^plan.*--cluster this": "needs a calibrated machine: tests/cli/test_calibrated.py",
     r"^compare .*torch-": "frameworks are trained in tests/comparison",
-    r"^(compare --quick|doctor$|doctor --json$)": "a minute or more: tests/comparison, tests/api/test_doctor.py",
+    r"^(compare --(quick|preset survey)|doctor( --json)?$)": "a minute or more: tests/comparison, tests/api",
     r"mixtral.py": "a file of the reader's own",
     r"runs/first --to hf-folder": "needs a Hugging Face model: tests/export",
     r"^train (language|image)(?!:tiny)": "the built-in tasks of normal size train for minutes",

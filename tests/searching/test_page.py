@@ -61,7 +61,7 @@ def test_the_page_needs_nothing_else_and_shows_names_as_text(tmp_path: Path) -> 
     assert "src=" not in text
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
     assert "<b>x" not in text
-    assert text.count("</script>") == 2
+    assert text.count("</script>") == 3
     assert "Search of mine.py" in text
     assert "shoal train &#34;mine.py:space?lr=" in text
     assert len(text) < 100_000

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.pictures.html_page import render_page
+from shoal.common.pages import render
 from shoal.training.record.run import plain
 
 PAGE = Path(__file__).with_name("page")
@@ -28,8 +28,9 @@ def page(results: Mapping[str, Any]) -> str:
     entries = f"{options['trials']} members, {options['rounds']} rounds" if options["method"] == "pbt" else (
         f"{len(trials)} trials"
     )  # fmt: skip
-    return render_page(
-        PAGE, "search", plain(dict(results)), title=f"Search of {_short(options['space'])}",
+    return render(
+        PAGE / "search.html.j2", data=plain(dict(results)), script=PAGE / "search.js",
+        title=f"Search of {_short(options['space'])}",
         subtitle=f"{entries} by {options['method']} · {options['strategy']} · {options['metric']}, "
         f"{options['better']} is better",
         best=[] if best is None else [(name, _text(value)) for name, value in best["params"].items()],

@@ -23,6 +23,7 @@ from shoal.runtime.options import WrongOption
 from shoal.runtime.setup import job_from, try_job
 from shoal.strategy import Strategy, parse, require_legal
 from shoal.strategy.islands import is_loose
+from shoal.training.growing import grown, read_join
 from shoal.training.monitor import Monitor, is_monitored
 from shoal.training.options import TrainOptions
 from shoal.training.record.loggers import require_loggers
@@ -42,6 +43,8 @@ def check(options: TrainOptions, channel: Any) -> dict[str, Any]:
     require_legal(strategy, facts=facts)
     for _, batch in job.growth:
         require_legal(strategy, facts=replace(facts, global_batch=batch))
+    if (join := read_join(options.join)) is not None:
+        require_legal(grown(strategy, join.replicas), facts=facts)
     require_runnable(
         strategy, elementwise=facts.elementwise_optimizer is not False, coupled=bool(facts.coupled_optimizer)
     )

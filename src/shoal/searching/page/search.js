@@ -9,14 +9,16 @@ const brief = (v) => typeof v === "number" ? number(v) : v === null ? "none" : S
 const values = (t) => Object.entries(t.params).map(([name, v]) => `${name} ${brief(v)}`).join("\n");
 const called = (t) => t.member == null ? `trial ${t.trial}` : `member ${t.member}, round ${t.round + 1}`;
 const tip = (t) => `${called(t)}, ${t.state}\n${O.metric}: ${t.value == null ? "–" : number(t.value)}${t.predicted ? `\npredicted: ${time(t.predicted.step_s)} a step, ${bytes(t.predicted.memory_bytes)}` : ""}\n${values(t)}`;
-const padded = (found, part = 0.05) => { const a = Math.min(...found), b = Math.max(...found), pad = (b - a) * part || Math.abs(a) * part || 1; return [a - pad, b + pad]; };
+const padded = (found, log = false) => {
+  const a = Math.min(...found), b = Math.max(...found);
+  if (log) return [a / (b / a) ** 0.05 / 1.001, b * (b / a) ** 0.05 * 1.001];
+  const pad = (b - a) * 0.05 || Math.abs(a) * 0.05 || 1;
+  return [a - pad, b + pad];
+};
 const canLog = valued.every((t) => t.value > 0);
-const onScale = (v) => state.scale === "log" ? Math.log10(v) : v;
-const fromScale = (v) => state.scale === "log" ? rounded(10 ** v) : number(v);
-const rounded = (v) => number(+v.toPrecision(2));
 const ranked = valued.map((t) => t.value).sort((a, b) => a - b);
 state.scale = canLog && ranked.at(-1) > 5 * ranked[Math.floor(ranked.length / 2)] ? "log" : "linear";  // One diverged trial must not hide the others.
-const quality = () => ({y: padded(valued.map((t) => onScale(t.value))), yName: O.metric, yText: fromScale});
+const quality = (also = "") => { const log = state.scale === "log"; return {y: padded(valued.map((t) => t.value), log), yName: O.metric, log: `${log ? "y" : ""}${also}`}; };
 
 function dot(f, x, y, trial, more = {}) {
   f.root.append(hover(svg("circle", {cx: f.px(x), cy: f.py(y), r: 4, fill: COLOURS[trial.state], class: "mark", ...more}), tip(trial)));
@@ -33,11 +35,11 @@ function history(box) {
   const steps = [];
   DATA.trials.forEach((t, n) => {
     if (t.value == null) return;
-    if (best !== null) steps.push([n, onScale(best)]);
-    if (best === null || better(t.value, best)) { best = t.value; steps.push([n, onScale(best)]); }
+    if (best !== null) steps.push([n, best]);
+    if (best === null || better(t.value, best)) { best = t.value; steps.push([n, best]); }
   });
   line(f, steps, {stroke: "var(--ink)", "stroke-width": 1.4});
-  DATA.trials.forEach((t, n) => { if (t.value != null) dot(f, n, onScale(t.value), t); });
+  DATA.trials.forEach((t, n) => { if (t.value != null) dot(f, n, t.value, t); });
 }
 
 function generations(box) {
@@ -47,16 +49,16 @@ function generations(box) {
   const by = new Map(DATA.trials.map((t) => [t.number, t]));
   for (const t of valued) {
     const parent = by.get(t.parent);
-    if (parent && parent.value != null) line(f, [[parent.round + 1, onScale(parent.value)], [t.round + 1, onScale(t.value)]], t.copied ? {stroke: PALETTE[1], "stroke-width": 1.4, "stroke-dasharray": "5 3"} : {stroke: "var(--line)", "stroke-width": 1.2});
+    if (parent && parent.value != null) line(f, [[parent.round + 1, parent.value], [t.round + 1, t.value]], t.copied ? {stroke: PALETTE[1], "stroke-width": 1.4, "stroke-dasharray": "5 3"} : {stroke: "var(--line)", "stroke-width": 1.2});
   }
-  for (const t of valued) dot(f, t.round + 1, onScale(t.value), t, {fill: t.copied ? PALETTE[1] : PALETTE[0]});
+  for (const t of valued) dot(f, t.round + 1, t.value, t, {fill: t.copied ? PALETTE[1] : PALETTE[0]});
 }
 
 function rungs(box) {
   const rows = DATA.trials.filter((t) => Object.keys(t.reported).length);
-  const points = (t) => Object.entries(t.reported).map(([step, v]) => [+step, onScale(v)]).sort((a, b) => a[0] - b[0]);
+  const points = (t) => Object.entries(t.reported).map(([step, v]) => [+step, v]).sort((a, b) => a[0] - b[0]);
   const all = rows.flatMap(points);
-  const f = frame(box, 300, {x: [0, O.steps * 1.02], y: padded(all.map((p) => p[1])), xName: "steps", yName: O.metric, yText: fromScale});
+  const f = frame(box, 300, {x: [0, O.steps * 1.02], y: padded(all.map((p) => p[1])), xName: "steps", yName: O.metric});
   for (const t of rows) {
     line(f, points(t), {stroke: COLOURS[t.state], "stroke-width": 1.2, opacity: 0.6});
     for (const p of points(t)) dot(f, p[0], p[1], t, {r: 3});
@@ -81,8 +83,8 @@ function front(box, of, name, text, limit) {
   }
   const edge = [];
   for (const t of [...rows].sort((a, b) => of(a) - of(b))) if (!edge.length || better(t.value, edge.at(-1).value)) edge.push(t);
-  line(f, edge.map((t) => [of(t), onScale(t.value)]), {stroke: "var(--ink)", "stroke-width": 1.3});
-  for (const t of rows) dot(f, of(t), onScale(t.value), t, FRONT.has(t.number) ? {r: 5} : {opacity: 0.35});
+  line(f, edge.map((t) => [of(t), t.value]), {stroke: "var(--ink)", "stroke-width": 1.3});
+  for (const t of rows) dot(f, of(t), t.value, t, FRONT.has(t.number) ? {r: 5} : {opacity: 0.35});
 }
 
 function measured(box) {
@@ -96,10 +98,10 @@ function slice(box, name) {
   const words = given.some((v) => typeof v !== "number");
   const kinds = [...new Set(given.map(brief))];
   const log = !words && Math.min(...given) > 0 && Math.max(...given) / Math.min(...given) > 50;
-  const at = (v) => words ? kinds.indexOf(brief(v)) : log ? Math.log10(v) : v;
-  const x = words ? [-0.5, kinds.length - 0.5] : padded(given.map(at));
-  const f = frame(box, 210, {x, xName: log ? `${name} (log)` : name, xText: (v) => words ? (Number.isInteger(v) ? kinds[v] ?? "" : "") : log ? rounded(10 ** v) : number(v), ...quality()});
-  rows.forEach((t) => dot(f, at(t.params[name]), onScale(t.value), t, {r: 3.2, opacity: 0.35 + 0.65 * t.trial / Math.max(1, DATA.trials.length - 1)}));
+  const at = (v) => words ? kinds.indexOf(brief(v)) : v;
+  const x = words ? [-0.5, kinds.length - 0.5] : padded(given, log);
+  const f = frame(box, 210, {x, xName: log ? `${name} (log)` : name, xText: (v) => words ? (Number.isInteger(v) ? kinds[v] ?? "" : "") : number(v), ...quality(log ? "x" : "")});
+  rows.forEach((t) => dot(f, at(t.params[name]), t.value, t, {r: 3.2, opacity: 0.35 + 0.65 * t.trial / Math.max(1, DATA.trials.length - 1)}));
 }
 
 const COLUMNS = [["trial", (t) => t.number, called], ["state", (t) => t.state, (t) => t.state], ["value", (t) => t.value, (t) => t.value == null ? "–" : number(t.value)],
@@ -161,4 +163,4 @@ function draw() {
   card("all", "All trials", "Click a column to sort.", true, table);
 }
 
-draw();
+start(draw);
