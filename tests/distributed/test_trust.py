@@ -90,6 +90,12 @@ def test_a_loss_over_the_batch_is_exact_where_experts_are_cut(strategy: str) -> 
     assert found.max_rel_diff <= EXACT
 
 
+@pytest.mark.parametrize("mode", ["full", pytest.param("selective", marks=pytest.mark.slow)])
+def test_blocks_that_are_mixtures_are_counted_where_they_are_computed_again(mode: str) -> None:
+    found = verify(f"{JOBS.with_name('moe.py')}:in_block", parse(f"ep(2) * recompute('{mode}')"), steps=3)
+    assert found.passed, (found.worst, found.max_rel_diff, found.ledger_differences)
+
+
 @pytest.mark.parametrize(
     ("job", "strategy", "parts", "why"),
     [

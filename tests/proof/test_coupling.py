@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from dataclasses import replace
 from functools import partial
@@ -318,6 +319,29 @@ def test_state_of_private_attributes_and_frozen_parameters_counts() -> None:
             return x
 
     assert couples_samples(coupled.make(Held)).state == ("_seen", "frozen")
+
+
+class Copied(coupled.Plain):
+    """A teacher that starts as its student and follows it, from some call on."""
+
+    def __init__(self, after: int = 0) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.head).requires_grad_(False)
+        self.after, self.calls = after, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.training and self.calls > self.after:
+            with torch.no_grad():
+                for mine, other in zip(self.teacher.parameters(), self.head.parameters(), strict=True):
+                    mine.lerp_(other, 0.1)
+        h = self.features(x)
+        return self.head(h) - self.teacher(h).detach()
+
+
+@pytest.mark.parametrize("after", [0, 10])
+def test_a_teacher_that_starts_as_a_copy_of_its_student_is_state_that_micro_batches_move(after: int) -> None:
+    assert couples_samples(coupled.make(partial(Copied, after))).state == ("calls", "teacher.bias", "teacher.weight")
 
 
 def test_a_backward_that_is_not_linear_is_named_with_its_parameter() -> None:

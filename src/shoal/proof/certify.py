@@ -210,7 +210,8 @@ def _certificate(
             f"another order of sums, and {MARGIN:g} times that is more than the widest tolerance, {WIDEST:.0e}; try "
             "fewer steps"
         )
-    notes += _about_buffers(where if not largest <= tolerance else "", declared, examined["undeclared"])
+    wrong = where if not largest <= tolerance else ""
+    notes += [*_about_buffers(wrong, declared, examined["undeclared"]), *_about_frozen(wrong, examined["frozen"])]
     if not all(map(math.isfinite, serial["losses"])):
         notes.append("the loss of the serial run itself is not a finite number, so there is nothing to compare with")
     if not ranks[0]["ledger_compared"]:
@@ -238,7 +239,7 @@ def _about_buffers(wrong: str, declared: Mapping[str, str], suspects: Sequence[s
         "compared; what the model reads from it may differ from one process"
         for name, mode in sorted(declared.items())
     ]
-    if wrong and suspects:
+    if wrong and suspects and not wrong.startswith(FROZEN):
         name = next((name for name in suspects if wrong == f"buffer {name}"), suspects[0])
         notes.append(
             f"each forward changes the buffer {name} by the samples that it sees; declare what replicas do with it: "
@@ -248,6 +249,19 @@ def _about_buffers(wrong: str, declared: Mapping[str, str], suspects: Sequence[s
     return notes
 
 
+def _about_frozen(wrong: str, suspects: Sequence[str]) -> list[str]:
+    """Where a proof fails: what a forward writes to that replicas can neither average nor sum."""
+    if not wrong or not suspects:
+        return []
+    name = next((name for name in suspects if wrong == f"{FROZEN}{name}"), suspects[0])
+    return [
+        f"each forward changes {name}, a parameter that does not learn, by the samples that it sees, so each replica "
+        f"keeps its own: make it a buffer (register_buffer) and declare Job(buffers={{{name!r}: 'average'}}), or 'sum' "
+        "(counts)"
+    ]
+
+
+FROZEN = "frozen parameter "
 _MODES = {"broadcast": "all replicas take the first one's", "local": "each replica keeps its own"}
 
 

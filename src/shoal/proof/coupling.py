@@ -30,6 +30,7 @@ from shoal.proof.counters import LATER, counters, numbers, set_counter
 from shoal.proof.coupling_cause import EIGHTH, Kind, cause, not_linear
 from shoal.proof.data_reads import same_values
 from shoal.proof.fixed_norms import FixedStatistics, prepared
+from shoal.proof.gate_model import perturb
 from shoal.proof.sample_pass import TOLERANCE, SamplePass, detached, difference, outputs_differ, sum_of
 from shoal.proof.undropped import Undropped, drawing_alike
 from shoal.runtime.draws import serial_randomness
@@ -251,12 +252,13 @@ class _Trial:
         with self.outside.kept(), KeepFloat64(), Undropped(), FixedStatistics():
             self.job.run_model(model, self._read(indices))
         names = counters(before, numbers(model))
-        start = self.start
+        start, state = self.start, set(found.state)
         for value in LATER if names else ():
             self.indices, self.start = indices, copied(start)
             for name in names:
                 set_counter(self.start, name, value)
             try:
+                state |= set(self._state())
                 batch = self._read(indices)
                 full = self._pass(batch)
                 there = self._split(full, batch, found.state, 2 if len(indices) > 3 else 1)
@@ -266,7 +268,7 @@ class _Trial:
                 self.start = start
             if not there.independent:
                 return replace(there, reason=f"{there.reason} (found where {names[0]} is {value})")
-        return found
+        return replace(found, state=tuple(sorted(state)))
 
     def _split(self, full: SamplePass, batch: Batch, state: tuple[str, ...], first: int) -> Coupling:
         self.first = first
@@ -336,8 +338,12 @@ class _Trial:
         return SamplePass(float(loss.detach()), float(count), gradients, detached(output))
 
     def _state(self) -> tuple[str, ...]:
-        """What one forward changes in the model, batch norm's statistics aside."""
+        """What one forward changes in the model, batch norm's statistics aside, once its parameters have learned."""
         model = copied(self.start)
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                if param.requires_grad and param.numel():
+                    perturb(name, param)  # A teacher that starts as its student would not move.
         params = {name: param.detach().clone() for name, param in model.named_parameters()}
         before = HeldNow(module for module in model.modules() if not isinstance(module, _BatchNorm))
         with self.outside.kept(), KeepFloat64(), Undropped(), FixedStatistics() as norms:

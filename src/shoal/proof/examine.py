@@ -45,13 +45,16 @@ def examined(options: ProofOptions) -> dict[str, Any]:
     if compiled := compiled_parts(build_without_memory(job)):
         notes.append(f"the model is compiled ({compiled}: torch.compile); both runs executed it uncompiled")
     reversible = found.independent and not found.ordered
+    following = follow_samples(job, found.state) if strategy.replicas > 1 else []
+    frozen = {name for name, _ in build_without_memory(job).named_parameters()}
     return {
         "job": job.name, "seed": job.seed, "exact": exact, "steps": _enough(options.num_steps, strategy),
         # Where samples may depend on each other, their order may mean something.
         "reverse": bool(reversible and not found.state and job.loss_over == "samples"),
         "contract": asdict(contract(strategy, replace(facts, forward_state=tuple(found.state)))), "notes": notes,
         "by_timing": by_timing(strategy),
-        "undeclared": follow_samples(job, found.state) if strategy.replicas > 1 and job.buffers is None else [],
+        "undeclared": [name for name in following if name not in frozen and job.buffers is None],
+        "frozen": [name for name in following if name in frozen],
     }  # fmt: skip
 
 

@@ -106,14 +106,16 @@ def require_state_averaged(job: Job, strategy: Strategy) -> None:
 
 
 def follow_samples(job: Job, names: Iterable[str]) -> list[str]:
-    """Of the buffers that a forward changes, those that end otherwise where it sees other samples: not a count of
-    calls, nor a mean of parameters."""
+    """Of the buffers and frozen parameters that a forward changes, those that end otherwise where it sees other samples,
+    or fewer: not a count of calls, nor a mean of parameters."""
     order, ends = job.order(), []
-    for at in (0, order.next(0)):
+    for at, fewer in ((0, 0), (order.next(0), 2)):
         with torch.random.fork_rng(devices=[]), Outside(job).kept():
             model = _built(job)
-            _loss(job, model, job.train.batch(order.indices(at)[:SAMPLES]))
-            ends.append(dict(model.named_buffers()))
+            indices = order.indices(at)[:SAMPLES]
+            _loss(job, model, job.train.batch(indices[: max(2, len(indices) - fewer)]))
+            frozen = {name: param for name, param in model.named_parameters() if not param.requires_grad}
+            ends.append({**dict(model.named_buffers()), **frozen})
     return [name for name in names if name in ends[0] and not same_values(*(end.get(name) for end in ends))]
 
 
