@@ -78,6 +78,40 @@ class Following(coupled.Plain):
         return super().forward(x) + self.teacher(x)
 
 
+class Averaging(coupled.Plain):
+    """A buffer that is not saved starts as a copy of a weight and follows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", self.head.weight.detach().clone(), persistent=False)
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            self.average.lerp_(self.head.weight, 0.1)
+        return super().forward(x) + nn.functional.linear(x, self.average)
+
+
+class Keeping(coupled.Plain):
+    """What the first forward makes of a weight is kept."""
+
+    made: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Any:
+        if self.made is None:
+            self.made = self.weight()
+        return super().forward(x) + nn.functional.linear(x, self.made)
+
+    def weight(self) -> Tensor:
+        return self.head.weight.detach().clone()
+
+
+class KeepingTable(Keeping):
+    """It is made of no weight."""
+
+    def weight(self) -> Tensor:
+        return torch.linspace(-1, 1, coupled.WIDTH**2).view(coupled.WIDTH, coupled.WIDTH)
+
+
 class CountingLoss:
     def __init__(self) -> None:
         self.calls = 0
@@ -117,6 +151,8 @@ STATEFUL: dict[str, Callable[[], Job]] = {
     "class": lambda: coupled.make(CountingOnClass),
     "buffer that is not saved": lambda: coupled.make(lambda: Buffered(persistent=False)),
     "late": lambda: coupled.make(lambda: Buffered(persistent=False, late=50)),
+    "copy that is not saved": lambda: coupled.make(Averaging),
+    "kept": lambda: coupled.make(Keeping),
     "loss": lambda: coupled.make(coupled.Plain, loss=CountingLoss()),
     "loss module": lambda: coupled.make(coupled.Plain, loss=WeighingLoss()),
     "closure": lambda: coupled.make(coupled.Plain, loss=counting_closure()),
@@ -162,12 +198,13 @@ def test_a_parameter_that_the_first_forward_makes_is_not_made_by_what_is_tried_b
 
 @pytest.mark.parametrize("name", sorted(STATEFUL))
 def test_what_a_checkpoint_would_lose_is_refused_by_name(name: str) -> None:
-    named = {"attribute": "calls", "buffer that is not saved": "calls", "late": "calls"}
+    named = {"attribute": "calls", "buffer that is not saved": "calls", "late": "calls", "kept": "made"}
+    named["copy that is not saved"] = "average"
     with pytest.raises(JobError, match=f"a forward changes .*{named.get(name, 'the loss, a closure or a global')}"):
         require_resumable(STATEFUL[name]())
 
 
-@pytest.mark.parametrize("model", [coupled.Plain, Buffered, Remembering, Following])
+@pytest.mark.parametrize("model", [coupled.Plain, Buffered, Remembering, Following, KeepingTable])
 def test_what_a_checkpoint_holds_or_nothing_reads_is_no_reason(model: Callable[[], nn.Module]) -> None:
     require_resumable(coupled.make(model))
 

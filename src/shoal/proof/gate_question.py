@@ -81,8 +81,8 @@ def _fits(strategy: Strategy, model: nn.Module) -> tuple[bool, str]:
     elements = sum(param.numel() for param in model.parameters())
     needed = 8 * elements * (COPIES * max(1, strategy.data_parallel) + COPIES + 2)
     free = psutil.virtual_memory().available
-    why = f"in float64 it would need {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free" if needed > free / 2 else ""
-    return 8 * elements * COPIES <= free / 2, why
+    why = f"in float64 it would need {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+    return 8 * elements * COPIES <= free / 2, why if needed > free / 2 else ""
 
 
 def require_independent(job: Job, strategy: Strategy, facts: ModelFacts) -> list[dict[str, Any]]:
