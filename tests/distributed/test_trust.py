@@ -120,6 +120,10 @@ def test_a_certificate_says_what_was_compared_how_and_what_it_does_not_cover() -
     assert 0 < max(found.conditioning.values()) < 1e-12
     assert "steps and samples beyond these" in found.not_covered
     assert found.ledger_verdict == "calls, messages and bytes of every collective equal their prediction"
+    printed = " ".join(str(found).split())
+    assert "compared with one process, plain PyTorch, float64, each global batch at once, 3 steps, seed 0" in printed
+    for part in ("compared 78 elements of parameters", "the serial run moves by", "tolerance", "not covered"):
+        assert part in printed, printed
 
 
 def test_a_certificate_says_what_was_not_compared() -> None:

@@ -100,6 +100,19 @@ class Certificate(PrintedTable):
         return f"under another order of sums; the tolerance is {EXACT:.0e}, or {MARGIN:g} times that if it is more"
 
     @property
+    def compared_text(self) -> str:
+        """What was compared, in words."""
+        return ", ".join(f"{count:,} {_kind(kind)}" for kind, count in self.compared.items())
+
+    @property
+    def conditioning_text(self) -> str:
+        """How far the serial run moves, and the rule for the tolerance; empty where that was not measured."""
+        if not self.conditioning:
+            return ""
+        kind, moved = max(self.conditioning.items(), key=lambda row: row[1])
+        return f"the serial run moves by {moved:.1e} ({_kind(kind)}) {self.tolerance_rule}"
+
+    @property
     def verdict(self) -> str:
         return "PASSED" if self.passed else "FAILED" if self.provable else "CANNOT BE PROVEN"
 
@@ -111,11 +124,18 @@ class Certificate(PrintedTable):
             ["contract", self.contract],
             ["largest difference", f"{self.max_rel_diff:.2g} (tolerance {self.tolerance:.2g}), in {self.worst}"],
             ["ledger", self.ledger_verdict],
-            ["steps", str(self.steps)],
+            ["compared", self.compared_text],
+            ["compared with", f"{self.serial}, {self.steps} steps, seed {self.seed}"],
+            *([["conditioning", self.conditioning_text]] if self.conditioning else []),
             *([["not covered", self.not_covered]] if self.not_covered else []),
             *([["note", note] for note in self.notes]),
         ]
         return f"{self.verdict}: {self.job} under {self.strategy} on {self.world} ranks", ["", ""], rows
+
+
+def _kind(kind: str) -> str:
+    names = {"parameter": "elements of parameters", "buffer": "elements of buffers", "loss": "losses"}
+    return names.get(kind, f"elements of {kind}")
 
 
 def verify(
