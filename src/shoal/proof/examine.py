@@ -9,6 +9,7 @@ from typing import Any
 from shoal.job.facts import build_without_memory
 from shoal.layout.layout import facts_of, layout_of
 from shoal.proof.coupling import SamplesCoupled, couples_samples, refusal
+from shoal.proof.later_layout import require_same_layout_later
 from shoal.proof.options import ProofOptions
 from shoal.proof.resumable import follow_samples, require_state_averaged, require_state_in_pieces
 from shoal.proof.runs import by_timing, unflushed_ranks
@@ -36,6 +37,7 @@ def examined(options: ProofOptions) -> dict[str, Any]:
     require_legal(strategy, facts=facts)
     require_state_in_pieces(job, strategy, layout.chain)
     require_state_averaged(job, strategy)
+    require_same_layout_later(job, strategy)
     # Islands that step by themselves are simulated in one process, and the simulation is compared to the last digit.
     exact = contract(_synchronous(strategy), facts).kind == "exact"
     found = couples_samples(job, strategy=strategy)

@@ -16,6 +16,7 @@ from shoal.proof.data_reads import reads_differ
 from shoal.proof.fingerprint import fingerprint
 from shoal.proof.gate import exact_twin
 from shoal.proof.gate_serial import STEPS
+from shoal.proof.later_layout import require_same_layout_later
 from shoal.proof.optimizer_trials import updates_compare
 from shoal.proof.proven import is_proven, remember, said
 from shoal.runtime.compiled import require_uncompiled, running_eagerly
@@ -97,9 +98,11 @@ def require_independent(job: Job, strategy: Strategy, facts: ModelFacts) -> list
     Raises:
         SamplesCoupled: The loss is a mean, the count is wrong or learns, a backward is not linear, samples are coupled,
             or depend on padding.
+        JobError: The layout would be another one at a later count.
     """
     splits = splits_batches(strategy)
     with running_eagerly():
+        require_same_layout_later(job, strategy)
         found = couples_samples(job, within_s=MORE_SAMPLES_S, strategy=strategy)
     if found.kind in ("unchecked", "random"):
         return [{"event": "warning", "text": found.reason}] if splits else []
