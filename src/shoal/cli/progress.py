@@ -55,6 +55,7 @@ _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "checkpoint": lambda m: f"checkpoint {m['path']}",
     "lost": lambda m: f"warning: {m['text']}",
     "restored": lambda m: f"warning: {m['text']}",
+    "joined": lambda m: m["text"],
     "note": lambda m: m["text"],
     "warning": lambda m: f"warning: {m['text']}",
     "stopping": lambda m: "stopping after this step and writing a checkpoint (Ctrl-C again to end at once)",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.launch.forkserver import server_for
 from shoal.launch.rendezvous import private_directory
+from shoal.launch.sessions import COMING, SESSIONS_FOLDER
 from shoal.launch.supervise import LOST, LOST_FOLDER, OnMessage, Supervision
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ def run_ranks(
     threads_per_rank: int | None = None,
     environment: Mapping[str, str] | None = None,
     islands: Sequence[Sequence[int]] = (),
+    rejoin: bool = False,
+    coming: int = 0,
 ) -> list[Any]:
     """Calls `target(arguments, channel)` on each rank; its results by rank.
 
@@ -47,6 +50,8 @@ def run_ranks(
     messages and results are JSON values. `threads_per_rank` is OMP_NUM_THREADS if that is set, else 1. Ctrl-C asks the
     ranks to stop (`channel.stop_requested`) and waits for them; a second one kills them. Of several `islands` any but
     the first may be killed once all ranks allow it (`channel.allow_loss`): the results of its ranks are None then.
+    With `rejoin` ranks that were lost are started again; `coming`: ranks after the others that are started as well, to
+    be taken up while the rest work (`sessions.py`).
     Raises RankFailed, or RankHung where no rank moved for `hang_after_s`.
     """
     if ranks < 1:
@@ -55,6 +60,9 @@ def run_ranks(
     variables = _environment(threads_per_rank, environment)
     with private_directory() as directory:
         more = {LOST_FOLDER: str(directory / LOST)} if len(islands) > 1 else {}
+        sessions = directory / "sessions" if len(islands) > 1 and (rejoin or coming) else None
+        if sessions is not None:
+            more[SESSIONS_FOLDER] = str(sessions)
         for path in more.values():
             os.mkdir(path)
         orders = [
@@ -70,9 +78,12 @@ def run_ranks(
                 "directory": os.getcwd(),
                 "environment": _rank_environment(variables, rank, ranks, directory, hang_after_s) | more,
             }
-            for rank in range(ranks)
+            for rank in range(ranks + coming)
         ]
-        return Supervision(orders, on_message or _ignore, str(directory), server_for(variables), islands).run()
+        return Supervision(
+            orders, on_message or _ignore, str(directory), server_for(variables), islands, sessions,
+            range(ranks, ranks + coming),
+        ).run()  # fmt: skip
 
 
 def name_of(target: Target) -> str:
@@ -101,10 +112,14 @@ def _environment(threads: int | None, environment: Mapping[str, str] | None) -> 
     return variables
 
 
+LEFT_OUT = ("TORCHELASTIC_", "MASTER_", LOST_FOLDER, SESSIONS_FOLDER, COMING)
+"""What of this process's environment its ranks do not get: it may be a rank itself."""
+
+
 def _rank_environment(
     variables: dict[str, str], rank: int, world: int, directory: Path, hang_after_s: float
 ) -> dict[str, str]:
-    own = {k: v for k, v in variables.items() if not k.startswith(("TORCHELASTIC_", "MASTER_", LOST_FOLDER))}
+    own = {k: v for k, v in variables.items() if not k.startswith(LEFT_OUT)}
     own |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(world),
