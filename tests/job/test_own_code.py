@@ -83,3 +83,19 @@ def test_a_model_that_cannot_be_built_or_called_is_described_in_a_sentence(capfd
     with pytest.raises(CannotTrace, match="a forward on samples of its data raised RuntimeError: mat1"):
         trace(job(model=lambda: nn.Linear(7, 1)))
     assert "Traceback" not in capfd.readouterr().err
+
+
+class Differentiating(nn.Module):
+    """The derivative of a network by its input, sample by sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(torch.func.grad(lambda row: torch.tanh(self.inner(row)).sum()))(x).sum(1, keepdim=True)
+
+
+def test_modules_called_inside_torch_func_are_named_and_the_job_is_not_blamed() -> None:
+    with pytest.raises(CannotTrace, match="the model calls its modules inside torch.func .* tp, cp, pp and ep cannot"):
+        trace(job(model=Differentiating))
