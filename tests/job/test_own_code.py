@@ -97,5 +97,5 @@ class Differentiating(nn.Module):
 
 
 def test_modules_called_inside_torch_func_are_named_and_the_job_is_not_blamed() -> None:
-    with pytest.raises(CannotTrace, match="the model calls its modules inside torch.func .* tp, cp, pp and ep cannot"):
+    with pytest.raises(CannotTrace, match=r"the model calls its modules inside torch.func .* tp, cp, pp and ep cannot"):
         trace(job(model=Differentiating))

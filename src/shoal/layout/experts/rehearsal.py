@@ -44,12 +44,15 @@ def rehearsing(module: nn.Module, *, but: Collection[nn.Module] = ()) -> Iterato
 
 class ParametersKept(TorchDispatchMode):
     """Inside, parameters that a forward writes to (a teacher that follows its student, weights that are clipped) are
-    copied before the first write; at the end their values are restored, and new parameters are removed."""
+    copied before the first write; at the end their values are restored, and new parameters are removed. So is what a
+    forward switches: which parameters learn, which modules are in training."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._registered = [(module._parameters, dict(module._parameters)) for module in model.modules()]
         self._held = [(param, param.data) for param in model.parameters()]
+        self._learning = [(param, param.requires_grad) for param in model.parameters()]
+        self._training = [(module, module.training) for module in model.modules()]
         self._storages = {data.untyped_storage()._cdata: data for _, data in self._held}
         self._copies: dict[int, torch.Tensor] = {}
 
@@ -74,6 +77,11 @@ class ParametersKept(TorchDispatchMode):
         for param, data in self._held:
             if param.data_ptr() != data.data_ptr():
                 param.data = data
+        for module, training in self._training:
+            module.training = training
+        for param, learns in self._learning:
+            if param.requires_grad != learns:
+                param.requires_grad_(learns)
         with torch.no_grad():
             for key, copy in self._copies.items():
                 self._storages[key].copy_(copy)
