@@ -321,6 +321,27 @@ def test_state_of_private_attributes_and_frozen_parameters_counts() -> None:
     assert couples_samples(coupled.make(Held)).state == ("_seen", "frozen")
 
 
+class Ghosts(coupled.Plain):
+    """Batch norm of four samples at a time, or of all."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.norm = size, nn.BatchNorm1d(coupled.WIDTH)
+
+    def mix(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.norm(part) for part in x.split(self.size)])
+
+
+def test_batch_norm_of_groups_of_samples_is_named_where_replicas_would_share_it() -> None:
+    job = coupled.make(partial(Ghosts, 4))
+    reason = couples_samples(job, strategy=parse("dp(2)")).reason
+    assert "the batch norm norm normalises groups of samples that do not grow with the batch" in reason
+    assert refusal(couples_samples(job, strategy=parse("dp(2)")), parse("dp(2)"))
+    for other, strategy in ((job, "accumulate(2)"), (replace(job, batch_norm="local"), "dp(2)")):
+        assert couples_samples(other, strategy=parse(strategy)).kind == "none"
+    assert couples_samples(coupled.make(partial(Ghosts, 100)), strategy=parse("dp(2)")).kind == "none"
+
+
 class Copied(coupled.Plain):
     """A teacher that starts as its student and follows it, from some call on."""
 
