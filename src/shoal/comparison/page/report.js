@@ -67,7 +67,7 @@ const COLUMNS = [
   ["tokens_per_s", "counted/s", (r) => number(r.tokens_per_s)], ["epoch_s", "epoch", (r) => time(r.epoch_s)], ["speedup_own", "speed-up, own", (r) => r.speedup_own == null ? "–" : `${r.speedup_own.toFixed(2)}×`], ["speedup_best", "speed-up, best", (r) => r.speedup_best == null ? "–" : `${r.speedup_best.toFixed(2)}×`],
   ["efficiency", "efficiency", (r) => percent(r.efficiency)], ["utilisation", "of peak", (r) => percent(r.utilisation)],
   ["memory_bytes", "peak memory", (r) => bytes(r.memory_bytes)], ["held_bytes", "held tensors", (r) => bytes(r.held_bytes)],
-  ["sent_bytes", "sent/step", (r) => bytes(r.sent_bytes)], ["sent_messages", "messages", (r) => number(r.sent_messages)], ["compression", "compression", (r) => r.compression == null ? "–" : `${r.compression.toPrecision(3)}×`],
+  ["sent_bytes", "sent/step", (r) => bytes(r.sent_bytes)], ["sent_messages", "messages", (r) => number(r.sent_messages)], ["wire_s", "on the wire", (r) => time(r.wire_s)], ["compression", "compression", (r) => r.compression == null ? "–" : `${r.compression.toPrecision(3)}×`],
   ["imbalance", "imbalance", (r) => r.imbalance == null ? "–" : r.imbalance.toFixed(2)], ["staleness_mean", "staleness", (r) => r.staleness_mean == null ? "–" : `${number(r.staleness_mean)}, ≤ ${r.staleness_max}`], ["divergence", "divergence", (r) => number(r.divergence)],
   ["seeds", "seeds", (r) => r.seeds],
 ];
