@@ -97,8 +97,8 @@ def imbalance(runs: Sequence[Sequence[Mapping[str, Any]]]) -> float | None:
 
 
 def wire_s(ledger: Ledger, links: Sequence[Mapping[str, float] | None]) -> float | None:
-    """Seconds of a step in which something is on the wire, hidden or not: what was sent, at the speed that the links had
-    just before each run. What of it is exposed is in the split."""
+    """Seconds of a step in which something is on the wire, hidden or not: what was sent, at the speed that the links
+    had just before each run. What of it is exposed is in the split."""
     known = [link for link in links if link]
     if not known or not ledger.bytes:
         return None
