@@ -136,7 +136,7 @@ function draw() {
     main.append(node);
     const cell = (text, kind = "") => el("td", {class: kind}, text);
     const head = ["strategy", "framework", "ranks", "throughput", "memory", `${j.metric}, both`, "held back by"];
-    node.append(el("div", {class: "scroll"}, el("table", {}, el("thead", {}, el("tr", {}, ...head.map((h, n) => el("th", {class: n < 2 || n === 6 ? "left" : null}, h)))), el("tbody", {}, ...j.beside.map((b) => el("tr", {}, cell(el("code", {}, b.name), "left"), cell(el("code", {}, b.peer), "left"), cell(b.ranks), cell(`${b.speed.toFixed(2)} ± ${b.speed_spread.toFixed(2)}`, b.speed + b.speed_spread < 1 ? "worse" : b.speed >= 1 ? "fair" : ""), cell(b.memory.toFixed(2), b.memory > 1.05 ? "worse" : "fair"), cell(`${number(b.own_final)}, ${number(b.peer_final)}`), el("td", {class: "left long"}, b.why || "")))))));
+    node.append(el("div", {class: "scroll"}, el("table", {}, el("thead", {}, el("tr", {}, ...head.map((h, n) => el("th", {class: n < 2 || n === 6 ? "left" : null}, h)))), el("tbody", {}, ...j.beside.map((b) => el("tr", {}, cell(el("code", {}, b.name), "left"), cell(el("code", {}, b.peer), "left"), cell(b.ranks), cell(b.speed.toFixed(2) + (b.speed_spread ? ` ± ${b.speed_spread.toFixed(2)}` : ""), b.speed + b.speed_spread < 1 ? "worse" : b.speed >= 1 ? "fair" : ""), cell(b.memory.toFixed(2), b.memory > 1.05 ? "worse" : "fair"), cell(`${number(b.own_final)}, ${number(b.peer_final)}`), el("td", {class: "left long"}, b.why || "")))))));
   }
   if (j.survey) survey(main, j.survey);
   card("loss", "Training loss", "By step, first seed.", false, (node) => curves(node, 300, rows, (row) => row.losses.map((line) => line.filter((p) => p[1] != null)), {xName: "step", yName: "loss"}));
