@@ -107,3 +107,31 @@ def wire_s(ledger: Ledger, links: Sequence[Mapping[str, float] | None]) -> float
 
 
 def compression(strategy: Strategy | None, sent_bytes: float | None, parameters: int) -> float | None:
+    """How many times as much dense float32 gradients would be, where they are compressed."""
+    if strategy is None or not sent_bytes:
+        return None
+    level = next((each for each in strategy.dp_levels if not isinstance(each.compress, none)), None)
+    if level is None or strategy.world != level.n:
+        return None
+    return 2 * (level.n - 1) / level.n * 4 * parameters / sent_bytes
+
+
+def consistency(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Updates between a gradient's parameters and its use; how far apart replicas were."""
+    means, most, spreads = [], [], []
+    for each in summaries:
+        known = each.get("consistency") or {}
+        if known.get("staleness"):
+            means.append(known["staleness"]["mean"])
+            most.append(known["staleness"]["max"])
+        if known.get("widest_spread") is not None:
+            spreads.append(known["widest_spread"])
+        stages = each.get("staleness") or ()
+        seen = [(int(late), times) for stage in stages for late, times in stage.items()]
+        if seen:
+            means.append(sum(late * times for late, times in seen) / sum(times for _, times in seen))
+            most.append(max(late for late, _ in seen))
+    return {
+        "staleness_mean": statistics.fmean(means) if means else None, "staleness_max": max(most, default=None),
+        "divergence": max(spreads, default=None),
+    }  # fmt: skip
