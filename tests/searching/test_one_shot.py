@@ -33,8 +33,8 @@ def two_matrices(samples: int = 12) -> Job:
     data = TensorData(x=x, y=torch.randn(samples, 2, generator=draw, dtype=torch.float64))
     choices = {"a": lambda: nn.Linear(3, 2, bias=False).double(), "b": lambda: nn.Linear(3, 2, bias=False).double()}
     return Job(
-        name="two", model=lambda: MixedChoice("layer", choices), train=data, validation=data, loss=squared, global_batch=4,
-        steps=10, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1),
+        name="two", model=lambda: MixedChoice("layer", choices), train=data, validation=data, loss=squared,
+        global_batch=4, steps=10, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1),
     )  # fmt: skip
 
 

@@ -72,7 +72,8 @@ def place_of(name: str, strategy: Strategy) -> PredictedDevice:
                     f"--cluster this: the strategy has {strategy.world} ranks, and {here.ranks} were calibrated; run "
                     f"`shoal calibrate --ranks {strategy.world}` first"
                 )
-            return PredictedDevice(machine=here, device_bytes=here.memory_bytes / here.ranks, words="this machine, as calibrated")
+            each = here.memory_bytes / here.ranks
+            return PredictedDevice(machine=here, device_bytes=each, words="this machine, as calibrated")
         found = _cluster(name)
     except BadCluster as error:
         raise CannotSearch(f"--cluster {name}: {error}") from None
