@@ -193,5 +193,5 @@ def test_a_part_that_is_freed_later_than_optimizers_are_made_ends_the_run_by_nam
     strategy: str, tmp_path: Path
 ) -> None:
     # The gate's second step finds it where there is a gate.
-    with pytest.raises((RankFailed, CannotTrain), match=r"the parameter first\.weight requires a gradient now; it did not when the"):
+    with pytest.raises((RankFailed, CannotTrain), match=r"the parameter first\.weight requires a gradient now"):
         train_job(write(tmp_path, MODEL="Thawing"), strategy, folder=tmp_path / "run")
