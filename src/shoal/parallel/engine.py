@@ -96,7 +96,8 @@ class Engine:
 
     def __post_init__(self) -> None:
         self._sums = self._sums.to(self.device)
-        self._frozen = [(name, param) for name, param in self.model.named_parameters() if not param.requires_grad]
+        held = ((name, param) for name, param in self.model.named_parameters() if name not in self.absent)
+        self._frozen = [(name, param) for name, param in held if not param.requires_grad]
         draws = self.update_draws
         if draws is not None:
             self.owner.around_step = lambda: draws.update(drawn_slices(self))
