@@ -49,6 +49,26 @@ def run_ranks(
     the first may be killed once all ranks allow it (`channel.allow_loss`): the results of its ranks are None then.
     Raises RankFailed, or RankHung where no rank moved for `hang_after_s`.
     """
+    return run_worlds(
+        target, [arguments], ranks=ranks, on_message=on_message, hang_after_s=hang_after_s,
+        threads_per_rank=threads_per_rank, environment=environment, islands=islands,
+    )[0]  # fmt: skip
+
+
+def run_worlds(
+    target: Target | str,
+    arguments: Sequence[dict[str, Any]],
+    *,
+    ranks: int,
+    on_message: OnMessage | None = None,
+    hang_after_s: float = 300.0,
+    threads_per_rank: int | None = None,
+    environment: Mapping[str, str] | None = None,
+    islands: Sequence[Sequence[int]] = (),
+) -> list[list[Any]]:
+    """As `run_ranks`, for several worlds of `ranks` ranks at a time that know nothing of each other: one for each of
+    the `arguments`. Each has ranks from 0 on, and a meeting point of its own. Messages and failures count the ranks of
+    all worlds together: rank r is rank r % ranks of world r // ranks. The first failure ends all of them."""
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}: expected at least 1")
     name = target if isinstance(target, str) else name_of(target)
@@ -60,7 +80,7 @@ def run_ranks(
         orders = [
             {
                 "target": name,
-                "arguments": arguments,
+                "arguments": given,
                 "rank": rank,
                 "world": ranks,
                 "hang_after_s": hang_after_s,
@@ -68,11 +88,16 @@ def run_ranks(
                 "sys_path": [path or os.getcwd() for path in sys.path],
                 "argv": sys.argv,
                 "directory": os.getcwd(),
-                "environment": _rank_environment(variables, rank, ranks, directory, hang_after_s) | more,
+                "environment": _rank_environment(
+                    variables, rank, ranks, directory / (f"store-{world}" if world else "store"), hang_after_s,
+                    before=world * ranks,
+                ) | more,
             }
+            for world, given in enumerate(arguments)
             for rank in range(ranks)
-        ]
-        return Supervision(orders, on_message or _ignore, str(directory), server_for(variables), islands).run()
+        ]  # fmt: skip
+        found = Supervision(orders, on_message or _ignore, str(directory), server_for(variables), islands).run()
+    return [found[start : start + ranks] for start in range(0, len(found), ranks)]
 
 
 def name_of(target: Target) -> str:
@@ -102,13 +127,14 @@ def _environment(threads: int | None, environment: Mapping[str, str] | None) -> 
 
 
 def _rank_environment(
-    variables: dict[str, str], rank: int, world: int, directory: Path, hang_after_s: float
+    variables: dict[str, str], rank: int, world: int, store: Path, hang_after_s: float, *, before: int
 ) -> dict[str, str]:
+    """`before`: ranks of other worlds that come first on this host, and take its first devices."""
     own = {k: v for k, v in variables.items() if not k.startswith(("TORCHELASTIC_", "MASTER_", LOST_FOLDER))}
     own |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(world),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": str(before + rank),
         "LOCAL_WORLD_SIZE": str(world),
     }
-    return own | {"SHOAL_RENDEZVOUS": str(directory / "store"), "SHOAL_HANG_AFTER_S": str(hang_after_s)}
+    return own | {"SHOAL_RENDEZVOUS": str(store), "SHOAL_HANG_AFTER_S": str(hang_after_s)}

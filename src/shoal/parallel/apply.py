@@ -117,7 +117,8 @@ def parallelize(
     _require_offloadable(engine, offloading)
     if (level := offloading.levels.get("activations")) is not None:
         kept = [bucket.buffer.values for bucket in owner.buckets]
-        engine.activations = OffloadedActivations(level, lambda: (*kept, *model.parameters(), *model.buffers()))
+        moved = OffloadedActivations(level, lambda: (*kept, *model.parameters(), *model.buffers()))
+        engine.activations, offloading.in_use["activations"] = moved, lambda: moved.on_way_bytes
     engine.outer = _outer(strategy, engine, seed)
     if (precision := strategy.term(amp)) is not None and precision.dtype == "fp16":
         if engine.optimizer.needs_closure:

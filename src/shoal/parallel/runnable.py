@@ -10,6 +10,7 @@ from shoal.strategy import (
     bsp,
     cp,
     dp,
+    ensemble,
     ep,
     none,
     offload,
@@ -20,6 +21,7 @@ from shoal.strategy import (
     tp,
 )
 from shoal.strategy.islands import is_loose
+from shoal.strategy.members import member_strategy
 from shoal.strategy.seats import seats_of
 from shoal.strategy.terms.sync import Served, hogwild
 
@@ -30,6 +32,8 @@ class NotRunnable(ValueError):
 
 def cannot_run(strategy: Strategy) -> str | None:
     """Why the engine cannot run a strategy, as a sentence; None if it can."""
+    if strategy.term(ensemble) is not None:
+        return cannot_run(member_strategy(strategy))  # A member is a run of its own.
     for term in strategy.terms:
         if isinstance(term, dp):
             if isinstance(term.sync, bsp) and term.sync.backup and not isinstance(term.via, ps):
@@ -47,7 +51,8 @@ def cannot_run(strategy: Strategy) -> str | None:
         elif not isinstance(term, (recompute, accumulate, pp, tp, cp, ep)):
             return (
                 f"{term} cannot be trained yet: {type(term).__name__} parses and explains, but has no runtime so far. "
-                "What trains today: dp (zero=0..3, several levels), pp, tp, cp, ep, accumulate, recompute, amp, offload"
+                "What trains today: dp (zero=0..3, several levels), pp, tp, cp, ep, accumulate, recompute, amp, "
+                "offload, ensemble"
             )
     reason = _cannot_compress(strategy) or _cannot_be_loose(strategy)
     if reason is not None:
@@ -65,8 +70,8 @@ def _cannot_offload(strategy: Strategy, term: offload) -> str | None:
     """Why what a term names cannot wait below."""
     if term.what == "gradients":
         return (
-            f"{term}: gradients are reduced, clipped by the norm over all of them and used in one step, so none of them "
-            'waits; use offload("optimizer"), or zero=2, which shards them'
+            f"{term}: gradients are reduced, clipped by the norm over all of them and used in one step, so none of "
+            'them waits; use offload("optimizer"), or zero=2, which shards them'
         )
     if any(isinstance(other, pp) and other.schedule == "pipedream" for other in strategy.terms):
         return f"{term}: pipedream updates while micro-batches are under way, from several versions; use 1f1b"

@@ -50,6 +50,7 @@ from shoal.training.saving import Saving
 from shoal.training.speed import speed_of
 from shoal.training.step_split import StepSplit
 from shoal.training.tickets import advance, leave_servers, serve_rank
+from shoal.training.together import student_of
 
 
 def train(options: TrainOptions, channel: Any) -> dict[str, Any]:
@@ -57,6 +58,8 @@ def train(options: TrainOptions, channel: Any) -> dict[str, Any]:
     asked = options.backend
     me = join(backend=None if asked is None else registered(asked), emulate=options.emulate)
     job, strategy = job_from(options), parse("serial" if options.strategy is None else options.strategy)
+    if options.teachers is not None:
+        job = student_of(job, options.of_job, options.teachers.split(", "))
     if options.gate and not strategy.servers:
         # The ranks have no parent process that could have done it.
         with Outside(job).kept():
@@ -326,6 +329,8 @@ class TrainingRun:
             "folder": str(self.folder), **self.speed.summary(), **self.lost.report(),
             **staleness(self.ready.executor), **served,
         }  # fmt: skip
+        if offloading := self.engine.owner.offloading:
+            outcome["offload"] = offloading.report()
         outer = self.engine.outer
         islands = outer.tickets.report() if outer is not None and outer.tickets is not None else {}
         if measured := self.engine.consistency.summary() | islands:

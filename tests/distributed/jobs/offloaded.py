@@ -45,7 +45,7 @@ JOB = job_of()
 sgd = job_of(optimizer=lambda groups: torch.optim.SGD(groups, lr=0.05))
 momentum = job_of(optimizer=lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9))
 small = job_of(width=6, depth=4, batch=8)
-shallow = job_of(depth=1)
+shallow = job_of(depth=0)
 large_activations = job_of(batch=2048, depth=12)
 
 

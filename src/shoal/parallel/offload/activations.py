@@ -28,7 +28,7 @@ from shoal.parallel.runnable import NotRunnable
 
 LEAST = 1 << 15
 """Bytes from which a storage is moved."""
-SHARE = 16
+SHARE = 32
 """On its way is at most this part of what a forward saves."""
 FEWEST = 1 << 18
 """Bytes that may be on their way in any case."""
@@ -146,16 +146,16 @@ class OffloadedActivations:
         self._drain(0)
         if not self._tried and self.seen_bytes:
             self._tried = True
-            if self.most_bytes <= 2 * self._most_on_way // 2:
+            if self.most_bytes <= self.on_way_bytes:
                 raise NotRunnable(
-                    f'offload("activations"): nothing to gain: a rank keeps {self.seen_bytes:,} bytes of them in a step, '
-                    f"{self.most_bytes:,} of them in tensors of at least {LEAST:,} bytes, and {self._most_on_way:,} "
+                    f'offload("activations"): nothing to gain: a rank keeps {self.seen_bytes:,} bytes of them in a '
+                    f"step, {self.most_bytes:,} of them in tensors of at least {LEAST:,} bytes, and {self.on_way_bytes:,} "
                     "would stay in memory to move these; leave it out"
                 )
 
     def just_used(self, storage: torch.UntypedStorage) -> None:
         self._used.append(storage)
-        while len(self._used) > 1 and sum(each.nbytes() for each in self._used) > self._most_on_way // 2:
+        while len(self._used) > 1 and sum(each.nbytes() for each in self._used) > self.on_way_bytes // 2:
             self._used.popleft()
 
     def take(self, nbytes: int) -> Place:
@@ -170,7 +170,8 @@ class OffloadedActivations:
         return place
 
     @property
-    def _most_on_way(self) -> int:
+    def on_way_bytes(self) -> int:
+        """That may be on their way at a time."""
         return max(FEWEST, self._largest, self.most_bytes // SHARE)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
@@ -191,7 +192,7 @@ class OffloadedActivations:
             self._known[key] = StorageWeakRef(storage), ref(stored)
             self._way.append(stored)
             self._way_bytes += stored.nbytes
-            self._drain(self._most_on_way // 2)
+            self._drain(self.on_way_bytes // 2)
         return _Saved(stored, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def _drain(self, most: int) -> None:
@@ -219,7 +220,7 @@ class OffloadedActivations:
             if before is None:
                 continue
             ahead += before.nbytes
-            if ahead > max(self._most_on_way // 2, before.nbytes):
+            if ahead > max(self.on_way_bytes // 2, before.nbytes):
                 return
             before.expect()
 

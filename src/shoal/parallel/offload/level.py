@@ -129,7 +129,7 @@ class DiskLevel(Level):
                 self._file = os.open(self._folder, os.O_TMPFILE | os.O_RDWR, 0o600)
             except OSError as error:
                 if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT):
-                    raise NoRoomBelow(f"offload: {self._folder}: {os.strerror(error.errno or 0)}; set TMPDIR") from error
+                    raise NoRoomBelow(f"offload: {self._folder}: {error.strerror}; set TMPDIR") from error
                 import tempfile
 
                 self._file, path = tempfile.mkstemp(dir=self._folder)
@@ -144,7 +144,7 @@ class DiskLevel(Level):
         except OSError as error:
             raise NoRoomBelow(
                 f"offload: {nbytes / 1e6:,.0f} MB more do not fit on the disk of {self._folder}, where "
-                f"{start / 1e6:,.0f} MB are offloaded ({os.strerror(error.errno or 0)}); set TMPDIR to a folder with room"
+                f"{start / 1e6:,.0f} MB are offloaded ({error.strerror}); set TMPDIR to a folder with room"
             ) from error
         self._end, self.held_bytes = start + length, self.held_bytes + nbytes
         if not mapped:

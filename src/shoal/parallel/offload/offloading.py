@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,8 @@ class Offloading:
     """The kinds of state that one rank offloads, each with its level below."""
 
     levels: dict[str, Level] = field(default_factory=dict)
+    in_use: dict[str, Callable[[], int]] = field(default_factory=dict)
+    """Of each kind, the bytes that stay in memory to move the rest."""
     trial: _Trial | None = None
     """What the optimiser keeps, where its state is offloaded."""
 
@@ -47,7 +49,11 @@ class Offloading:
         if kept is not None:
             assert self.trial is not None
             self._require_gain(elements, part)
-        return OffloadedState(level, state=kept is not None, elements=part, places=dict(places))
+        found = OffloadedState(level, state=kept is not None, elements=part, places=dict(places))
+        blocks = self.in_use.get("blocks", int)
+        self.in_use["parameters"] = blocks if kept is not None else lambda: blocks() + found.working_bytes
+        self.in_use["optimizer"] = lambda: found.working_bytes
+        return found
 
     def _require_gain(self, elements: int, part: int) -> None:
         trial = self.trial
@@ -73,6 +79,7 @@ class Offloading:
             what: {
                 "to": level.name, "held_bytes": level.held_bytes, "read_bytes": level.read_bytes,
                 "written_bytes": level.written_bytes, "waited_s": level.waited_s,
+                "in_use_bytes": self.in_use.get(what, int)(),
             }
             for what, level in self.levels.items()
         }  # fmt: skip
@@ -103,8 +110,8 @@ def offloading_of(strategy: Strategy, device: torch.device, recipe: Any) -> Offl
         if not found.trial.in_parts:
             what = next(what for what in ("optimizer", "parameters") if what in found.levels)
             raise NotRunnable(
-                f'offload("{what}"): a step moves what it needs part by part, and {found.trial.name} steps otherwise on '
-                "one parameter after the other than on all together; use one that updates each parameter by itself, "
+                f'offload("{what}"): a step moves what it needs part by part, and {found.trial.name} steps otherwise '
+                "on one parameter after the other than on all together; use one that updates each parameter by itself, "
                 "such as AdamW"
             )
     return found
@@ -173,9 +180,10 @@ def tried(recipe: Any) -> _Trial:
     )  # fmt: skip
 
 
-def require_parameters_gain(shards: Sequence[tuple[StoredShard, bool]], root_bytes: int) -> None:
-    """Refuses to offload parameters where as much is in use at once as there is. `shards`: of all blocks, and whether
-    each is of the root, which stays through forward and backward."""
+def parameters_in_use(shards: Sequence[tuple[StoredShard, bool]]) -> int:
+    """Bytes of offloaded parameters that are in memory at a time; refuses to offload where that is as much as there is.
+    `shards`: of all blocks, and whether each is of the root, which stays through forward and backward."""
+    root_bytes = sum(shard.nbytes for shard, root in shards if root)
     total = sum(shard.nbytes for shard, _ in shards)
     blocks = sorted((shard.nbytes for shard, root in shards if not root), reverse=True)
     used = root_bytes + sum(blocks[:2])
@@ -184,3 +192,4 @@ def require_parameters_gain(shards: Sequence[tuple[StoredShard, bool]], root_byt
             f'offload("parameters"): nothing to gain: of {total:,} bytes of parameters {used:,} are in use at once '
             f"(the two largest blocks, and {root_bytes:,} outside of blocks); leave it out"
         )
+    return used

@@ -191,7 +191,7 @@ class OffloadedState:
             each.rest()
         found = dict(self._now(part, optimizer)) if self._state else {}
         inside = buffer is not None and found.keys() == part.state.keys() and all(
-            value is part.state[key].tensor and value.data_ptr() == _typed(buffer, part.state[key].offset, value).data_ptr()
+            value is part.state[key].tensor and value.data_ptr() == buffer.data_ptr() + part.state[key].offset
             for key, value in found.items()
         )  # fmt: skip
         if inside and part.place is not None:
@@ -208,15 +208,16 @@ class OffloadedState:
     def _now(self, part: _Part, optimizer: torch.optim.Optimizer) -> Iterator[tuple[tuple[int, str], torch.Tensor]]:
         for number, each in enumerate(part.slices):
             for key, value in state_of(optimizer, each.param).items():
-                if type(value) in (torch.Tensor, nn.Parameter) and value.layout == torch.strided and value.dim():
-                    if value.numel() * value.element_size() >= LEAST:
-                        yield (number, key), value
+                plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout == torch.strided
+                if plain and value.dim() and value.numel() * value.element_size() >= LEAST:
+                    yield (number, key), value
 
     def _lie(self, part: _Part, found: dict[tuple[int, str], torch.Tensor]) -> None:
         """Each tensor's place: where it was, or a new one if their sizes are others than before."""
         sizes = {key: value.numel() * value.element_size() for key, value in found.items()}
         if {key: kept.nbytes for key, kept in part.state.items()} == sizes:
-            part.state = {key: _Kept(value, part.state[key].place, part.state[key].offset) for key, value in found.items()}
+            before = part.state
+            part.state = {key: _Kept(value, before[key].place, before[key].offset) for key, value in found.items()}
             return
         total = sum(map(_up, sizes.values()))
         if part.place is None or part.place.nbytes != total:

@@ -14,7 +14,7 @@ from shoal.layout.blocks import units
 from shoal.parallel.bucket import PLAIN, SHARED, Bucket
 from shoal.parallel.flat import StoredShard
 from shoal.parallel.flat_slice import Piece
-from shoal.parallel.offload.offloading import require_parameters_gain
+from shoal.parallel.offload.offloading import parameters_in_use
 from shoal.parallel.owner.sharded import ShardedOwner
 from shoal.parallel.zero import ParameterGathering, ReadsOutside, ShardedUnit
 
@@ -65,7 +65,8 @@ class FullySharded(ShardedOwner):
         self.gathering = ParameterGathering(sharded_units, sharding, by_host, below)
         if below is not None:
             shards = [(shard, unit.is_root) for unit in sharded_units for shard in unit.shards]
-            require_parameters_gain(shards, sum(shard.nbytes for shard, root in shards if root))
+            used = parameters_in_use(shards)
+            self.offloading.in_use["blocks"] = lambda: used
 
     def begin_forward(self, part: int) -> None:
         self.gathering.begin_forward(part)
