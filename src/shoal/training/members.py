@@ -106,7 +106,8 @@ def train_members(
     memory_bytes = max(each["memory_bytes"] for world in found for each in world if each is not None)
     outcome = {
         **outcomes[0], "strategy": str(strategy), "world": strategy.world, "folder": str(folder),
-        "memory_bytes": memory_bytes, "status": "stopped" if stopped else "finished", "metrics": judged.get("together", {}), **judged,
+        "memory_bytes": memory_bytes, "status": "stopped" if stopped else "finished",
+        "metrics": judged.get("together", {}), **judged,
         "losses": [each["loss"] for each in outcomes],
     }  # fmt: skip
     if student is not None:

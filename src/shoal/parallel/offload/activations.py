@@ -149,8 +149,8 @@ class OffloadedActivations:
             if self.most_bytes <= self.on_way_bytes:
                 raise NotRunnable(
                     f'offload("activations"): nothing to gain: a rank keeps {self.seen_bytes:,} bytes of them in a '
-                    f"step, {self.most_bytes:,} of them in tensors of at least {LEAST:,} bytes, and {self.on_way_bytes:,} "
-                    "would stay in memory to move these; leave it out"
+                    f"step, {self.most_bytes:,} of them in tensors of at least {LEAST:,} bytes, and "
+                    f"{self.on_way_bytes:,} would stay in memory to move these; leave it out"
                 )
 
     def just_used(self, storage: torch.UntypedStorage) -> None:

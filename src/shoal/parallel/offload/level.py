@@ -113,6 +113,9 @@ class DiskLevel(Level):
     the host's choice: that memory is given up where programs need it."""
 
     name = "disk"
+    past_cache = False
+    """Whether what is written is on the disk before it counts as written, and leaves the host's cache: as where other
+    programs need the memory of the cache; for measurements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,11 +170,15 @@ class DiskLevel(Level):
         def moved() -> None:
             # Not `tensor.numpy()`, after which PyTorch no longer frees a storage on request.
             left, at = memoryview((ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())).cast("B"), start
+            nbytes = len(left)
             while left:
                 done = move(file, [left], at)
                 if not done:
                     raise NoRoomBelow(f"offload: the file in {self._folder} ends before what was offloaded to it")
                 left, at = left[done:], at + done
+            if self.past_cache and threads is self._writers:
+                os.fdatasync(file)
+                os.posix_fadvise(file, start, nbytes, os.POSIX_FADV_DONTNEED)
 
         return _OfThread(threads.submit(moved))
 
