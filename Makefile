@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv bytecode demo compare quick test test-all extras coverage fuzz soak kills lint consistency two-hosts bench docs clean
+.PHONY: venv bytecode demo compare compare-page quick test test-all extras coverage fuzz soak kills lint consistency two-hosts bench docs clean
 
 venv: $(STAMP)
 
@@ -20,14 +20,19 @@ demo: venv
 	$(BIN)/shoal demo
 
 # The peers, then both tasks by strategies and frameworks under one protocol. FOLDER keeps runs and report; it resumes.
+# COMPARE="--minutes 4" does a part of it; `make compare-page` writes docs/comparison.md of what FOLDER has.
 FOLDER ?= runs/compare
+COMPARE ?=
 compare: venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[compare]"
-	$(BIN)/shoal compare language:tiny image:tiny --ranks 1,2 --seeds 3 --folder $(FOLDER) --with \
+	$(BIN)/shoal compare language:tiny image:tiny --ranks 1,2 --seeds 3 --folder $(FOLDER) $(COMPARE) --with \
 		"dp(2)" "dp(2, zero=1)" "dp(2, zero=3)" "tp(2)" "pp(2, '1f1b', micro=4)" "dp(2, sync=local(8))" \
 		"dp(2, sync=diloco(8))" "dp(2, compress=powersgd(4))" "dp(2, sync=gossip('ring'))" \
-		torch-ddp torch-ddp-powersgd torch-fsdp2 torch-pipelining torch-tensor-parallel torch-postlocal-sgd \
+		torch-ddp torch-ddp-powersgd torch-zero1 torch-fsdp2 torch-pipelining torch-tensor-parallel torch-postlocal-sgd \
 		accelerate lightning hf-trainer deepspeed-zero1 deepspeed-zero3 horovod megatron-core torchtitan torchft hivemind
+
+compare-page: venv
+	$(BIN)/python benchmarks/comparison_page.py $(FOLDER)
 
 lint: venv
 	$(BIN)/ruff check src tests benchmarks examples

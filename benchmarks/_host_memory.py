@@ -35,20 +35,17 @@ class Contestant:
 
     def __init__(self, name: str, me: Any, width: int, blocks: int) -> None:
         import torch.distributed as dist
-        from torch.nn.parallel import DistributedDataParallel
+        from peers.frameworks import Framework
 
+        from shoal.comparison.adapters.torch_ddp import TorchDDP
         from shoal.runtime.setup import prepare
-        from shoal.runtime.step import build_model
         from shoal.strategy import parse
 
         self.me, self.job, self.number = me, job_of(me.world, width, blocks), 0
         self.ready, self.ddp = None, None
         if name in (DDP, LEAN):
             plain = dist.new_group(backend="gloo")
-            self.ddp = DistributedDataParallel(
-                build_model(self.job), process_group=plain, gradient_as_bucket_view=name == LEAN
-            )
-            self.optimizer = self.job.optimizer([{"params": list(self.ddp.parameters())}])
+            self.ddp = Framework(TorchDDP(gradient_as_bucket_view=name == LEAN), self.job, me, plain)
         else:
             self.ready = prepare(self.job, parse(name), rank=me.rank, backend=me.backend)
         for _ in range(3):
@@ -60,24 +57,18 @@ class Contestant:
             self.shared_bytes = sum(buffer.bytes * (1 + len(memory.in_use)) for buffer, memory in memories)
             self.parameters = sum(buffer.numel for buffer, _ in memories)
         else:
-            self.gradients = [param.grad for param in self.ddp.parameters()]
-            self.parameters = sum(param.numel() for param in self.ddp.parameters())
+            parameters = list(self.ddp.trainee.model.parameters())
+            self.gradients = [param.grad for param in parameters]
+            self.parameters = sum(param.numel() for param in parameters)
             if name == DDP:
                 self.hidden_bytes = 4 * self.parameters
 
     def step(self) -> None:
-        from shoal.job import share
-
         if self.ready is not None:
             self.ready.runner.step(0, self.number * self.me.world)
         else:
-            indices = self.job.order().indices(self.number * self.me.world)
-            batch = self.job.train.batch(share(indices, rank=self.me.rank, ranks=self.me.world))
-            loss, count = self.job.loss(self.job.run_model(self.ddp, batch), batch)
             self.gradients = []
-            self.optimizer.zero_grad(set_to_none=True)
-            (loss / count).backward()
-            self.optimizer.step()
+            self.ddp.step(0)
         self.number += 1
 
 

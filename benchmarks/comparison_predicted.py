@@ -2,10 +2,13 @@
 sees it: 1 to 64 devices, predicted beside what was published. Prints the Markdown of docs/comparison-predicted.md.
 
     python -m benchmarks.comparison_predicted > docs/comparison-predicted.md
+    python -m benchmarks.comparison_predicted --json > src/shoal/comparison/survey.json    # for `--preset survey`
 """
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -294,5 +297,36 @@ def page() -> str:
     return "\n".join(told)
 
 
+def simulated() -> dict[str, dict[str, dict[str, dict[str, dict[str, float]]]]]:
+    """Task -> machine -> method -> devices: seconds an epoch, bytes on a device, the part of messages. Six digits."""
+
+    def digits(value: float) -> float:
+        return float(f"{value:.6g}")
+
+    found: dict[str, dict[str, dict[str, dict[str, dict[str, float]]]]] = {"gpt2": {}, "vgg16": {}}
+    for place in ("lassen", "thetagpu"):
+        found["gpt2"][place] = {
+            name: {
+                str(devices): {"epoch_s": digits(each.epoch_s(devices)), "memory_bytes": digits(each.memory_gb * 1e9),
+                               "messages": digits(each.messages)}
+                for devices, each in of.items()
+            }
+            for name, of in curves(place).items()
+        }  # fmt: skip
+        ddp_s = {devices: images.replicated(place, devices) for devices in DEVICES}
+        alone_s = digits(images.single_gpipe(place, micro_batch=4) * ddp_s[1].epoch_s(1))
+        found["vgg16"][place] = {
+            "DDP": {
+                str(devices): {"epoch_s": digits(each.epoch_s(devices)), "messages": digits(each.messages)}
+                for devices, each in ddp_s.items()
+            },
+            "inter-layer": {"1": {"epoch_s": alone_s}},
+        }  # fmt: skip
+    return found
+
+
 if __name__ == "__main__":
-    print(page(), end="")
+    if "--json" in sys.argv:
+        print(json.dumps(simulated(), indent=1))
+    else:
+        print(page(), end="")

@@ -1,4 +1,4 @@
-"""Steps per second of Shoal's data parallelism beside hand-written PyTorch and beside the limit.
+"""Steps per second of Shoal's data parallelism beside PyTorch's (the adapters of `shoal compare`) and beside the limit.
 
 Every contestant trains the same job on the same two ranks, a few steps in turn, round after round, so that whatever
 the machine does meets all of them. The limit is the same ranks with the same work and no communication at all.
@@ -62,13 +62,12 @@ def contest(settings: dict[str, Any], channel: Any) -> dict[str, list[float]]:
 
 def _contestants(settings: dict[str, Any], me: Any, plain: Any) -> dict[str, Any]:
     import torch
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-    from torch.nn.parallel import DistributedDataParallel
+    from peers.frameworks import stepper
 
-    from shoal.job import load_job, share
-    from shoal.layout.blocks import blocks
+    from shoal.comparison.adapters.torch_ddp import TorchDDP
+    from shoal.comparison.adapters.torch_fsdp2 import FSDP2
+    from shoal.comparison.adapters.torch_zero1 import Zero1
+    from shoal.job import load_job, param_groups, share
     from shoal.runtime.setup import prepare
     from shoal.runtime.step import build_model
     from shoal.strategy import parse
@@ -76,8 +75,8 @@ def _contestants(settings: dict[str, Any], me: Any, plain: Any) -> dict[str, Any
     job = replace(load_job(settings["job"]), global_batch=settings["batch"])
     order = job.order()
 
-    def plain_step(model: Any, optimizer: Any, clip_of: Any) -> Any:
-        """Hand-written: the mean loss of the rank's share, backward, clip, step."""
+    def plain_step(model: Any, optimizer: Any) -> Any:
+        """The mean loss of the rank's share, backward, clip, step, and nothing sent."""
         state = {"counter": 0}
 
         def step() -> None:
@@ -87,15 +86,13 @@ def _contestants(settings: dict[str, Any], me: Any, plain: Any) -> dict[str, Any
             optimizer.zero_grad(set_to_none=True)
             (loss / count).backward()
             if job.clip is not None:
-                torch.nn.utils.clip_grad_norm_(clip_of(), job.clip)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), job.clip)
             optimizer.step()
             state["counter"] = order.next(state["counter"])
 
         return step
 
     def groups(model: Any) -> list[dict[str, Any]]:
-        from shoal.job import param_groups
-
         return param_groups(model, job.options)
 
     def two_threads(model: Any, optimizer: Any) -> Any:
@@ -122,19 +119,12 @@ def _contestants(settings: dict[str, Any], me: Any, plain: Any) -> dict[str, Any
     both = build_model(job)
     found["one process, two threads"] = two_threads(both, job.optimizer(groups(both)))
     alone = build_model(job)
-    found[LIMIT] = plain_step(alone, job.optimizer(groups(alone)), alone.parameters)
-    ddp = DistributedDataParallel(build_model(job), process_group=plain)
-    found["DDP"] = plain_step(ddp, job.optimizer(groups(ddp)), ddp.parameters)
-    ddp1 = DistributedDataParallel(build_model(job), process_group=plain)
-    zero1 = ZeroRedundancyOptimizer(ddp1.parameters(), torch.optim.AdamW, process_group=plain, lr=1e-4)
-    found["DDP + ZeroRedundancyOptimizer"] = plain_step(ddp1, zero1, ddp1.parameters)
-    mesh = DeviceMesh.from_group(plain, "cpu")
-    for name, reshard in (("fully_shard", True), ("fully_shard, kept after forward", False)):
-        model = build_model(job)
-        for _, block in blocks(model):
-            fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-        fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
-        found[name] = plain_step(model, job.optimizer(groups(model)), model.parameters)
+    found[LIMIT] = plain_step(alone, job.optimizer(groups(alone)))
+    for name, adapter in (
+        ("DDP", TorchDDP()), ("DDP + ZeroRedundancyOptimizer", Zero1()), ("fully_shard", FSDP2()),
+        ("fully_shard, kept after forward", FSDP2(reshard_after_forward=False)),
+    ):  # fmt: skip
+        found[name] = stepper(adapter, job, me, plain)
     for text in PEERS:
         runner = prepare(job, parse(text), rank=me.rank, backend=me.backend).runner
 

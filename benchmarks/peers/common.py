@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shoal.comparison.adapter import optimizer_of
 from shoal.job import Job, TextData, load_job
 from shoal.job.data.text import standard_library
 from shoal.job.models.gpt import GPT, GPTConfig
@@ -25,6 +26,10 @@ Contestants = dict[str, Callable[[], Step]]
 """Name -> what builds it. Built one after the other, so that no two are set up at once."""
 
 LIMIT = "no communication"
+__all__ = [
+    "LIMIT", "Contestants", "Step", "batches", "clip_by", "gpt_job", "gradients", "optimizer_of", "shoal_runner",
+    "shoal_step", "squares", "sum_over", "text_of",
+]  # fmt: skip
 
 
 def gpt_job(size: str, *, batch: int, **changes: Any) -> Job:
@@ -65,18 +70,6 @@ def shoal_runner(job: Job, text: str, me: Any) -> tuple[Any, Step]:
 
 def shoal_step(job: Job, text: str, me: Any) -> Step:
     return shoal_runner(job, text, me)[1]
-
-
-def optimizer_of(job: Job, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """The job's optimiser over some parameters, with the options that the job gives each."""
-    groups: list[dict[str, Any]] = []
-    for name, param in parameters:
-        options = job.options(name, param)
-        group = next((group for group in groups if group["options"] == options), None)
-        if group is None:
-            groups.append(group := {"params": [], "options": options})
-        group["params"].append(param)
-    return job.optimizer([{"params": group["params"], **group["options"]} for group in groups])
 
 
 def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""What trains over a slow link: DDP written by hand, with and without PyTorch's PowerSGD, and Shoal's strategies.
+"""What trains over a slow link: DDP by its adapter, with and without PyTorch's PowerSGD, and Shoal's strategies.
 
 All have the same model, data order, optimiser, schedule, clipping and evaluation. The ranks either train one after the
 other to the target, or step all of them in turn, a few steps at a time, so that whatever the machine does meets all.
@@ -19,23 +19,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel
 
-from peers.common import optimizer_of
+from peers.frameworks import Framework
 from shoal.comm.group import BACKENDS
 from shoal.comm.ledger import BOOK
-from shoal.job import Job, load_job, share
+from shoal.comparison.adapters.torch_ddp import TorchDDP
+from shoal.comparison.adapters.torch_ddp_powersgd import PowerSGD
+from shoal.job import Job, load_job
 from shoal.job.job import Target
 from shoal.job.schedule import WarmupCosine
 from shoal.launch.join import Rank, join, leave
 from shoal.parallel.result import NonFinite
 from shoal.parallel.runnable import require_runnable
 from shoal.runtime.setup import prepare
-from shoal.runtime.step import build_model
 from shoal.strategy import dgc, parse, require_legal
 
 Say = Callable[[str], None]
@@ -55,62 +53,6 @@ class Contestant(Protocol):
         """The validation values, the same on both ranks."""
 
     def close(self) -> None: ...
-
-
-class ByHand:
-    """DDP. `powersgd` is the rank of PyTorch's own hook, 0 for none."""
-
-    def __init__(self, job: Job, me: Rank, group: Any, *, powersgd: int = 0) -> None:
-        self.job, self.me, self.group = job, me, group
-        # The hook sends from callbacks, whose order Gloo leaves open: with several buckets under way ranks lose step
-        # with each other. So it gets one. Plain DDP cuts its buckets as it always does.
-        one_bucket_mb = 1024 if powersgd else None
-        self.model = DistributedDataParallel(build_model(job), process_group=group, bucket_cap_mb=one_bucket_mb)
-        if powersgd:
-            # Two dense steps are the least that the hook takes: in the first DDP settles its buckets.
-            state = powerSGD_hook.PowerSGDState(
-                group, matrix_approximation_rank=powersgd, start_powerSGD_iter=2, random_seed=job.seed
-            )
-            self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        self.optimizer = optimizer_of(job, self.model.module.named_parameters())
-        self.learning_rates = [group["lr"] for group in self.optimizer.param_groups]
-        self.order, self.counter = job.order(), 0
-
-    def step(self, number: int) -> None:
-        job = self.job
-        for group, rate in zip(self.optimizer.param_groups, self.learning_rates, strict=True):
-            group["lr"] = rate * job.schedule(number)
-        self.model.train()
-        batch = job.train.batch(self._mine(self.order.indices(self.counter)))
-        loss, count = job.loss(job.run_model(self.model, batch), batch)
-        self.optimizer.zero_grad(set_to_none=True)
-        with BOOK.during("backward"):
-            (loss / count).backward()
-        if job.clip is not None:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), job.clip)
-        self.optimizer.step()
-        self.counter = self.order.next(self.counter)
-
-    def evaluate(self) -> dict[str, float]:
-        job, totals = self.job, {}
-        assert job.validation is not None
-        self.model.eval()
-        with torch.no_grad():
-            for start in range(0, len(job.validation), job.global_batch):
-                samples = np.arange(start, min(start + job.global_batch, len(job.validation)))
-                batch = job.validation.batch(self._mine(samples))
-                for name, sums in job.measure(job.run_model(self.model.module, batch), batch).items():
-                    totals.setdefault(name, torch.zeros(2, dtype=torch.float64))
-                    totals[name] += torch.tensor([float(value) for value in sums], dtype=torch.float64)
-        for sums in totals.values():
-            dist.all_reduce(sums, group=self.group)
-        return job.summarise({name: (float(sums[0]), float(sums[1])) for name, sums in totals.items()})
-
-    def _mine(self, samples: np.ndarray) -> np.ndarray:
-        return share(samples, rank=self.me.rank, ranks=self.me.world)
-
-    def close(self) -> None:
-        del self.model, self.optimizer
 
 
 class ByShoal:
@@ -142,9 +84,9 @@ class ByShoal:
 def contestant(name: str, job: Job, me: Rank, ddp_group: Any) -> Contestant:
     """`DDP`, `DDP + PowerSGD(r)`, or a strategy."""
     if name == DDP:
-        return ByHand(job, me, ddp_group)
+        return Framework(TorchDDP(), job, me, ddp_group)
     if name.startswith(f"{DDP} + PowerSGD("):
-        return ByHand(job, me, ddp_group, powersgd=int(name.partition("(")[2].rstrip(")")))
+        return Framework(PowerSGD(int(name.partition("(")[2].rstrip(")"))), job, me, ddp_group)
     return ByShoal(job, me, name)
 
 
@@ -154,6 +96,8 @@ def job_of(settings: dict[str, Any]) -> Job:
     changes: dict[str, Any] = {name: settings[name] for name in ("steps", "global_batch", "evaluate_every")}
     if isinstance(job.schedule, WarmupCosine):
         changes["schedule"] = replace(job.schedule, steps=settings["steps"])
+    if settings.get("seed") is not None:
+        changes["seed"] = settings["seed"]
     if settings.get("target") is not None:
         changes["target"] = Target(metric="loss", value=settings["target"])
     return replace(job, **changes)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shoal.api.explain import Explanation, explain
     from shoal.api.explain_run import RunExplanation, explain_run
     from shoal.api.export import ExportedModel, export
+    from shoal.api.learn_profile import LearnedProfile, learn_profile
     from shoal.api.plan import PlanReport, plan
     from shoal.api.running import load_run, train, verify
     from shoal.api.running import train as train_job
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from shoal.api.simulate import SimulatedSteps, simulate
     from shoal.api.simulate_servers import SimulatedServers
     from shoal.api.submit import Submission, submit
+    from shoal.api.taxonomy import Taxonomy, taxonomy
+    from shoal.api.timeline import Timeline
     from shoal.api.tokenize import TokenFolder, tokenize
     from shoal.api.validate import Validation, validate
     from shoal.exporting.trained import full_weights as load_weights
@@ -56,6 +59,7 @@ _LATER = {
     "Job": "shoal.job:Job",
     "JointEvaluation": "shoal.api.evaluate:JointEvaluation",
     "LayoutHints": "shoal.job.hints:LayoutHints",
+    "LearnedProfile": "shoal.api.learn_profile:LearnedProfile",
     "NetworkReport": "shoal.api.analyze:NetworkReport",
     "PlanReport": "shoal.api.plan:PlanReport",
     "Run": "shoal.training.record.run:Run",
@@ -63,6 +67,8 @@ _LATER = {
     "SimulatedServers": "shoal.api.simulate_servers:SimulatedServers",
     "SimulatedSteps": "shoal.api.simulate:SimulatedSteps",
     "Submission": "shoal.api.submit:Submission",
+    "Taxonomy": "shoal.api.taxonomy:Taxonomy",
+    "Timeline": "shoal.api.timeline:Timeline",
     "TrainOptions": "shoal.training.options:TrainOptions",
     "TrainingState": "shoal.job.callbacks:TrainingState",
     "TokenFolder": "shoal.api.tokenize:TokenFolder",
@@ -79,6 +85,7 @@ _LATER = {
     "explain_run": "shoal.api.explain_run:explain_run",
     "export": "shoal.api.export:export",
     "layout_of": "shoal.layout.layout:layout_of",
+    "learn_profile": "shoal.api.learn_profile:learn_profile",
     "load_run": "shoal.api.running:load_run",
     "load_weights": "shoal.exporting.trained:full_weights",
     "plan": "shoal.api.plan:plan",
@@ -87,6 +94,7 @@ _LATER = {
     "search": "shoal.api.search:search",
     "simulate": "shoal.api.simulate:simulate",
     "submit": "shoal.api.submit:submit",
+    "taxonomy": "shoal.api.taxonomy:taxonomy",
     "tokenize": "shoal.api.tokenize:tokenize",
     "train": "shoal.api.running:train",
     "train_job": "shoal.api.running:train",
@@ -96,11 +104,12 @@ _LATER = {
 
 __all__ = [
     "CalibrationReport", "Callback", "Certificate", "Comparison", "Diagnosis", "Evaluation", "Explanation",
-    "ExportedModel", "Job", "JointEvaluation", "LayoutHints", "NetworkReport", "PlanReport", "Run",
-    "RunExplanation", "Search", "SimulatedServers", "SimulatedSteps", "Submission", "TokenFolder", "TrainOptions",
-    "TrainingState", "Validation", "analyze", "calibrate", "compare", "doctor", "engine", "evaluate",
-    "evaluate_together", "explain", "explain_run", "export", "layout_of", "load_run", "load_weights", "plan",
-    "report", "runs", "search", "simulate", "submit", "tokenize", "train", "train_job", "validate", "verify",
+    "ExportedModel", "Job", "JointEvaluation", "LayoutHints", "LearnedProfile", "NetworkReport", "PlanReport",
+    "Run", "RunExplanation", "Search", "SimulatedServers", "SimulatedSteps", "Submission", "Taxonomy", "Timeline",
+    "TokenFolder", "TrainOptions", "TrainingState", "Validation", "analyze", "calibrate", "compare", "doctor",
+    "engine", "evaluate", "evaluate_together", "explain", "explain_run", "export", "layout_of", "learn_profile",
+    "load_run", "load_weights", "plan", "report", "runs", "search", "simulate", "submit", "taxonomy", "tokenize",
+    "train", "train_job", "validate", "verify",
 ]  # fmt: skip
 __all__ += [name for name in dict.fromkeys([*_strategy.__all__, *_strategy.REGISTRY]) if name not in __all__]
 

@@ -71,6 +71,29 @@ def test_explain_and_analyze_take_objects_and_text() -> None:
     assert shoal.analyze("vgg16").parameters > 1.3e8
 
 
+def test_a_strategy_is_drawn_and_its_pipeline_has_a_timeline() -> None:
+    found = shoal.explain("pp(2, 'gpipe', micro=2)")
+    assert found.to_svg().startswith("<svg")
+    timeline = found.timeline()
+    assert timeline.to_svg().startswith("<svg")
+    # Two stages, two micro-batches: 3 forwards of one unit, then 3 backwards of two.
+    assert timeline.to_json()["makespan"] == 9
+    with pytest.raises(ValueError, match="has no pipeline"):
+        shoal.explain("dp(2)").timeline()
+    with pytest.raises(ValueError, match="is a job; a strategy is drawn"):
+        shoal.explain("language:tiny").to_svg()
+
+
+def test_the_taxonomy_has_each_family_and_refuses_others() -> None:
+    whole = shoal.taxonomy()
+    assert {each["name"] for each in whole.systems or ()} >= {"GPipe", "DiLoCo"}
+    family = shoal.taxonomy("compress")
+    assert family.systems is None
+    assert {each["name"] for each in family.techniques} >= {"topk", "powersgd"}
+    with pytest.raises(ValueError, match="expected one of"):
+        shoal.taxonomy("compression")
+
+
 def test_validate_refuses_a_file_without_rows(tmp_path: Path) -> None:
     file = tmp_path / "none.csv"
     file.write_text("id,model\n")

@@ -21,6 +21,7 @@ from shoal.checkpoint.save import open_checkpoint, save
 from shoal.comm.points import on_reach
 from shoal.comm.transport import connect as connect_module
 from shoal.job import load_job
+from shoal.launch import sessions
 from shoal.launch.join import join, leave
 from shoal.parallel.owner.base import Owner
 from shoal.parallel.server.codec import PushCodec
@@ -211,7 +212,7 @@ def forgets_state(arguments: dict[str, Any], channel: Any) -> Any:
 def killed_worker(arguments: dict[str, Any], channel: Any) -> Any:
     """A training run in which workers are killed or late: (rank, point, how often it is reached, seconds or None)."""
     for rank, point, times, late_s in arguments.pop("disturbed", ()):
-        if rank == channel.rank:
+        if rank == channel.rank and sessions.coming_since() is None:  # Once: not when it was started again.
             _disturb(point, times, late_s)
     return train_run(arguments, channel)
 

@@ -144,3 +144,19 @@ def test_a_rank_that_holds_half_of_a_model_starts_with_little_more_than_that() -
     found = {row["name"]: row["fraction"] for row in answer("start_memory.py")["rows"]}
     assert found.pop("dp(2)") > 1.0
     assert all(fraction <= 0.6 for fraction in found.values()), found
+
+
+def test_an_exchange_of_islands_is_timed_at_two_periods(monkeypatch: pytest.MonkeyPatch) -> None:
+    flips = loaded("link_flips", monkeypatch)
+    alone_s, exchange_s = 0.1, 2.0
+    names = flips.timed_as("dp(2, sync=diloco(32))")
+    times = {name: [alone_s + exchange_s / period] for name, period in zip(names, flips.SHORT, strict=True)}
+    assert flips.step_s("dp(2, sync=diloco(32))", times) == pytest.approx(alone_s + exchange_s / 32)
+    assert flips.timed_as("dp(2, zero=3)") == ["dp(2, zero=3)"]
+
+
+def test_parts_that_were_measured_are_not_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    flips = loaded("link_flips", monkeypatch)
+    assert flips.Parts(tmp_path, 1).get("a", lambda: 1) == 1
+    parts = flips.Parts(tmp_path, 1)
+    assert [parts.get("a", lambda: 2), parts.get("b", lambda: 3), parts.get("c", lambda: 4)] == [1, 3, None]

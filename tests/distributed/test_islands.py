@@ -21,12 +21,13 @@ TWO = [
     ("plain", "dp(2, sync=local(3))"), ("norm", "dp(2, sync=local(2))"), ("momentum", "dp(2, sync=local(4))"),
     ("dropout", "dp(2, sync=local(3))"), ("unused", "dp(2, sync=local(2))"), ("sometimes", "dp(2, sync=local(3))"),
     ("uneven", "dp(2, sync=local(2))"), ("plain", "dp(2, sync=local(3)) * accumulate(2)"),
-    ("plain", "dp(2, sync=local(100))"), ("trust", "dp(2, sync=local(3))"),
+    ("plain", "dp(2, sync=local(100))"), ("ignored", "dp(2, sync=local(3))"), ("trust", "dp(2, sync=local(3))"),
 ]  # fmt: skip
 FOUR = [
     ("plain", "dp(2, sync=local(3)) * dp(2)"), ("plain", "dp(2, sync=local(3)) * dp(2, zero=1)"),
     ("plain", "dp(2, sync=local(3)) * dp(2, zero=3)"), ("plain", "dp(2, sync=local(2)) * dp(2, via=shared())"),
-    ("plain", 'dp(2, sync=local(3)) * pp(2, "1f1b", micro=3)'),
+    ("plain", 'dp(2, sync=local(3)) * pp(2, "1f1b", micro=3)'), ("ignored", "dp(2, sync=diloco(3)) * dp(2, zero=2)"),
+    ("short", "dp(4, sync=local(3))"), ("ignored", 'dp(4, sync=gossip("ring"))'),
 ]  # fmt: skip
 
 

@@ -21,7 +21,7 @@ EQUAL = [
      'dp(4, sync=diloco(2, merge="radial", weight="tokens2/steps"))'),
 ]  # fmt: skip
 BY_TIMING = [
-    ("plain", "dp(4, sync=diloco(4, quorum=3))"),
+    ("plain", "dp(4, sync=diloco(4, quorum=3))"), ("ignored", "dp(4, sync=diloco(2, quorum=3))"),
     ("uneven", 'dp(4, sync=diloco(4, quorum=2, fragments=2, overlap=1, blend=0.5, weight="tokens2/steps"))'),
     ("momentum", 'dp(4, sync=diloco(2, quorum=3, merge="radial", grace=0.0))'),
     ("plain", 'dp(4, sync=gossip("ring", "async"))'),

@@ -68,7 +68,7 @@ ASYNCHRONOUS = [
     ("norm", "dp(3, sync=ssp(2), via=ps(1))"), ("plain", "dp(3, sync=bsp(backup=1), via=ps(1))"),
     ("uneven", "dp(4, sync=asp())"), ("plain", "dp(2, sync=asp()) * dp(2, zero=3)"),
     ("plain", 'dp(2, sync=ssp(1)) * pp(2, "1f1b", micro=3)'),
-    ("wide", "dp(3, sync=asp(), via=ps(1), compress=topk(0.05))"),
+    ("wide", "dp(3, sync=asp(), via=ps(1), compress=topk(0.05))"), ("ignored", "dp(3, sync=asp(), via=ps(1))"),
     ("wide", "dp(2, sync=ssp(1), via=ps(2), compress=dgc(0.1))"),
     ("wide", "dp(3, sync=bsp(backup=1), via=ps(1), compress=int8())"),
 ]  # fmt: skip

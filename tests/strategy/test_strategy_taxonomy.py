@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 
+from shoal.api.taxonomy import taxonomy
 from shoal.cli.explain import explain_strategy
-from shoal.cli.taxonomy import print_taxonomy, taxonomy
+from shoal.cli.taxonomy import print_taxonomy
 from shoal.strategy import (
     REGISTRY,
     SPECTRUM,
@@ -208,7 +209,7 @@ def test_explain_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_taxonomy_prints_in_all_formats(capsys: pytest.CaptureFixture[str]) -> None:
     print_taxonomy("json")
-    assert json.loads(capsys.readouterr().out) == taxonomy()
+    assert json.loads(capsys.readouterr().out) == taxonomy().to_json()
     print_taxonomy("markdown")
     markdown = capsys.readouterr().out
     assert all(f"| {system.name} |" in markdown for system in SYSTEMS)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.api.call import checked_keywords
 from shoal.common.log import log_message
 from shoal.common.printed import PrintedTable
-from shoal.comparison import protocol
+from shoal.comparison import protocol, survey
 from shoal.comparison.protocol import CannotCompare, Protocol
 from shoal.comparison.report import write_report
 from shoal.comparison.rows import results
@@ -82,6 +82,8 @@ def compare(
     emulate: str | None = None,
     folder: str | Path | None = None,
     quick: bool = False,
+    preset: str | None = None,
+    minutes: float | None = None,
     progress: Callable[[dict[str, Any]], None] = log_message,
 ) -> Comparison:
     """Trains jobs by strategies and by other frameworks under one protocol, and writes a report.
@@ -98,6 +100,10 @@ def compare(
         emulate: A slower cluster whose links are emulated; then only strategies of Shoal take part.
         folder: Where runs and report go; one that holds the same comparison is resumed. None: a new one in `runs`.
         quick: Few steps, two seeds, the tiny tasks and no further packages.
+        preset: `survey`: both tasks by all classes of parallelism of the empirical survey, on one and two ranks, the
+            batch of each rank fixed, beside its machines as simulated.
+        minutes: Begins no run after this time; the report is of the runs that are there, and the same call with the
+            same folder goes on. None: all runs.
         progress: Is given messages about the runs. The `shoal` logger by default.
 
     Returns:
@@ -106,16 +112,20 @@ def compare(
     Example:
         shoal.compare("language:tiny", contestants=["dp(2)", "torch-ddp"], seeds=3)
     """
+    if preset not in (None, "survey"):
+        raise CannotCompare(f"--preset {preset}: expected survey")
+    if preset == "survey":
+        contestants, ranks, per_rank = contestants or survey.CONTESTANTS, sorted({*survey.RANKS, *ranks}), True
     names, objects = _named(jobs or (("language:tiny", "image:tiny") if quick else ("language", "image")))
     question = Protocol(
         jobs=names, contestants=tuple(str(each) for each in contestants) or (QUICK if quick else DEFAULT),
         ranks=tuple(sorted(set(ranks))), seeds=seeds or (2 if quick else 3),
         steps=steps or (QUICK_STEPS if quick else None), batch=batch, per_rank=per_rank,
-        evaluate_every=evaluate_every or (QUICK_EVALUATE if quick else None), emulate=emulate,
+        evaluate_every=evaluate_every or (QUICK_EVALUATE if quick else None), emulate=emulate, preset=preset,
     )  # fmt: skip
     where = Path(folder) if folder is not None else Path("runs") / f"compare-{time.strftime('%Y-%m-%d-%H%M%S')}"
     with _forks(objects):
-        protocol.compare(question, where, listen=progress)
+        protocol.compare(question, where, listen=progress, minutes=minutes)
     found = results(where)
     write_report(found, where, commands=[command(question, where)])
     return Comparison(folder=where, results=found)
@@ -153,7 +163,8 @@ def command(question: Protocol, folder: Path) -> str:
     ):  # fmt: skip
         if value is not None:
             words += [option, str(value)]
-    words += ["--per-rank"] if question.per_rank else []
+    words += ["--per-rank"] if question.per_rank and not question.preset else []
+    words += ["--preset", question.preset] if question.preset else []
     return shlex.join([*words, "--folder", folder.name])
 
 

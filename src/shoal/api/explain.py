@@ -17,6 +17,7 @@ from shoal.job.errors import did_you_mean
 from shoal.strategy import Strategy, StrategyError, Term, explanation, parse
 
 if TYPE_CHECKING:
+    from shoal.api.timeline import Timeline
     from shoal.job import Job
 
 
@@ -32,6 +33,25 @@ class Explanation(PrintedTable):
     report: dict[str, Any]
     """All that the verb prints with `--json`."""
     is_job: bool
+    strategy: Strategy | None = None
+    """What is described; None of a job."""
+
+    def to_svg(self) -> str:
+        """What each rank holds of batch, matrices, sequence and experts, as a picture."""
+        from shoal.pictures import picture_svg
+
+        return picture_svg(self._drawn())
+
+    def timeline(self) -> Timeline:
+        """What each rank of the strategy's pipeline does when."""
+        from shoal.api.timeline import timeline_of
+
+        return timeline_of(self._drawn())
+
+    def _drawn(self) -> Strategy:
+        if self.strategy is None:
+            raise CannotExplain(f"{self.of} is a job; a strategy is drawn: shoal.explain(strategy)")
+        return self.strategy
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain values."""
@@ -72,7 +92,8 @@ def explain(
         progress: Is given what is being done. The `shoal` logger by default.
 
     Returns:
-        The description; `.report` has all of it as plain values.
+        The description; `.report` has all of it as plain values. Of a strategy, `.to_svg()` draws what each rank
+        holds, and `.timeline()` what each rank of its pipeline does when.
 
     Example:
         shoal.explain("dp(8, zero=1) * tp(2)")
@@ -83,7 +104,8 @@ def explain(
         for option, given in (("--strategy", strategy), ("--size", size)):
             if given is not None:
                 raise CannotExplain(f"{option} {given}: it goes with a job, but {str(what)!r} names none")
-        return Explanation(of=str(what), report=explanation(strategy_of(what), world=ranks), is_job=False)
+        chosen = strategy_of(what)
+        return Explanation(of=str(what), report=explanation(chosen, world=ranks), is_job=False, strategy=chosen)
     if ranks is not None and strategy is None:
         raise CannotExplain(f"--ranks {ranks} checks a strategy, but {what!r} is a job; add --strategy")
     return _explain_job(what, strategy=strategy, size=size, ranks=ranks, progress=progress)

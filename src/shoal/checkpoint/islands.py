@@ -31,10 +31,18 @@ DIFFERS = "differs"
 """Whether the island's own parameters are not the consensus."""
 
 
-def label(engine: Engine, what: str = "") -> str:
-    """The name of an entry of this rank's island in a checkpoint."""
+def label(engine: Engine, what: str = "", *, source: tuple[int, int] | None = None) -> str:
+    """The name of an entry of this rank's island in a checkpoint; of another island, or of as many as there were when
+    it was written, if `source` is given as (number, of how many)."""
     place = engine.placement.islands
-    return f"{ISLANDS}{place.index} of {place.size} {what}".rstrip()
+    number, of = source or (place.index, place.size)
+    return f"{ISLANDS}{number} of {of} {what}".rstrip()
+
+
+def source_of(engine: Engine) -> tuple[int, int]:
+    """The island of the checkpoint that this one goes on from."""
+    place = engine.placement.islands
+    return (engine.outer and engine.outer.goes_on_from) or (place.index, place.size)
 
 
 def add_island(contents: Contents, engine: Engine, own: list[torch.Tensor]) -> None:
@@ -76,9 +84,10 @@ def load_island(engine: Engine, saved: OwnView) -> None:
     outer = engine.outer
     if outer is None:
         return
+    source = source_of(engine)
     outer.count, outer.steps = 0.0, 0
     outer.kept = Kept(outer.term, outer.masters)
-    counts = saved.common().get(label(engine))
+    counts = saved.common().get(label(engine, source=source))
     if counts is None:
         return
     outer.count, outer.steps = float(counts["count"]), int(counts["steps"])
@@ -87,17 +96,19 @@ def load_island(engine: Engine, saved: OwnView) -> None:
             continue
         for piece in engine.owner.pieces_of(kept, engine.owner.owned_in_island):
             stop = piece.start + len(piece.values)
-            piece.values.copy_(saved.read(piece.name, label(engine, f"{KEPT} {what}"), piece.start, stop))
+            of = label(engine, f"{KEPT} {what}", source=source)
+            piece.values.copy_(saved.read(piece.name, of, piece.start, stop))
     for name in outer.kept.numbers:
         if f"{NUMBER} {name}" in counts:
             outer.kept.numbers[name] = float(counts[f"{NUMBER} {name}"])
     if int(counts.get(DIFFERS, outer.steps)) and (outer.steps or not outer.term.equal):
-        engine.owner.load_parameters(lambda name, start, stop: saved.read(name, label(engine, PARAMETER), start, stop))
+        whose = label(engine, PARAMETER, source=source)
+        engine.owner.load_parameters(lambda name, start, stop: saved.read(name, whose, start, stop))
         for name, buffer in persistent_buffers(engine.model).items():
-            values = saved.extra(f"buffer {name}", label(engine), engine.part_of(name))
+            values = saved.extra(f"buffer {name}", label(engine, source=source), engine.part_of(name))
             if values is not None and name not in engine.absent:
                 buffer.copy_(values.view(buffer.shape))
-    if engine.placement.islands.index:
+    if source[0]:
         engine.owner.load(_IslandState(engine, saved))
 
 
@@ -105,21 +116,21 @@ class _IslandState:
     """The optimiser state of one island, as a SavedState."""
 
     def __init__(self, engine: Engine, saved: OwnView) -> None:
-        self._engine, self._saved = engine, saved
+        self._engine, self._saved, self._source = engine, saved, source_of(engine)
         self._common = saved.common()
 
     def keys(self, name: str) -> list[str]:
-        keys = self._saved.keys_of(name, label(self._engine) + " ")
+        keys = self._saved.keys_of(name, label(self._engine, source=self._source) + " ")
         return [key for key in keys if key != PARAMETER and not key.startswith(KEPT)]
 
     def read(self, name: str, key: str, start: int, stop: int) -> torch.Tensor:
-        return self._saved.read(name, label(self._engine, key), start, stop)
+        return self._saved.read(name, label(self._engine, key, source=self._source), start, stop)
 
     def read_full(self, name: str, key: str, start: int, stop: int) -> torch.Tensor:
-        return self._saved.read_full(name, label(self._engine, key), start, stop)
+        return self._saved.read_full(name, label(self._engine, key, source=self._source), start, stop)
 
     def values(self, name: str) -> dict[str, Any]:
-        return dict(self._common.get(label(self._engine, name), {}))
+        return dict(self._common.get(label(self._engine, name, source=self._source), {}))
 
     def common(self) -> dict[str, dict[str, Any]]:
         return self._common

@@ -28,6 +28,12 @@ def compare(
     ] = None,
     folder: Annotated[str | None, typer.Option(help="Runs and report; the same comparison in it is resumed.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="The tiny tasks, few steps, no further packages.")] = False,
+    preset: Annotated[
+        str | None, typer.Option(help="survey: all its classes of parallelism, beside its machines as simulated.")
+    ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=0.1, help="Begin no run after this time; the same command goes on.")
+    ] = None,
     frameworks: Annotated[bool, typer.Option("--frameworks", help="List the frameworks, and which run here.")] = False,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
@@ -41,7 +47,8 @@ def compare(
     sys.exit(
         compare_command(
             jobs or [], contestants=with_ or [], ranks=ranks, seeds=seeds, steps=steps, batch=batch, per_rank=per_rank,
-            evaluate_every=evaluate_every, emulate=emulate, folder=folder, quick=quick, as_json=as_json,
+            evaluate_every=evaluate_every, emulate=emulate, folder=folder, quick=quick, preset=preset,
+            minutes=minutes, as_json=as_json,
         )
     )  # fmt: skip
 

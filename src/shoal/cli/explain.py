@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.api.explain import CannotExplain, explain, names_a_job
-from shoal.cli.output import CannotDraw, echoed, print_json, require_drawable, write_picture
-from shoal.strategy import Strategy, parse
+from shoal.cli.output import echoed, print_json, write_picture
 
 if TYPE_CHECKING:
-    from shoal.estimate.pipeline.simulate import PipelineTimeline
+    from shoal.api.timeline import Timeline
 
 TIMELINE_FILE = "timeline.svg"
 
@@ -51,16 +50,17 @@ def explain_strategy(
     """Print the description of a strategy, and draw its pipeline or its axes into the files that are named. A
     text that is none raises a StrategyError, ready to be shown.
     """
-    strategy = parse(text)
-    report = explain(strategy, ranks=world).to_json()
-    timeline = None if timeline_file is None else _draw(strategy, timeline_file)
+    found = explain(text, ranks=world)
+    report = found.to_json()
+    timeline = None
+    if timeline_file is not None:
+        timeline = found.timeline()
+        write_picture(timeline.to_svg(), timeline_file, option="--timeline-file")
     if picture_file is not None:
-        from shoal.pictures import picture_svg
-
-        write_picture(picture_svg(strategy), picture_file, option="--picture")
+        write_picture(found.to_svg(), picture_file, option="--picture")
     if as_json:
         if timeline is not None:
-            report["timeline"] = {"file": timeline_file, **_timeline_values(strategy, timeline)}
+            report["timeline"] = {"file": timeline_file, **timeline.to_json()}
         if picture_file is not None:
             report["picture"] = {"file": picture_file}
         print_json(report)
@@ -72,72 +72,20 @@ def explain_strategy(
         _print_timeline(timeline, timeline_file)
 
 
-def _draw(strategy: Strategy, path: str) -> PipelineTimeline:
-    """Simulates the strategy's pipeline with a forward of one unit and a backward of two, and writes the picture."""
-    from shoal.estimate.pipeline.simulate import simulate_term
-    from shoal.pictures.timeline import timeline_svg
-    from shoal.strategy.terms import pp
-
-    term = strategy.term(pp)
-    if term is None:
-        raise CannotDraw(
-            f"{strategy} has no pipeline, so there is no timeline to draw; "
-            "give a strategy with pp, for example \"pp(4, '1f1b', micro=8)\""
-        )
-    passes = 3 if term.schedule == "zero-bubble" else 2
-    require_drawable(str(term), passes * term.n * term.chunks * term.micro)
-    timeline = simulate_term(term)
-    write_picture(timeline_svg(timeline, str(term)), path, option="--timeline-file")
-    return timeline
-
-
-def _timeline_values(strategy: Strategy, timeline: PipelineTimeline) -> dict[str, Any]:
-    from shoal.estimate.pipeline.simulate import bubble_formula, bubble_formula_text
-    from shoal.pictures.timeline import timeline_text
-    from shoal.strategy.terms import pp
-
-    term = strategy.term(pp)
-    assert term is not None
-    return {
-        "unit": "a forward through one stage; a full backward takes two",
-        "schedule": term.schedule, "ranks": term.n, "chunks": term.chunks, "micro": term.micro,
-        "makespan": timeline.makespan_s,
-        "bubble": timeline.bubble,
-        "bubble_formula": bubble_formula(term),
-        "formula": bubble_formula_text(term),
-        "steady_bubble": timeline.steady_bubble,
-        "idle": list(timeline.idle_s),
-        "in_flight": list(timeline.in_flight),
-        "text": timeline_text(timeline).splitlines(),
-        "lanes": [
-            [
-                {
-                    "kind": box.action.kind, "stage": box.action.stage, "micro": box.action.micro,
-                    "start": box.start_s, "stop": box.stop_s,
-                }
-                for box in lane
-            ]
-            for lane in timeline.lanes
-        ],
-    }  # fmt: skip
-
-
-def _print_timeline(timeline: PipelineTimeline, path: str) -> None:
+def _print_timeline(timeline: Timeline, path: str) -> None:
     from rich.console import Console
     from rich.text import Text
-
-    from shoal.pictures.timeline import captions, timeline_rows
 
     console = Console(highlight=False)
     console.print()
     console.print(Text("Timeline", style="bold"), Text(" forward 1, backward 2; ranks along pp"))
-    for row in timeline_rows(timeline, width=console.width - 2):
+    for row in timeline.rows(width=console.width - 2):
         line = Text("  ")
         for what, piece in row:
             line.append(piece, style=STYLES.get(what, ""))
         line.rstrip()
         console.print(line, soft_wrap=True)
-    for caption in captions(timeline):
+    for caption in timeline.captions():
         console.print(Text(f"  {caption}"), soft_wrap=True)
     console.print(Text(f"  drawn in {path}"), soft_wrap=True)
 

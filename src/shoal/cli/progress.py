@@ -71,6 +71,7 @@ _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "lost": lambda m: f"warning: {m['text']}",
     "restored": lambda m: f"warning: {m['text']}",
     "members": members,
+    "joined": lambda m: m["text"],
     "note": lambda m: m["text"],
     "warning": lambda m: f"warning: {m['text']}",
     "stopping": lambda m: "stopping after this step and writing a checkpoint (Ctrl-C again to end at once)",

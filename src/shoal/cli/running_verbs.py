@@ -95,6 +95,9 @@ def train(
         int, typer.Option(min=0, help="Steps whose batches are read while one computes; 0: none.")
     ] = 0,
     loader_threads: Annotated[int, typer.Option(min=1, help="With --prefetch: threads that read, on each rank.")] = 1,
+    bucket_mb: Annotated[
+        float | None, typer.Option(min=0.0, help="Most megabytes of a bucket of gradients (default: 8).")
+    ] = None,
     full: Annotated[
         bool, typer.Option("--full", help="Run all steps even if the target is reached early.")
     ] = False,
@@ -110,6 +113,12 @@ def train(
     straggler: Annotated[list[str] | None, STRAGGLER] = None,
     fail: Annotated[
         list[str] | None, typer.Option(help='Kill a rank on purpose: "rank 3 at step 40". May be given again.')
+    ] = None,
+    rejoin: Annotated[
+        bool, typer.Option("--rejoin", help="Start a killed rank again where the others go on; it joins them.")
+    ] = False,
+    join: Annotated[
+        str | None, typer.Option(help='Let further replicas join while others train: "2 at step 40".')
     ] = None,
     no_gate: Annotated[
         bool, typer.Option("--no-gate", help="Do not check a strategy by two steps in float64 before its first use.")
@@ -131,9 +140,10 @@ def train(
         checkpoint_every=checkpoint_every, trace=trace, stop_at_target=not full, backend=backend, gate=not no_gate,
         checkpoint_minutes=checkpoint_minutes, checkpoint_async=checkpoint_async, keep=keep or 2,
         keep_best=keep_best or 0, weights_only=weights_only, patience=patience, monitor=monitor, better=better,
-        prefetch=prefetch, loader_threads=loader_threads,
+        prefetch=prefetch, loader_threads=loader_threads, bucket_mb=bucket_mb,
         min_delta=min_delta or 0.0, evaluate_every=evaluate_every, log=", ".join(log or ()) or None,
         emulate=emulate, straggler="; ".join(straggler or ()) or None, fail="; ".join(fail or ()) or None,
+        rejoin=rejoin, join=join,
     )  # fmt: skip
     sys.exit(train_command(options, ranks=ranks, hang_after_s=hang_after, as_json=as_json))
 

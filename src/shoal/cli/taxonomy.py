@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
+from shoal.api.taxonomy import taxonomy
 from shoal.cli.output import print_json
-from shoal.strategy import SYSTEMS, contract, place, techniques
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,56 +42,26 @@ SYSTEM_COLUMNS = {
 }
 
 
-def taxonomy() -> dict[str, list[dict[str, Any]]]:
-    """Both tables as plain values."""
-    systems = []
-    for system in SYSTEMS:
-        placement = place(system.strategy)
-        systems.append(
-            {
-                "name": system.name,
-                "year": system.year,
-                "source": system.source,
-                "strategy": str(system.strategy),
-                "note": system.note,
-                **placement.as_dict(),
-                "contract": str(contract(system.strategy)),
-            }
-        )
-    return {"techniques": [technique._asdict() for technique in techniques()], "systems": systems}
-
-
 def print_taxonomy(format: Format = "table", *, family: str | None = None) -> None:
     """Print both tables in the format asked for; of one family, its techniques alone."""
-    if family is not None:
-        _print_family(family, format)
-        return
-    tables = taxonomy()
+    tables = taxonomy(family)
     if format == "json":
-        print_json(tables)
-    elif format == "markdown":
-        print(_markdown("Techniques", TECHNIQUE_COLUMNS, tables["techniques"]))
-        print(_markdown("Systems", SYSTEM_COLUMNS, tables["systems"]))
+        print_json(tables.to_json())
+        return
+    columns = TECHNIQUE_COLUMNS
+    if family is not None and any(row["detail"] for row in tables.techniques):
+        columns = DETAIL_COLUMNS
+    shown = [(family or "Techniques", columns, tables.techniques)]
+    if tables.systems is not None:
+        shown.append(("Systems", SYSTEM_COLUMNS, tables.systems))
+    if format == "markdown":
+        for each in shown:
+            print(_markdown(*each))
     elif format == "table":
-        _print_table("Techniques", TECHNIQUE_COLUMNS, tables["techniques"])
-        _print_table("Systems", SYSTEM_COLUMNS, tables["systems"])
+        for each in shown:
+            _print_table(*each)
     else:
         raise ValueError(f'format is {format!r}; expected "table", "json" or "markdown"')
-
-
-def _print_family(family: str, format: Format) -> None:
-    from shoal.strategy.terms.term import FAMILIES
-
-    if family not in FAMILIES:
-        raise ValueError(f"taxonomy {family}: expected one of {', '.join(FAMILIES)}")
-    rows = [technique._asdict() for technique in techniques(family)]
-    columns = DETAIL_COLUMNS if any(row["detail"] for row in rows) else TECHNIQUE_COLUMNS
-    if format == "json":
-        print_json({"techniques": rows})
-    elif format == "markdown":
-        print(_markdown(family, columns, rows))
-    else:
-        _print_table(family, columns, rows)
 
 
 def _markdown(title: str, columns: dict[str, str], rows: list[dict[str, Any]]) -> str:

@@ -68,6 +68,11 @@ class LinkedGroup(CountedGroup):
         sizes = {len(host) for host in hosts}
         self._per_host = sizes.pop() if len(sizes) == 1 else 1
 
+    def break_off(self) -> None:
+        """Ends the collectives of this group, on this rank: others that wait for it find out at once."""
+        self.queue.close()
+        self.peers.close()
+
     def setTimeout(self, timeout: timedelta) -> None:
         self._timeout_s = timeout.total_seconds()
 

@@ -31,19 +31,32 @@ class Losses:
         self.folder, self.store, self.rank = folder, store, rank
         self.islands = [tuple(island) for island in islands]
         """Those that are left: ranks that are lost together."""
+        self.times: list[dict[str, float]] = []
+        """For each loss: the seconds from the end of the process until it was noticed here, and until the others had
+        agreed on it and made new groups."""
+        self.done: Callable[[], None] = lambda: None
+        """Called when something was done by all."""
         self._round = 0
 
-    def together(self, act: Callable[[], T], *, undo: Callable[[], None], lose: Callable[[list[int], str], None]) -> T:
-        """Does `act` with all ranks that are left; where ranks are lost meanwhile, `undo`, `lose` and `act` again."""
+    def together(
+        self, act: Callable[[], T], *, undo: Callable[[], None], lose: Callable[[list[int], str], None],
+        break_off: Callable[[], None] = lambda: None,
+    ) -> T:  # fmt: skip
+        """Does `act` with all ranks that are left; where ranks are lost meanwhile, `undo`, `lose` and `act` again. The
+        first to notice breaks off what it does, so that no rank waits for it."""
         while True:
             result, error = None, None
             try:
                 result = act()
             except Exception as caught:
                 error = caught
+            noticed_s = time.time()
+            if isinstance(error, PeerLost):
+                break_off()
             if self._all_done(not isinstance(error, PeerLost)):
                 if error is not None:
                     raise error
+                self.done()
                 return result  # type: ignore[return-value]
             lost, reason = self._decide()
             if not lost:
@@ -51,6 +64,10 @@ class Losses:
             self.islands = [island for island in self.islands if not set(island) & set(lost)]
             undo()
             lose(lost, reason)
+            ended_s = min(path.stat().st_mtime for path in self.folder.iterdir() if int(path.name) in lost)
+            self.times.append({
+                "detection_s": max(0.0, noticed_s - ended_s), "agreement_s": time.time() - max(noticed_s, ended_s),
+            })  # fmt: skip
 
     def _reported(self) -> dict[int, str]:
         """Lost ranks -> why, as far as this is known here."""

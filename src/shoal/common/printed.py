@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 
 
@@ -22,10 +21,7 @@ class PrintedTable:
         )])  # fmt: skip
 
     def _repr_html_(self) -> str:
+        from shoal.common.pages import rendered
+
         title, heads, rows = self._table()
-
-        def line(cells: Sequence[str], tag: str) -> str:
-            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-        body = "".join(line(row, "td") for row in rows)
-        return f"<p>{html.escape(title)}</p><table>{line(heads, 'th')}{body}</table>"
+        return rendered("table.html.j2", title=title, heads=heads, rows=rows)

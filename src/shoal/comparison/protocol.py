@@ -11,6 +11,7 @@ Contestants that cannot take part are listed with the reason. Nothing here impor
 from __future__ import annotations
 
 import json
+import math
 import platform
 import re
 import shutil
@@ -50,6 +51,8 @@ class Protocol:
     """Whether `batch` (or the job's) is the batch of one rank, so that more ranks train on more samples in a step."""
     evaluate_every: int | None = None
     emulate: str | None = None
+    preset: str | None = None
+    """`survey`: its results stand beside the simulated ones (`survey.py`)."""
 
     def to_json(self) -> dict[str, Any]:
         return json.loads(json.dumps(asdict(self)))
@@ -133,8 +136,18 @@ def check(question: Protocol) -> None:
                 )
 
 
-def compare(question: Protocol, folder: Path, *, listen: Listener) -> dict[str, Any]:
-    """Makes all runs that are missing in the folder. Returns what `comparison.json` holds."""
+def compare(
+    question: Protocol, folder: Path, *, listen: Listener, minutes: float | None = None
+) -> dict[str, Any]:
+    """Makes all runs that are missing in the folder. Returns what `comparison.json` holds.
+
+    Args:
+        question: What is compared.
+        folder: Of the comparison.
+        listen: Is given messages.
+        minutes: Begins no run after this time; the same call goes on with the next one.
+    """
+    end_s = math.inf if minutes is None else time.monotonic() + 60 * minutes
     check(question)
     known = _resumed(question, folder)
     names = contestants_of(question)
@@ -156,6 +169,9 @@ def compare(question: Protocol, folder: Path, *, listen: Listener) -> dict[str, 
     for cell in cells:
         progress.cell = cell
         if not (folder / cell.place / FACTS).exists():
+            if time.monotonic() >= end_s:
+                listen({"text": f"{progress.done} of {len(cells)} runs are there; the same command goes on"})
+                break
             progress.say(cell=cell, event="start")
             _run(question, cell, folder, progress)
         progress.done += 1
@@ -197,7 +213,7 @@ def changes_of(question: Protocol, job: Mapping[str, Any] | None, ranks: int, se
 def _inspected(question: Protocol, job: str, names: Sequence[str]) -> dict[str, Any]:
     worlds = {name: worlds_of(question, name) for name in names}
     found: dict[str, Any] = run_ranks(
-        "shoal.comparison.rank:inspect", {
+        "shoal.comparison.inspecting:inspect", {
             "job": job, "contestants": worlds, "changes": {**changes_of(question, None, 1, 0), "seed": None},
         }, ranks=1,
     )[0]  # fmt: skip

@@ -6,7 +6,6 @@ evaluation is made on a plain copy of the model, by the protocol. A strategy of 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import statistics
 import time
@@ -28,9 +27,9 @@ from shoal.job import Job, load_job, share
 from shoal.job.load import named
 from shoal.launch.join import join, leave
 from shoal.launch.watch import beat
-from shoal.strategy import parse
 from shoal.training.options import TrainOptions
-from shoal.training.record.recorder import Recorder, environment
+from shoal.training.record.recorder import Recorder
+from shoal.training.record.run import RUN, read_json, write_json
 
 LINK_BYTES, LINK_TIMES = 1 << 20, 5
 SAY_S = 0.5
@@ -60,7 +59,16 @@ def run_shoal(settings: dict[str, Any], channel: Any) -> dict[str, Any]:
     link, load = measure_link(me.world), machine_load()
     watch = start_watching()
     train(options, channel)
+    if me.rank == 0:
+        _name_job(Path(settings["folder"]), settings)
     return {**watch.facts(), "link": link, "load": load, "threads": _threads()}
+
+
+def _name_job(folder: Path, settings: Mapping[str, Any]) -> None:
+    """The record names the job that was asked for, with what was changed: `shoal explain` loads it again."""
+    facts = read_json(folder / RUN)
+    kept = {name: value for name, value in settings["changes"].items() if name in facts["arguments"]}
+    write_json(folder / RUN, {**facts, "arguments": {**facts["arguments"], "job": settings["job"], **kept}})
 
 
 def run_framework(settings: dict[str, Any], channel: Any) -> dict[str, Any]:
@@ -243,85 +251,3 @@ def measure_link(world: int) -> dict[str, float] | None:
 
 def _threads() -> int:
     return torch.get_num_threads()
-
-
-def inspect(settings: dict[str, Any], channel: Any) -> dict[str, Any]:
-    """In one process: what the protocol has to know of a job, and which contestants cannot take part, with reasons."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from shoal.parallel.batch_norm import batch_norms
-    from shoal.parallel.runnable import cannot_run
-    from shoal.runtime.step import build_model
-
-    job = job_of(settings)
-    model = build_model(job)
-    batch = job.train.batch(job.order().indices(0)[: max(2, job.global_batch // 4)])
-    samples = len(next(iter(batch.values())))
-    with FlopCounterMode(display=False) as counter:
-        total, count = job.loss_of(job.run_model(model, batch), batch)
-        total.backward()
-    refused = {}
-    for name, worlds in settings["contestants"].items():
-        for world in worlds:
-            refused[f"{name}@{world}"] = _refused(name, world, job, cannot_run)
-    titles = {}
-    for name in settings["contestants"]:
-        adapter = None if _is_strategy(name) else adapter_of(name)
-        titles[name] = [adapter.title, adapter.same_as, adapter.exact] if adapter is not None else None
-    return {
-        "name": job.name, "batch": job.global_batch, "steps": job.steps,
-        "parameters": sum(each.numel() for each in model.parameters()),
-        "counted_per_sample": float(count) / samples, "flops_per_sample": counter.get_total_flops() / samples,
-        "batch_norm": bool(batch_norms(model)), "evaluate_every": job.evaluate_every,
-        "target": None if job.target is None else [job.target.metric, job.target.value, job.target.better],
-        "clip": job.clip, "predicted": predicted_steps(job, settings["contestants"]), "refused": refused,
-        "titles": titles, "peak_flops_per_s": measure_peak(),
-        "environment": environment(),
-    }  # fmt: skip
-
-
-def predicted_steps(job: Job, names: Mapping[str, Any]) -> dict[str, float | None]:
-    """The plan's estimate of each strategy on this machine, seconds a step; none where it was not calibrated."""
-    from shoal.calibration.job_model import job_model
-    from shoal.estimate.steps.price import price_step
-    from shoal.estimate.steps.read import machine_here
-
-    machine, found = machine_here(), dict[str, float | None]()
-    if machine is None:
-        return found
-    model, _ = job_model(job)
-    for name in names:
-        if _is_strategy(name) and parse(name).world <= machine.ranks:
-            with contextlib.suppress(ValueError, NotImplementedError, KeyError):
-                found[name] = price_step(model, parse(name), machine).step_s
-    return found
-
-
-def _is_strategy(text: str) -> bool:
-    try:
-        parse(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _refused(name: str, world: int, job: Job, cannot_run: Any) -> str:
-    if _is_strategy(name):
-        return cannot_run(parse(name)) or ""
-    adapter = adapter_of(name)
-    if why := adapter.missing():
-        return why
-    if adapter.single and world > 1:
-        return "it runs on one rank"
-    return adapter.refuses(job, world)
-
-
-def measure_peak() -> float:
-    """Operations a second of one rank in a large matrix product: the denominator of the utilisation."""
-    side, best = 768, 0.0
-    a, b = torch.randn(side, side), torch.randn(side, side)
-    for _ in range(8):
-        start = time.perf_counter()
-        a @ b
-        best = max(best, 2 * side**3 / (time.perf_counter() - start))
-    return best

@@ -1,8 +1,4 @@
 """The report of a comparison: one HTML file that works offline, and the same figures as JSON, CSV and Markdown.
-
-The page draws its plots itself, as SVG, by a script of a few hundred lines: plotly would be 3 MB in every report, three
-times what a report may weigh. All text goes through Jinja2 with escaping, and the data are JSON in a block of their
-own, in which no tag can end early.
 """
 
 from __future__ import annotations
@@ -14,14 +10,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shoal.common.pages import render
+from shoal.comparison.beside import beside_lines
 from shoal.comparison.protocol import WARMUP_STEPS
 from shoal.training.record.run import plain
 
 PAGE = Path(__file__).with_name("page")
 COLUMNS = (
-    "job", "name", "title", "ranks", "verdict", "contract", "time_to_target_s", "steps_to_target", "final",
-    "final_spread", "step_s", "step_spread_s", "samples_per_s", "tokens_per_s", "speedup_own", "speedup_best",
-    "efficiency", "utilisation", "memory_bytes", "sent_bytes", "predicted_bytes", "predicted_step_s", "seeds",
+    "job", "name", "title", "ranks", "verdict", "contract", "time_to_target_s", "steps_to_target", "epochs_to_target",
+    "final", "final_spread", "step_s", "step_spread_s", "epoch_s", "global_batch", "samples_per_s", "tokens_per_s",
+    "speedup_own", "speedup_best", "efficiency", "scaling", "utilisation", "imbalance", "memory_bytes", "held_bytes",
+    "sent_bytes", "sent_messages", "compression", "predicted_bytes", "predicted_step_s", "staleness_mean",
+    "staleness_max", "divergence", "seeds",
 )  # fmt: skip
 FILES = ("report.html", "report.json", "report.csv", "report.md")
 
@@ -40,27 +40,18 @@ def write_report(results: Mapping[str, Any], folder: Path, *, commands: Sequence
 
 def page(results: Mapping[str, Any], commands: Sequence[str] = ()) -> str:
     """The page."""
-    import jinja2
-    from markupsafe import Markup
-
-    templates = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(PAGE), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
     jobs = [{**job, "rows": [_for_page(row) for row in job["rows"]]} for job in results["jobs"]]
-    data = json.dumps(plain({"jobs": jobs, "warmup": WARMUP_STEPS, "weak": _question(results).get("per_rank", False)}))
-    return templates.get_template("report.html.j2").render(
-        title=title_of(results), subtitle=subtitle_of(results), protocol=protocol_words(results),
-        environment=environment_rows(results), commands=list(commands),
-        style=Markup((PAGE / "report.css").read_text(encoding="utf-8")),
-        script=Markup((PAGE / "report.js").read_text(encoding="utf-8")),
-        # Markup in the data stays data: no "<" is left in it.
-        data=Markup(data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")),
+    data = plain({"jobs": jobs, "warmup": WARMUP_STEPS, "weak": _question(results).get("per_rank", False)})
+    return render(
+        PAGE / "report.html.j2", data=data, script=PAGE / "report.js", title=title_of(results),
+        subtitle=subtitle_of(results), protocol=protocol_words(results), environment=environment_rows(results),
+        commands=list(commands),
     )  # fmt: skip
 
 
 def _for_page(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row without what only the files need."""
-    left_out = ("folders", "link", "consistency", "staleness")
+    left_out = ("folders", "link")
     kept = {name: value for name, value in row.items() if name not in left_out}
     if row.get("step_s"):
         kept["samples_per_step"] = row["samples_per_s"] * row["step_s"]
@@ -70,6 +61,16 @@ def _for_page(row: Mapping[str, Any]) -> dict[str, Any]:
 def _question(results: Mapping[str, Any]) -> Mapping[str, Any]:
     found: Mapping[str, Any] = results.get("question") or {}
     return found
+
+
+def survey_lines(survey: Mapping[str, Any]) -> list[str]:
+    """The findings of the survey, here and simulated."""
+    places = [each["place"] for each in survey["places"]]
+    return [
+        f"### Beside the survey: {survey['task']}", "", f"| finding | published | {' | '.join(places)} |",
+        "|---|---" + "|---" * len(places) + "|",
+        *(f"| {row['what']} | {row['published']} | {' | '.join(row['found'])} |" for row in survey["findings"]), "",
+    ]  # fmt: skip
 
 
 def title_of(results: Mapping[str, Any]) -> str:
@@ -159,6 +160,9 @@ def as_markdown(results: Mapping[str, Any], commands: Sequence[str] = ()) -> str
             *(f"- `{each['name']}` x{each['ranks']} did not run: {each['why']}" for each in job["absent"]),
         ]  # fmt: skip
         lines += ["", *notes, ""] if notes else [""]
+        lines += beside_lines(job.get("beside") or [])
+        if job.get("survey"):
+            lines += survey_lines(job["survey"])
     lines += ["## What was the same for all", "", *(f"- {line}" for line in protocol_words(results)), ""]
     lines += ["## Environment", "", *(f"- {name}: {value}" for name, value in environment_rows(results)), ""]
     if commands:

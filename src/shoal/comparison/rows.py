@@ -12,9 +12,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from shoal.comparison.findings import causes
+from shoal.comparison.beside import beside
+from shoal.comparison.explaining.causes import causes
 from shoal.comparison.guard import Finding, Seen, judge
 from shoal.comparison.protocol import COMPARISON, FACTS, REFERENCE, WARMUP_STEPS, Cell, is_strategy
+from shoal.comparison.splits import bubble_of, compression, consistency, imbalance, split_s
+from shoal.comparison.survey import survey_of
 from shoal.strategy import parse
 from shoal.strategy.contract import contract
 from shoal.strategy.islands import is_loose
@@ -67,6 +70,10 @@ def results(folder: Path) -> dict[str, Any]:
     for job, facts in asked["jobs"].items():
         mine = [each for each in runs if each.cell.job == job and each.cell.contestant in asked["contestants"]]
         jobs.append(_job(job, facts, mine, asked))
+        if asked["question"].get("preset") == "survey":
+            # Counted by the loss: tokens of a text, or one class of an image.
+            task = "gpt2" if facts["counted_per_sample"] > 1 else "vgg16"
+            jobs[-1]["survey"] = survey_of(jobs[-1]["rows"], task=task)
     loads = [rank["load"] for each in runs for rank in each.facts["ranks"][:1] if rank and "load" in rank]
     if loads:
         words = f"{statistics.median(loads):.2g} (median of the runs; above 1 other programs took part of the time)"
@@ -95,7 +102,7 @@ def _job(job: str, facts: Mapping[str, Any], runs: list[Measured], asked: Mappin
         "steps": max((len(each.step_s) for each in runs), default=0), "metric": metric, "higher": higher,
         "target": target, "rows": rows, "absent": absent, "batch_norm": facts["batch_norm"],
         "flops_per_sample": facts["flops_per_sample"], "peak_flops_per_s": facts["peak_flops_per_s"],
-        "counted_per_sample": facts["counted_per_sample"],
+        "counted_per_sample": facts["counted_per_sample"], "samples": facts.get("samples"), "beside": beside(rows),
     }  # fmt: skip
 
 
@@ -150,6 +157,8 @@ def _row(
     finals = [each.curve[-1][2][metric] for each in good if each.curve]
     peaks = [max(rank.get("peak_bytes", 0) for rank in each.facts["ranks"] if rank) for each in good]
     ledger = good[0].run.ledger.bytes if own else None
+    strategy, samples = parse(name) if own else None, facts.get("samples") or batch
+    steps_to_target = statistics.fmean(r[0] for r in reached if r) if all(reached) else None
     predicted = good[0].run.predicted_ledger
     flops = facts["flops_per_sample"] * batch
     row |= {
@@ -159,17 +168,24 @@ def _row(
         "final": statistics.fmean(finals) if finals else None, "final_spread": spread(finals),
         "time_to_target_s": statistics.fmean(r[1] for r in reached if r) if all(reached) else None,
         "time_spread_s": spread([r[1] for r in reached if r]),
-        "steps_to_target": statistics.fmean(r[0] for r in reached if r) if all(reached) else None,
+        "steps_to_target": steps_to_target,
+        "epochs_to_target": None if steps_to_target is None else steps_to_target * batch / samples,
+        "epoch_s": step_s * samples / batch, "global_batch": batch,
+        "held_bytes": statistics.fmean(_most(each, "held_bytes") for each in good),
+        "sent_messages": sum(e.messages for e in good[0].run.ledger.entries.values()) if own else None,
+        "compression": compression(strategy, ledger, facts["parameters"]),
+        **consistency([each.run.summary for each in good]),
         "reached": sum(each is not None for each in reached),
         "sent_bytes": ledger, "predicted_bytes": None if predicted is None else predicted.bytes,
         "predicted_step_s": (facts.get("predicted") or {}).get(name),
         "held_back": _held_back(good[0].run) if own else None,
         "utilisation": flops / step_s / (ranks * facts["peak_flops_per_s"]),
-        "split_s": _split(good), "curves": [_curve(each, metric) for each in good],
+        "split_s": split_s([(_ranks(each), _evaluated(each)) for each in good], bubble=bubble_of(strategy),
+                           pipeline="pp(" in (name if own else row["same_as"] or "")),
+        "imbalance": imbalance([_ranks(each) for each in good]),
+        "curves": [_curve(each, metric) for each in good],
         "losses": [thin(each.run.losses) for each in good[:1]], "timeline_s": good[0].step_s[:60],
         "link": [each.facts["ranks"][0].get("link") for each in good],
-        "consistency": good[0].run.summary.get("consistency"),
-        "staleness": good[0].run.summary.get("staleness"),
         "folders": [str(each.run.folder) for each in good],
     }  # fmt: skip
     findings = _findings(name, own, row["contract"], good, references, facts)
@@ -178,7 +194,13 @@ def _row(
 
 def _held_back(run: Run) -> str | None:
     """The first cause of one of Shoal's own runs."""
-    found = causes(run.strategy, run.summary.get("ranks") or (), sent_bytes=run.ledger.bytes)
+    found = causes(
+        run.strategy,
+        run.summary.get("ranks") or (),
+        ledger=run.ledger,
+        arguments=run.arguments,
+        environment=run.environment,
+    )
     return found[0].line if found else None
 
 
@@ -225,34 +247,17 @@ def _reached(run: Measured, metric: str, higher: bool, target: float | None) -> 
     return None
 
 
-def _split(runs: Sequence[Measured]) -> dict[str, float]:
-    """Where a step goes, seconds: reading data, computing on a core, waiting. The rank that waits least stands for
-    communication; what the others wait longer is waiting for the slowest rank."""
-    data, busy, idle_least, idle_mean = [], [], [], []
-    for each in runs:
-        skip = {row["step"] for row in each.run.validation}
-        shares = []
-        for rank in (rank for rank in each.facts["ranks"] if rank and rank.get("cpu_s")):
-            kept = [n for n in range(WARMUP_STEPS, len(rank["cpu_s"])) if n + 1 not in skip]
-            if kept:
-                wall = statistics.median(rank["wall_s"][n] for n in kept)
-                cpu = min(wall, statistics.median(rank["cpu_s"][n] for n in kept))
-                read = min(cpu, statistics.median(rank["data_s"][n] for n in kept))
-                shares.append((read, cpu - read, wall - cpu))
-        if shares:
-            data.append(statistics.fmean(share[0] for share in shares))
-            busy.append(statistics.fmean(share[1] for share in shares))
-            idle_least.append(min(share[2] for share in shares))
-            idle_mean.append(statistics.fmean(share[2] for share in shares))
-    if not data:
-        return {}
-    least, mean = statistics.fmean(idle_least), statistics.fmean(idle_mean)
-    if runs[0].cell.ranks == 1:
-        return {"data": statistics.fmean(data), "compute": statistics.fmean(busy), "off-core": mean}
-    return {
-        "data": statistics.fmean(data), "compute": statistics.fmean(busy), "communication": least,
-        "waiting": max(0.0, mean - least),
-    }  # fmt: skip
+def _ranks(run: Measured) -> list[Mapping[str, Any]]:
+    return [rank for rank in run.facts["ranks"] if rank]
+
+
+def _evaluated(run: Measured) -> set[int]:
+    return {row["step"] for row in run.run.validation}
+
+
+def _most(run: Measured, name: str) -> float:
+    """Of the rank that has most."""
+    return max((float(rank.get(name) or 0) for rank in _ranks(run)), default=0.0)
 
 
 def _curve(run: Measured, metric: str) -> list[list[float]]:

@@ -7,6 +7,8 @@ restore what the job holds, leave it alone.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import hashlib
 import time
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import optimizer as torch_optimizer
 
 from shoal.job import Batch, Job
@@ -41,14 +44,27 @@ class RunWatch:
         self.compiled: dict[int, int] = {}
         self.optimizers: dict[int, torch.optim.Optimizer] = {}
         self.peak_bytes: int | None = None
-        self.base_bytes = 0
+        self.base_bytes, self.held_bytes = 0, 0
+        self.phases: dict[int, dict[str, list[float]]] = {}
+        self._phase, self._mark = "rest", (0.0, 0.0)
+
+    def enter(self, phase: str) -> None:
+        """A part of the step begins, and the one before it ends: seconds, and seconds on a core, are added to that."""
+        now = time.perf_counter(), time.thread_time()
+        if self.now >= 0:
+            spent = self.phases.setdefault(self.now, {}).setdefault(self._phase, [0.0, 0.0])
+            spent[0] += now[0] - self._mark[0]
+            spent[1] += now[1] - self._mark[1]
+        self._phase, self._mark = phase, now
 
     def begin(self, step: int) -> None:
         """A step starts. The first forgets what trial runs before it did."""
         if step == self.now:
             return
+        self.enter("rest")
         if step == 0 or step < self.now:
-            for each in (self.counts, self.sums, self.ids, self.data_s, self.losses, self.started, self.compiled):
+            for each in (self.counts, self.sums, self.ids, self.data_s, self.losses, self.started, self.compiled,
+                         self.phases):  # fmt: skip
                 for late in [number for number in each if number >= step]:
                     del each[late]
             if step == 0:
@@ -67,9 +83,10 @@ class RunWatch:
             self.ids.setdefault(step, []).extend(int(each) for each in numbers)
 
     def note_peak(self) -> None:
-        """The memory of training, before the first evaluation adds its own."""
+        """The memory of training, before the first evaluation adds its own; that of live tensors too."""
         if self.peak_bytes is None:
             self.peak_bytes = memory()["VmHWM"]
+            self.held_bytes = held_bytes()
 
     def facts(self) -> dict[str, Any]:
         """All of it, as JSON."""
@@ -82,9 +99,11 @@ class RunWatch:
             "data_s": [self.data_s.get(step, 0.0) for step in steps],
             "cpu_s": [then[1] - now[1] for now, then in pairwise(marks)],
             "wall_s": [then[0] - now[0] for now, then in pairwise(marks)],
+            "phases": [self.phases.get(step, {}) for step in steps[:-1]],
             "compiled": [self.compiled[step] for step in steps],
             "optimizers": [_described(each) for each in self.optimizers.values()],
             "peak_bytes": (self.peak_bytes or 0) - self.base_bytes,
+            "held_bytes": self.held_bytes,
         }
 
 
@@ -115,9 +134,11 @@ class _Read:
         return getattr(self._data, name)
 
     def batch(self, indices: np.ndarray) -> Batch:
+        WATCH.enter("data")
         start = time.perf_counter()
         found: Batch = self._data.batch(indices)
         WATCH.read(indices, time.perf_counter() - start)
+        WATCH.enter("forward")
         return found
 
 
@@ -140,14 +161,15 @@ class _Scheduled:
 
 
 class _Lost:
-    """The loss, kept as a tensor: reading its value would make the rank wait for it."""
+    """The loss: with it the forward ends. Kept as a tensor if asked to; reading its value would make the rank wait."""
 
-    def __init__(self, loss: Any) -> None:
-        self.loss = loss
+    def __init__(self, loss: Any, *, keep: bool) -> None:
+        self.loss, self.keep = loss, keep
 
     def __call__(self, output: Any, batch: Batch) -> Any:
         found = self.loss(output, batch)
-        if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Tensor):
+        WATCH.enter("backward")
+        if self.keep and isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Tensor):
             count = found[1].detach() if isinstance(found[1], Tensor) else found[1]
             WATCH.losses.setdefault(WATCH.now, []).append((found[0].detach(), count))
         return found
@@ -158,8 +180,7 @@ def watched(job: Job, *, losses: bool) -> Job:
     changes: dict[str, Any] = {"train": _Read(job.train), "schedule": _Scheduled(job.schedule)}
     if job.validation is not None:
         changes["validation"] = _Validated(job.validation)
-    if losses:
-        changes["loss"] = _Lost(job.loss)
+    changes["loss"] = _Lost(job.loss, keep=losses)
     return replace(job, **changes)
 
 
@@ -167,6 +188,7 @@ def start_watching() -> RunWatch:
     """A fresh watch for this process, with the memory that is held before a contestant is built."""
     global WATCH
     WATCH = RunWatch()
+    torch_optimizer.register_optimizer_step_pre_hook(_steps)
     torch_optimizer.register_optimizer_step_post_hook(_stepped)
     with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
         file.write("5")  # The peak so far is forgotten.
@@ -175,7 +197,25 @@ def start_watching() -> RunWatch:
 
 
 def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    WATCH.optimizers.setdefault(id(optimizer), optimizer)
+    if not isinstance(optimizer, ZeroRedundancyOptimizer):  # It has another, which updates its part.
+        WATCH.optimizers.setdefault(id(optimizer), optimizer)
+    WATCH.enter("rest")
+
+
+def _steps(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    WATCH.enter("update")
+
+
+def held_bytes() -> int:
+    """Bytes of all storages that live tensors of this process hold, each once: what is allocated between steps."""
+    gc.collect()
+    held = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, Tensor) and not thing.is_meta and thing.device.type == "cpu":
+            with contextlib.suppress(RuntimeError, NotImplementedError):
+                storage = thing.untyped_storage()
+                held[storage.data_ptr()] = storage.nbytes()
+    return sum(held.values())
 
 
 def _graphs() -> int:

@@ -60,7 +60,7 @@ def built(job: Job) -> nn.Module:
     return model
 
 
-def require_runs(job: Job, *, samples: int, autocast: torch.dtype | None = None) -> None:
+def require_runs(job: Job, *, samples: int, autocast: torch.dtype | None = None) -> list[str] | None:
     """Runs forward, loss, validation and metrics once on the CPU. Random states are as they were before.
 
     Args:
@@ -68,9 +68,13 @@ def require_runs(job: Job, *, samples: int, autocast: torch.dtype | None = None)
         samples: How many samples a rank computes at once.
         autocast: What training multiplies in, where that is not the model's own precision.
 
+    Returns:
+        The names of the validation values; None without validation data.
+
     Raises:
         JobError: Some part of the job fails, or trains nothing; the text names it.
     """
+    values: list[str] | None = None
     states = random.getstate(), np.random.get_state()
     precision: Any = torch.autocast("cpu", autocast) if autocast is not None else nullcontext()
     try:
@@ -91,10 +95,11 @@ def require_runs(job: Job, *, samples: int, autocast: torch.dtype | None = None)
                 model = built(job)
                 _require_trains(job, model, indices)
             if job.validation is not None:
-                _require_measures(job, model.eval(), max(1, samples))
+                values = _require_measures(job, model.eval(), max(1, samples))
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
+    return values
 
 
 def _require_trains(job: Job, model: nn.Module, indices: np.ndarray) -> None:
@@ -115,7 +120,7 @@ def _require_trains(job: Job, model: nn.Module, indices: np.ndarray) -> None:
         )
 
 
-def _require_measures(job: Job, model: nn.Module, samples: int) -> None:
+def _require_measures(job: Job, model: nn.Module, samples: int) -> list[str]:
     assert job.validation is not None
     with torch.no_grad():
         batch = _read(job, "validation", job.validation, np.arange(min(samples, len(job.validation))))
@@ -131,6 +136,7 @@ def _require_measures(job: Job, model: nn.Module, samples: int) -> None:
             f"job {job.name!r}: target names the validation value {job.target.metric!r}, but validation gives "
             f"{', '.join(values)}.{did_you_mean(job.target.metric, values)}"
         )
+    return list(values)
 
 
 def _read(job: Job, what: str, data: Data, indices: np.ndarray) -> Batch:

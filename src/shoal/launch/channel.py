@@ -103,6 +103,11 @@ class Channel:
         if self._line is not None:
             self._line.write("may be lost", None)
 
+    def forbid_loss(self) -> None:
+        """From now on the others cannot, until it is allowed again."""
+        if self._line is not None:
+            self._line.write("must stay", None)
+
     def say(self, message: Mapping[str, Any]) -> None:
         """Sends a message of JSON values to the parent; without a parent, to the receiver of rank 0."""
         if self._line is not None:

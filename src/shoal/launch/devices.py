@@ -6,8 +6,10 @@ device whose number is its place on the host.
 
 from __future__ import annotations
 
+import contextlib
 import resource
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -44,3 +46,19 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return torch.accelerator.max_memory_allocated(device)
+
+
+def memory_limit_bytes() -> int:
+    """What processes here may hold together: the host's memory, or less where they are held to less."""
+    total = 0
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("MemTotal:"):
+                total = int(line.split()[1]) * 1024
+    with contextlib.suppress(OSError):
+        held = Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8").strip()
+        total = min(total, int(held)) if held.isdigit() else total
+    for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
+        soft, _ = resource.getrlimit(kind)
+        total = min(total, soft) if soft != resource.RLIM_INFINITY else total
+    return total

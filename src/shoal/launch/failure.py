@@ -105,7 +105,7 @@ def from_exit(rank: int, code: int | None, at_s: float) -> Failure:
 def from_hang(rank: int, report: dict[str, Any], at_s: float) -> Failure:
     """A failure from the report of a rank's Watch."""
     late = report["late"][0] if report["late"] else rank
-    return Failure(rank=late, at_s=at_s, error=RankHung(late, report["message"]))
+    return Failure(rank=late, at_s=at_s, error=RankHung(late, report["message"], report.get("stack", "")))
 
 
 def signal_name(number: int) -> str:

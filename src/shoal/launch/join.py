@@ -92,7 +92,8 @@ def join(
         adopt(os.environ)
         base, rank, world, local_rank = _meeting_place(os.environ, meet_s)
     token = job_token() if world > 1 else b"alone"
-    prefix = _prefix(token, os.environ, _times_joined)
+    # A rank that comes to a run under way has not joined as often as the others: a rendezvous serves once.
+    prefix = _prefix(token, os.environ, 0 if "@" in os.environ.get("SHOAL_RENDEZVOUS", "") else _times_joined)
     raw_store = dist.PrefixStore(prefix, base)
     store = SignedStore(raw_store, token, prefix)
     _times_joined += 1

@@ -7,11 +7,13 @@ member with the smallest number is the one the others wait for. Pure functions o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 POINT_TO_POINT = ("send", "recv")
 """Members of a group may rightly differ in how many of these they enter."""
+SHOWN = 4
+"""Ranks whose stacks a verdict has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +39,8 @@ class Report:
     at: str
     idle_s: float
     done: bool = False
+    stack: tuple[str, ...] = ()
+    """Of its main thread, outermost first, without libraries."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -47,7 +51,9 @@ class Report:
             label: Entered(**{**entered, "members": tuple(entered["members"])})
             for label, entered in data["groups"].items()
         }
-        return Report(groups=groups, at=data["at"], idle_s=data["idle_s"], done=data["done"])
+        return Report(
+            groups=groups, at=data["at"], idle_s=data["idle_s"], done=data["done"], stack=tuple(data.get("stack", ()))
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,13 +62,18 @@ class Verdict:
 
     late: tuple[int, ...]
     message: str
+    stack: str = ""
+    """Where the late ranks are, or all if none is."""
 
 
 def judge(reports: Mapping[int, Report], silent: Mapping[int, str]) -> Verdict:
     """`silent` holds the ranks that did not answer, each with what is known of its process."""
     if silent:
-        return _silent(reports, silent)
-    return _behind(reports) or _disagreeing(reports) or _nobody(reports)
+        found = _silent(reports, silent)
+    else:
+        found = _behind(reports) or _disagreeing(reports) or _nobody(reports)
+    shown = [rank for rank in found.late or sorted(reports) if rank in reports and reports[rank].stack][:SHOWN]
+    return replace(found, stack="\n".join(f"rank {rank}:\n  " + "\n  ".join(reports[rank].stack) for rank in shown))
 
 
 def _silent(reports: Mapping[int, Report], silent: Mapping[int, str]) -> Verdict:

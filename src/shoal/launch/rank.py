@@ -70,7 +70,7 @@ class _ToParent(logging.Handler):
 
 def _work(order: dict[str, Any], channel: Channel, line: Line, reader: Any) -> int:
     def report(verdict: Verdict) -> None:
-        line.write("hung", {"late": verdict.late, "message": verdict.message})
+        line.write("hung", {"late": verdict.late, "message": verdict.message, "stack": verdict.stack})
         line.flush(5.0)
         os._exit(1)
 

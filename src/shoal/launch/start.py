@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.launch.forkserver import server_for
 from shoal.launch.rendezvous import private_directory
+from shoal.launch.sessions import COMING, SESSIONS_FOLDER
 from shoal.launch.supervise import LOST, LOST_FOLDER, OnMessage, Supervision
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ def run_ranks(
     threads_per_rank: int | None = None,
     environment: Mapping[str, str] | None = None,
     islands: Sequence[Sequence[int]] = (),
+    rejoin: bool = False,
+    coming: int = 0,
 ) -> list[Any]:
     """Calls `target(arguments, channel)` on each rank; its results by rank.
 
@@ -47,12 +50,33 @@ def run_ranks(
     messages and results are JSON values. `threads_per_rank` is OMP_NUM_THREADS if that is set, else 1. Ctrl-C asks the
     ranks to stop (`channel.stop_requested`) and waits for them; a second one kills them. Of several `islands` any but
     the first may be killed once all ranks allow it (`channel.allow_loss`): the results of its ranks are None then.
+    With `rejoin` ranks that were lost are started again; `coming`: ranks after the others that are started as well, to
+    be taken up while the rest work (`sessions.py`).
     Raises RankFailed, or RankHung where no rank moved for `hang_after_s`.
     """
-    return run_worlds(
-        target, [arguments], ranks=ranks, on_message=on_message, hang_after_s=hang_after_s,
-        threads_per_rank=threads_per_rank, environment=environment, islands=islands,
-    )[0]  # fmt: skip
+    if ranks < 1:
+        raise ValueError(f"ranks is {ranks}: expected at least 1")
+    name = target if isinstance(target, str) else name_of(target)
+    variables = _environment(threads_per_rank, environment)
+    with private_directory() as directory:
+        more = {LOST_FOLDER: str(directory / LOST)} if len(islands) > 1 else {}
+        sessions = directory / "sessions" if len(islands) > 1 and (rejoin or coming) else None
+        if sessions is not None:
+            more[SESSIONS_FOLDER] = str(sessions)
+        for path in more.values():
+            os.mkdir(path)
+        orders = [
+            _order(
+                name, arguments, variables, rank=rank, world=ranks, hang_after_s=hang_after_s, store=directory / "store"
+            )
+            for rank in range(ranks + coming)
+        ]
+        for order in orders:
+            order["environment"] |= more
+        return Supervision(
+            orders, on_message or _ignore, str(directory), server_for(variables), islands, sessions,
+            range(ranks, ranks + coming),
+        ).run()  # fmt: skip
 
 
 def run_worlds(
@@ -63,41 +87,42 @@ def run_worlds(
     on_message: OnMessage | None = None,
     hang_after_s: float = 300.0,
     threads_per_rank: int | None = None,
-    environment: Mapping[str, str] | None = None,
-    islands: Sequence[Sequence[int]] = (),
 ) -> list[list[Any]]:
     """As `run_ranks`, for several worlds of `ranks` ranks at a time that know nothing of each other: one for each of
     the `arguments`. Each has ranks from 0 on, and a meeting point of its own. Messages and failures count the ranks of
     all worlds together: rank r is rank r % ranks of world r // ranks. The first failure ends all of them."""
-    if ranks < 1:
-        raise ValueError(f"ranks is {ranks}: expected at least 1")
     name = target if isinstance(target, str) else name_of(target)
-    variables = _environment(threads_per_rank, environment)
+    variables = _environment(threads_per_rank, None)
     with private_directory() as directory:
-        more = {LOST_FOLDER: str(directory / LOST)} if len(islands) > 1 else {}
-        for path in more.values():
-            os.mkdir(path)
         orders = [
-            {
-                "target": name,
-                "arguments": given,
-                "rank": rank,
-                "world": ranks,
-                "hang_after_s": hang_after_s,
-                "threads": int(variables["OMP_NUM_THREADS"]),
-                "sys_path": [path or os.getcwd() for path in sys.path],
-                "argv": sys.argv,
-                "directory": os.getcwd(),
-                "environment": _rank_environment(
-                    variables, rank, ranks, directory / (f"store-{world}" if world else "store"), hang_after_s,
-                    before=world * ranks,
-                ) | more,
-            }
+            _order(
+                name, given, variables, rank=rank, world=ranks, hang_after_s=hang_after_s,
+                store=directory / f"store-{world}", before=world * ranks,
+            )
             for world, given in enumerate(arguments)
             for rank in range(ranks)
         ]  # fmt: skip
-        found = Supervision(orders, on_message or _ignore, str(directory), server_for(variables), islands).run()
+        found = Supervision(orders, on_message or _ignore, str(directory), server_for(variables)).run()
     return [found[start : start + ranks] for start in range(0, len(found), ranks)]
+
+
+def _order(
+    target: str, arguments: dict[str, Any], variables: dict[str, str], *, rank: int, world: int, hang_after_s: float,
+    store: Path, before: int = 0,
+) -> dict[str, Any]:  # fmt: skip
+    """What one rank is told to do."""
+    return {
+        "target": target,
+        "arguments": arguments,
+        "rank": rank,
+        "world": world,
+        "hang_after_s": hang_after_s,
+        "threads": int(variables["OMP_NUM_THREADS"]),
+        "sys_path": [path or os.getcwd() for path in sys.path],
+        "argv": sys.argv,
+        "directory": os.getcwd(),
+        "environment": _rank_environment(variables, rank, world, store, hang_after_s, before=before),
+    }
 
 
 def name_of(target: Target) -> str:
@@ -126,11 +151,15 @@ def _environment(threads: int | None, environment: Mapping[str, str] | None) -> 
     return variables
 
 
+LEFT_OUT = ("TORCHELASTIC_", "MASTER_", LOST_FOLDER, SESSIONS_FOLDER, COMING)
+"""What of this process's environment its ranks do not get: it may be a rank itself."""
+
+
 def _rank_environment(
     variables: dict[str, str], rank: int, world: int, store: Path, hang_after_s: float, *, before: int
 ) -> dict[str, str]:
     """`before`: ranks of other worlds that come first on this host, and take its first devices."""
-    own = {k: v for k, v in variables.items() if not k.startswith(("TORCHELASTIC_", "MASTER_", LOST_FOLDER))}
+    own = {k: v for k, v in variables.items() if not k.startswith(LEFT_OUT)}
     own |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(world),

@@ -4,7 +4,8 @@ It listens to each rank's line and to how its process ends. The first rank that 
 the one that is named; Ctrl-C asks them to stop, and a second one kills them. Whatever happens, none is left.
 
 Where islands are named, one may be lost: a rank of it that is killed takes its island along, and the ranks that are
-left are notified (`comm/losses.py`). The first island has the run's record, so it cannot be lost.
+left are notified (`comm/losses.py`). The first island has the run's record, so it cannot be lost. Ranks may also come
+to a run under way (`sessions.py`): those that were lost are started again, if that is wanted, and further ones.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import signal
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +28,7 @@ from typing import Any
 
 from shoal.launch.failure import Failure, first_cause, from_exception, from_exit, from_hang
 from shoal.launch.forkserver import ForkServer
+from shoal.launch.sessions import COMING, taken_up, withdraw
 
 OnMessage = Callable[[int, dict[str, Any]], None]
 
@@ -39,6 +42,8 @@ GRACE_S = 1.5
 """Between the request to end (SIGTERM) and the end (SIGKILL), once a rank has failed."""
 LEAVE_S = 10.0
 """How long ranks may take to leave once all results are here."""
+STARTS = 4
+"""How often a rank is started in one run. One that ends again and again is given up on."""
 
 
 @dataclass
@@ -46,7 +51,7 @@ class _Member:
     """One rank as the parent sees it."""
 
     rank: int
-    order: bytes
+    order: dict[str, Any]
     link: socket.socket
     end: int
     received: bytearray = field(default_factory=bytearray)
@@ -55,6 +60,9 @@ class _Member:
     ready: bool = False
     may_be_lost: bool = False
     """Whether it has come so far that others can go on without its island."""
+    started_s: float = field(default_factory=time.time)
+    coming: bool = False
+    """Whether it is one that the others have not taken up yet."""
     done: bool = False
     result: Any = None
     ended: bool = False
@@ -65,12 +73,15 @@ class Supervision:
 
     def __init__(
         self, orders: list[dict[str, Any]], on_message: OnMessage, directory: str, server: ForkServer,
-        islands: Sequence[Sequence[int]] = (),
+        islands: Sequence[Sequence[int]] = (), sessions: Path | None = None, coming: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """`islands`: ranks that may be lost together; without them the first lost rank ends the run."""
+        """`islands`: ranks that may be lost together; without them the first lost rank ends the run. `sessions`: the
+        folder of `sessions.py`, if lost ranks are started again; `coming`: ranks that come later, likewise started."""
         self._islands = [tuple(island) for island in islands]
-        self._lost: dict[int, str] = {}
-        """Ranks of lost islands, and why."""
+        self._lost: dict[int, str] = dict.fromkeys(coming, "")
+        """Ranks of lost islands, and why; and those that are not taken up yet."""
+        self._sessions, self._coming = sessions, set(coming)
+        self._starts: Counter[int] = Counter()
         self._on_message = on_message
         self._directory = directory
         self._server = server
@@ -86,14 +97,14 @@ class Supervision:
             # Ranks that meet at one place are of one job.
             variables = order["environment"]
             variables["SHOAL_TOKEN"] = tokens.setdefault(variables["SHOAL_RENDEZVOUS"], secrets.token_hex(16))
-        self._lines = [json.dumps(order).encode() + b"\n" for order in orders]
+        self._orders = orders
         self._members: list[_Member] = []
 
     def run(self) -> list[Any]:
         with _interrupts_to(self._interrupt):
             try:
-                for rank, order in enumerate(self._lines):
-                    self._start(rank, order)
+                for rank in range(len(self._orders)):
+                    self._start(rank, coming=rank in self._coming)
                 while not all(member.ended for member in self._members):
                     self._turn()
             finally:
@@ -105,13 +116,24 @@ class Supervision:
             raise cause.error
         return [member.result for member in self._members]
 
-    def _start(self, rank: int, order: bytes) -> None:
+    def _start(self, rank: int, *, coming: bool = False) -> None:
+        order = self._orders[rank]
+        if coming:
+            # What the process before it failed of has been its end, not the run's.
+            self._failures = [failure for failure in self._failures if failure.rank != rank]
+            order = {**order, "environment": {**order["environment"], COMING: repr(time.time())}}
+        self._starts[rank] += 1
         mine, theirs = socket.socketpair()
         with theirs:
             end = self._server.fork(link=theirs, directory=self._directory)
         mine.setblocking(False)
-        member = _Member(rank, order, mine, end)
-        self._members.append(member)
+        member = _Member(rank, order, mine, end, coming=coming)
+        for before in self._members[rank : rank + 1]:
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(before.link)
+            before.link.close()
+            os.close(before.end)
+        self._members[rank : rank + 1] = [member]
         self._selector.register(mine, selectors.EVENT_READ, lambda: self._hear(member))
         self._selector.register(end, selectors.EVENT_READ, lambda: self._hear_of(member))
 
@@ -135,6 +157,8 @@ class Supervision:
                 for member in self._members:
                     with contextlib.suppress(OSError):
                         member.link.send(b"end\n")
+                # Those that were not taken up have nothing to leave.
+                self._signal(signal.SIGKILL, [member for member in self._members if member.coming])
                 self._kill_at_s = now_s + LEAVE_S
         elif not self._killed and (now_s >= self._kill_at_s or self._interrupts > 1):
             self._killed = True
@@ -187,6 +211,11 @@ class Supervision:
             self._failures.append(from_hang(member.rank, content, time.monotonic()))
         elif kind == "may be lost":
             member.may_be_lost = True
+            if member.coming:
+                member.coming = False
+                self._lost.pop(member.rank, None)
+        elif kind == "must stay":
+            member.may_be_lost = False
         elif kind == "ready":
             member.ready = True
             if self._stopping:
@@ -201,26 +230,47 @@ class Supervision:
             member.pid = numbers[0]
             member.link.setblocking(True)
             with contextlib.suppress(OSError):
-                member.link.sendall(member.order)
+                member.link.sendall(json.dumps(member.order).encode() + b"\n")
             member.link.setblocking(False)
         if len(numbers) == 2 or not data:
             self._selector.unregister(member.end)
             self._hear(member)
             member.ended = True
             failed = any(failure.rank == member.rank for failure in self._failures)
-            if not member.done and not failed and self._kill_at_s is None:
+            if member.coming:
+                self._came_in_vain(member)
+            elif not member.done and not failed and self._kill_at_s is None:
                 code = numbers[1] if len(numbers) == 2 else None
                 failure = from_exit(member.rank, code, time.monotonic())
                 if code is not None and code < 0:
                     self._lose_island(member.rank, str(failure.error))
                 if member.rank not in self._lost:
                     self._failures.append(failure)
-            if member.rank in self._lost:
+            if member.rank in self._lost and not member.coming:
                 (Path(self._directory) / LOST / str(member.rank)).write_text(self._lost[member.rank])
+            self._start_again(member.rank)
+
+    def _start_again(self, rank: int) -> None:
+        """Starts the ranks of a lost island again, once all of them have ended."""
+        if self._sessions is None or self._kill_at_s is not None or rank not in self._lost:
+            return
+        island = next((island for island in self._islands if rank in island), (rank,))
+        if all(self._members[each].ended and self._starts[each] < STARTS for each in island):
+            for each in island:
+                self._start(each, coming=True)
+
+    def _came_in_vain(self, member: _Member) -> None:
+        """A rank has ended before it was taken up. Where the others wait for it already, the run ends."""
+        assert self._sessions is not None
+        if taken_up(self._sessions, member.rank, since_s=member.started_s) and self._kill_at_s is None:
+            code = [int(line) for line in bytes(member.status).split(b"\n")[:-1]][1:]
+            self._lost.pop(member.rank, None)
+            self._failures.append(from_exit(member.rank, code[0] if code else None, time.monotonic()))
+        withdraw(self._sessions, member.rank)
 
     def _lose_island(self, rank: int, reason: str) -> None:
         """Goes on without the island of a rank that was killed, if the others can."""
-        island = next((island for island in self._islands if rank in island), ())
+        island: Sequence[int] = next((island for island in self._islands if rank in island), ())
         others = [member for member in self._members if member.rank not in self._lost]
         for member in others:  # What they said before this rank was killed may not have been read.
             self._hear(member)

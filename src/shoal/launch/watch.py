@@ -36,6 +36,9 @@ UNREACHABLE_S = 15.0
 OTHERS_JUDGE_S = 15.0
 """How long the second rank that noticed waits for the first one's verdict to end the run."""
 
+DEEPEST = 12
+"""Calls that a report names, from the innermost."""
+
 _ENGINES = (str(Path(torch.__file__).parent), str(Path(ledger.__file__).parent))
 _STANDARD = sysconfig.get_path("stdlib")
 
@@ -199,7 +202,9 @@ class Watch:
             for label, call in dict(ledger.BOOK.last).items()
             if label in known
         }
-        return Report(groups=groups, at=where_main_is(), idle_s=self._idle_s, done=self._done)
+        return Report(
+            groups=groups, at=where_main_is(), idle_s=self._idle_s, done=self._done, stack=stack_of_main()
+        )
 
     def _process_of(self, rank: int) -> str:
         """What this host knows of a rank that does not answer."""
@@ -214,6 +219,16 @@ class Watch:
         if state in "Tt":
             return f"its process {pid} is stopped (SIGSTOP, or a debugger)"
         return f"it does not answer (process {pid} runs code that does not let other threads run)"
+
+
+def stack_of_main() -> tuple[str, ...]:
+    """The calls of the main thread that are no library's, outermost first."""
+    frame, found = sys._current_frames().get(threading.main_thread().ident or 0), []
+    while frame is not None:
+        if not _in_library(frame):
+            found.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}")
+        frame = frame.f_back
+    return tuple(found[:DEEPEST][::-1])
 
 
 def where_main_is() -> str:

@@ -45,6 +45,7 @@ from shoal.parallel.optimizer_needs import closure_for, drawn_slices
 from shoal.parallel.owner.base import Gradients, Owner
 from shoal.parallel.placement import Placement, Replicas
 from shoal.parallel.result import COUNT_WITH_GRADIENT, CountWithGradient, NonFinite, StepResult
+from shoal.parallel.shared_tickets import SharedTickets
 from shoal.parallel.sync.outer import OuterLevel
 
 
@@ -88,6 +89,8 @@ class Engine:
     """The part of its loss that this rank learns from, where several compute the same loss and share its gradient."""
     counts_loss: bool = True
     """Whether this rank's loss enters the sum; of ranks that compute the same loss one counts."""
+    last_loss: float = 0.0
+    """Of the last step that counted something."""
     norms_by_others: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     """Batch norms that modules of other kinds synchronised in the last step, as `take_calls_by_others` gives them."""
     _sums: torch.Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
@@ -222,6 +225,8 @@ class Engine:
                 tickets.stop = result.stop
             if not result.skipped:
                 self.owner.update(gradients, lr_factor=lr_factor, closure=closure)
+            elif isinstance(tickets, SharedTickets):
+                tickets.finish()
             if remote is not None:
                 result = replace(result, grad_norm=remote.norm)
             reach("step: updated")
@@ -258,13 +263,16 @@ class Engine:
                 self.outer.sum_gradients(everything, [bucket.reduced() for bucket in self.buckets])
         reach("step: sums received")
         loss_sum, count, stop, *used, spread, parts = everything.tolist()
-        loss = loss_sum / count if count else float("nan")
+        # An island learns nothing from a share of which nothing counts; where all ranks step together, none would.
+        empty = not (count or loss_sum) and self.outer is not None and not self.outer.term.synchronous(self.clock)
+        loss = self.last_loss if empty else loss_sum / count if count else float("nan")
+        self.last_loss = loss
         if not isfinite(loss) and self.scale_of_loss is None:
             self.owner.barrier()  # Another replica may still be summing where this one would write next.
             self.reduction.clear()
             raise NonFinite(f"the loss is {loss} (sum {loss_sum} over {count:g} tokens or samples)", self.owner.hint)
         unused = frozenset(name for name, times in zip(self.names, used, strict=True) if not times)
-        if self.compression is not None:
+        if self.compression is not None and not empty:
             with BOOK.during("gradient"), torch.no_grad():
                 self.compression.reduce(count, unused)
         if self.owner.remote is not None:  # The servers divide and clip.
@@ -272,8 +280,10 @@ class Engine:
         with BOOK.during("optimizer"), torch.no_grad():
             reach("step: gradients reduced")
             scaled = 1.0 if self.scale_of_loss is None else self.scale_of_loss.factor
-            norm = self.scale(count * scaled)
+            norm = self.scale(1.0 if empty else count * scaled)
             reach("step: norm known")
+            if empty:
+                return StepResult(loss, 0.0, norm, stop > 0, skipped=True), Gradients(0.0, norm, unused)
             passed = isfinite(norm) if self.scale_of_loss is None else self.scale_of_loss.passed(loss, norm)
             if not passed and (self.scale_of_loss is None or self.scale_of_loss.exhausted):
                 self.owner.barrier()  # As above: `scale` has just written into the gradient that others write to next.

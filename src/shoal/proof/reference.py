@@ -106,11 +106,13 @@ def train_serially(
         if micro == per_step - 1:
             counter += len(indices)
         together = islands is not None and step < islands.start
+        own = islands is not None and not together
         others = [[piece for other in shares if other is not mine for piece in other] for mine in shares]
         found = [
-            copy.update(step, indices, pieces, started, skip_empty=updates is not None, others=rest if together else ())
+            copy.update(step, indices, pieces, started, skip_empty=own or updates is not None,
+                        others=rest if together else ())
             for copy, pieces, rest in zip(copies, shares, others, strict=True)
-        ]
+        ]  # fmt: skip
         sums.append(found[0])
         if islands is not None:
             after_step(step, copies, islands)
@@ -118,9 +120,16 @@ def train_serially(
         agree(copies, islands)
     ends = range(len(sums) + 1) if updates is None else updates
     reported = [sums[start:stop] for start, stop in pairwise(ends)]
-    return reference_of(
-        first, [sum(total for total, _ in rows) / sum(count for _, count in rows) for rows in reported]
-    )
+    return reference_of(first, _means(reported))
+
+
+def _means(steps: Sequence[Sequence[tuple[float, float]]]) -> list[float]:
+    """The mean loss of each step; of one that counts nothing that of the step before."""
+    found: list[float] = []
+    for rows in steps:
+        count = sum(count for _, count in rows)
+        found.append(sum(total for total, _ in rows) / count if count else found[-1] if found else 0.0)
+    return found
 
 
 def reference_of(first: _Copy, losses: list[float]) -> Reference:
@@ -150,7 +159,7 @@ def _replayed(
             starts.append(starts[-1] + len(_batch_at(job, starts[-1])))
         indices = _batch_at(job, starts[step])
         pieces = islands.share(np.arange(len(indices)), share, separate=separate, parts=parts)
-        return copies[island].update(step, indices, pieces, starts[step], skip_empty=False)
+        return copies[island].update(step, indices, pieces, starts[step], skip_empty=True)
 
     assert islands.logs is not None
     assert islands.replay is not None

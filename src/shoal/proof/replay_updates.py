@@ -50,13 +50,16 @@ class _Workers:
         self.rows = {row[0]: sorted((r for r in rows if r[0] == row[0]), key=lambda r: r[4]) for row in rows}
         self.found: dict[tuple[int, int], _Computed] = {}
         self.losses: dict[tuple[int, int, int], float] = {}
+        self.last: dict[int, float] = {}
+        """Of each worker's last share of which something counted."""
 
     def upto(self, worker: int, number: float) -> None:
         """Computes the pushes of a worker up to one."""
         while self.rows.get(worker) and self.rows[worker][0][4] <= number:
             row = self.rows[worker].pop(0)
             loss, count = self.compute(row)
-            self.losses[row[0], row[1], row[2]] = loss / count
+            self.last[worker] = loss / count if count else self.last.get(worker, 0.0)
+            self.losses[row[0], row[1], row[2]] = self.last[worker]
             named = self.copy.named.items()
             gradients = {name: p.grad.to_dense().clone() for name, p in named if p.grad is not None}
             if self.sends is not None:
@@ -113,7 +116,7 @@ def replay(
                     sums[name] = count * gradient if name not in sums else sums[name] + count * gradient
         _set(params, versions[version])
         for name, param in copy.named.items():
-            param.grad = sums[name] / total if name in sums else None
+            param.grad = sums[name] / (total or 1.0) if name in sums else None
         if job.clip is not None:
             nn.utils.clip_grad_norm_(params, job.clip)
         ages = [version - row[3] for row in pushes]
@@ -122,7 +125,8 @@ def replay(
         for group, lr in zip(optimizer.param_groups, copy.base, strict=True):
             group["lr"] = lr * factor
         with conditions():
-            optimizer.step()
+            if total:
+                optimizer.step()
         versions.append([param.detach().clone() for param in params])
     for worker in range(shares.num):
         workers.upto(worker, float("inf"))

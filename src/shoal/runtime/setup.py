@@ -26,6 +26,7 @@ from shoal.launch.devices import devices_here
 from shoal.layout.held_outside import Outside
 from shoal.layout.layout import layout_of
 from shoal.parallel.apply import executor_for, parallelize
+from shoal.parallel.bucket import BUCKET_BYTES
 from shoal.parallel.buffers import buffer_exchange
 from shoal.parallel.by_hosts import asks_for_hosts, by_hosts
 from shoal.parallel.engine import Engine
@@ -111,20 +112,21 @@ def job_from(options: JobOptions) -> Job:
     return replace(job, **changed) if changed else job
 
 
-def try_job(job: Job, strategy: Strategy) -> None:
+def try_job(job: Job, strategy: Strategy) -> list[str] | None:
     """Runs the job's own code once in this process, on as many samples as a rank computes at once: what fails here is
-    the job's. Not where ranks train on accelerators, since some models run on them only."""
+    the job's. Not where ranks train on accelerators, since some models run on them only. Returns the names of the
+    validation values if they are known."""
     require_uncompiled(build_without_memory(job), strategy)
     if devices_here(0).kind is not None:
-        return
+        return None
     mine = job.global_batch // (strategy.replicas * strategy.micro_batches)
     # Batch norm cannot do with one sample; its statistics are those of all replicas.
     with running_eagerly():
-        require_runs(job, samples=max(mine, min(2, job.global_batch)), autocast=precision_of(strategy))
+        return require_runs(job, samples=max(mine, min(2, job.global_batch)), autocast=precision_of(strategy))
 
 
 def prepare(job: Job, strategy: Strategy, *, rank: int, backend: str | None, device: Any = "cpu",
-            dtype: torch.dtype | None = None) -> Prepared:  # fmt: skip
+            dtype: torch.dtype | None = None, bucket_bytes: int | None = None) -> Prepared:  # fmt: skip
     """Builds the model, lays the strategy over it, and makes ready to step. All ranks call it alike. State that the
     job's code keeps outside of the model is left as it was when the job was loaded."""
     if asks_for_hosts(strategy):
@@ -143,6 +145,7 @@ def prepare(job: Job, strategy: Strategy, *, rank: int, backend: str | None, dev
         elementwise=tried.elementwise, coupled=tried.coupled, batch_norm=job.batch_norm,
         layout=layout, seed=job.seed, randomness=randomness,
         update_draws=UpdateDraws(job.seed) if draws_numbers(job.optimizer) else None, average=job.ema,
+        bucket_bytes=bucket_bytes or BUCKET_BYTES,
     )  # fmt: skip
     modes = buffer_modes(job.buffers, model)
     engine.buffers = buffer_exchange(model, engine.placement, modes, engine.absent)
@@ -150,7 +153,8 @@ def prepare(job: Job, strategy: Strategy, *, rank: int, backend: str | None, dev
     executor = executor_for(engine, strategy)
     runner = StepRunner(job, executor, strategy, randomness, autocast=precision_of(strategy), dtype=dtype)
     connect(engine, strategy, seed=job.seed, dtype=dtype)
-    expected = Expected(job, strategy, layout, executor, dtype, full_parameters=not tried.elementwise)
+    expected = Expected(job, strategy, layout, executor, dtype, full_parameters=not tried.elementwise,
+                        bucket_bytes=bucket_bytes)
     expected.watch()
     runner.before_step = expected.forget
     return Prepared(job, strategy, executor, runner, tried, expected)

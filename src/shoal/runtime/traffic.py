@@ -50,6 +50,8 @@ class Expected:
     dtype: torch.dtype | None = None
     full_parameters: bool = False
     """Whether the job's optimiser needs them."""
+    bucket_bytes: int | None = None
+    """If not the usual ones."""
     routing: Routing | None = None
     regions: RegionsSeen | None = None
     blocks: BlocksSeen | None = None
@@ -119,6 +121,7 @@ class Expected:
             unused=() if compression is None else compression.unused,
             method=None if compression is None else compression.method,
             gathers=self.blocks.gathers if self.blocks is not None and self.blocks.any else None,
+            bucket_bytes=self.bucket_bytes,
         )  # fmt: skip
         if self.held.placing.seats is not None:
             remote = self.engine.owner.remote

@@ -23,6 +23,7 @@ from shoal.runtime.options import WrongOption
 from shoal.runtime.setup import job_from, try_job
 from shoal.strategy import Strategy, parse, require_legal
 from shoal.strategy.islands import is_loose
+from shoal.training.growing import grown, read_join
 from shoal.training.monitor import Monitor, is_monitored
 from shoal.training.options import TrainOptions
 from shoal.training.record.loggers import require_loggers
@@ -36,12 +37,14 @@ def check(options: TrainOptions, channel: Any) -> dict[str, Any]:
     """Refuses what cannot be trained, and reports what will be: the job's name and steps, the checkpoint to go on from,
     and what the gate has to check."""
     job, strategy = job_from(options), parse("serial" if options.strategy is None else options.strategy)
-    try_job(job, strategy)
+    values = try_job(job, strategy)
     layout = layout_of(job, strategy)
     facts = facts_of(job, layout)
     require_legal(strategy, facts=facts)
     for _, batch in job.growth:
         require_legal(strategy, facts=replace(facts, global_batch=batch))
+    if (join := read_join(options.join)) is not None:
+        require_legal(grown(strategy, join.replicas), facts=facts)
     require_runnable(
         strategy, elementwise=facts.elementwise_optimizer is not False, coupled=bool(facts.coupled_optimizer)
     )
@@ -58,7 +61,7 @@ def check(options: TrainOptions, channel: Any) -> dict[str, Any]:
         resume = str(checkpoint.path)
     require_loggers(options.log)
     monitor = Monitor(options, job)
-    monitor.require_sense(job, job.evaluate_every)
+    monitor.require_sense(job, job.evaluate_every, values)
     _require_checkpoints(options, strategy)
     if options.checkpoint_every != 0 or options.checkpoint_minutes or options.keep_best:
         require_resumable(job)

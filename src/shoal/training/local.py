@@ -22,6 +22,7 @@ from shoal.runtime.options import WrongOption
 from shoal.strategy import Strategy, Term, as_strategy, ensemble, parse, require_legal
 from shoal.strategy.members import member_strategy
 from shoal.training.entry import MODULES, check_run
+from shoal.training.growing import BadJoin, require_can_come
 from shoal.training.members import require_ensemble, train_members
 from shoal.training.options import TrainOptions
 from shoal.training.record.lock import FolderBusy, FolderLock, take
@@ -168,7 +169,12 @@ def require_hindrances(options: TrainOptions, world: int) -> None:
     try:
         read_slow_ranks(options.straggler, world=world)
         read_killed_ranks(options.fail, world=world)
-    except BadHindrance as error:
+        strategy = parse(options.strategy or "serial")
+        require_can_come(
+            strategy, rejoin=options.rejoin, join=options.join, weights_only=options.weights_only,
+            checkpoints=options.checkpoint_every != 0,
+        )  # fmt: skip
+    except (BadHindrance, BadJoin) as error:
         raise CannotTrain(str(error)) from None
 
 
@@ -265,4 +271,8 @@ def _record_failure(folder: Path, error: Any) -> None:
     with contextlib.suppress(RunBroken, OSError):
         facts = read_json(folder / RUN)
         if facts["status"] in ("running", "failed"):
-            write_json(folder / RUN, {**facts, "status": "failed", "reason": str(error)})
+            stack = "" if error.for_user else error.traceback_text
+            write_json(
+                folder / RUN,
+                {**facts, "status": "failed", "reason": str(error), "rank": error.rank, "stack": stack},
+            )

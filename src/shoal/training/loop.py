@@ -21,8 +21,10 @@ from shoal.comm.group import registered
 from shoal.comm.json_exchange import exchange
 from shoal.comm.ledger import BOOK, Ledger
 from shoal.estimate.outer_calls import period
+from shoal.job import Job
 from shoal.job.large_batch import batch_at
-from shoal.launch.devices import peak_memory_bytes
+from shoal.launch import sessions
+from shoal.launch.devices import memory_limit_bytes, peak_memory_bytes
 from shoal.launch.join import join, leave
 from shoal.launch.watch import beat
 from shoal.layout.held_outside import Outside
@@ -31,13 +33,14 @@ from shoal.parallel.batch_norm import batch_norms
 from shoal.parallel.result import NOTHING_COUNTED, NonFinite
 from shoal.parallel.sync.streams import PHASE as OUTER
 from shoal.proof.one_step import gate_here
+from shoal.runtime.options import WrongOption
 from shoal.runtime.servers import is_server
 from shoal.runtime.setup import Prepared, job_from, prepare, staleness
-from shoal.strategy import parse
 from shoal.training.callbacks import Callbacks
 from shoal.training.check import TrainingStopped, require_job_of, resume_point, warning
 from shoal.training.folder import held_folder
 from shoal.training.hindered import Hindered
+from shoal.training.joining import Joining, Past, come, goes_on_from, in_session, strategy_of
 from shoal.training.lost_islands import LostIslands, lost_ranks
 from shoal.training.monitor import Monitor
 from shoal.training.noise_scale import NoiseScale
@@ -55,11 +58,24 @@ from shoal.training.together import student_of
 
 def train(options: TrainOptions, channel: Any) -> dict[str, Any]:
     """On every rank: a job under a strategy, from its start or from a checkpoint, to its end."""
-    asked = options.backend
-    me = join(backend=None if asked is None else registered(asked), emulate=options.emulate)
-    job, strategy = job_from(options), parse("serial" if options.strategy is None else options.strategy)
+    job, past = job_from(options), Past()
     if options.teachers is not None:
         job = student_of(job, options.of_job, options.teachers.split(", "))
+    past.number = come(channel.rank)
+    while True:
+        outcome = _session(job, in_session(options, past.number), channel, past)
+        if sessions.session(past.number + 1) is None:
+            return outcome
+        past.number += 1
+
+
+def _session(job: Job, options: TrainOptions, channel: Any, past: Past) -> dict[str, Any]:
+    """As long as its ranks are the same, but for those that are lost."""
+    asked = options.backend
+    me = join(backend=None if asked is None else registered(asked), emulate=options.emulate)
+    strategy = strategy_of(options)
+    if options.bucket_mb is not None and strategy.servers:
+        raise WrongOption("--bucket-mb: servers lay out their parameters by themselves; leave it out")
     if options.gate and not strategy.servers:
         # The ranks have no parent process that could have done it.
         with Outside(job).kept():
@@ -76,10 +92,13 @@ def train(options: TrainOptions, channel: Any) -> dict[str, Any]:
         if is_server(strategy, me.rank):
             channel.allow_loss()
             served = serve_rank(job, strategy, me, Hindered(options, rank=me.rank, world=me.world, seed=job.seed))
-            leave(lost=lost_ranks())
+            leave(lost={*lost_ranks(), *sessions.coming_to(past.number + 1)})
             return served
-        ready = prepare(job, strategy, rank=me.rank, backend=me.backend, device=me.device)
-        run = TrainingRun(ready, options, folder, channel, rank=me.rank)
+        bucket_bytes = None if options.bucket_mb is None else int(options.bucket_mb * 1e6)
+        ready = prepare(
+            job, strategy, rank=me.rank, backend=me.backend, device=me.device, bucket_bytes=bucket_bytes
+        )
+        run = TrainingRun(ready, options, folder, channel, rank=me.rank, past=past)
         try:
             outcome = run.go()
         except BaseException as error:
@@ -88,6 +107,8 @@ def train(options: TrainOptions, channel: Any) -> dict[str, Any]:
         finally:
             if run.runner.ahead is not None:
                 run.runner.ahead.close()
+        if run.joining.ends:
+            ready.close()
         leave(lost=run.lost.ranks)
     return outcome
 
@@ -95,7 +116,11 @@ def train(options: TrainOptions, channel: Any) -> dict[str, Any]:
 class TrainingRun:
     """One rank's run: its state, and what it has measured."""
 
-    def __init__(self, ready: Prepared, options: TrainOptions, folder: Path, channel: Any, *, rank: int) -> None:
+    def __init__(
+        self, ready: Prepared, options: TrainOptions, folder: Path, channel: Any, *, rank: int, past: Past | None = None
+    ) -> None:
+        """`past`: the sessions of this run before this one, if ranks came meanwhile."""
+        past = past or Past()
         self.ready, self.options, self.folder, self.channel, self.rank = ready, options, folder, channel, rank
         self.job, self.engine, self.runner = ready.job, ready.engine, ready.runner
         self.engine.asked_to_stop = lambda: bool(channel.stop_requested)
@@ -117,11 +142,16 @@ class TrainingRun:
         known = options.flops_per_sample if rank == 0 else None
         self.speed = speed_of(known, ready.strategy, ready.engine.device)
         self.pace = Pace(1 if ready.engine.owner.tickets is not None else period(ready.strategy))
-        self.lost = LostIslands(ready, channel, rank=rank)
+        self.lost = LostIslands(ready, channel, rank=rank, past=past)
+        self.joining = Joining(self, past)
+        self.restored_s = 0.0
+        """How long the checkpoint took to be read."""
         self.split = StepSplit(ready.runner)
         self.hindered = Hindered(options, rank=rank, world=ready.strategy.world, seed=self.job.seed)
         if options.resume is not None:
+            began_s = time.perf_counter()
             self._resume(Path(options.resume))
+            self.restored_s = time.perf_counter() - began_s
         self.recorder: Recorder | None = None
         if rank == 0:
             known = (self.folder / RUN).exists()  # One that was started and wrote no checkpoint begins again.
@@ -138,7 +168,9 @@ class TrainingRun:
         else:
             checkpoint = resume_point(path, warn=self.warn)
         require_job_of(checkpoint, self.job)
-        progress = checkpoint.progress
+        progress, outer = checkpoint.progress, self.engine.outer
+        if outer is not None:
+            outer.goes_on_from = goes_on_from(self.joining.past.number, outer.islands.index)
         restore(self.engine, checkpoint)
         self.step, self.counter, self.train_s = checkpoint.step, progress["counter"], progress["train_s"]
         self.metrics, self.last_loss = dict(progress.get("metrics", {})), progress.get("loss")
@@ -158,6 +190,7 @@ class TrainingRun:
         self.lost.allow()
         BOOK.take()
         self._evaluate_if_due()  # A stop comes before the evaluation of its step.
+        self.joining.begin()
         if self.options.prefetch:
             threads = self.options.loader_threads
             self.runner.read_ahead(self.options.prefetch, threads=threads, counter=self.counter)
@@ -170,6 +203,8 @@ class TrainingRun:
             self._evaluate_if_due()
             if self.step < job.steps and self.saving.after_step():
                 self.end()
+            if self.step < job.steps and not self._done() and self.joining.take_up():
+                return self._close("stopped")
         if trace is not None:
             trace.close()
         if self.stopping and self.step < job.steps:
@@ -217,7 +252,8 @@ class TrainingRun:
         self.split.end()
         seconds = time.perf_counter() - started
         samples = self.runner.order.next(self.counter) - self.counter
-        self.noise.add(result.noise, samples_per_count=samples / result.count)
+        if result.count:
+            self.noise.add(result.noise, samples_per_count=samples / result.count)
         self.counter += samples
         self.step += 1
         self.train_s += seconds
@@ -315,7 +351,7 @@ class TrainingRun:
     def _close(self, status: Status) -> dict[str, Any]:
         self.settle()
         split = self.split.of_all(self.engine.placement.survivors)
-        served = leave_servers(self.engine, self.rank)
+        served = self.joining.past.add_served(leave_servers(self.engine, self.rank))
         steady = self.step_times[1:] or self.step_times
         outcome = {
             "status": status, "strategy": str(self.ready.strategy), "world": self.ready.strategy.world,
@@ -350,4 +386,7 @@ class TrainingRun:
     def failed(self, error: BaseException) -> None:
         self.saving.give_up()
         if self.recorder is not None:
-            self.recorder.close("failed", {"step": self.step, "loss": self.last_loss, "reason": str(error)})
+            self.recorder.close("failed", {
+                "step": self.step, "loss": self.last_loss, "reason": str(error), "samples": self.counter,
+                "memory_bytes": peak_memory_bytes(self.engine.device), "memory_limit_bytes": memory_limit_bytes(),
+            })  # fmt: skip

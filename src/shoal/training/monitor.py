@@ -6,10 +6,11 @@ Every rank has the same values and decides alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from shoal.job import Job
+from shoal.job.errors import did_you_mean
 from shoal.runtime.options import WrongOption
 from shoal.training.options import TrainOptions
 
@@ -37,8 +38,8 @@ class Monitor:
     def active(self) -> bool:
         return self.patience is not None or self.keep_best > 0
 
-    def require_sense(self, job: Job, evaluate_every: int) -> None:
-        """Refuses options that could never act."""
+    def require_sense(self, job: Job, evaluate_every: int, values: Sequence[str] | None = None) -> None:
+        """Refuses options that could never act; `values` are the names of the validation values, if they are known."""
         if not self.active:
             if self.given is not None:
                 raise WrongOption(f"--monitor {self.given}: nothing looks at it; give --patience or --keep-best too")
@@ -50,13 +51,14 @@ class Monitor:
             raise WrongOption(f"{option}: the job evaluates at its end only; say when: --evaluate-every 100")
         if self.better is None:
             raise WrongOption(f"--monitor {self.metric}: is higher or lower better? Add --better higher (or lower)")
+        if values is not None:
+            self._require_measured(values)
 
     def update(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Takes in an evaluation; whether it is among the best, so that a checkpoint is kept."""
         if not self.active:
             return False
-        if self.metric not in metrics:
-            raise WrongOption(f"--monitor {self.metric}: the validation values are {', '.join(metrics)}")
+        self._require_measured(metrics)
         value = float(metrics[self.metric])
         if self._improves(value, self.record, self.least):
             self.record, self.waited = value, 0
@@ -67,6 +69,12 @@ class Monitor:
         sign = -1 if self.better == "higher" else 1
         self.best = sorted([*self.best, (value, step)], key=lambda row: (sign * row[0], row[1]))[: self.keep_best]
         return (value, step) in self.best
+
+    def _require_measured(self, values: Iterable[str]) -> None:
+        if self.metric not in values:
+            known = list(values)
+            suggestion = did_you_mean(self.metric, known)
+            raise WrongOption(f"--monitor {self.metric}: the validation values are {', '.join(known)}.{suggestion}")
 
     def _improves(self, value: float, record: float | None, least: float) -> bool:
         if math.isnan(value):

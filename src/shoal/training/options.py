@@ -49,6 +49,8 @@ class TrainOptions(JobOptions):
     """Steps whose batches threads read while one computes (`runtime/read_ahead.py`)."""
     loader_threads: int = 1
     """Threads that read ahead, on each rank."""
+    bucket_mb: float | None = None
+    """Gradients travel in buckets of at most this size. None: 8 MB."""
     stop_at_target: bool = True
     """Whether the run ends at the job's target, or goes on to its last step."""
     backend: str | None = None
@@ -59,6 +61,10 @@ class TrainOptions(JobOptions):
     """Ranks that are slowed on purpose, such as `rank 2: 3x; random 10%: 5x` (`common/hindrance.py`)."""
     fail: str | None = None
     """Ranks that kill themselves, such as `rank 3 at step 40`."""
+    rejoin: bool = False
+    """Whether a rank that was killed, and that the others go on without, is started again and joins them."""
+    join: str | None = None
+    """Further replicas that join while others train, such as `2 at step 40`."""
     gate: bool = True
     """Whether a strategy is checked by two steps in float64 before it first trains this job."""
     lock: str | None = field(default=None, metadata={"set by": "train_locally"})
@@ -87,6 +93,8 @@ class TrainOptions(JobOptions):
             raise WrongOption("--keep 0: at least 1 checkpoint must be kept; --checkpoint-every 0 writes none")
         if self.loader_threads < 1:
             raise WrongOption("--loader-threads 0: at least 1 thread must read; --prefetch 0 reads nothing ahead")
+        if self.bucket_mb == 0:
+            raise WrongOption("--bucket-mb 0: expected megabytes, more than 0, such as 8")
         if self.patience == 0:
             raise WrongOption("--patience 0: expected at least 1 evaluation without improvement")
 

@@ -25,6 +25,7 @@ from shoal.strategy import Strategy, parse
 from shoal.strategy.islands import islands, losable
 from shoal.strategy.seats import seats_of
 from shoal.training.entry import train_run
+from shoal.training.growing import grown, read_join
 from shoal.training.options import TrainOptions
 from shoal.training.record.run import RUN, RunBroken, read_json, write_json
 
@@ -47,11 +48,14 @@ def train_restoring(
     """
     strategy = parse(options.strategy or "serial")
     losses = _Losses(options, strategy, on_message)
+    asked = read_join(options.join)
+    full = strategy if asked is None else grown(strategy, asked.replicas)
     while True:
         try:
             outcomes = run_ranks(
                 target, {**options.to_json(), **more}, ranks=world, hang_after_s=hang_after_s,
-                on_message=lambda rank, message: losses.listen(message), islands=losable(strategy),
+                on_message=lambda rank, message: losses.listen(message), islands=losable(full),
+                rejoin=options.rejoin, coming=full.world - world,
             )  # fmt: skip
         except RankFailed as error:
             options = losses.options_after(error, options)

@@ -13,7 +13,7 @@ INHERITED = {"strategy": str, "size": str, "steps": int, "global_batch": int, "s
              "growth": str, "scale_rule": str, "base_batch": int, "warmup": int, "evaluate_every": int,
              "checkpoint_minutes": float, "checkpoint_async": bool, "keep": int, "keep_best": int, "weights_only": bool,
              "patience": int, "monitor": str, "better": str, "min_delta": float, "log": str, "set": dict,
-             "prefetch": int, "loader_threads": int, "stop_at_target": bool}  # fmt: skip
+             "prefetch": int, "loader_threads": int, "bucket_mb": float, "stop_at_target": bool}  # fmt: skip
 """What a resumed run takes from the run it goes on with, where nothing else was given."""
 DEFAULTS = {each.name: each.default for each in fields(TrainOptions)}
 EXPECTED = {str: "text", int: "a whole number", float: "a number", dict: "a table", bool: "true or false"}

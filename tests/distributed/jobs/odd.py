@@ -29,6 +29,17 @@ def vectors(num: int = 60) -> TensorData:
     return TensorData(x=x, y=torch.randint(0, CLASSES, (num,), generator=generator))
 
 
+def mostly_ignored() -> TensorData:
+    data = vectors()
+    generator = torch.Generator().manual_seed(5)
+    kept = torch.rand(len(data), generator=generator) < 0.15
+    return TensorData(x=data.tensors["x"], y=torch.where(kept, data.tensors["y"], -100))
+
+
+def of_the_others(output: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+    return nn.functional.cross_entropy(output, batch["y"], reduction="sum"), (batch["y"] >= 0).sum()
+
+
 def images(num: int = 60) -> TensorData:
     generator = torch.Generator().manual_seed(4)
     x = torch.randn(num, 2, 3, 3, generator=generator)
@@ -522,6 +533,8 @@ JOBS: dict[str, Callable[[], Job]] = {
     "short_norm": lambda: make(Convolutions, train=images(25), last_batch="short"),
     # Batches of 12 and 7: the shares differ.
     "uneven": lambda: make(Chain, train=vectors(19), last_batch="short"),
+    # Of most samples nothing counts, so that the share of an island may count nothing.
+    "ignored": lambda: make(Chain, train=mostly_ignored(), loss=of_the_others, clip=None),
     "uneven_norm": lambda: make(Convolutions, train=images(19), last_batch="short"),
     "uneven_tokens": lambda: language("tiny", ignore_fraction=0.6, global_batch=12),
 }

@@ -15,12 +15,16 @@ class FSDP2(Adapter):
     title = "PyTorch FSDP2"
     same_as = "dp({n}, zero=3)"
 
+    def __init__(self, *, reshard_after_forward: bool = True) -> None:
+        """`reshard_after_forward`: False keeps gathered parameters until backward."""
+        self.reshard = reshard_after_forward
+
     def build(self, job: Job, place: RankPlace) -> Trainee:
         model = build_model(job)
         mesh = DeviceMesh.from_group(place.group, "cpu")
         for _, block in blocks(model):
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+            fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard)
+        fully_shard(model, mesh=mesh, reshard_after_forward=self.reshard)
         return Replica(job, place, model, model, optimizer_of(job, model.named_parameters()))
 
 

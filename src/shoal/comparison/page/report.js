@@ -1,69 +1,10 @@
-"use strict";
-// Draws the report from the data in the page: SVG, redrawn for the width that there is. No library.
-const DATA = JSON.parse(document.getElementById("data").textContent);
-const PALETTE = ["#0b84a5", "#f6a021", "#5aa469", "#d1495b", "#8d6cab", "#00a6a6", "#b5651d", "#e377c2", "#7a8b99", "#6f9c3d", "#4062bb", "#c2a83e", "#a23b72", "#2e8b7a", "#e4572e", "#7768ae"];
-const PARTS = [["compute", "computing", "#4c86b8"], ["data", "reading data", "#9bbf63"], ["communication", "communication", "#e08a3c"], ["waiting", "waiting for the slowest rank", "#b9c2cc"], ["off-core", "core taken by other programs", "#6b7682"]];
+// Draws the report of a comparison from the data in the page.
+const PARTS = [["data", "reading data", "#9bbf63"], ["forward", "forward", "#4c86b8"], ["backward", "backward", "#2f5f8a"], ["passes", "forward and backward", "#3d7199"], ["update", "update", "#7b6fb0"], ["rest", "the rest of computing", "#86a9c9"], ["bubble", "bubble", "#d7b98e"], ["communication", "exposed communication", "#e08a3c"], ["waiting", "waiting for the slowest rank", "#b9c2cc"], ["off-core", "core taken by other programs", "#6b7682"]];
 const state = {job: 0, off: new Set(), x: "time", sort: ["time_to_target_s", 1], filter: ""};
-const $ = (id) => document.getElementById(id);
-const el = (tag, attributes = {}, ...children) => {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith("on")) node.addEventListener(name.slice(2), value); else if (value !== null) node.setAttribute(name, value);
-  }
-  node.append(...children);
-  return node;
-};
-const svg = (tag, attributes = {}, text = null) => {
-  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  if (text !== null) node.textContent = text;
-  return node;
-};
-const time = (s) => s == null ? "–" : s < 1e-3 ? `${(s * 1e6).toPrecision(3)} µs` : s < 1 ? `${(s * 1e3).toPrecision(3)} ms` : s < 120 ? `${s.toPrecision(3)} s` : `${(s / 60).toPrecision(3)} min`;
-const bytes = (b) => b == null ? "–" : b < 1e3 ? `${Math.round(b)} B` : b < 1e6 ? `${(b / 1e3).toPrecision(3)} kB` : b < 1e9 ? `${(b / 1e6).toPrecision(3)} MB` : `${(b / 1e9).toPrecision(3)} GB`;
-const number = (v) => v == null ? "–" : Math.abs(v) >= 1e5 ? v.toExponential(2) : Math.abs(v) >= 1000 ? Math.round(v).toLocaleString("en") : String(+v.toPrecision(4));
-const percent = (v) => v == null ? "–" : `${(100 * v).toFixed(v < 0.1 ? 1 : 0)}%`;
 const job = () => DATA.jobs[state.job];
 const label = (row) => job().rows.some((o) => o.name === row.name && o.ranks !== row.ranks) ? `${row.name}  ×${row.ranks}` : row.name;
 const colour = (row) => PALETTE[job().rows.filter((r) => r.step_s).map((r) => r.key).sort().indexOf(row.key) % PALETTE.length];
 const shown = () => job().rows.filter((row) => row.step_s && !state.off.has(row.key));
-
-function hover(node, text) {
-  const tip = $("tip");
-  node.addEventListener("pointermove", (event) => {
-    tip.textContent = text;
-    tip.hidden = false;
-    const wide = tip.offsetWidth, high = tip.offsetHeight;
-    tip.style.left = `${Math.max(6, Math.min(event.clientX + 14, innerWidth - wide - 6))}px`;
-    tip.style.top = `${event.clientY + 16 + high > innerHeight ? event.clientY - high - 10 : event.clientY + 16}px`;
-  });
-  node.addEventListener("pointerleave", () => { tip.hidden = true; });
-  return node;
-}
-
-function ticks(low, high, most) {
-  const raw = (high - low) / most, power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 2.5, 5, 10].map((f) => f * power).find((s) => s >= raw) || raw;
-  const found = [];
-  for (let v = Math.ceil(low / step) * step; v <= high + step * 1e-9; v += step) found.push(+v.toPrecision(12));
-  return found;
-}
-
-function frame(box, height, {x, y, xName, yName, xText = number, yText = number, left = 52}) {
-  const width = Math.max(280, box.clientWidth - 2), top = 12, bottom = 34, right = 14;
-  const root = svg("svg", {viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${yName} against ${xName}`});
-  const px = (v) => left + (v - x[0]) / (x[1] - x[0] || 1) * (width - left - right);
-  const py = (v) => height - bottom - (v - y[0]) / (y[1] - y[0] || 1) * (height - top - bottom);
-  for (const v of ticks(y[0], y[1], 5)) {
-    root.append(svg("line", {x1: left, x2: width - right, y1: py(v), y2: py(v), class: "axis"}));
-    root.append(svg("text", {x: left - 6, y: py(v) + 4, "text-anchor": "end"}, yText(v)));
-  }
-  for (const v of ticks(x[0], x[1], Math.max(3, width / 110))) root.append(svg("text", {x: px(v), y: height - bottom + 16, "text-anchor": "middle"}, xText(v)));
-  root.append(svg("text", {x: width - right, y: height - 3, "text-anchor": "end"}, xName));
-  root.append(svg("text", {x: left, y: top - 2}, yName));
-  box.append(root);
-  return {root, px, py, width, height};
-}
 
 function curves(box, height, rows, points, names) {
   const all = rows.flatMap((row) => points(row).flat());
@@ -83,30 +24,6 @@ function curves(box, height, rows, points, names) {
       if (line.length >= 60) f.root.append(hover(svg("path", {d: path, fill: "none", stroke: "transparent", "stroke-width": 12}), `${label(row)}: ${number(line[0][1])} to ${number(line.at(-1)[1])}`));
     });
   }
-}
-
-function bars(box, rows, value, text, {error = () => 0, mark = () => null, tip = null, parts = null, name = ""} = {}) {
-  rows = rows.filter((row) => parts || value(row) != null);
-  if (!rows.length) { box.append(el("p", {}, "Nothing was measured for this plot.")); return; }
-  const width = Math.max(280, box.clientWidth - 2), left = Math.min(200, width * 0.42), right = 74, line = 27;
-  const most = Math.max(...rows.map((row) => Math.max(value(row) + error(row), mark(row) || 0))) || 1;
-  const root = svg("svg", {viewBox: `0 0 ${width} ${rows.length * line + 6}`, role: "img", "aria-label": name});
-  const px = (v) => left + v / most * (width - left - right);
-  rows.forEach((row, n) => {
-    const y = n * line + 5;
-    const room = Math.floor(left / 6.4), whole = label(row);
-    root.append(hover(svg("text", {x: left - 8, y: y + 13, "text-anchor": "end", class: "name"}, whole.length > room ? `${whole.slice(0, room - 1)}…` : whole), `${whole}\n${row.title}`));
-    let from = left;
-    for (const [part, title, fill] of parts || [[null, "", colour(row)]]) {
-      const size = parts ? (row.split_s[part] || 0) : value(row), wide = Math.max(0, px(size) - left);
-      if (wide > 0.3) root.append(hover(svg("rect", {x: from, y, width: wide, height: 17, rx: parts ? 0 : 3, fill, class: "mark"}), parts ? `${whole}\n${title}: ${time(size)}, ${percent(size / value(row))} of the step` : tip ? tip(row) : `${whole}: ${text(row)}`));
-      from += wide;
-    }
-    if (error(row)) { const a = px(Math.max(0, value(row) - error(row))), b = px(value(row) + error(row)), m = y + 8.5; root.append(svg("path", {d: `M${a} ${m}H${b}M${a} ${m - 4}V${m + 4}M${b} ${m - 4}V${m + 4}`, stroke: "var(--ink)", "stroke-width": 1.2, fill: "none", opacity: .7})); }
-    if (mark(row) != null) root.append(hover(svg("path", {d: `M${px(mark(row))} ${y - 3}v23`, stroke: "var(--ink)", "stroke-width": 2.4}), `${whole}\npredicted ${text({...row, __predicted: true})}`));
-    root.append(svg("text", {x: Math.max(from, px(value(row) + error(row))) + 7, y: y + 13, class: "value"}, text(row)));
-  });
-  box.append(root);
 }
 
 function boxes(box, rows) {
@@ -144,38 +61,25 @@ function timeline(box, rows) {
 }
 
 const COLUMNS = [
-  ["name", "contestant", (r) => r.name], ["ranks", "ranks", (r) => r.ranks], ["verdict", "verdict", (r) => r.verdict],
-  ["time_to_target_s", "to target", (r) => time(r.time_to_target_s)], ["final", "final", (r) => number(r.final)],
+  ["name", "contestant", (r) => r.name, true], ["ranks", "ranks", (r) => r.ranks], ["verdict", "verdict", (r) => r.verdict, true],
+  ["time_to_target_s", "to target", (r) => time(r.time_to_target_s)], ["epochs_to_target", "epochs to target", (r) => number(r.epochs_to_target)], ["final", "final", (r) => number(r.final)],
   ["step_s", "step", (r) => time(r.step_s)], ["samples_per_s", "samples/s", (r) => number(r.samples_per_s)],
-  ["tokens_per_s", "counted/s", (r) => number(r.tokens_per_s)], ["speedup_best", "speed-up", (r) => r.speedup_best == null ? "–" : `${r.speedup_best.toFixed(2)}×`],
+  ["tokens_per_s", "counted/s", (r) => number(r.tokens_per_s)], ["epoch_s", "epoch", (r) => time(r.epoch_s)], ["speedup_own", "speed-up, own", (r) => r.speedup_own == null ? "–" : `${r.speedup_own.toFixed(2)}×`], ["speedup_best", "speed-up, best", (r) => r.speedup_best == null ? "–" : `${r.speedup_best.toFixed(2)}×`],
   ["efficiency", "efficiency", (r) => percent(r.efficiency)], ["utilisation", "of peak", (r) => percent(r.utilisation)],
-  ["memory_bytes", "memory/rank", (r) => bytes(r.memory_bytes)], ["sent_bytes", "sent/step", (r) => bytes(r.sent_bytes)],
+  ["memory_bytes", "peak memory", (r) => bytes(r.memory_bytes)], ["held_bytes", "held tensors", (r) => bytes(r.held_bytes)],
+  ["sent_bytes", "sent/step", (r) => bytes(r.sent_bytes)], ["sent_messages", "messages", (r) => number(r.sent_messages)], ["compression", "compression", (r) => r.compression == null ? "–" : `${r.compression.toPrecision(3)}×`],
+  ["imbalance", "imbalance", (r) => r.imbalance == null ? "–" : r.imbalance.toFixed(2)], ["staleness_mean", "staleness", (r) => r.staleness_mean == null ? "–" : `${number(r.staleness_mean)}, ≤ ${r.staleness_max}`], ["divergence", "divergence", (r) => number(r.divergence)],
   ["seeds", "seeds", (r) => r.seeds],
 ];
 
 function table(card) {
-  const body = el("tbody"), head = el("tr");
-  const fill = () => {
-    const [by, way] = state.sort, words = state.filter.toLowerCase();
-    const rows = job().rows.filter((r) => `${r.name} ${r.title} ${r.verdict} ${r.contract}`.toLowerCase().includes(words));
-    rows.sort((a, b) => { const x = a[by], y = b[by]; if (x == null || y == null) return (x == null) - (y == null); return way * (typeof x === "string" ? x.localeCompare(y) : x - y); });
-    body.replaceChildren(...rows.map((row) => {
-      const line = el("tr", {"data-key": row.key});
-      for (const [name, , text] of COLUMNS) {
-        const cell = el("td", {class: name === "name" || name === "verdict" ? "left" : null});
-        if (name === "name") cell.append(el("code", {}, row.name), el("br"), el("small", {}, row.title + (row.same_as ? ` – as ${row.same_as}` : row.own ? ` – ${row.contract}` : "")));
-        else if (name === "verdict") cell.append(hover(el("span", {class: `tag ${row.verdict.split(" ")[0]}`}, row.verdict), row.findings.map((f) => `${f.name}: ${f.text}`).join("\n") || row.failed.join("\n") || "same samples, parameters, optimiser and losses as the reference"));
-        else cell.append(text(row), name === "step_s" && row.step_spread_s ? el("small", {}, ` ±${time(row.step_spread_s)}`) : "", name === "final" && row.final_spread ? el("small", {}, ` ±${number(row.final_spread)}`) : "");
-        line.append(cell);
-      }
-      return line;
-    }));
-    [...head.children].forEach((th, n) => th.setAttribute("aria-sort", COLUMNS[n][0] === by ? (way > 0 ? "ascending" : "descending") : "none"));
-  };
-  for (const [name, title] of COLUMNS) head.append(el("th", {scope: "col", "data-column": name, onclick: () => { state.sort = [name, state.sort[0] === name ? -state.sort[1] : 1]; fill(); }}, title));
-  card.append(el("input", {type: "search", id: "filter", placeholder: "Filter: name, verdict, contract …", value: state.filter, oninput: (event) => { state.filter = event.target.value; fill(); }}));
-  card.append(el("div", {class: "scroll"}, el("table", {id: "table"}, el("thead", {}, head), body)));
-  fill();
+  const verdict = (row) => hover(el("span", {class: `tag ${row.verdict.split(" ")[0]}`}, row.verdict), row.findings.map((f) => `${f.name}: ${f.text}`).join("\n") || row.failed.join("\n") || "same samples, parameters, optimiser and losses as the reference");
+  sorted(card, {
+    columns: COLUMNS, rows: job().rows, state, key: (row) => row.key, words: (r) => `${r.name} ${r.title} ${r.verdict} ${r.contract}`, hint: "Filter: name, verdict, contract …",
+    cell: (name, row, text) => name === "name" ? [el("code", {}, row.name), el("br"), el("small", {}, row.title + (row.same_as ? ` – as ${row.same_as}` : row.own ? ` – ${row.contract}` : ""))]
+      : name === "verdict" ? [verdict(row)]
+      : [text, name === "step_s" && row.step_spread_s ? el("small", {}, ` ±${time(row.step_spread_s)}`) : "", name === "final" && row.final_spread ? el("small", {}, ` ±${number(row.final_spread)}`) : ""],
+  });
 }
 
 function legend() {
@@ -203,17 +107,18 @@ function draw() {
     if (rows.length) fill(node); else node.append(el("p", {}, "All contestants are switched off."));
   };
   main.append(tiles());
-  card("deciding", `${j.metric} against ${state.x === "time" ? "time" : "samples"}`, "Validation; thin lines are further seeds, dashed ones other frameworks. Click a name to hide it.", true, (node) => {
-    node.firstChild.before(el("div", {class: "pick"}, ...["time", "samples"].map((x) => el("button", {type: "button", "aria-pressed": state.x === x, onclick: () => { state.x = x; draw(); }}, x))));
+  card("deciding", `${j.metric} against ${state.x === "time" ? "time" : "epochs"}`, "Validation; thin lines are further seeds, dashed ones other frameworks. Click a name to hide it.", true, (node) => {
+    node.firstChild.before(el("div", {class: "pick"}, ...["time", "epochs"].map((x) => el("button", {type: "button", "aria-pressed": state.x === x, onclick: () => { state.x = x; draw(); }}, x))));
     node.append(legend());
-    curves(node, 380, rows, (row) => row.curves.map((line) => line.map((p) => [state.x === "time" ? p[1] : p[0] * row.samples_per_step, p[2]])), {xName: state.x === "time" ? "training time" : "samples", yName: j.metric, xText: state.x === "time" ? time : number, target: j.target});
+    curves(node, 380, rows, (row) => row.curves.map((line) => line.map((p) => [state.x === "time" ? p[1] : p[0] * row.samples_per_step / (j.samples || 1), p[2]])), {xName: state.x === "time" ? "training time" : j.samples ? "epochs" : "samples", yName: j.metric, xText: state.x === "time" ? time : number, target: j.target});
   });
   if (!rows.length) node_legend(main);
   const fast = [...rows].sort((a, b) => b.samples_per_s - a.samples_per_s);
   card("throughput", "Throughput", "Samples a second in the window after the first steps; whiskers: standard deviation over seeds.", false, (node) => bars(node, fast, (r) => r.samples_per_s, (r) => number(r.samples_per_s), {error: (r) => r.samples_per_s * (r.step_spread_s || 0) / r.step_s, name: "throughput", tip: (r) => `${label(r)}\n${number(r.samples_per_s)} samples/s\n${number(r.tokens_per_s)} counted by the loss a second\nspeed-up over the fastest single rank: ${r.speedup_best == null ? "–" : r.speedup_best.toFixed(2)}\n${percent(r.utilisation)} of ${number(j.peak_flops_per_s / 1e9)} GFLOP/s a rank`}));
   card("memory", "Memory", "Peak of the rank that needs most, above what it held before the model was built.", false, (node) => bars(node, [...rows].sort((a, b) => a.memory_bytes - b.memory_bytes), (r) => r.memory_bytes, (r) => bytes(r.memory_bytes), {error: (r) => r.memory_spread_bytes, name: "memory"}));
   card("split", "Where a step goes", "Medians. Communication is the wait of the rank that waits least; what others wait longer is for the slowest rank.", false, (node) => {
-    node.append(el("div", {class: "legend"}, ...PARTS.map(([, title, fill]) => el("button", {type: "button", disabled: ""}, el("i", {style: `background:${fill}`}), title))));
+    const there = PARTS.filter(([part]) => rows.some((r) => r.split_s[part] > 0));
+    node.append(el("div", {class: "legend"}, ...there.map(([, title, fill]) => el("button", {type: "button", disabled: ""}, el("i", {style: `background:${fill}`}), title))));
     const split = rows.filter((r) => Object.keys(r.split_s).length), total = (r) => PARTS.reduce((sum, [part]) => sum + (r.split_s[part] || 0), 0);
     bars(node, split.sort((a, b) => total(a) - total(b)), total, (r) => time(total(r)), {parts: PARTS, name: "time split"});
   });
@@ -226,21 +131,55 @@ function draw() {
   });
   card("bytes", "Bytes sent", "By each rank in a step, counted by Shoal's ledger; the mark is the prediction. Other frameworks' groups are not counted.", false, (node) => bars(node, rows.filter((r) => r.sent_bytes != null), (r) => r.sent_bytes, (r) => bytes(r.__predicted ? r.predicted_bytes : r.sent_bytes), {mark: (r) => r.predicted_bytes, name: "bytes"}));
   if (rows.some((r) => r.predicted_step_s)) card("predicted", "Predicted step", "Bar: measured; mark: the plan's estimate for this machine.", false, (node) => bars(node, rows.filter((r) => r.predicted_step_s), (r) => r.step_s, (r) => time(r.__predicted ? r.predicted_step_s : r.step_s), {mark: (r) => r.predicted_step_s, name: "predicted"}));
+  if ((j.beside || []).length) {
+    const node = el("section", {class: "card wide", id: "beside"}, el("h2", {}, "Shoal beside the framework that does the same"), el("p", {}, "Throughput and peak memory over the framework's: above 1 Shoal is faster, below 1 it needs less."));
+    main.append(node);
+    const cell = (text, kind = "") => el("td", {class: kind}, text);
+    const head = ["strategy", "framework", "ranks", "throughput", "memory", `${j.metric}, both`, "held back by"];
+    node.append(el("div", {class: "scroll"}, el("table", {}, el("thead", {}, el("tr", {}, ...head.map((h, n) => el("th", {class: n < 2 || n === 6 ? "left" : null}, h)))), el("tbody", {}, ...j.beside.map((b) => el("tr", {}, cell(el("code", {}, b.name), "left"), cell(el("code", {}, b.peer), "left"), cell(b.ranks), cell(`${b.speed.toFixed(2)} ± ${b.speed_spread.toFixed(2)}`, b.speed + b.speed_spread < 1 ? "worse" : b.speed >= 1 ? "fair" : ""), cell(b.memory.toFixed(2), b.memory > 1.05 ? "worse" : "fair"), cell(`${number(b.own_final)}, ${number(b.peer_final)}`), el("td", {class: "left long"}, b.why || "")))))));
+  }
+  if (j.survey) survey(main, j.survey);
   card("loss", "Training loss", "By step, first seed.", false, (node) => curves(node, 300, rows, (row) => row.losses.map((line) => line.filter((p) => p[1] != null)), {xName: "step", yName: "loss"}));
   card("timeline", "The first steps", "Twenty steps of the first seed; pale ones are outside of the window.", false, (node) => timeline(node, rows));
-  card("all", "All figures", "Click a column to sort. Point at a verdict for its reasons.", true, table);
+  card("all", "All figures", `Click a column to sort. Point at a verdict for its reasons. Of peak: the model's own operations over ${j.peak_flops_per_s ? `${number(j.peak_flops_per_s / 1e9)} GFLOP/s a rank, what a large matrix product reaches here` : "an unknown peak"}. Held tensors: allocated between two steps; peak memory: resident. Speed-up: over its own single rank, and over the fastest single rank of all.`, true, table);
   const notes = [...j.rows.flatMap((r) => [...r.findings.map((f) => [label(r), `${f.name} – ${f.text}`]), ...r.failed.map((f) => [label(r), `failed – ${f}`])]), ...j.absent.map((a) => [`${a.name} ×${a.ranks}`, `not run – ${a.why}`])];
   const held = j.rows.filter((r) => r.held_back);
   if (held.length) main.append(el("section", {class: "card wide", id: "held"}, el("h2", {}, "What held Shoal's strategies back"), el("p", {}, "The first cause of the first seed; shoal explain RUN lists them all."), el("ul", {}, ...held.map((r) => el("li", {}, el("code", {}, label(r)), " ", r.held_back)))));
   if (notes.length) main.append(el("section", {class: "card wide", id: "notes"}, el("h2", {}, "What the guard found, and who did not run"), el("ul", {}, ...notes.map(([who, what]) => el("li", {}, el("code", {}, who), " ", what)))));
 }
 
-function node_legend(main) { main.querySelector("#deciding").append(legend()); }
+const SURVEY = {DDP: "#0b84a5", ZeRO: "#5aa469", "intra-layer": "#f6a021", "inter-layer": "#8d6cab"};
 
-$("theme").addEventListener("click", () => {
-  const dark = document.documentElement.dataset.theme === "dark" || (!document.documentElement.dataset.theme && matchMedia("(prefers-color-scheme: dark)").matches);
-  document.documentElement.dataset.theme = dark ? "light" : "dark";
-});
-let width = innerWidth;
-addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; draw(); } });
-draw();
+// The survey's curves: one panel for each machine, relative to data parallelism on one device there.
+function survey(main, found) {
+  const panel = (node, value, yName) => {
+    const all = found.places.flatMap((p) => Object.values(p.curves).flat()).map((p) => p[value]).filter((v) => v != null);
+    if (!all.length) return;
+    const y = [Math.min(...all) / 1.15, Math.max(...all) * 1.15], boxes = el("div", {class: "panels"});
+    node.append(boxes);
+    // All panels first: each is as wide as their number allows.
+    const panels = found.places.map(({place}) => el("div", {}, el("h3", {}, place)));
+    boxes.append(...panels);
+    for (const [number, {place, curves}] of found.places.entries()) {
+      const box = panels[number];
+      const points = Object.values(curves).flat();
+      if (!points.some((p) => p[value] != null)) { box.append(el("p", {}, "Not predicted.")); continue; }
+      const devices = [...new Set(points.map((p) => p[0]))].sort((a, b) => a - b);
+      const f = frame(box, 250, {x: [1, Math.max(2, ...devices)], y, xName: "devices", yName, log: "xy", xTicks: devices, xText: String, yText: (v) => `${+v.toPrecision(2)}×`, left: 46});
+      for (const [name, line] of Object.entries(curves)) {
+        const there = line.filter((p) => p[value] != null);
+        f.root.append(svg("path", {d: there.map((p, n) => `${n ? "L" : "M"}${f.px(p[0])} ${f.py(p[value])}`).join(""), fill: "none", stroke: SURVEY[name], "stroke-width": 2}));
+        for (const p of there) f.root.append(hover(svg("circle", {cx: f.px(p[0]), cy: f.py(p[value]), r: 4, fill: SURVEY[name], class: "mark"}), `${name}: ${p[3]}\n${p[value].toPrecision(3)}× data parallelism on one device\n${p[0]} devices, ${place}`));
+      }
+    }
+  };
+  const node = el("section", {class: "card wide", id: "survey"}, el("h2", {}, `Beside the survey: ${found.task}`), el("p", {}, "The batch of each rank is fixed. Each panel is relative to data parallelism on one of its devices; of each class the fastest contestant counts."), el("div", {class: "legend"}, ...Object.entries(SURVEY).map(([name, fill]) => el("button", {type: "button", disabled: ""}, el("i", {style: `background:${fill}`}), name))));
+  main.append(node);
+  panel(node, 1, "time of an epoch");
+  panel(node, 2, "memory of a device");
+  const head = ["finding", "published", ...found.places.map((p) => p.place)];
+  node.append(el("div", {class: "scroll"}, el("table", {}, el("thead", {}, el("tr", {}, ...head.map((h) => el("th", {class: "left"}, h)))), el("tbody", {}, ...found.findings.map((row) => el("tr", {}, ...[row.what, row.published, ...row.found].map((cell) => el("td", {class: "left"}, cell))))))));
+}
+
+function node_legend(main) { main.querySelector("#deciding").append(legend()); }
+start(draw);

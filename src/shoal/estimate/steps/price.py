@@ -73,15 +73,15 @@ def price_step(model: JobModel, strategy: Strategy, machine: Machine) -> Estimat
         split["messages"] = micro * total.sent_s
     else:
         kept_bytes = _pipelined(split, model, pipeline, machine, by_piece, ranks[0])
-    held = max(_held_bytes(each.held) for each in ranks)
+    held = max(held_bytes(each.held) for each in ranks)
     split["data"] = max(sum(call.seconds(machine) for call in data_calls(each)) for each in ranks)
     split["averaging"] = max(exchange_s(each, machine) for each in ranks)
     split["codec"] = _codec_s(model, strategy, machine, held)
-    shards = _shards(strategy)
+    shards = shards_of(strategy)
     split["optimizer"] = _update_s(model, machine, held / shards)
     over = machine.overheads
     split["engine"] = over.get("step_s", 0.0) + over.get("pass_s", 0.0) * (0 if pipeline else micro)
-    memory = _states(model, strategy, held, shards) | {"activations": round(kept_bytes)}
+    memory = states(model, strategy, held, shards) | {"activations": round(kept_bytes)}
     return Estimate(
         strategy=str(strategy), world=strategy.world, step_s=sum(split.values()), step_split=split,
         memory_bytes=sum(memory.values()), memory_split=memory,
@@ -98,12 +98,12 @@ def representatives(strategy: Strategy) -> list[int]:
     return found
 
 
-def _shards(strategy: Strategy) -> int:
+def shards_of(strategy: Strategy) -> int:
     """Ranks among which optimiser state is split: those of the level that shards, not of all levels."""
     return max((level.n for level in strategy.dp_levels if level.zero or isinstance(level.via, shared)), default=1)
 
 
-def _states(model: JobModel, strategy: Strategy, held: float, shards: int) -> dict[str, int]:
+def states(model: JobModel, strategy: Strategy, held: float, shards: int) -> dict[str, int]:
     """Parameters, gradients and the optimiser's state of a rank. In one memory each rank has its share of one copy."""
     levels = strategy.dp_levels
     zero = max((level.zero for level in levels), default=0)
@@ -121,8 +121,8 @@ def _passes(
 ) -> dict[str, StagePass]:
     """A micro-batch of this number of samples, by piece of the model."""
     ratio = samples / model.samples
-    local = list(_local(model, strategy))
-    repeated = _repeated(model, strategy.term(recompute), local)
+    local = list(local_operations(model, strategy))
+    repeated = repeated_operations(model, strategy.term(recompute), local)
     found = {piece.name: StagePass() for piece in model.pieces} | {"loss": StagePass()}
     for number, operation in enumerate(local):
         each = operation.of_samples(ratio)
@@ -148,7 +148,7 @@ def _passes(
     return found
 
 
-def _repeated(model: JobModel, again: recompute | None, local: Sequence[Operation]) -> set[int]:
+def repeated_operations(model: JobModel, again: recompute | None, local: Sequence[Operation]) -> set[int]:
     """Operations of blocks that backward computes a second time: all but products (selective), or all up to the last
     value that backward asks for. What ends a block, a product and a sum, is read by nothing inside it."""
     if again is None:
@@ -167,7 +167,7 @@ def _repeated(model: JobModel, again: recompute | None, local: Sequence[Operatio
     return found
 
 
-def _local(model: JobModel, strategy: Strategy) -> Iterator[Operation]:
+def local_operations(model: JobModel, strategy: Strategy) -> Iterator[Operation]:
     """A rank's own part of the operations."""
     tensor, context = strategy.term(tp), strategy.term(cp)
     local: Iterable[Operation] = model.operations
@@ -239,7 +239,7 @@ def _column(values: Sequence[float]) -> Numbers:
     return np.array(values)[:, None]
 
 
-def _held_bytes(held: Held) -> float:
+def held_bytes(held: Held) -> float:
     """Parameters of a rank, before zero shards them."""
     return float(sum(prod(held.shape_of(each)) * each.itemsize for each in held.own()))
 

@@ -142,7 +142,7 @@ class RemoteOptimizer:
             for server, parts in zip(self.servers, self.parts, strict=True):
                 for tag, part in enumerate(parts):
                     gradient = self.buckets[part.bucket].reduced()[part.start : part.stop]
-                    message = codec.encode(at, gradient, count, unused, worker=self.replica, step=step)
+                    message = codec.encode(at, gradient, count or 1.0, unused, worker=self.replica, step=step)
                     self._sending.append(self.up.send(server, DATA + tag, message))
                     at += 1
         codec.unused, codec.step = unused, step + 1

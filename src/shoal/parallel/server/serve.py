@@ -291,7 +291,7 @@ class Server:
     def _commit(self, scale: float) -> None:
         lr_factor, unused = self._pending
         for shard in self.shards.values():
-            if isfinite(scale):
+            if isfinite(scale) and any(push.count for push in self._pushes):  # None learns from nothing.
                 with self.around():
                     shard.update(scale, lr_factor, unused)
             shard.forget(self._pushes)

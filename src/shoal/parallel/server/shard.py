@@ -149,7 +149,7 @@ class ServedShard:
 
     def average(self, pushes: Sequence[Push], compensation: float) -> float:
         """The mean of these gradients, and the square of its norm."""
-        total = sum(push.count for push in pushes)
+        total = sum(push.count for push in pushes) or 1.0
         squares = 0.0
         for at, part in enumerate(self.parts):
             part.mean.zero_()
@@ -158,7 +158,7 @@ class ServedShard:
                 unit = push.count if self.codec is not None else 1.0  # A codec gives means, not sums.
                 if compensation:
                     # DC-ASGD (Zheng et al. 2017): the diagonal of the outer product stands for the Hessian.
-                    mean = gradient * (unit / push.count)
+                    mean = gradient * (unit / (push.count or 1.0))
                     moved = part.master - self._read[push.worker][at]
                     part.mean.add_(mean + compensation * mean * mean * moved, alpha=push.count / total)
                 else:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shoal.comm.backend import ShoalGroup
 from shoal.comm.ledger import BOOK
 from shoal.comm.losses import Losses
 from shoal.comm.mesh import Members
@@ -23,6 +24,7 @@ from shoal.comm.wire import sent
 from shoal.parallel.bucket import Bucket
 from shoal.parallel.consistency import Consistency
 from shoal.parallel.placement import Placement
+from shoal.parallel.result import NOTHING_COUNTED, NonFinite
 from shoal.parallel.sync.compressed import CompressedMoves
 from shoal.parallel.sync.fragments import Portion
 from shoal.parallel.sync.neighbours import NeighbourMessages
@@ -33,6 +35,11 @@ from shoal.parallel.sync.streams import PHASE, settle
 from shoal.parallel.sync.tickets import IslandTickets
 
 T = TypeVar("T")
+
+
+def nothing_learned() -> NonFinite:
+    """Where islands average, and none has learned from anything since the last time."""
+    return NonFinite(f"the loss is nan (sum 0 {NOTHING_COUNTED}")
 
 
 class OuterLevel:
@@ -76,6 +83,9 @@ class OuterLevel:
         rule = term.pairs(self.islands.index, self.islands.size)
         self.pairs = None if rule is None else Pairs(self, rule)
         """Exchanges of two islands at a time, where a scheme has them."""
+        self.goes_on_from: tuple[int, int] | None = None
+        """The island of a checkpoint that this one goes on from, as (number, of how many), if that is another one: one
+        that comes to a run is a copy of the first."""
         self.tickets = IslandTickets(self) if term.by_tickets else None
         """Where islands run at their own speed."""
         self.on_loss: Callable[[list[int], str], None] = lambda ranks, reason: None
@@ -155,7 +165,12 @@ class OuterLevel:
         among themselves. Collective over all ranks."""
         if self.losses is None:
             return act()
-        return self.losses.together(act, undo=undo, lose=self._lose)
+        return self.losses.together(act, undo=undo, lose=self._lose, break_off=self._break_off)
+
+    def _break_off(self) -> None:
+        for members in (self.islands, self.placement.world):
+            if isinstance(members.group, ShoalGroup):
+                members.group.break_off()
 
     def _lose(self, ranks: list[int], reason: str) -> None:
         self.placement.lose(ranks)
@@ -285,6 +300,8 @@ class OuterLevel:
         if self.islands.group is not None:
             dist.all_reduce(numbers, group=self.islands.group)
         total, stopping, apart = numbers.tolist()
+        if not total:
+            raise nothing_learned()
         self.note_spread(apart, self.masters)
         return total, stopping > 0
 

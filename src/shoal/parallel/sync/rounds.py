@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.transport.link import PeerLost
+from shoal.parallel.result import NOTHING_COUNTED, NonFinite
 from shoal.parallel.sync.fragments import Portion
 
 if TYPE_CHECKING:
@@ -89,6 +90,8 @@ class OuterRound:
         for work in works:
             work.wait()
         total, stop, apart, *lengths = self._numbers.tolist()
+        if not total:
+            raise NonFinite(f"the loss is nan (sum 0 {NOTHING_COUNTED}")
         self.level.note_spread(apart, self.portion.views(self.level.masters))
         mean = self._sums
         if self.codec is not None:

@@ -65,6 +65,8 @@ class Run(PrintedTable, Estimate):
     validation: tuple[Mapping[str, Any], ...] = ()
     ledger_of_run: Ledger = field(default_factory=Ledger)
     predicted_ledger: Ledger | None = None
+    failure: Mapping[str, Any] = field(default_factory=dict)
+    """Of a run that failed: which rank, and its stack."""
 
     @property
     def losses(self) -> list[float]:
@@ -138,6 +140,7 @@ def read_run(folder: Path) -> Run:
             summary=summary, steps=tuple(steps), validation=tuple(validation),
             ledger_of_run=Ledger.from_json(ledgers.get("run") or ()),
             predicted_ledger=None if predicted is None else Ledger.from_json(predicted),
+            failure={name: facts[name] for name in ("rank", "stack") if facts.get(name) is not None},
         )  # fmt: skip
     except (KeyError, TypeError, AttributeError) as error:
         raise RunBroken(f"{folder / RUN} is not the record of a run ({error!r})") from error

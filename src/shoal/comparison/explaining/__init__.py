@@ -1,0 +1,1 @@
+"""What held a run back, why two runs differ, and why one failed."""
