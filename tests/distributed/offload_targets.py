@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from distributed.jobs.offloaded import job_of
+from shoal.checkpoint.save import save
 from shoal.job import Job
 from shoal.launch.join import join, leave
 from shoal.parallel.offload.offloading import give_back_freed_memory
@@ -52,6 +53,8 @@ def train_measured(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
         losses.append(ready.runner.step(step, counter).loss)
         times.append(time.perf_counter() - started)
     ready.engine.optimizer.settle()
+    if "save" in arguments:
+        save(Path(arguments["save"]), ready.engine, step=len(losses), progress={})
     found = {
         "peak_bytes": status("VmHWM") - before, "losses": losses, "step_s": statistics.median(times[1:]),
         "offload": ready.engine.owner.offloading.report(),

@@ -71,15 +71,17 @@ def test_what_fits_no_memory_limit_trains_from_disk(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("what", ["optimizer", "parameters"])
-def test_peak_memory_falls_by_what_is_offloaded(ranks: Ranks, what: str) -> None:
+def test_peak_memory_falls_by_what_is_offloaded(ranks: Ranks, what: str, tmp_path: Path) -> None:
     # The root and two blocks are in use at once: of 40 blocks a twentieth.
     changes = {"width": 288, "depth": 40} if what == "parameters" else {}
-    (plain,) = ranks(MEASURED, {"strategy": "serial", "changes": changes, "steps": 2}, ranks=1)
-    (less,) = ranks(MEASURED, {"strategy": f'offload("{what}")', "changes": changes, "steps": 2}, ranks=1)
+    asked = {"changes": changes, "steps": 2, "save": str(tmp_path)}  # A checkpoint brings nothing back.
+    (plain,) = ranks(MEASURED, {"strategy": "serial", **asked}, ranks=1)
+    (less,) = ranks(MEASURED, {"strategy": f'offload("{what}")', **asked, "save": str(tmp_path / "less")}, ranks=1)
     row = less["offload"][what]
     assert row["held_bytes"] > 50_000_000
     assert row["in_use_bytes"] < 0.1 * row["held_bytes"]
-    assert plain["peak_bytes"] - less["peak_bytes"] == pytest.approx(row["held_bytes"] - row["in_use_bytes"], rel=0.1)
+    falls, below = plain["peak_bytes"] - less["peak_bytes"], row["held_bytes"]
+    assert 0.9 * (below - row["in_use_bytes"]) < falls < 1.1 * below  # Not all that is in use is so at the peak.
 
 
 def test_peak_memory_falls_by_the_activations(ranks: Ranks) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from shoal.job.on_disk import folder_for_tensors
+from shoal.job.on_disk import folder_for_tensors, registered
 
 
 class NoRoomBelow(OSError):
@@ -154,7 +154,7 @@ class DiskLevel(Level):
             return Place(self, start, nbytes, None)
         held = mmap.mmap(file, length, offset=start)
         self._mapped.append(held)
-        return Place(self, start, nbytes, torch.frombuffer(held, dtype=torch.uint8, count=nbytes))
+        return Place(self, start, nbytes, registered(held, 0, nbytes))
 
     def read(self, place: Place, offset: int, into: torch.Tensor) -> Moving:
         self.read_bytes += into.numel()

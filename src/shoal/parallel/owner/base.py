@@ -25,6 +25,7 @@ from torch import nn
 
 from shoal.comm.ledger import BOOK
 from shoal.comm.points import reach
+from shoal.job.on_disk import has_read
 from shoal.parallel.bucket import Bucket
 from shoal.parallel.cutting import CutModel
 from shoal.parallel.data import GradientReduction
@@ -277,6 +278,7 @@ class Owner(ABC):
             self.barrier()  # Where memory is shared, another rank may still be reading them.
             for piece in self.pieces_of(self.masters, lambda bucket: (0, bucket.buffer.padded)):
                 piece.values.copy_(read(piece.name, piece.start, piece.start + piece.values.numel()))
+                has_read(piece.values)
             reach("restore: parameters read")
             self.publish()
             reach("restore: parameters published")
