@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,10 @@ def tensor_of(output: Any) -> torch.Tensor | None:
 def _with(output: Any, logits: torch.Tensor) -> Any:
     if isinstance(output, torch.Tensor):
         return logits
-    changed = type(output)(**dict(output)) if isinstance(output, Mapping) else output
+    changed: Any = type(output)(**dict(output)) if isinstance(output, Mapping) else copy(output)
+    if not isinstance(output, Mapping):
+        changed.logits = logits
+        return changed
     changed["logits"] = logits
     return changed
 
