@@ -222,6 +222,12 @@ def test_the_world_is_the_product_of_the_axes_and_the_dedicated_servers() -> Non
     assert served.world == 36
 
 
+def test_servers_in_two_levels_are_written_out_as_regions() -> None:
+    assert dp(8, sync=asp(), via=ps(2, levels=4)) * tp(2) == dp(4, sync=asp(), via=ps(2)) * dp(2) * tp(2)
+    assert str(Strategy(dp(4, via=ps(2, levels=4)))) == "dp(4, via=ps(2))"
+    assert Strategy(dp(8, via=ps(2, levels=4))).world == 10
+
+
 def test_axes_are_named_by_level_when_dp_repeats() -> None:
     assert [axis.name for axis in (dp(2) * tp(2)).axes] == ["dp", "tp"]
     axes = (dp(2) * pp(3) * dp(4) * tp(5)).axes

@@ -149,7 +149,7 @@ def summary(outcome: dict[str, Any]) -> None:
             "  ".join(f"{name} {value:.6g}" if name != "step" else f"step {value}:" for name, value in row.items())
             for row in outcome["best"]
         )
-    rows["sent in a step"] = f"{sum(row['bytes'] for row in outcome['ledger']) / 1e6:.2f} MB by each rank"
+    rows["sent in a step"] = f"{outcome['sent_bytes'] / 1e6:.2f} MB by each rank"
     rows["peak memory"] = f"{outcome['memory_bytes'] / 2**20:.0f} MiB a rank"
     for what, row in (outcome.get("offload") or {}).items():
         where = "on disk" if row["to"] == "disk" else "in host memory"

@@ -95,7 +95,7 @@ def imbalance(runs: Sequence[Sequence[Mapping[str, Any]]]) -> float | None:
     return statistics.fmean(found) if found else None
 
 
-def compression(strategy: Strategy | None, sent_bytes: int | None, parameters: int) -> float | None:
+def compression(strategy: Strategy | None, sent_bytes: float | None, parameters: int) -> float | None:
     """How many times as much dense float32 gradients would be, where they are compressed."""
     if strategy is None or not sent_bytes:
         return None

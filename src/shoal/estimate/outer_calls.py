@@ -113,6 +113,7 @@ def _sent(held: Held, table: ShardTable) -> Sendable:
         names=[each.name for each in held.shapes.parameters if each.trains],
         slices=[buffer.padded_bytes // buffer.sharding.ranks for buffer in table.buffers], buffers=floats,
         exchanged=exchanged, island=held.placing.islands.index, islands=held.placing.islands.ranks,
+        moments=held.moments,
     )  # fmt: skip
 
 

@@ -41,6 +41,7 @@ from shoal.parallel.placement import Placement
 from shoal.parallel.recompute import recompute_blocks
 from shoal.parallel.runnable import NotRunnable, require_runnable
 from shoal.parallel.sync.averaged import Averaged
+from shoal.parallel.sync.moments import Moments
 from shoal.parallel.sync.outer import OuterLevel
 from shoal.parallel.sync.scheme import Scheme
 from shoal.parallel.sync.served import ServedLevel
@@ -222,6 +223,8 @@ def _outer(strategy: Strategy, engine: Engine, seed: int) -> OuterLevel | None:
     level.consistency = engine.consistency
     level.reset_optimizer = engine.owner.reset
     if isinstance(term, Averaged):
+        if term.plan.state == "averaged":
+            level.moments = Moments(level, engine.owner.recipe, lambda: engine.owner.optimizer)
         lay_out(term, level, None if isinstance(loose.compress, none) else Method(loose.compress), seed=seed)
     return level
 

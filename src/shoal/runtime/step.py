@@ -191,10 +191,16 @@ class StepRunner:
             found += [each for micro in range(self.micro_batches) for each in self._read(micro, indices)]
         return found
 
-    def read_ahead(self, steps: int, *, threads: int, counter: int) -> None:
-        """From here on, threads read the batches of the next steps while one computes."""
+    def read_ahead(self, steps: int, *, loaders: int, processes: bool, counter: int) -> None:
+        """From here on, threads or processes read the batches of the next steps while one computes."""
         require_readable_ahead(self.job.train, self.order.indices(counter)[:1])
-        self.ahead, self.steps_ahead = ReadAhead(self.job.train, threads=threads), steps
+        self.ahead, self.steps_ahead = ReadAhead(self.job.train, loaders=loaders, processes=processes), steps
+
+    def stop_reading(self) -> None:
+        """Ends what reads ahead."""
+        if self.ahead is not None:
+            self.ahead.close()
+            self.ahead = None
 
     def _places(self) -> tuple[int, int]:
         """This rank's place among those that split the batch, and how many they are."""

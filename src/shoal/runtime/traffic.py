@@ -93,7 +93,10 @@ class Expected:
 
     @cached_property
     def held(self) -> Held:
-        return Held(self.shapes, self.strategy, self.engine.placement.mesh.rank)
+        found, outer = Held(self.shapes, self.strategy, self.engine.placement.mesh.rank), self.engine.outer
+        if outer is not None and outer.moments is not None:
+            found.moments = outer.moments.counts
+        return found
 
     def forward(self, batch: Batch) -> Forward:
         """The serial forward of a micro-batch of these shapes."""

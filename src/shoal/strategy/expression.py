@@ -32,6 +32,16 @@ class Axis(NamedTuple):
     term: AxisTerm
 
 
+def _regions(term: AxisTerm) -> tuple[AxisTerm, ...]:
+    """A level with servers in two levels, written out: its regions, and the replicas of each. One that cannot be split
+    so stays, for legality to refuse."""
+    if not isinstance(term, dp) or not isinstance(term.via, ps) or term.via.levels == 1 or term.n % term.via.levels:
+        return (term,)
+    regions = term.via.levels
+    outer = term.replace(n=regions, via=term.via.replace(levels=1))
+    return (outer, dp(term.n // regions)) if term.n > regions else (outer,)
+
+
 class Strategy:
     """How to train: axes in the order given, then modifiers in the order of their names' declaration."""
 
@@ -45,7 +55,10 @@ class Strategy:
         for index, term in enumerate(terms):
             _refuse_misplaced(term, index)
             _refuse_repeated(term, index, terms[:index])
-            (axes if isinstance(term, AxisTerm) else modifiers).append(term)
+            if isinstance(term, AxisTerm):
+                axes += _regions(term)
+            else:
+                modifiers.append(term)
         order = list(REGISTRY)
         modifiers.sort(key=lambda term: (order.index(type(term).__name__), str(term)))
         object.__setattr__(self, "terms", (*axes, *modifiers))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -142,6 +143,8 @@ class TrainingRun:
         known = options.flops_per_sample if rank == 0 else None
         self.speed = speed_of(known, ready.strategy, ready.engine.device)
         self.pace = Pace(1 if ready.engine.owner.tickets is not None else period(ready.strategy))
+        self.sent: deque[int] = deque(maxlen=self.pace.period)
+        """Bytes of the last steps, a period of islands."""
         self.lost = LostIslands(ready, channel, rank=rank, past=past)
         self.joining = Joining(self, past)
         self.restored_s = 0.0
@@ -191,9 +194,9 @@ class TrainingRun:
         BOOK.take()
         self._evaluate_if_due()  # A stop comes before the evaluation of its step.
         self.joining.begin()
-        if self.options.prefetch:
-            threads = self.options.loader_threads
-            self.runner.read_ahead(self.options.prefetch, threads=threads, counter=self.counter)
+        if (ahead := self.options.prefetch or self.options.loader_processes) > 0:
+            processes, threads = self.options.loader_processes, self.options.loader_threads
+            self.runner.read_ahead(ahead, loaders=processes or threads, processes=processes > 0, counter=self.counter)
         while self.step < job.steps and not self._done():
             self._advance()
             if trace is not None:
@@ -209,6 +212,7 @@ class TrainingRun:
             trace.close()
         if self.stopping and self.step < job.steps:
             self.end(by_signal=True)
+        self.runner.stop_reading()
         # A stop that comes with the last step has nothing left to stop.
         status: Status = "stopped" if self.stopping and self.step < job.steps and self.ended is None else "finished"
         if status == "finished" and self.evaluated_step != self.step:
@@ -263,6 +267,7 @@ class TrainingRun:
         counted = BOOK.take()
         # The first step also settles which ranks have gradients at all.
         self.ledger = counted.without("setup", "shapes", "agreement")
+        self.sent.append(self.ledger.bytes)
         memory = peak_memory_bytes(self.engine.device)
         row = {
             "step": self.step, "samples": self.counter, "loss": result.loss, "count": result.count,
@@ -362,6 +367,7 @@ class TrainingRun:
             "steps_to_target": self.reached_step, "time_to_target_s": self.reached_s,
             "critical_batch": self.noise.critical_batch, "global_batch": self._batch_now(),
             "ledger": self.ledger.to_json(), "predicted": self.ready.predicted.to_json(),
+            "sent_bytes": statistics.fmean(self.sent or [0]), "predicted_bytes": self.ready.predicted_bytes,
             "folder": str(self.folder), **self.speed.summary(), **self.lost.report(),
             **staleness(self.ready.executor), **served,
         }  # fmt: skip

@@ -46,9 +46,12 @@ class TrainOptions(JobOptions):
     log: str | None = None
     """Where else curves are written: `csv`, `wandb`, `mlflow`, or several of them, as "csv, wandb"."""
     prefetch: int = 0
-    """Steps whose batches threads read while one computes (`runtime/read_ahead.py`)."""
+    """Steps whose batches threads or processes read while one computes (`runtime/read_ahead.py`)."""
     loader_threads: int = 1
     """Threads that read ahead, on each rank."""
+    loader_processes: int = 0
+    """Processes that read ahead instead, on each rank: for Python code that holds the interpreter. Without `prefetch`
+    they read as many steps ahead as they are."""
     bucket_mb: float | None = None
     """Gradients travel in buckets of at most this size. None: 8 MB."""
     stop_at_target: bool = True

@@ -27,6 +27,7 @@ from shoal.parallel.placement import Placement
 from shoal.parallel.result import NOTHING_COUNTED, NonFinite
 from shoal.parallel.sync.compressed import CompressedMoves
 from shoal.parallel.sync.fragments import Portion
+from shoal.parallel.sync.moments import Moments
 from shoal.parallel.sync.neighbours import NeighbourMessages
 from shoal.parallel.sync.pairs import Pairs
 from shoal.parallel.sync.rounds import OuterRound
@@ -76,6 +77,8 @@ class OuterLevel:
         numbers of the next one."""
         self.spread: float | None = None
         """The root mean square of these distances over all islands, relative to the norm of the slices."""
+        self.moments: Moments | None = None
+        """Of the inner optimiser, where islands average them."""
         self.reset_optimizer: Callable[[], None] = lambda: None
         """The inner optimiser begins anew."""
         self.messages = NeighbourMessages(self)

@@ -43,10 +43,10 @@ def simulate_rounds(scheme: Averaged, step: int, islands: Sequence[Any]) -> None
             for island in islands:
                 _apply(scheme, island, places, [island.kept.numbers[f"on the way {p}"][at] for at in places])
         if step >= first and (step - first) % plan.h == 0:
-            _send(scheme, islands, p, places)
+            _send(scheme, islands, p, places, step)
 
 
-def _send(scheme: Averaged, islands: Sequence[Any], p: int, places: Sequence[int]) -> None:
+def _send(scheme: Averaged, islands: Sequence[Any], p: int, places: Sequence[int], step: int) -> None:
     plan = scheme.plan
     counts = []
     for island in islands:
@@ -79,6 +79,8 @@ def _send(scheme: Averaged, islands: Sequence[Any], p: int, places: Sequence[int
             island.counted = island.kept.numbers["counted"] = 0.0
             if plan.state == "reset":
                 island.begin_anew()
+        if plan.state == "averaged":
+            _average_moments(islands, weights, step, {"m": plan.m or plan.h, "v": plan.v or plan.h})
 
 
 def merged(moves: Sequence[torch.Tensor], weights: Sequence[float], merge: str) -> torch.Tensor:
@@ -100,6 +102,25 @@ def _apply(scheme: Averaged, island: Any, places: Sequence[int], moves: Sequence
             island.kept[name][at] = after[name]
         blend = scheme.plan.blend
         parameters[at].copy_(blend * parameters[at] + (1 - blend) * after["anchor"])
+
+
+def _average_moments(
+    islands: Sequence[Any], weights: Sequence[float], step: int, periods: dict[str, int]
+) -> None:
+    """First moments every so many steps, and second ones."""
+    for params in zip(*(island.named.values() for island in islands), strict=True):
+        states = [island.optimizer.state.get(param, {}) for island, param in zip(islands, params, strict=True)]
+        for key in sorted(set().union(*states)):
+            second = key in ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
+            held = [state.get(key) for state in states]
+            sized = [value for value in held if isinstance(value, torch.Tensor) and value.shape == params[0].shape]
+            if step % periods["v" if second else "m"] or not sized or not params[0].dim():
+                continue
+            mean = torch.zeros_like(sized[0])
+            for weight, value in zip(weights, held, strict=True):
+                mean += 0 if value is None else weight * value
+            for value in sized:
+                value.copy_(mean)
 
 
 def _average_buffers(islands: Sequence[Any], weights: Sequence[float]) -> None:
