@@ -39,6 +39,7 @@ from shoal.parallel.data import GradientReduction
 from shoal.parallel.flat_slice import Piece
 from shoal.parallel.loss_scale import LossScale
 from shoal.parallel.noise import GradientNoise, measured
+from shoal.parallel.offload.activations import OffloadedActivations
 from shoal.parallel.optimizer import SlicedOptimizer
 from shoal.parallel.optimizer_needs import closure_for, drawn_slices
 from shoal.parallel.owner.base import Gradients, Owner
@@ -74,6 +75,8 @@ class Engine:
     """Where the optimiser draws random numbers."""
     scale_of_loss: LossScale | None = None
     """Where the model computes in fp16."""
+    activations: OffloadedActivations | None = None
+    """Where activations are offloaded."""
     average: WeightAverage | None = None
     """The moving average of the weights, where one is kept."""
     outer: OuterLevel | None = None
@@ -246,6 +249,9 @@ class Engine:
         self.clock += 1
         reach("step: published")
         self.reduction.clear()
+        self.owner.offloading.leave_pages()
+        if self.activations is not None:
+            self.activations.end_step()
         if self.buffers is not None:
             self.buffers.finish()
         return result
@@ -363,5 +369,6 @@ class Engine:
             self.outer.close()
         self.reduction.remove()
         self.owner.close()
+        self.owner.offloading.close()
         release(self.model)
         self.placement.mesh.close()

@@ -21,9 +21,10 @@ from shoal.common.printed import PrintedTable
 from shoal.launch import RankFailed, run_ranks, warm_up
 from shoal.launch.start import Target
 from shoal.proof.entry import MODULES, examine, parallel_run, serial_run
+from shoal.proof.members import verify_members
 from shoal.proof.options import ProofOptions
 from shoal.proof.tolerance import DISTURBANCES, EXACT, LOSS, MARGIN, WIDEST
-from shoal.strategy import Strategy, Term, as_strategy, parse
+from shoal.strategy import Strategy, Term, as_strategy, ensemble, parse, require_legal
 from shoal.strategy.contract import Contract
 
 if TYPE_CHECKING:
@@ -174,6 +175,14 @@ def verify(
             return verify(
                 name, strategy, steps=steps, size=size, overrides=overrides, target=target, progress=progress
             )
+    if strategy.term(ensemble) is not None:
+        require_legal(strategy)
+
+        def prove(inner: Strategy, seed: int | None) -> Certificate:
+            changed = overrides if seed is None else {**(overrides or {}), "seed": seed}
+            return verify(job, inner, steps=steps, size=size, overrides=changed, target=target, progress=progress)
+
+        return verify_members(strategy, prove)
     warm_up(*MODULES)
     asked = {**(overrides or {}), "job": job, "size": size, "strategy": str(strategy), "num_steps": steps}
     options = ProofOptions.from_json(asked)
