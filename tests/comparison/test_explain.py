@@ -50,6 +50,13 @@ def test_a_pipelines_wait_is_bubble_imbalance_and_communication() -> None:
     assert gains == pytest.approx({"communication": 0.0175, "bubble": 0.015, "imbalance": 0.0075})
 
 
+def test_a_late_replica_of_a_stage_is_no_imbalance() -> None:
+    late = [rank(0.1, wait=0.05), rank(0.1, wait=0.02)] * 2
+    names = [each.name for each in causes("pp(2, '1f1b', micro=4) * dp(2)", late)]
+    assert "late-rank" in names
+    assert "imbalance" not in names
+
+
 def test_latency_of_small_messages_is_told_from_bytes() -> None:
     sent = Ledger({Key("dp", "gradient", "all_reduce"): Entry(20, 20, 200_000)})
     link = "2x1, 10us, 20GB/s | 3ms, 1MB/s"  # 60 ms of latency, 200 ms of bytes

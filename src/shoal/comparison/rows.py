@@ -16,7 +16,7 @@ from shoal.comparison.beside import beside
 from shoal.comparison.explaining.causes import causes
 from shoal.comparison.guard import Finding, Seen, judge
 from shoal.comparison.protocol import COMPARISON, FACTS, REFERENCE, WARMUP_STEPS, Cell, is_strategy
-from shoal.comparison.splits import bubble_of, compression, consistency, imbalance, split_s
+from shoal.comparison.splits import bubble_of, compression, consistency, imbalance, split_s, wire_s
 from shoal.comparison.survey import survey_of
 from shoal.strategy import parse
 from shoal.strategy.contract import contract
@@ -172,6 +172,7 @@ def _row(
         "epoch_s": step_s * samples / batch, "global_batch": batch,
         "held_bytes": statistics.fmean(_most(each, "held_bytes") for each in good),
         "sent_messages": sum(e.messages for e in good[0].run.ledger.entries.values()) if own else None,
+        "wire_s": wire_s(good[0].run.ledger, [_ranks(each)[0].get("link") for each in good]) if own else None,
         "compression": compression(strategy, sent, facts["parameters"]),
         **consistency([each.run.summary for each in good]),
         "reached": sum(each is not None for each in reached),

@@ -54,11 +54,14 @@ from shoal.training.saving import Saving
 from shoal.training.speed import speed_of
 from shoal.training.step_split import StepSplit
 from shoal.training.tickets import advance, leave_servers, serve_rank
+from shoal.training.together import student_of
 
 
 def train(options: TrainOptions, channel: Any) -> dict[str, Any]:
     """On every rank: a job under a strategy, from its start or from a checkpoint, to its end."""
     job, past = job_from(options), Past()
+    if options.teachers is not None:
+        job = student_of(job, options.of_job, options.teachers.split(", "))
     past.number = come(channel.rank)
     while True:
         outcome = _session(job, in_session(options, past.number), channel, past)
@@ -196,9 +199,9 @@ class TrainingRun:
         BOOK.take()
         self._evaluate_if_due()  # A stop comes before the evaluation of its step.
         self.joining.begin()
-        if self.options.prefetch:
-            threads = self.options.loader_threads
-            self.runner.read_ahead(self.options.prefetch, threads=threads, counter=self.counter)
+        if (ahead := self.options.prefetch or self.options.loader_processes) > 0:
+            processes, threads = self.options.loader_processes, self.options.loader_threads
+            self.runner.read_ahead(ahead, loaders=processes or threads, processes=processes > 0, counter=self.counter)
         while self.step < job.steps and not self._done():
             self._advance()
             if trace is not None:
@@ -216,6 +219,7 @@ class TrainingRun:
             trace.close()
         if self.stopping and self.step < job.steps:
             self.end(by_signal=True)
+        self.runner.stop_reading()
         # A stop that comes with the last step has nothing left to stop.
         status: Status = "stopped" if self.stopping and self.step < job.steps and self.ended is None else "finished"
         if status == "finished" and self.evaluated_step != self.step:
@@ -374,6 +378,8 @@ class TrainingRun:
             "folder": str(self.folder), **self.speed.summary(), **self.lost.report(),
             **staleness(self.ready.executor), **served,
         }  # fmt: skip
+        if offloading := self.engine.owner.offloading:
+            outcome["offload"] = offloading.report()
         outer = self.engine.outer
         islands = outer.tickets.report() if outer is not None and outer.tickets is not None else {}
         if measured := self.engine.consistency.summary() | islands:
