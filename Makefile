@@ -51,11 +51,12 @@ quick: bytecode
 test: lint bytecode
 	$(BIN)/python -m pytest -m "not slow" --durations=15
 
-# What is tested only where it is installed: loggers, notebooks, manifests. 0.3 GB; without a network their tests are skipped.
+# What is tested only where it is installed: loggers, notebooks, manifests, PostgreSQL, datasets. 0.3 GB; without a network their tests are skipped.
 extras: venv
-	@$(BIN)/python -c "import mlflow, nbconvert, ipykernel, wandb, kubernetes_validate, kubeflow_trainer_api" 2>/dev/null || \
+	@$(BIN)/python -c "import mlflow, nbconvert, ipykernel, wandb, kubernetes_validate, kubeflow_trainer_api, psycopg, datasets" 2>/dev/null || \
 		$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-		--editable ".[wandb,mlflow,notebooks,manifests]" || echo "The tests of loggers, notebooks and manifests will be skipped."
+		--editable ".[wandb,mlflow,notebooks,manifests,postgresql,datasets]" || \
+		echo "The tests of loggers, notebooks, manifests, PostgreSQL and Hugging Face datasets will be skipped."
 
 test-all: extras lint bytecode
 	$(BIN)/python -m pytest

@@ -93,15 +93,21 @@ def table(job: dict[str, Any]) -> list[str]:
             lines.append(f"| `{row['name']}` | {row['ranks']} | | | | | | | | failed |")
             continue
         to_target = "not reached" if row["time_to_target_s"] is None else (
-            f"{row['time_to_target_s']:.3g} ± {row['time_spread_s']:.2g} s")  # fmt: skip
+            f"{spread(row['time_to_target_s'], row['time_spread_s'])} s")  # fmt: skip
         epochs = "" if row["epochs_to_target"] is None else f"{row['epochs_to_target']:.2g}"
-        final = "" if row["final"] is None else f"{row['final']:.4g} ± {row['final_spread']:.2g}"
+        final = "" if row["final"] is None else spread(row["final"], row["final_spread"], "{:.4g}")
         lines.append(
-            f"| `{row['name']}` | {row['ranks']} | {to_target} | {epochs} | {1000 * row['step_s']:.3g} ± "
-            f"{1000 * row['step_spread_s']:.2g} ms | {row['samples_per_s']:.4g} | {row['utilisation']:.0%} | "
+            f"| `{row['name']}` | {row['ranks']} | {to_target} | {epochs} | "
+            f"{spread(1000 * row['step_s'], 1000 * row['step_spread_s'])} ms | "
+            f"{row['samples_per_s']:.4g} | {row['utilisation']:.0%} | "
             f"{row['memory_bytes'] / 1e6:.3g} MB | {final} | {row['verdict']} |"
         )
     return [*lines, ""]
+
+
+def spread(value: float, deviation: float, form: str = "{:.3g}") -> str:
+    """With the standard deviation over seeds, where there are several."""
+    return form.format(value) + (f" ± {deviation:.2g}" if deviation else "")
 
 
 def notes(job: dict[str, Any]) -> list[str]:
@@ -123,7 +129,8 @@ def main() -> None:
     made, to = shoal.report(asked.folder), Path(asked.to)
     (to.parent / "pictures").mkdir(exist_ok=True)
     drawn = pictures(made.page, len(made.results["jobs"]), to.parent / "pictures")
-    to.write_text(page_of(made.results, drawn, command=asked.command, source=asked.folder), encoding="utf-8")
+    text = page_of(made.results, drawn, command=asked.command, source=f"runs/{Path(asked.folder).name}")
+    to.write_text(text, encoding="utf-8")
     print(f"{to}: {len(drawn)} pictures")
 
 

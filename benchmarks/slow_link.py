@@ -246,7 +246,7 @@ def table_of(
         if row["seconds_to_target"] is not None:
             if whole:
                 row["whole_seconds"] = round(trained[row["name"]]["train_s"], 1)
-            if peer is not None:
+            if peer and row["seconds_to_target"]:
                 row["times_as_fast_as_DDP"] = round(peer / row["seconds_to_target"], 2)
     notes = [where_compression_loses(rows)]
     for name, found in trained.items():

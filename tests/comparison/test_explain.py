@@ -10,7 +10,7 @@ import pytest
 import shoal
 from shoal.comm.ledger import Entry, Key, Ledger
 from shoal.comparison.explaining.causes import causes
-from shoal.comparison.explaining.differing import differences, parting, settings
+from shoal.comparison.explaining.differing import differences, in_words, parting, settings
 from shoal.comparison.explaining.evidence import Probed
 from shoal.comparison.explaining.failures import Fitting, why_failed
 from shoal.training.record.run import Run
@@ -48,6 +48,13 @@ def test_a_pipelines_wait_is_bubble_imbalance_and_communication() -> None:
     found = causes("pp(2, '1f1b', micro=4)", [rank(0.1, wait=0.05), rank(0.1, wait=0.03)])
     gains = {each.name: each.gain_s for each in found}
     assert gains == pytest.approx({"communication": 0.0175, "bubble": 0.015, "imbalance": 0.0075})
+
+
+def test_a_late_replica_of_a_stage_is_no_imbalance() -> None:
+    late = [rank(0.1, wait=0.05), rank(0.1, wait=0.02)] * 2
+    names = [each.name for each in causes("pp(2, '1f1b', micro=4) * dp(2)", late)]
+    assert "late-rank" in names
+    assert "imbalance" not in names
 
 
 def test_latency_of_small_messages_is_told_from_bytes() -> None:
@@ -109,6 +116,10 @@ def test_what_two_runs_set_differently_and_where_their_losses_part() -> None:
         environment={"threads": 1},
     )  # fmt: skip
     assert settings(one, other) == [("strategy", "dp(2)", "dp(2, zero=3)"), ("--emulate", "-", "slow")]
+    parts = differences([rank(0.1, wait=0.01)] * 2, [rank(0.2, wait=0.11)] * 2)
+    why = in_words(parts, settings(one, other), 0.1)
+    assert why.startswith("A step of the second takes 100 ms longer, 100 ms of it in communication: --emulate - and")
+    assert in_words(parts, [], 100.0) == "Their steps take as long."
     assert "part at step 3" in parting(one, other)
     assert "agree in all 3" in parting(one, one)
 

@@ -12,7 +12,7 @@ import pytest
 from shoal.strategy import REGISTRY
 from shoal.strategy.terms.term import technique_names
 from shoal.training.entry import train_run
-from shoal.training.record.run import STEPS, VALIDATION, read_lines
+from shoal.training.record.run import STEPS, VALIDATION, read_lines, read_run
 
 Ranks = Callable[..., list[Any]]
 LOOSE = str(Path(__file__).parent / "jobs" / "loose.py")
@@ -21,18 +21,27 @@ TWO = [
     ("plain", "dp(2, sync=local(3))"), ("norm", "dp(2, sync=local(2))"), ("momentum", "dp(2, sync=local(4))"),
     ("dropout", "dp(2, sync=local(3))"), ("unused", "dp(2, sync=local(2))"), ("sometimes", "dp(2, sync=local(3))"),
     ("uneven", "dp(2, sync=local(2))"), ("plain", "dp(2, sync=local(3)) * accumulate(2)"),
+    ("plain", 'dp(2, sync=local(2, state="averaged"))'), ("uneven", 'dp(2, sync=diloco(2, state="averaged"))'),
+    ("momentum", 'dp(2, sync=local(2, state="averaged", m=4))'), ("unused", 'dp(2, sync=local(3, state="averaged"))'),
+    ("plain", 'dp(2, sync=local(2, state="averaged", m=4, v=6))'),
     ("plain", "dp(2, sync=local(100))"), ("ignored", "dp(2, sync=local(3))"), ("trust", "dp(2, sync=local(3))"),
 ]  # fmt: skip
 FOUR = [
     ("plain", "dp(2, sync=local(3)) * dp(2)"), ("plain", "dp(2, sync=local(3)) * dp(2, zero=1)"),
     ("plain", "dp(2, sync=local(3)) * dp(2, zero=3)"), ("plain", "dp(2, sync=local(2)) * dp(2, via=shared())"),
     ("plain", 'dp(2, sync=local(3)) * pp(2, "1f1b", micro=3)'), ("ignored", "dp(2, sync=diloco(3)) * dp(2, zero=2)"),
+    ("plain", 'dp(2, sync=local(2, state="averaged", v=4)) * dp(2, zero=1)'),
+    ("plain", "dp(2, sync=diloco(4)) * dp(2, sync=local(2))"),
+    ("uneven", "dp(2, sync=local(6)) * dp(2, sync=local(2))"),
+    ("norm", "dp(2, sync=local(4)) * dp(2, sync=diloco(2))"), ("ignored", "dp(2, sync=bmuf(6)) * dp(2, sync=local(3))"),
+    ("plain", 'dp(2, sync=diloco(4)) * dp(2, sync=local(2, state="averaged"))'),
     ("short", "dp(4, sync=local(3))"), ("ignored", 'dp(4, sync=gossip("ring"))'),
 ]  # fmt: skip
 
 
 COUNTED = [
     ("norm", "dp(2, sync=local(2)) * dp(2, zero=3)"), ("norm", "dp(2, sync=local(3)) * tp(2)"),
+    ("norm", "dp(2, sync=diloco(4)) * dp(2, sync=local(2))"),
     ("norm", 'dp(2, sync=local(2)) * pp(2, "1f1b", micro=2)'), ("plain", "dp(2, sync=local(3)) * tp(2)"),
 ]  # fmt: skip
 
@@ -92,17 +101,42 @@ IDENTITIES = [
     ("plain", "dp(2, sync=bmuf(2, momentum=0.6))",
      'dp(2, sync=diloco(2, lr=1.0, momentum=0.6, form="heavy-ball"))'),
     ("plain", "dp(2, sync=bmuf(2, momentum=0.6, nesterov=True))", "dp(2, sync=bmuf(2, momentum=0.6))"),
+    ("momentum", 'dp(2, sync=local(1, state="averaged"))', "dp(2)"),
     ("plain", "dp(2, sync=diloco(2))", 'dp(2, sync=diloco(2, form="heavy-ball"))'),
+    ("momentum", "dp(2, sync=local(1))", "dp(2)"),
+    ("plain", 'dp(2, sync=local(2, state="averaged", v=4))', 'dp(2, sync=local(2, state="averaged"))'),
 ]  # fmt: skip
-"""A strategy, and one that is the same; the last two are not."""
+"""A strategy, and one that is the same; the last four are not."""
 
 
 def test_schemes_are_each_other_where_their_formulas_are(ranks: Ranks) -> None:
-    *same, nesterov, form = zip(*ranks(PROVE, {"cases": IDENTITIES, "steps": 7}, ranks=2), strict=True)
+    found = ranks(PROVE, {"cases": IDENTITIES, "steps": 7}, ranks=2)
+    *same, nesterov, form, momentum, period = zip(*found, strict=True)
     for case, rows in zip(IDENTITIES, same, strict=False):
         assert max(row["difference"] for row in rows if "gradient" not in row["where"]) < 1e-10, case
-    for rows in (nesterov, form):
+    for rows in (nesterov, form, momentum, period):
         assert max(row["difference"] for row in rows) > 1e-6
+
+
+TWO_LEVELS = [
+    ("sgd", "dp(2, sync=local(4)) * dp(2, sync=local(1))", "dp(2, sync=local(4)) * dp(2)"),
+    ("plain", "dp(2, sync=local(2)) * dp(2, sync=local(2))", "dp(4, sync=local(2))"),
+    ("plain", "dp(2, sync=local(4)) * dp(2, sync=local(2))", "dp(4, sync=local(4))"),
+]  # fmt: skip
+"""Two loose levels, and what they are; the last is not."""
+
+
+def test_an_inner_level_that_averages_in_every_step_is_a_synchronous_one(ranks: Ranks) -> None:
+    *same, other = zip(*ranks(PROVE, {"cases": TWO_LEVELS, "steps": 9}, ranks=4), strict=True)
+    for case, rows in zip(TWO_LEVELS, same, strict=False):
+        assert max(row["difference"] for row in rows if "gradient" not in row["where"]) < 1e-10, case
+    assert max(row["difference"] for row in other) > 1e-6
+
+
+def test_an_inner_round_that_is_measured_from_before_the_outer_one_is_found(ranks: Ranks) -> None:
+    case = [("plain", "dp(2, sync=diloco(4)) * dp(2, sync=diloco(2))")]
+    assert proven(ranks, case, world=4)[0] < 1e-10
+    assert proven(ranks, case, world=4, target="distributed.island_targets:stale_inner_anchor")[0] > 1e-6
 
 
 def test_one_island_is_one_worker_with_the_outer_optimiser(ranks: Ranks) -> None:
@@ -116,6 +150,11 @@ def test_a_pseudo_gradient_of_the_wrong_sign_is_found(ranks: Ranks) -> None:
     assert proven(ranks, case, world=2, target="distributed.island_targets:wrong_sign")[0] > 1e-6
 
 
+def test_moments_that_are_not_averaged_are_found(ranks: Ranks) -> None:
+    case = [("plain", 'dp(2, sync=local(2, state="averaged"))')]
+    assert proven(ranks, case, world=2, target="distributed.island_targets:moments_stay")[0] > 1e-6
+
+
 @pytest.mark.parametrize(("fault", "job"), [("never_averaged", "plain"), ("equal_weights", "uneven")])
 def test_a_wrong_average_is_found(ranks: Ranks, fault: str, job: str) -> None:
     case = [(job, "dp(2, sync=local(2))")]
@@ -126,7 +165,8 @@ def test_a_wrong_average_is_found(ranks: Ranks, fault: str, job: str) -> None:
     ("strategy", "world", "at"),
     [("dp(2, sync=local(4))", 2, 4), ("dp(2, sync=local(4))", 2, 6), ("dp(2, sync=local(4)) * dp(2, zero=3)", 4, 6),
      ("dp(2, sync=slowmo(4))", 2, 6), ("dp(2, sync=slowmo(4)) * dp(2, zero=1)", 4, 5),
-     ("dp(2, sync=diloco(4)) * dp(2, zero=3)", 4, 6), ("dp(2, sync=bmuf(4))", 2, 6)],
+     ("dp(2, sync=diloco(4)) * dp(2, zero=3)", 4, 6), ("dp(2, sync=bmuf(4))", 2, 6),
+     ("dp(2, sync=diloco(4)) * dp(2, sync=diloco(2))", 4, 7)],
 )  # fmt: skip
 def test_a_resumed_run_is_the_same_to_the_bit(ranks: Ranks, tmp_path: Path, strategy: str, world: int, at: int) -> None:
     asked = {"job": "norm", "strategy": strategy, "at": at, "steps": 11, "folder": str(tmp_path)}
@@ -163,3 +203,14 @@ def test_islands_evaluate_and_save_when_they_meet_and_send_nothing_else(ranks: R
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-00000020", "step-00000022"]
     sending = [row["step"] for row in read_lines(folder / STEPS) if row["sent_bytes"]]
     assert sending == [4, 8, 12, 16, 20]
+
+
+def test_the_record_has_what_a_step_sends_on_the_average_of_a_period(ranks: Ranks, tmp_path: Path) -> None:
+    """A run that ends between two exchanges does not report a step that sends nothing."""
+    job = str(Path(__file__).parent / "jobs" / "loose.py")
+    asked = {"job": job, "strategy": "dp(2, sync=diloco(5))", "folder": str(tmp_path / "run"), "gate": False}
+    [found, _] = ranks("shoal.training.entry:train_run", asked, ranks=2)
+    run = read_run(tmp_path / "run")
+    assert run.ledger.bytes == 0
+    assert found["sent_bytes"] == run.sent_bytes == run.predicted_bytes
+    assert run.sent_bytes == run.ledger_of_run.without("setup", "shapes", "agreement").bytes / 20

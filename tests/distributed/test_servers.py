@@ -42,7 +42,7 @@ DEDICATED = [
     ("dropout", "dp(3, via=ps(1))"), ("uneven", "dp(2, sync=ssp(0), via=ps(2))"), ("uneven", "dp(3, via=ps(1))"),
 ]  # fmt: skip
 INSIDE = [
-    ("plain", "dp(2, via=ps(2, colocated=True)) * dp(2)"), ("plain", "dp(2, via=ps(2, colocated=True)) * tp(2)"),
+    ("plain", "dp(4, via=ps(2, colocated=True, levels=2))"), ("plain", "dp(2, via=ps(2, colocated=True)) * tp(2)"),
     ("plain", "dp(2, via=ps(2, colocated=True)) * dp(2, zero=3)"),
     ("unused", "dp(2, via=ps(1, colocated=True)) * dp(2, zero=2)"),
     ("plain", 'dp(2, via=ps(2, colocated=True)) * pp(2, "1f1b", micro=3)'),
@@ -67,6 +67,7 @@ ASYNCHRONOUS = [
     ("plain", "dp(3, sync=asp(compensate=0.5), via=ps(1))"), ("unused", "dp(3, sync=softsync(2), via=ps(1))"),
     ("norm", "dp(3, sync=ssp(2), via=ps(1))"), ("plain", "dp(3, sync=bsp(backup=1), via=ps(1))"),
     ("uneven", "dp(4, sync=asp())"), ("plain", "dp(2, sync=asp()) * dp(2, zero=3)"),
+    ("plain", "dp(4, sync=asp(), via=ps(2, colocated=True, levels=2))"),
     ("plain", 'dp(2, sync=ssp(1)) * pp(2, "1f1b", micro=3)'),
     ("wide", "dp(3, sync=asp(), via=ps(1), compress=topk(0.05))"), ("ignored", "dp(3, sync=asp(), via=ps(1))"),
     ("wide", "dp(2, sync=ssp(1), via=ps(2), compress=dgc(0.1))"),

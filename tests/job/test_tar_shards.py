@@ -150,6 +150,14 @@ def test_a_fetch_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert [file.name for file in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
+def test_what_a_killed_process_left_is_deleted(tmp_path: Path, shards: Path) -> None:
+    cache = ShardCache(tmp_path / "cache")
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "fetch-killed.part").write_bytes(b"half")
+    cache.path(str(shards / "t-0.tar"))
+    assert not list((tmp_path / "cache").glob("*.part"))
+
+
 def test_fsspec_fetches_local_files_too(tmp_path: Path, shards: Path) -> None:
     data = TarData([str(shards / "t-0.tar")], y="cls", cache=ShardCache(tmp_path / "cache"))
     assert data.batch(np.arange(3))["y"].tolist() == [0, 1, 2]

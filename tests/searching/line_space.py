@@ -28,6 +28,14 @@ def space(trial):
     )  # fmt: skip
 
 
+def plain(trial):
+    rate = trial.suggest_float("lr", 1e-3, 1.0, log=True)
+    return Job(
+        name="line", model=lambda: nn.Linear(1, 1), train=DATA, validation=DATA, loss=squared, global_batch=8, steps=4,
+        optimizer=lambda groups: torch.optim.SGD(groups, lr=rate),
+    )  # fmt: skip
+
+
 def nothing(trial):
     return Job(
         name="line", model=lambda: nn.Linear(1, 1), train=DATA, loss=squared, global_batch=8, steps=4,

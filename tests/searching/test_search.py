@@ -8,8 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import optuna
 import pytest
-import torch
+from optuna.artifacts import get_all_artifact_meta
+from safetensors.torch import load_file
 
 import shoal
 from shoal.api.search import CannotSearch
@@ -65,7 +67,17 @@ def test_a_search_that_was_disturbed_finds_what_an_undisturbed_one_finds(tmp_pat
     model = winner.model()
     assert split_point(disturbed.best["job"])[1] == disturbed.best["params"]
     assert model[0].out_features == disturbed.best["params"]["hidden"]
-    assert torch.isfinite(model(torch.ones(1, 1))).all()
+    weights = load_file(disturbed.results["winner"]["weights"])
+    assert {name: value.tolist() for name, value in weights.items()} == {
+        name: value.tolist() for name, value in model.state_dict().items()
+    }
+    url = f"sqlite:///{tmp_path / 'disturbed' / 'study.sqlite'}"
+    study = optuna.load_study(study_name="disturbed", storage=url)  # As the dashboard does.
+    [artifact] = get_all_artifact_meta(study)
+    assert (tmp_path / "disturbed" / "artifacts" / artifact.artifact_id).stat().st_size > 0
+    more = shoal.search(SPACE, folder=tmp_path / "disturbed", **{**WANTED, "trials": TRIALS + 1})
+    assert signature(more)[:TRIALS] == signature(calm)
+    assert more.winner is not None
 
 
 @pytest.mark.parametrize(
@@ -76,6 +88,7 @@ def test_a_search_that_was_disturbed_finds_what_an_undisturbed_one_finds(tmp_pat
         (f"{SPACE}:nothing", {}, "nothing varies in the space"),
         (SPACE, {"metric": "speed"}, "is higher or lower better"),
         (SPACE, {"strategy": "dp(4)", "devices": 2}, "needs 4 devices"),
+        (SPACE, {"strategy": "dp(2, zero=3)", "devices": 2, "method": "darts"}, "use zero=2"),
         (lambda trial: None, {}, "defined at the top level of a file"),
         ("image:resnet50", {}, "has the sizes tiny, small"),
     ],
@@ -90,6 +103,21 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(CannotSearch, match="holds something else"):
         shoal.search(SPACE, folder=tmp_path)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+def test_one_shot_search_trains_all_candidates_and_then_the_chosen(tmp_path):
+    found = shoal.search(SPACE, method="darts", trials=1, devices=2, strategy="dp(2)", folder=tmp_path / "s")
+    [row] = found.trials
+    shares = row["shares"]["between"]
+    assert sum(shares.values()) == pytest.approx(1.0)
+    assert row["params"]["between"] == max(shares, key=shares.__getitem__)
+    assert row["params"]["hidden"] == 5
+    assert len(read_lines(tmp_path / "s" / "trials" / "0000" / "one-shot" / "steps.jsonl")) == 16
+    assert found.winner is not None
+    with pytest.raises(CannotSearch, match="chooses modules, and the space has none"):
+        shoal.search(f"{SPACE}:plain", method="darts", trials=1, strategy="serial", folder=tmp_path / "plain")
 
 
 @pytest.mark.slow

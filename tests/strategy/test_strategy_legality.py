@@ -61,6 +61,8 @@ SAMPLES: dict[str, list[Sample]] = {
     ],
     "resets-come-with-full-rounds": [
         Sample('dp(2, sync=diloco(4, fragments=2, state="reset"))', 'dp(2, sync=diloco(4, state="reset"))'),
+        Sample('dp(2, sync=local(4, state="averaged", m=6))', 'dp(2, sync=local(4, state="averaged", m=4))'),
+        Sample("dp(2, sync=local(4, v=8))", 'dp(2, sync=local(4, v=8, state="averaged"))'),
     ],
     "quorums-can-be-reached": [Sample("dp(2, sync=diloco(4, quorum=3))", "dp(2, sync=diloco(4, quorum=2))")],
     "quorums-merge-plain-moves": [
@@ -126,7 +128,10 @@ SAMPLES: dict[str, list[Sample]] = {
         Sample("pp(2) * dp(4, zero=3, compress=int8())", "dp(4, zero=3, compress=int8())"),
     ],
     "gossip-sends-to-neighbours": [Sample('dp(4, sync=gossip("ring"), via=ps(1))', 'dp(4, sync=gossip("ring"))')],
-    "colocated-shards-have-hosts": [Sample("dp(2, via=ps(3, colocated=True))", "dp(3, via=ps(3, colocated=True))")],
+    "colocated-shards-have-hosts": [
+        Sample("dp(4, via=ps(2, levels=3))", "dp(2, via=ps(2)) * dp(2)"),
+        Sample("dp(2, via=ps(3, colocated=True))", "dp(3, via=ps(3, colocated=True))"),
+    ],
     "hierarchies-need-groups": [Sample('dp(7, via=allreduce("hierarchical"))', 'dp(8, via=allreduce("hierarchical"))')],
     "amp-needs-a-moment": [Sample('dp(4, sync=hogwild()) * amp("bf16")', 'dp(4) * amp("bf16")')],
     "shared-memory-is-host-memory": [

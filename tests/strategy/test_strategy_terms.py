@@ -169,6 +169,7 @@ def test_a_product_with_anything_else_is_a_type_error() -> None:
         (lambda: tp(2) * tp(2), ["tp", "twice"]),
         (lambda: amp("bf16") * amp("fp16"), ["amp", "twice"]),
         (lambda: offload("optimizer") * offload("optimizer"), ["twice"]),
+        (lambda: offload("optimizer") * offload("optimizer", to="disk"), ["twice"]),
         (lambda: dp(2) * asp(), ["sync=asp()"]),
         (lambda: dp(2) * tp, ["tp(2)"]),
         (lambda: Strategy(*[dp(1)] * 9), ["8 levels"]),
@@ -219,6 +220,12 @@ def test_the_world_is_the_product_of_the_axes_and_the_dedicated_servers() -> Non
     served = dp(2, sync=diloco(10)) * pp(3) * dp(4, via=ps(2))
     assert (served.workers, served.servers) == (24, 2 * 3 * 2)
     assert served.world == 36
+
+
+def test_servers_in_two_levels_are_written_out_as_regions() -> None:
+    assert dp(8, sync=asp(), via=ps(2, levels=4)) * tp(2) == dp(4, sync=asp(), via=ps(2)) * dp(2) * tp(2)
+    assert str(Strategy(dp(4, via=ps(2, levels=4)))) == "dp(4, via=ps(2))"
+    assert Strategy(dp(8, via=ps(2, levels=4))).world == 10
 
 
 def test_axes_are_named_by_level_when_dp_repeats() -> None:

@@ -54,7 +54,7 @@ def trained(data: Any, *, steps: int, ahead: int, compute_s: float) -> tuple[lis
 def test_a_step_takes_the_longer_of_loading_and_computing(threads: int, load_s: float) -> None:
     steps, compute_s = 8, 0.08
     plain, _ = trained(DATA, steps=steps, ahead=0, compute_s=0.0)
-    reader = ReadAhead(Slow(load_s), threads=threads)
+    reader = ReadAhead(Slow(load_s), loaders=threads)
     seen, took_s = trained(reader, steps=steps, ahead=threads, compute_s=compute_s)
     reader.close()
     assert seen == plain
@@ -65,7 +65,7 @@ def test_a_step_takes_the_longer_of_loading_and_computing(threads: int, load_s: 
 
 def test_what_is_no_longer_expected_is_not_waited_for() -> None:
     slow = Slow(0.0)
-    reader = ReadAhead(slow, threads=1)
+    reader = ReadAhead(slow, loaders=1)
     reader.expect([np.array([1, 2]), np.array([3])])
     assert reader.batch(np.array([3]))["x"].tolist() == [3.0]
     reader.expect([np.array([5])])
@@ -74,7 +74,7 @@ def test_what_is_no_longer_expected_is_not_waited_for() -> None:
 
 
 def test_an_error_of_a_reader_comes_in_the_step_of_its_batch() -> None:
-    reader = ReadAhead(DATA, threads=1)
+    reader = ReadAhead(DATA, loaders=1)
     reader.expect([np.array([7]), np.array([999])])
     assert reader.batch(np.array([7]))["x"].tolist() == [7.0]
     with pytest.raises(IndexError):

@@ -9,7 +9,7 @@ from typing import Any
 from shoal.comm.ledger import Ledger
 from shoal.common.printed import PrintedTable
 from shoal.comparison.explaining.causes import Cause, causes
-from shoal.comparison.explaining.differing import differences, parting, settings
+from shoal.comparison.explaining.differing import differences, in_words, parting, settings
 from shoal.comparison.explaining.failures import measure_fitting, why_failed
 from shoal.comparison.explaining.probe import probe
 from shoal.training.record.run import RUN, Run, read_run
@@ -36,6 +36,8 @@ class RunExplanation(PrintedTable):
     """What a step of the second run takes longer for, seconds."""
     settings: tuple[tuple[str, str, str], ...] = ()
     """What was set differently: (what, here, there)."""
+    why: str = ""
+    """Why the second run's step takes longer or less long, in a sentence."""
     losses: str = ""
     """Where the losses of the two runs part."""
 
@@ -64,9 +66,8 @@ class RunExplanation(PrintedTable):
     def _beside(self, title: str) -> tuple[str, list[str], list[list[str]]]:
         rows = [[f"{name} takes longer", "", f"{1000 * seconds:+.3g} ms"] for name, seconds in self.differences]
         rows += [[name, here, there] for name, here, there in self.settings]
-        if self.losses:
-            rows.append(["", "", self.losses])
-        return f"{title}; the second is {self.compared_with}", ["", "in the first", "in the second"], rows
+        lines = [f"{title}; the second is {self.compared_with}", self.why, self.losses]
+        return "\n".join(line for line in lines if line), ["", "in the first", "in the second"], rows
 
 
 def is_run(text: str) -> bool:
@@ -109,9 +110,10 @@ def explain_run(
     )  # fmt: skip
     if other is None:
         return explained
+    parts, changed = differences(ranks, list(other.summary.get("ranks") or ())), settings(run, other)
     return replace(
-        explained, compared_with=str(other.folder), losses=parting(run, other), settings=tuple(settings(run, other)),
-        differences=tuple(differences(ranks, list(other.summary.get("ranks") or ()))),
+        explained, compared_with=str(other.folder), losses=parting(run, other), settings=tuple(changed),
+        differences=tuple(parts), why=in_words(parts, changed, run.step_s or 0.0),
     )  # fmt: skip
 
 

@@ -6,13 +6,16 @@ A preset shape is planned without torch. A job is looked into first, and needs i
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.api.call import checked_keywords, job_of
+from shoal.api.plan_servers import is_waitless, served_rows, served_words
 from shoal.cluster import Cluster, cluster, read_cluster
 from shoal.cluster.presets import THIS
+from shoal.common.hindrance import BadHindrance
 from shoal.common.printed import PrintedTable
 from shoal.job import names
 from shoal.planning.counterfactual import changes, what_would_fit
@@ -106,6 +109,7 @@ def plan(
     link: str | None = None,
     optimizer: str = "adamw",
     size: str | None = None,
+    straggler: Sequence[str] = (),
     to_run: bool = False,
 ) -> PlanReport:
     """Estimates every legal strategy of a model on a cluster, and ranks those that fit.
@@ -124,7 +128,9 @@ def plan(
         kwh_price: Price of a kilowatt-hour.
         pilot: CSV of pilot runs (batch,steps[,compress]) for the steps to target.
         profile: Framework profile: a name or a TOML file.
-        sync: Also plan islands that exchange now and then: `"local(8)"`, or `"auto"`.
+        sync: Also plan islands that exchange now and then: `"local(8)"`, or `"auto"`; or replicas that do not wait for
+            each other: `"asp()"`, `"ssp(3)"`, `"diloco(32, quorum=3)"`.
+        straggler: With the latter: slow ranks, `"random 10%: 5x"`.
         link: A job on this machine: what to do over this link to another host, `"50 Mb/s"`.
         optimizer: `"sgd"`, `"adamw"` or `"muon"`: what staleness and local steps cost it.
         size: Size of a built-in job.
@@ -140,10 +146,17 @@ def plan(
     Example:
         shoal.plan("gpt:1.3b", cluster="dgx-a100", devices=16).best
     """
-    rules = _rules(sync)
+    rules, waitless = _rules(sync), None
+    here = on_this_machine(what, cluster)
+    if rules and is_waitless(rules[0]) and not (here and rules[0].period is not None):
+        [waitless], rules = rules, ()
+    elif straggler:
+        raise CannotPlan(f"--straggler {straggler[0]}: plans weigh stragglers for rules under which replicas do not "
+                         "wait; give --sync \"asp()\", \"ssp(3)\" or \"diloco(32, quorum=3)\", or ask shoal simulate")
     batch = None if batch is None else str(batch)
-    if on_this_machine(what, cluster):
+    if here:
         unused = {
+            "--sync": sync if waitless is not None else None,
             "--by": None if by in ("time", "step") else by, "--sequence": sequence,
             "--precision": precision, "--price": price, "--watts": watts, "--kwh-price": kwh_price, "--pilot": pilot,
             "--profile": profile,
@@ -167,7 +180,13 @@ def plan(
     )  # fmt: skip
     if found.best is None:
         raise NothingFits("\n".join(what_would_fit(found)))
-    report = plan_report(found, top=top, changes=changes(found))
+    report = plan_report(found, top=top, changes=changes(found)) | {"servers": [], "served": []}
+    if waitless is not None:
+        try:
+            served = served_rows(found, waitless, straggler=straggler)
+        except BadHindrance as error:
+            raise CannotPlan(str(error)) from None
+        report |= {"served": served, "servers": served_words(served, straggler)}
     best, reason = _to_run(found) if to_run else (None, None)
     return PlanReport(
         title=report["title"], plans=report["plans"], global_batch=found.question.global_batch, report=report,
@@ -216,9 +235,10 @@ def _rules(sync: str | None) -> tuple[SyncTerm, ...]:
         [level] = parse(f"dp(2, sync={sync})").dp_levels
     except StrategyError as error:
         raise CannotPlan(f"--sync {sync}: {error}") from None
-    if level.sync.period is None:
+    if level.sync.period is None and not is_waitless(level.sync):
         known = ", ".join(REGISTRY[name].example() for name in technique_names("sync"))
-        raise CannotPlan(f"--sync {sync}: plans know bsp(), which is always among them, and islands; try auto, {known}")
+        raise CannotPlan(f"--sync {sync}: plans know bsp(), which is always among them, islands and servers; try "
+                         f"auto, asp(), ssp(3), {known}")
     return (level.sync,)
 
 

@@ -14,7 +14,7 @@ from shoal.api.call import checked_keywords, strategy_of
 from shoal.common.log import log_message
 from shoal.common.printed import PrintedTable
 from shoal.common.suggest import did_you_mean
-from shoal.searching.options import METHODS, CannotSearch, SearchOptions
+from shoal.searching.options import METHODS, SEVERAL_OBJECTIVES, CannotSearch, SearchOptions
 from shoal.strategy import Strategy, Term
 
 if TYPE_CHECKING:
@@ -58,6 +58,13 @@ class Search(PrintedTable):
         from shoal.training.record.run import read_run
 
         return read_run(Path(self.results["winner"]["folder"]))
+
+    @property
+    def page(self) -> Path:
+        """The HTML page: history, importances, the front, every trial."""
+        from shoal.searching.report import FILE
+
+        return self.folder / FILE
 
     def to_json(self) -> dict[str, Any]:
         """What the verb prints with `--json`."""
@@ -107,6 +114,8 @@ def search(
     steps: int | None = None,
     population: int | None = None,
     rounds: int = 4,
+    cluster: str | None = None,
+    memory_limit: str | float | None = None,
     folder: str | Path | None = None,
     storage: str | None = None,
     study: str | None = None,
@@ -119,8 +128,8 @@ def search(
     Args:
         space: A Python file with a function `space(trial)` that returns a Job (`"mine.py"`, `"mine.py:name"`), such a
             function of a file, or a built-in space: `"language"`, `"image"`, with a size (`"image:small"`).
-        method: `random`, `tpe`, `halving` (successive halving, asynchronous), `evolution` (regularised, with ageing)
-            or `pbt` (population-based training).
+        method: `random`, `tpe`, `halving` (successive halving, asynchronous), `evolution` (regularised, with ageing),
+            `pbt` (population-based training) or `darts` (one network that holds all candidates of `trial.module`).
         trials: How many jobs are trained; of `pbt` the members of the population.
         devices: Of this machine, for all trials together. None: its cores.
         strategy: How each trial is trained. None: by a prediction, few wide trials or many narrow ones.
@@ -130,6 +139,10 @@ def search(
         steps: Steps of a full trial. None: the job's.
         population: Of `evolution`: the youngest models, of which one has the next child. None: a quarter of the trials.
         rounds: Of `pbt`: parts of a trial, between which bad members copy good ones.
+        cluster: Where the model is meant to run: a preset such as `"dgx-a100"`, a TOML file, or `"this"` machine.
+            Predicted step time and memory of a device under the strategy become further objectives.
+        memory_limit: Memory of a device that every model must be predicted to fit, `"8 GB"` or bytes; others are not
+            trained. None: what the cluster's device has.
         folder: Where the study and all runs go; one that holds the same search is resumed. None: a new one in `runs`.
         storage: A database that several machines share, as a URL of SQLAlchemy. None: a file in the folder.
         study: The search's name in the database. None: the folder's.
@@ -149,6 +162,8 @@ def search(
 
     where = Path(folder) if folder is not None else Path("runs") / f"search-{time.strftime('%Y-%m-%d-%H%M%S')}"
     _require(method, trials, devices, rounds, better)
+    limit = _bytes_of(memory_limit)
+    _require_objectives(method, cluster, limit)
     before = stored(where)
     if before is not None and strategy is None:
         strategy = before.strategy
@@ -169,9 +184,22 @@ def search(
         if strategy.world > count:
             raise CannotSearch(f"--strategy {strategy} needs {strategy.world} devices, and --devices gives {count}")
         workers = min(count // strategy.world, at_once)
+    if method == "darts" and any(level.zero == 3 for level in strategy_of(strategy).dp_levels):
+        raise CannotSearch(
+            f"--strategy {strategy}: --method darts computes with every parameter twice in a step, and zero=3 gives "
+            "parameters back after their block; use zero=2"
+        )
+    if cluster is not None:
+        from shoal.searching.predicted import place_of
+
+        place = place_of(cluster, strategy_of(strategy))
+        limit = place.device_bytes if limit is None else limit
+        progress({"event": "note", "text": f"step time and memory are predicted for {place.words}; every model "
+                  f"must fit {limit / 1e9:.4g} GB a device"})  # fmt: skip
     options = SearchOptions(
         space=name, method=method, trials=trials, strategy=str(strategy), metric=metric, better=better, seed=seed,
-        steps=steps or job.steps, population=population or 0, rounds=rounds, keep_checkpoints=keep_checkpoints,
+        steps=steps or job.steps, population=population or 0, rounds=rounds, cluster=cluster,
+        memory_limit=limit, keep_checkpoints=keep_checkpoints,
     )  # fmt: skip
     if before is not None and (differing := before.differences(options)):
         own = ", ".join(f"{each} {getattr(before, each)!r}" for each in differing)
@@ -199,6 +227,28 @@ def _require(method: str, trials: int, devices: int | None, rounds: int, better:
             raise CannotSearch(f"--{option} {value}: expected at least 1")
     if better not in (None, "lower", "higher"):
         raise CannotSearch(f"--better {better}: expected lower or higher")
+
+
+def _require_objectives(method: str, cluster: str | None, limit: float | None) -> None:
+    if cluster is not None and method not in SEVERAL_OBJECTIVES:
+        raise CannotSearch(
+            f"--cluster {cluster}: --method {method} looks at one objective; {', '.join(SEVERAL_OBJECTIVES)} weigh "
+            "quality against predicted time and memory"
+        )
+    if limit is not None and cluster is None:
+        raise CannotSearch("--memory-limit needs the cluster that memory is predicted for: add --cluster NAME")
+
+
+def _bytes_of(given: str | float | None) -> float | None:
+    from shoal.files.quantities import BadQuantity, size
+
+    try:
+        found = size(given) if isinstance(given, str) else given
+    except BadQuantity as error:
+        raise CannotSearch(f"--memory-limit {given}: {error}") from None
+    if found is not None and not 0 < found < float("inf"):
+        raise CannotSearch(f"--memory-limit {given}: expected more than nothing")
+    return found
 
 
 def _name_of(space: Any) -> str:

@@ -59,7 +59,7 @@ def run_demo() -> int:
                 )  # fmt: skip
                 outcome = run_ranks(train_run, options.to_json(), ranks=strategy.world)[0]
                 metrics = "  ".join(f"{name} {value:.3f}" for name, value in list(outcome["metrics"].items())[-1:])
-                sent = sum(row["bytes"] for row in outcome["ledger"]) / 1e6
+                sent = outcome["sent_bytes"] / 1e6
                 table.add_row(str(strategy), proof, metrics, f"{1000 * outcome['step_s']:.1f}", f"{sent:.3f}")
                 console.print(f"  {job}  {strategy}: {proof}; {metrics}", style="dim")
     console.print(table)

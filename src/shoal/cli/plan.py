@@ -88,6 +88,11 @@ def _print(report: dict[str, Any]) -> None:
         console.print(Text("Which period and which compression for the link", style="bold"))
         for line in report["link"]:
             console.print(Text(f"  {line}"), soft_wrap=True)
+    if report["servers"]:
+        console.print()
+        console.print(Text("Replicas that do not wait", style="bold"))
+        for line in report["servers"]:
+            console.print(Text(f"  {line}"), soft_wrap=True)
     beyond = report["plans"][0]["unmeasured"]
     if beyond:
         console.print()

@@ -95,6 +95,9 @@ def train(
         int, typer.Option(min=0, help="Steps whose batches are read while one computes; 0: none.")
     ] = 0,
     loader_threads: Annotated[int, typer.Option(min=1, help="With --prefetch: threads that read, on each rank.")] = 1,
+    loader_processes: Annotated[
+        int, typer.Option(min=0, help="Processes that read instead, on each rank, for slow Python code.")
+    ] = 0,
     bucket_mb: Annotated[
         float | None, typer.Option(min=0.0, help="Most megabytes of a bucket of gradients (default: 8).")
     ] = None,
@@ -140,7 +143,7 @@ def train(
         checkpoint_every=checkpoint_every, trace=trace, stop_at_target=not full, backend=backend, gate=not no_gate,
         checkpoint_minutes=checkpoint_minutes, checkpoint_async=checkpoint_async, keep=keep or 2,
         keep_best=keep_best or 0, weights_only=weights_only, patience=patience, monitor=monitor, better=better,
-        prefetch=prefetch, loader_threads=loader_threads, bucket_mb=bucket_mb,
+        prefetch=prefetch, loader_threads=loader_threads, loader_processes=loader_processes, bucket_mb=bucket_mb,
         min_delta=min_delta or 0.0, evaluate_every=evaluate_every, log=", ".join(log or ()) or None,
         emulate=emulate, straggler="; ".join(straggler or ()) or None, fail="; ".join(fail or ()) or None,
         rejoin=rejoin, join=join,

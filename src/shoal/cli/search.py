@@ -42,11 +42,33 @@ def _print(found: Search) -> None:
     winner = found.results.get("winner")
     if winner is not None:
         rows["retrained"] = f"{options['metric']} {winner['value']:.6g}, in {winner['folder']}"
-        rows["its weights"] = f"shoal export {winner['folder']} --to model.safetensors"
+        rows["its weights"] = winner["weights"]
     rows["its job"] = best["job"]
+    rows["page"] = str(found.page)
     width = max(map(len, rows)) + 2
     for name, value in rows.items():
         console.print(Text.assemble((name.ljust(width), "dim"), value), soft_wrap=True)
+    if found.front:
+        _print_front(found, console)
+
+
+def _print_front(found: Search, console: Any) -> None:
+    """The models of which none is beaten in quality, time and memory, the fastest first."""
+    from rich.table import Table
+
+    options = found.results["options"]
+    table = Table(title=f"front, predicted for {options['cluster']}", title_justify="left", box=None,
+                  padding=(0, 2, 0, 0), header_style="dim")  # fmt: skip
+    for name in ("trial", options["metric"], "step", "memory"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("values")
+    for row in found.front:
+        known = row["predicted"]
+        table.add_row(
+            str(row["trial"]), f"{row['value']:.4g}", f"{1000 * known['step_s']:.3g} ms",
+            f"{known['memory_bytes'] / 1e6:.3g} MB", words(row["params"]),
+        )  # fmt: skip
+    console.print(table)
 
 
 def _ended(message: dict[str, Any]) -> str:
@@ -103,9 +125,11 @@ class LiveTrials:
         total = options["trials"] * (options["rounds"] if options["method"] == "pbt" else 1)
         title = f"{len(done)} of {total}" + (f", retraining the best: step {self.winner[0]} of {self.winner[1]}"
                                              if self.winner else "")  # fmt: skip
-        table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="dim")
-        for name in ("trial", "", options["metric"], "values"):
-            table.add_column(name, no_wrap=True, overflow="ellipsis")
+        style: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0), "header_style": "dim"}
+        table = Table(title=title, title_justify="left", expand=True, **style)
+        for name in ("trial", "", options["metric"]):
+            table.add_column(name, no_wrap=True)
+        table.add_column("values", no_wrap=True, overflow="ellipsis", ratio=1)  # What is left of the line.
         sign = -1.0 if options["better"] == "higher" else 1.0
         ranked = sorted((row for row in done if row["value"] is not None), key=lambda row: sign * row["value"])
         running = [row for row in trials if row["state"] == "running"]

@@ -20,7 +20,7 @@ def search(
         ),
     ],
     method: Annotated[
-        str, typer.Option("--method", "-m", help="random, tpe, halving, evolution or pbt.")
+        str, typer.Option("--method", "-m", help="random, tpe, halving, evolution, pbt or darts.")
     ] = "tpe",
     trials: Annotated[int, typer.Option(min=1, help="Jobs to train; of pbt the members of the population.")] = 20,
     devices: Annotated[
@@ -41,6 +41,16 @@ def search(
         int | None, typer.Option(min=2, help="Evolution: models that may have children (default: a quarter).")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="PBT: parts of a trial between copies.")] = 4,
+    cluster: Annotated[
+        str | None,
+        typer.Option("--cluster", "-c", help="Also search for predicted step time and memory there: a preset such as "
+                     "dgx-a100, a TOML file, or this."),
+    ] = None,
+    memory_limit: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="With --cluster: memory of a device that every model must be predicted to "
+                     'fit, "8 GB" (default: what the device has).'),
+    ] = None,
     folder: Annotated[str | None, typer.Option(help="Study and runs; the same search in it is resumed.")] = None,
     storage: Annotated[
         str | None, typer.Option(metavar="URL", help="A database for several machines: postgresql+psycopg://...")
@@ -57,7 +67,8 @@ def search(
     sys.exit(
         search_command(
             space, as_json=as_json, method=method, trials=trials, devices=devices, strategy=strategy, metric=metric,
-            better=better, seed=seed, steps=steps, population=population, rounds=rounds, folder=folder, storage=storage,
-            study=study, retrain=retrain, keep_checkpoints=keep_checkpoints,
+            better=better, seed=seed, steps=steps, population=population, rounds=rounds, cluster=cluster,
+            memory_limit=memory_limit, folder=folder, storage=storage, study=study, retrain=retrain,
+            keep_checkpoints=keep_checkpoints,
         )
     )  # fmt: skip

@@ -165,8 +165,9 @@ def plan(
     profile: Annotated[str | None, typer.Option(help="Framework profile: name or TOML file (default: good).")] = None,
     sync: Annotated[
         str | None,
-        typer.Option(help="Also plan islands that exchange now and then: local(8), or auto for several periods."),
+        typer.Option(help="Also plan islands: local(8), auto for several periods; or no waiting: asp(), ssp(3)."),
     ] = None,
+    straggler: Annotated[list[str] | None, STRAGGLER] = None,
     link: Annotated[
         str | None, typer.Option(help='A job on this machine: what to do over this link to another host, "50 Mb/s".')
     ] = None,
@@ -186,6 +187,7 @@ def plan(
             what, cluster=cluster, devices=devices, batch=batch, by=by, top=top, as_json=as_json, html_file=html,
             run=run, sequence=sequence, precision=precision, price=price, watts=watts, kwh_price=kwh_price, pilot=pilot,
             size=size, profile=profile, sync=sync, optimizer=optimizer, link=link,
+            straggler=straggler or (),
         )
     )  # fmt: skip
 

@@ -49,7 +49,7 @@ def beside_lines(pairs: Sequence[Mapping[str, Any]]) -> list[str]:
              "| memory over its | final, both | held back by |", "|---|---|---|---|---|---|---|"]  # fmt: skip
     for each in pairs:
         finals = [f"{value:.4g}" if value is not None else "-" for value in (each["own_final"], each["peer_final"])]
-        speed = f"{each['speed']:.2f} ± {each['speed_spread']:.2f}"
+        speed = f"{each['speed']:.2f}" + (f" ± {each['speed_spread']:.2f}" if each["speed_spread"] else "")
         lines.append(
             f"| `{each['name']}` | `{each['peer']}` | {each['ranks']} | {speed} | {each['memory']:.2f} "
             f"| {', '.join(finals)} | {each['why'] or ''} |"

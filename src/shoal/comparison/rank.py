@@ -6,6 +6,7 @@ evaluation is made on a plain copy of the model, by the protocol. A strategy of 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import time
@@ -27,6 +28,8 @@ from shoal.job import Job, load_job, share
 from shoal.job.load import named
 from shoal.launch.join import join, leave
 from shoal.launch.watch import beat
+from shoal.layout.held_outside import Outside
+from shoal.runtime.step import build_model
 from shoal.training.options import TrainOptions
 from shoal.training.record.recorder import Recorder
 from shoal.training.record.run import RUN, read_json, write_json
@@ -57,11 +60,23 @@ def run_shoal(settings: dict[str, Any], channel: Any) -> dict[str, Any]:
     check(options, None)
     me = join(emulate=options.emulate)
     link, load = measure_link(me.world), machine_load()
+    touch_libraries(job)
     watch = start_watching()
     train(options, channel)
     if me.rank == 0:
         _name_job(Path(settings["folder"]), settings)
     return {**watch.facts(), "link": link, "load": load, "threads": _threads()}
+
+
+def touch_libraries(job: Job) -> None:
+    """Two samples once forward, backward and through the optimiser, by a model of its own: what libraries hold from
+    their first use on is no contestant's memory, whoever uses them first."""
+    with Outside(job).kept(), torch.random.fork_rng(devices=[]), contextlib.suppress(Exception):
+        model = build_model(job)
+        batch = job.train.batch(job.order().indices(0)[:2])
+        total, count = job.loss_of(job.run_model(model, batch), batch)
+        (total / count).backward()
+        job.optimizer([{"params": [each for each in model.parameters() if each.requires_grad]}]).step()
 
 
 def _name_job(folder: Path, settings: Mapping[str, Any]) -> None:
@@ -84,6 +99,7 @@ def run_framework(settings: dict[str, Any], channel: Any) -> dict[str, Any]:
     place = RankPlace(rank=me.rank, world=me.world, group=dist.group.WORLD)
     link, load = measure_link(me.world), machine_load()
     plain = job_of(settings)
+    touch_libraries(plain)
     watch = start_watching()
     job = watched(plain, losses=True)
     run = FrameworkRun(plain, job, _built(adapter, job, place, settings), place, settings, channel)

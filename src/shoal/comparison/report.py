@@ -20,7 +20,7 @@ COLUMNS = (
     "job", "name", "title", "ranks", "verdict", "contract", "time_to_target_s", "steps_to_target", "epochs_to_target",
     "final", "final_spread", "step_s", "step_spread_s", "epoch_s", "global_batch", "samples_per_s", "tokens_per_s",
     "speedup_own", "speedup_best", "efficiency", "scaling", "utilisation", "imbalance", "memory_bytes", "held_bytes",
-    "sent_bytes", "sent_messages", "compression", "predicted_bytes", "predicted_step_s", "staleness_mean",
+    "sent_bytes", "sent_messages", "wire_s", "compression", "predicted_bytes", "predicted_step_s", "staleness_mean",
     "staleness_max", "divergence", "seeds",
 )  # fmt: skip
 FILES = ("report.html", "report.json", "report.csv", "report.md")

@@ -16,7 +16,7 @@ from shoal.comparison.beside import beside
 from shoal.comparison.explaining.causes import causes
 from shoal.comparison.guard import Finding, Seen, judge
 from shoal.comparison.protocol import COMPARISON, FACTS, REFERENCE, WARMUP_STEPS, Cell, is_strategy
-from shoal.comparison.splits import bubble_of, compression, consistency, imbalance, split_s
+from shoal.comparison.splits import bubble_of, compression, consistency, imbalance, split_s, wire_s
 from shoal.comparison.survey import survey_of
 from shoal.strategy import parse
 from shoal.strategy.contract import contract
@@ -156,10 +156,9 @@ def _row(
     step_s = statistics.fmean(usual)
     finals = [each.curve[-1][2][metric] for each in good if each.curve]
     peaks = [max(rank.get("peak_bytes", 0) for rank in each.facts["ranks"] if rank) for each in good]
-    ledger = good[0].run.ledger.bytes if own else None
+    sent = good[0].run.sent_bytes if own else None
     strategy, samples = parse(name) if own else None, facts.get("samples") or batch
     steps_to_target = statistics.fmean(r[0] for r in reached if r) if all(reached) else None
-    predicted = good[0].run.predicted_ledger
     flops = facts["flops_per_sample"] * batch
     row |= {
         "step_s": step_s, "step_spread_s": spread(usual), "samples_per_s": batch / step_s,
@@ -173,10 +172,11 @@ def _row(
         "epoch_s": step_s * samples / batch, "global_batch": batch,
         "held_bytes": statistics.fmean(_most(each, "held_bytes") for each in good),
         "sent_messages": sum(e.messages for e in good[0].run.ledger.entries.values()) if own else None,
-        "compression": compression(strategy, ledger, facts["parameters"]),
+        "wire_s": wire_s(good[0].run.ledger, [_ranks(each)[0].get("link") for each in good]) if own else None,
+        "compression": compression(strategy, sent, facts["parameters"]),
         **consistency([each.run.summary for each in good]),
         "reached": sum(each is not None for each in reached),
-        "sent_bytes": ledger, "predicted_bytes": None if predicted is None else predicted.bytes,
+        "sent_bytes": sent, "predicted_bytes": good[0].run.predicted_bytes,
         "predicted_step_s": (facts.get("predicted") or {}).get(name),
         "held_back": _held_back(good[0].run) if own else None,
         "utilisation": flops / step_s / (ranks * facts["peak_flops_per_s"]),

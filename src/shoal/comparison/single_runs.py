@@ -81,8 +81,8 @@ def _row(run: Run, metric: str) -> dict[str, Any]:
         "step_spread_s": spread(ordered), "samples_per_s": samples / step_s, "tokens_per_s": None, "utilisation": None,
         "quantiles_s": [ordered[min(len(ordered) - 1, int(p * len(ordered)))] for p in (0.05, 0.25, 0.5, 0.75, 0.95)],
         "memory_bytes": run.memory_bytes, "memory_spread_bytes": 0.0, "final": curve[-1][2] if curve else None,
-        "final_spread": 0.0, "sent_bytes": run.ledger.bytes if run.contract else None,
-        "predicted_bytes": None if run.predicted_ledger is None else run.predicted_ledger.bytes, "split_s": {},
+        "final_spread": 0.0, "sent_bytes": run.sent_bytes if run.contract else None,
+        "predicted_bytes": run.predicted_bytes, "split_s": {},
         "curves": [curve], "losses": [thin(run.losses)],
         "timeline_s": times[:60], "speedup_own": None, "speedup_best": None, "efficiency": None,
     }  # fmt: skip

@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shoal.comm.ledger import Ledger
 from shoal.comparison.protocol import WARMUP_STEPS
 from shoal.strategy import Strategy, none, pp
 
@@ -95,7 +96,17 @@ def imbalance(runs: Sequence[Sequence[Mapping[str, Any]]]) -> float | None:
     return statistics.fmean(found) if found else None
 
 
-def compression(strategy: Strategy | None, sent_bytes: int | None, parameters: int) -> float | None:
+def wire_s(ledger: Ledger, links: Sequence[Mapping[str, float] | None]) -> float | None:
+    """Seconds of a step in which something is on the wire, hidden or not: what was sent, at the speed that the links
+    had just before each run. What of it is exposed is in the split."""
+    known = [link for link in links if link]
+    if not known or not ledger.bytes:
+        return None
+    messages = sum(entry.messages for entry in ledger.entries.values())
+    return statistics.fmean(ledger.bytes / link["bytes_per_s"] + messages * link["latency_s"] for link in known)
+
+
+def compression(strategy: Strategy | None, sent_bytes: float | None, parameters: int) -> float | None:
     """How many times as much dense float32 gradients would be, where they are compressed."""
     if strategy is None or not sent_bytes:
         return None

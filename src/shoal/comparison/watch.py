@@ -8,6 +8,7 @@ restore what the job holds, leave it alone.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import hashlib
 import time
@@ -190,10 +191,18 @@ def start_watching() -> RunWatch:
     WATCH = RunWatch()
     torch_optimizer.register_optimizer_step_pre_hook(_steps)
     torch_optimizer.register_optimizer_step_post_hook(_stepped)
+    give_back()
     with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
         file.write("5")  # The peak so far is forgotten.
     WATCH.base_bytes = memory()["VmRSS"]
     return WATCH
+
+
+def give_back() -> None:
+    """What was freed goes back to the system, so that nobody's memory hides in it."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # Of glibc alone.
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:

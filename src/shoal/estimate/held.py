@@ -38,6 +38,8 @@ class Held:
         self.between = "whole"
         if tensor is not None:
             self.between = "sequence" if tensor.sequence else "batch" if tensor.batch else "whole"
+        self.moments = (1, 1)
+        """First and second moments of the optimiser, where islands average them."""
         self._runs: dict[str, bool] = {}
         self._first = {name: each.name for each in shapes.parameters for name in each.names}
 

@@ -8,7 +8,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shoal.job.data.columns import ColumnData
     from shoal.job.data.mnist import ImageData
+    from shoal.job.data.sample_cache import SampleCache
     from shoal.job.data.shard_cache import ShardCache
     from shoal.job.data.tar_shards import TarData
     from shoal.job.data.tensors import DatasetData, TensorData
@@ -32,6 +34,7 @@ _HOME = {
     "LARS": "layerwise",
     "MuonWithAdamW": "layerwise",
     "Batch": "job",
+    "ColumnData": "data.columns",
     "Data": "job",
     "DatasetData": "data.tensors",
     "DecayMatrices": "groups",
@@ -40,6 +43,7 @@ _HOME = {
     "JobError": "errors",
     "LayoutHints": "hints",
     "Order": "order",
+    "SampleCache": "data.sample_cache",
     "ShardCache": "data.shard_cache",
     "StepDecay": "schedule",
     "TarData": "data.tar_shards",
@@ -67,6 +71,7 @@ __all__ = [
     "LAMB",
     "LARS",
     "Batch",
+    "ColumnData",
     "Data",
     "DatasetData",
     "DecayMatrices",
@@ -76,6 +81,7 @@ __all__ = [
     "LayoutHints",
     "MuonWithAdamW",
     "Order",
+    "SampleCache",
     "ShardCache",
     "StepDecay",
     "TarData",

@@ -5,8 +5,9 @@
         rate = trial.suggest_float("lr", 1e-4, 1e-1, log=True)
         return Job(model=lambda: Net(width), optimizer=lambda groups: torch.optim.SGD(groups, lr=rate), ...)
 
-`mine.py:space?lr=0.01&width=32` names one point of it. It is the name of a job: every verb takes it, so what a search
-has found is trained, verified, planned and exported as any other job.
+`mine.py:space?lr=0.01&width=32` names one point of it, `...&layer=*` one where a module is a mixture of its choices.
+It is the name of a job: every verb takes it, so what a search has found is trained, verified, planned and exported as
+any other job.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from shoal.job.job import Job
 
 Value = float | int | str | bool | None
+MIXED = "*"
+"""In the name of a point, the value of a module that is a mixture of all its choices."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,6 +133,15 @@ class FixedTrial(Trial):
             raise JobError(f"{dimension.name}={found!r} is not in the space, which takes {dimension.words()}")
         return found
 
+    def module(self, name: str, choices: Mapping[str, Callable[[], nn.Module]]) -> nn.Module:
+        """The chosen module, or the mixture of all."""
+        if self.values.get(name) != MIXED or MIXED in choices:
+            return super().module(name, choices)
+        from shoal.job.one_shot import MixedChoice
+
+        self.asked.append(name)
+        return MixedChoice(name, choices)
+
 
 Space = Callable[[Trial], "Job"]
 
@@ -174,6 +186,10 @@ def job_at(name: str, *, size: str | None = None) -> Job:
     space, values = split_point(name)
     trial = FixedTrial(values)
     job = load_space(space, size=size)(trial)
+    if MIXED in values.values():
+        from shoal.job.one_shot import one_shot
+
+        job = one_shot(job)
     if set(values) - set(trial.asked):
         build_without_memory(job)  # What a model asks for while it is built.
     for each in values:

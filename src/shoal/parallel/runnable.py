@@ -10,8 +10,10 @@ from shoal.strategy import (
     bsp,
     cp,
     dp,
+    ensemble,
     ep,
     none,
+    offload,
     pp,
     ps,
     recompute,
@@ -20,6 +22,7 @@ from shoal.strategy import (
     tp,
 )
 from shoal.strategy.islands import is_loose
+from shoal.strategy.members import member_strategy
 from shoal.strategy.seats import seats_of
 from shoal.strategy.terms.sync import Served, hogwild
 
@@ -28,8 +31,17 @@ class NotRunnable(ValueError):
     """A strategy that Shoal can explain but not train yet."""
 
 
+TWO_LOOSE = (
+    "of levels that are not bsp two can be trained, of which each averages all parameters at once and uncompressed, "
+    "such as dp(2, sync=diloco(32)) * dp(2, sync=local(4)); others would need an agreement of their own on what an "
+    "island of the outer level is; keep sync=... on one level"
+)
+
+
 def cannot_run(strategy: Strategy) -> str | None:
     """Why the engine cannot run a strategy, as a sentence; None if it can."""
+    if strategy.term(ensemble) is not None:
+        return cannot_run(member_strategy(strategy))  # A member is a run of its own.
     for term in strategy.terms:
         if isinstance(term, dp):
             if isinstance(term.sync, bsp) and term.sync.backup and not isinstance(term.via, ps):
@@ -41,10 +53,14 @@ def cannot_run(strategy: Strategy) -> str | None:
         elif isinstance(term, amp):
             if term.dtype == "fp16" and (reason := _cannot_scale(strategy, term)):
                 return reason
+        elif isinstance(term, offload):
+            if reason := _cannot_offload(strategy, term):
+                return reason
         elif not isinstance(term, (recompute, accumulate, pp, tp, cp, ep, spatial)):
             return (
                 f"{term} cannot be trained yet: {type(term).__name__} parses and explains, but has no runtime so far. "
-                "What trains today: dp (zero=0..3, several levels), pp, tp, cp, ep, spatial, accumulate, recompute, amp"
+                "What trains today: dp (zero=0..3, several levels), pp, tp, cp, ep, spatial, accumulate, recompute, "
+                "amp, offload, ensemble"
             )
     reason = _cannot_compress(strategy) or _cannot_be_loose(strategy)
     if reason is not None:
@@ -55,6 +71,31 @@ def cannot_run(strategy: Strategy) -> str | None:
         schedule = next((term.schedule for term in strategy.terms if isinstance(term, pp)), None)
         if schedule == "pipedream":
             return f"{strategy}: pipedream keeps versions of its weights, and in shared memory there is one; use 1f1b"
+    return None
+
+
+def _cannot_offload(strategy: Strategy, term: offload) -> str | None:
+    """Why what a term names cannot wait below."""
+    if term.what == "gradients":
+        return (
+            f"{term}: gradients are reduced, clipped by the norm over all of them and used in one step, so none of "
+            'them waits; use offload("optimizer"), or zero=2, which shards them'
+        )
+    if any(isinstance(other, pp) and other.schedule == "pipedream" for other in strategy.terms):
+        return f"{term}: pipedream updates while micro-batches are under way, from several versions; use 1f1b"
+    if term.what == "activations":
+        return None
+    for level in strategy.dp_levels:
+        if isinstance(level.via, ps):
+            return f"{term} with {level}: the servers hold what would be offloaded; use via=allreduce()"
+        if term.what == "parameters" and is_loose(level):
+            return f"{term} with {level}: islands exchange their full parameters; use a bsp level, or leave it out"
+    if term.what == "parameters" and strategy.dp_levels and not any(level.zero == 3 for level in strategy.dp_levels):
+        level = strategy.dp_levels[-1]
+        return (
+            f"{term} with {level}: its replicas keep full parameters for each other's updates; use zero=3, where each "
+            f"has a shard that can wait, as in {strategy.replace(level, level.replace(zero=3))}"
+        )
     return None
 
 
@@ -77,7 +118,7 @@ def _cannot_serve(strategy: Strategy, level: dp) -> str | None:
     if any(isinstance(other.via, ps | shared) for other in strategy.dp_levels if other is not level):
         return f"{strategy}: servers on one level and via=ps or via=shared on another cannot be trained yet; keep one"
     if any(is_loose(other) for other in strategy.dp_levels if other is not level):
-        return f"{strategy}: two levels that are not bsp cannot be trained yet; keep sync=... on one of them"
+        return f"{strategy}: {TWO_LOOSE}"
     if not isinstance(level.compress, none) and level.compress.pushed_bytes(1 << 20, 4) is None:
         return (
             f"{level}: a server reads each worker's push by itself and knows its size; {level.compress} is made by all "
@@ -106,12 +147,20 @@ def _cannot_compress(strategy: Strategy) -> str | None:
     return None
 
 
+def _nest(loose: list[dp]) -> bool:
+    """Whether an outer level averages what an inner one has averaged: both do so at once and fully, every few steps."""
+    plans = [getattr(level.sync, "plan", None) for level in loose]
+    plain = all(plan is not None and plan.plain and not plan.start for plan in plans)
+    dense = all(isinstance(level.compress, none) and isinstance(level.via, allreduce) for level in loose)
+    return len(loose) == 2 and plain and dense
+
+
 def _cannot_be_loose(strategy: Strategy) -> str | None:
     loose = [level for level in strategy.dp_levels if not isinstance(level.sync, bsp)]
     if not loose:
         return None
     if len(loose) > 1:
-        return f"{strategy}: two levels that are not bsp cannot be trained yet; keep sync=... on one of them"
+        return None if _nest(loose) else f"{strategy}: {TWO_LOOSE}"
     if isinstance(loose[0].via, ps):
         return None
     if isinstance(loose[0].sync, hogwild):

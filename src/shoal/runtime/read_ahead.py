@@ -1,8 +1,8 @@
-"""Batches of coming steps are read by threads while the current step computes.
+"""Batches of coming steps are read by threads or processes (`loader_processes.py`) while the current step computes.
 
 The order of the data is a function of the sample counter, so what comes is known, and a batch that was read ahead is
-the one that would have been read. With loading time L of a batch, n threads and computing time T of a step, a step
-takes max(T, L / n) instead of T + L.
+the one that would have been read. With loading time L of a batch, n loaders, k batches ahead and computing time T of a
+step, a step takes max(T, L / min(n, k)) instead of T + L.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from shoal.job.errors import JobError
+from shoal.runtime.loader_processes import LoaderProcesses
 
 Batch = dict[str, torch.Tensor]
 
@@ -23,9 +24,12 @@ Batch = dict[str, torch.Tensor]
 class ReadAhead:
     """The data of a job, with batches that are expected read before they are asked for."""
 
-    def __init__(self, data: Any, *, threads: int) -> None:
-        self.data = data
-        self._threads = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="reads ahead")
+    def __init__(self, data: Any, *, loaders: int, processes: bool = False) -> None:
+        """`processes`: whether loaders are processes; if not, threads."""
+        self.processes = LoaderProcesses(data, processes=loaders) if processes else None
+        self.data = data if self.processes is None else self.processes
+        # Each process is waited for by a thread.
+        self._threads = ThreadPoolExecutor(max_workers=loaders, thread_name_prefix="reads ahead")
         self._coming: dict[bytes, Future[Batch]] = {}
 
     def batch(self, indices: np.ndarray) -> Batch:
@@ -46,6 +50,8 @@ class ReadAhead:
         """Reads no more; a batch that is being read is not waited for."""
         self._coming.clear()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if self.processes is not None:
+            self.processes.close()
 
 
 def require_readable_ahead(data: Any, indices: np.ndarray) -> None:

@@ -10,7 +10,8 @@ import torch
 from shoal.comm.json_exchange import exchange, only_among
 from shoal.comm.ledger import Ledger
 from shoal.comm.transport.emulated import host_of
-from shoal.estimate.traffic import ShardTable, predict
+from shoal.estimate.outer_calls import period, period_calls
+from shoal.estimate.traffic import ShardTable, ledger_of, predict
 from shoal.job import Job, JobError, load_job
 from shoal.job.buffers import buffer_modes
 from shoal.job.elementwise import Probe, probe
@@ -38,7 +39,7 @@ from shoal.runtime.options import JobOptions
 from shoal.runtime.servers import announcer, connect
 from shoal.runtime.step import StepRunner, build_model
 from shoal.runtime.traffic import Expected
-from shoal.strategy import Strategy, amp, ep, pp, tp
+from shoal.strategy import Strategy, amp, ep, offload, pp, tp
 
 WARMUP = 20
 """The part of a run's steps, as 1/n, in which a scaled rate is reached unless another number is given."""
@@ -83,6 +84,17 @@ class Prepared:
     def predicted(self) -> Ledger:
         """What this rank should send in a steady-state step."""
         return predict(self.table, self.engine.placement.mesh.algorithm)
+
+    @property
+    def predicted_bytes(self) -> float:
+        """What this rank should send in a step, on the average of a period of islands. All ranks ask for it alike."""
+        table = self.table
+        choose = self.engine.placement.mesh.algorithm
+        found = predict(table, choose)
+        if self.engine.outer is None or self.engine.owner.tickets is not None:
+            return float(found.bytes)
+        rounds = ledger_of([call for call in period_calls(self.expected.held, table) if call[-1] > 1], choose)
+        return found.without("outer").bytes + rounds.bytes / period(self.strategy)
 
     def differences(self, counted: Ledger) -> list[str]:
         """How the ledger of the step just made departs from its prediction, but for what data alone decide."""
@@ -167,9 +179,10 @@ def precision_of(strategy: Strategy) -> torch.dtype | None:
 
 
 def shards_parameters(strategy: Strategy) -> bool:
-    """Whether no rank holds the full model between steps."""
+    """Whether no rank holds the full model in memory between steps."""
     cut = any(strategy.term(axis) is not None for axis in (tp, pp, ep))
-    return cut or any(level.zero == 3 for level in strategy.dp_levels)
+    waits = any(term.what == "parameters" for term in strategy.all_of(offload))
+    return cut or waits or any(level.zero == 3 for level in strategy.dp_levels)
 
 
 def _require_schedule(job: Job, optimizer: Probe) -> None:

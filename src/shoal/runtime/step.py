@@ -194,10 +194,16 @@ class StepRunner:
             found += [each for micro in range(self.micro_batches) for each in self._read(micro, indices)]
         return found
 
-    def read_ahead(self, steps: int, *, threads: int, counter: int) -> None:
-        """From here on, threads read the batches of the next steps while one computes."""
+    def read_ahead(self, steps: int, *, loaders: int, processes: bool, counter: int) -> None:
+        """From here on, threads or processes read the batches of the next steps while one computes."""
         require_readable_ahead(self.job.train, self.order.indices(counter)[:1])
-        self.ahead, self.steps_ahead = ReadAhead(self.job.train, threads=threads), steps
+        self.ahead, self.steps_ahead = ReadAhead(self.job.train, loaders=loaders, processes=processes), steps
+
+    def stop_reading(self) -> None:
+        """Ends what reads ahead."""
+        if self.ahead is not None:
+            self.ahead.close()
+            self.ahead = None
 
     def _places(self) -> tuple[int, int]:
         """This rank's place among those that split the batch, and how many they are."""
@@ -231,13 +237,15 @@ class StepRunner:
         started = time.perf_counter()
         draw_from(key_of(part.seed, *self.randomness.numbers.cuts.salt) >> 1, self.device)
         placed = self.randomness.forward(part.samples, part.step, part.over_tensor)
-        with BOOK.during("forward"), self._precision(), placed, self._on_parts():
+        saving = self._saving(part.batch)
+        with BOOK.during("forward"), self._precision(), placed, saving, self._on_parts():
             output = self.job.run_model(self.engine.model, part.batch)
         self.spent["forward"] += time.perf_counter() - started
         return output
 
     def loss(self, part: BatchPart, output: Any) -> tuple[torch.Tensor, Any]:
-        with BOOK.during("forward"), self._precision(), self.randomness.resumed(), self._on_parts():
+        saving = self._saving(part.batch, again=True)
+        with BOOK.during("forward"), self._precision(), self.randomness.resumed(), saving, self._on_parts():
             if self.global_loss is not None:
                 return self.job.loss_of(*self._gathered(output, part.batch, part.everyone, none=part.placeholder))
             loss, count = self.job.loss_of(output, self._as_the_loss_reads(part.batch))
@@ -266,6 +274,11 @@ class StepRunner:
     def _on_parts(self) -> Any:
         """Where planes are cut: functions compute on this rank's part of them."""
         return nullcontext() if self.planes is None else self.planes.active()
+
+    def _saving(self, batch: Batch, *, again: bool = False) -> Any:
+        """What autograd saves meanwhile goes to where activations are offloaded."""
+        activations = self.engine.activations
+        return nullcontext() if activations is None else activations.saving(batch.values(), again=again)
 
     def _precision(self) -> Any:
         # The cache would keep a copy of every weight during all of forward, also of blocks that ZeRO-3 gave back.

@@ -93,7 +93,11 @@ class Expected:
 
     @cached_property
     def held(self) -> Held:
-        return Held(self.shapes, self.strategy, self.engine.placement.mesh.rank)
+        found, outer = Held(self.shapes, self.strategy, self.engine.placement.mesh.rank), self.engine.outer
+        for level in (outer, None if outer is None else outer.near):
+            if level is not None and level.moments is not None:
+                found.moments = level.moments.counts
+        return found
 
     def forward(self, batch: Batch) -> Forward:
         """The serial forward of a micro-batch of these shapes."""

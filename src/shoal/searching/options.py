@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self
 
-METHODS = ("random", "tpe", "halving", "evolution", "pbt")
+METHODS = ("random", "tpe", "halving", "evolution", "pbt", "darts")
 SEVERAL_OBJECTIVES = ("random", "tpe", "evolution")
 """Methods that can weigh quality against predicted time and memory."""
 

@@ -4,14 +4,16 @@ what it asks for while it is built.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from shoal.job.facts import build_without_memory
-from shoal.job.space import Dimension, FixedTrial, Space, Trial
+from shoal.job.one_shot import MixedChoice
+from shoal.job.space import MIXED, Dimension, FixedTrial, Space, Trial
 
 if TYPE_CHECKING:
     import optuna
+    from torch import nn
 
     from shoal.job import Job
 
@@ -30,6 +32,29 @@ class DrawingTrial(Trial):
             step = 1 if dimension.log else int(dimension.step or 1)
             return self._trial.suggest_int(name, int(low), int(high), step=step, log=dimension.log)
         return self._trial.suggest_float(name, low, high, step=dimension.step, log=dimension.log)
+
+
+class MixingTrial(DrawingTrial):
+    """Draws all values but those of modules, which are mixtures of all their choices."""
+
+    def __init__(self, trial: optuna.Trial) -> None:
+        super().__init__(trial)
+        self.drawn: dict[str, Any] = {}
+        self.mixed: list[str] = []
+
+    def value(self, dimension: Dimension) -> Any:
+        self.drawn[dimension.name] = found = super().value(dimension)
+        return found
+
+    def module(self, name: str, choices: Mapping[str, Callable[[], nn.Module]]) -> nn.Module:
+        """A mixture."""
+        self.mixed.append(name)
+        return MixedChoice(name, choices)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The point of the network that holds all candidates."""
+        return {**self.drawn, **dict.fromkeys(self.mixed, MIXED)}
 
 
 class CentreTrial(Trial):

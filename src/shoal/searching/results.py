@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
+from shoal.job.space import point
 from shoal.searching.options import SearchOptions
 from shoal.searching.population import COPIED, PARENT
 from shoal.searching.study import REJECTED, origin, slot, standing
@@ -25,8 +27,8 @@ FEWEST = 4
 """Finished trials before importances are computed."""
 
 
-def results(study: Study, options: SearchOptions) -> dict[str, Any]:
-    """All that the table, the page and `--json` show."""
+def results(study: Study, options: SearchOptions, *, complete: bool = True) -> dict[str, Any]:
+    """All that the table, the page and `--json` show; while trials run, without what takes long."""
     trials = study.get_trials(deepcopy=False)
     counted = standing(trials)
     rows = [_row(trials, each, options) for each in counted]
@@ -35,7 +37,7 @@ def results(study: Study, options: SearchOptions) -> dict[str, Any]:
     return {
         "options": options.to_json(), "trials": rows, "best": None if best is None else known[best.number],
         "front": [known[each.number] for each in front(study)] if options.cluster else [],
-        "importances": importances(study), "rejected": rejected,
+        "importances": importances(study) if complete else {}, "rejected": rejected,
         "lost": sum(len(each.system_attrs.get("retry_history", ())) for each in counted),
     }  # fmt: skip
 
@@ -46,7 +48,7 @@ def _row(trials: Sequence[FrozenTrial], trial: FrozenTrial, options: SearchOptio
         "number": trial.number, "trial": place, "state": STATES[trial.state], "params": dict(trial.params),
         "value": trial.values[0] if trial.values else None, "reason": attrs.get("reason"), "job": attrs.get("job"),
         "step_s": attrs.get("step_s"), "memory_bytes": attrs.get("memory_bytes"), "seconds": attrs.get("seconds"),
-        "predicted": attrs.get("predicted"), "folder": f"trials/{origin(trial):04d}",
+        "predicted": attrs.get("predicted"), "shares": attrs.get("shares"), "folder": f"trials/{origin(trial):04d}",
         "reported": {str(step): value for step, value in trial.intermediate_values.items()},
         "started": None if trial.datetime_start is None else trial.datetime_start.isoformat(),
         "ended": None if trial.datetime_complete is None else trial.datetime_complete.isoformat(),
@@ -77,9 +79,14 @@ def importances(study: Study) -> dict[str, float]:
     varied = sorted(name for name in common if len({each.params[name] for each in done}) > 1)
     if len(done) < FEWEST or not varied:
         return {}
-    target = (lambda trial: trial.values[0]) if len(study.directions) > 1 else None
+    sign = -1.0 if study.directions[0] == StudyDirection.MAXIMIZE else 1.0
     try:
-        found = get_param_importances(study, evaluator=PedAnovaImportanceEvaluator(), params=varied, target=target)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # It says that low values of a target are good ones, as they are here.
+            found = get_param_importances(
+                study, evaluator=PedAnovaImportanceEvaluator(), params=varied,
+                target=lambda trial: sign * trial.values[0],
+            )  # fmt: skip
     except (ValueError, RuntimeError, optuna.exceptions.OptunaError):
         return {}
     total = sum(found.values())
@@ -87,15 +94,16 @@ def importances(study: Study) -> dict[str, float]:
 
 
 def lineage(study: Study, best: FrozenTrial, options: SearchOptions) -> list[tuple[int, str]]:
-    """(to which step, as which point) the winner is trained: of PBT the values change from round to round."""
+    """(to which step, as which point) the winner is trained: of PBT the values change from round to round. Its file is
+    that of the options: a database that others write to must not say what is loaded."""
     if options.method != "pbt":
-        return [(options.steps, best.user_attrs["job"])]
+        return [(options.steps, point(options.space, best.params))]
     trials = study.get_trials(deepcopy=False)
     found: list[tuple[int, str]] = []
     trial: FrozenTrial | None = best
     while trial is not None:
         number = slot(trials, trial) // options.trials + 1
-        found.insert(0, (options.steps * number // options.rounds, trial.user_attrs["job"]))
+        found.insert(0, (options.steps * number // options.rounds, point(options.space, trial.params)))
         parent = trial.user_attrs.get(PARENT)
         trial = None if parent is None else trials[parent]
     return found

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shoal.searching.drive import drive
 from shoal.searching.options import CannotSearch, SearchOptions
-from shoal.searching.results import best_trial, lineage, results
+from shoal.searching.report import write_page
+from shoal.searching.results import best_trial, results
 from shoal.searching.study import local_storage, open_study, scheme
-from shoal.searching.trial_run import drop_checkpoints, run_to, value_of
+from shoal.searching.trial_run import drop_checkpoints
+from shoal.searching.winner import train_winner
 from shoal.training.record.run import read_json, write_json
 
-if TYPE_CHECKING:
-    from shoal.training.record.run import Run
-
-SEARCH, RESULTS, WINNER = "search.json", "results.json", "winner"
+SEARCH, RESULTS = "search.json", "results.json"
 Listener = Callable[[dict[str, Any]], None]
 
 
@@ -50,31 +49,22 @@ def run_search(
 
     def pass_on(message: dict[str, Any]) -> None:
         if message["event"] in ("end", "begin", "rejected", "lost"):
-            message = {**message, "results": results(opened, options)}
+            message = {**message, "results": results(opened, options, complete=False)}
         listen(message)
 
-    drive(options, opened, url=url, folder=folder, workers=workers, listen=pass_on)
-    found = results(opened, options)
+    try:
+        drive(options, opened, url=url, folder=folder, workers=workers, listen=pass_on)
+    finally:  # Also of a search that was stopped.
+        found = results(opened, options)
+        write_page(found, folder)
     best = best_trial(opened)
     if best is None:
         raise CannotSearch(f"no trial finished: {next((row['reason'] for row in found['trials']), None)}")
     if retrain:
-        run = train_winner(lineage(opened, best, options), options, folder / WINNER, listen=listen)
-        found["winner"] = {
-            "folder": str(folder / WINNER), "value": value_of(run, options), "metrics": run.summary["metrics"]
-        }
+        found["winner"] = train_winner(opened, best, options, folder, listen=listen)
     if not options.keep_checkpoints:
         for place in (folder / "trials").glob("*"):
             drop_checkpoints(place)
     write_json(folder / RESULTS, found)
+    write_page(found, folder)
     return found
-
-
-def train_winner(parts: list[tuple[int, str]], options: SearchOptions, folder: Path, *, listen: Listener) -> Run:
-    """The best trial again, from its first step, with its checkpoints."""
-    for steps, job in parts:
-        run = run_to(
-            job, options, folder, steps=steps,
-            listen=lambda message: listen({**message, "winner": True, "total": parts[-1][0]}),
-        )  # fmt: skip
-    return run

@@ -15,6 +15,7 @@ from optuna.trial import FrozenTrial, TrialState
 from shoal.searching.evolution import Evolution
 from shoal.searching.options import SearchOptions
 from shoal.searching.population import Population
+from shoal.searching.shared_weights import Chosen
 from shoal.searching.study import WORKER, slot
 
 FACTOR = 3
@@ -76,6 +77,8 @@ def sampler_of(options: SearchOptions, *, worker: str, structural: Callable[...,
             return Evolution(seed=seed, population=options.parents)
         if options.method == "pbt":
             return Population(seed=seed, place=place, members=options.trials, structural=structural)
+        if options.method == "darts":
+            return Chosen(seed=seed, place=place)
         return RandomSampler(seed=seed)
 
     return PlacedSampler(make, seed=options.seed, worker=worker)

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ from shoal.searching.options import CannotSearch, SearchOptions
 from shoal.searching.population import PARENT, may_ask
 from shoal.searching.predicted import predictor
 from shoal.searching.proposal import ChangesModel, DrawingTrial, job_of
-from shoal.searching.sampling import pruner_of, rungs, sampler_of
+from shoal.searching.sampling import PlacedSampler, pruner_of, rungs, sampler_of
+from shoal.searching.shared_weights import FOLDER, Chosen, learn_modules
 from shoal.searching.study import (
     FINISHED,
     HEARTBEAT_S,
@@ -128,9 +129,12 @@ class Worker:
 
     def _train(self, trial: optuna.Trial) -> None:
         options, began = self.options, time.monotonic()
-        job = job_of(self.space, DrawingTrial(trial))
-        name, frozen = point(options.space, trial.params), self.trials[trial.number]
+        frozen = self.trials[trial.number]
         folder = folder_of(self.folder, origin(frozen))
+        if options.method == "darts" and not self._choose_modules(trial, folder):
+            return
+        job = job_of(self.space, DrawingTrial(trial))
+        name = point(options.space, trial.params)
         trial.set_user_attr("job", name)
         costs: list[float] = []
         if self.predict is not None:
@@ -147,8 +151,7 @@ class Worker:
             self._ended(trial, TrialState.PRUNED, str(error))
             return
         except TrialFailed as error:
-            self._ended(trial, TrialState.FAIL, str(error))
-            self._require_hope()
+            self._failed(trial, error)
             return
         trial.set_user_attr("step_s", run.step_s)
         trial.set_user_attr("memory_bytes", run.summary.get("memory_bytes"))
@@ -160,6 +163,41 @@ class Worker:
             self.say({"event": "end", "trial": trial.number, "value": value})
         if options.method != "pbt" and not options.keep_checkpoints:
             drop_checkpoints(folder)
+            drop_checkpoints(folder / FOLDER)
+
+    def _choose_modules(self, trial: optuna.Trial, folder: Path) -> bool:
+        """Learns which modules the model has; whether that went well."""
+        self.say({"event": "begin", "trial": trial.number, "params": {}})
+        try:
+            shares = learn_modules(
+                self.space, trial, self.options, folder, listen=self._listener(trial, self.options.steps)
+            )
+        except TrialDiverged as error:
+            self._ended(trial, TrialState.PRUNED, f"the network of all candidates: {error}")
+            return False
+        except TrialFailed as error:
+            self._failed(trial, error)
+            return False
+        trial.set_user_attr("shares", shares)
+        placed = self.study.sampler
+        assert isinstance(placed, PlacedSampler)
+        assert isinstance(placed.inner, Chosen)
+        placed.inner.modules = {name: max(each, key=each.__getitem__) for name, each in shares.items()}
+        return True
+
+    def _listener(self, trial: optuna.Trial, steps: int) -> Callable[[dict[str, Any]], None]:
+        said = [0.0]
+
+        def listen(message: dict[str, Any]) -> None:
+            if message["event"] == "step" and time.monotonic() - said[0] > SAY_S:
+                said[0] = time.monotonic()
+                self.say({"event": "step", "trial": trial.number, "step": message["step"], "steps": steps})
+
+        return listen
+
+    def _failed(self, trial: optuna.Trial, error: TrialFailed) -> None:
+        self._ended(trial, TrialState.FAIL, str(error))
+        self._require_hope()
 
     def _run(self, trial: optuna.Trial, name: str, folder: Path, *, place: int) -> tuple[float | None, Any]:
         """(value, run); None of a trial that was ended early."""
@@ -170,13 +208,7 @@ class Worker:
             parent = self.trials[trial.number].user_attrs.get(PARENT)
             if parent is not None:
                 begin_with_copy(folder_of(self.folder, origin(self.trials[parent])), folder)
-        value, run, said = None, None, [0.0]
-
-        def listen(message: dict[str, Any]) -> None:
-            if message["event"] == "step" and time.monotonic() - said[0] > SAY_S:
-                said[0] = time.monotonic()
-                self.say({"event": "step", "trial": trial.number, "step": message["step"], "steps": ends[-1]})
-
+        value, run, listen = None, None, self._listener(trial, ends[-1])
         for end in ends:
             run = run_to(name, options, folder, steps=end, listen=listen)
             value = value_of(run, options)

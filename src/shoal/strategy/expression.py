@@ -48,6 +48,16 @@ class Axis(NamedTuple):
     term: AxisTerm
 
 
+def _regions(term: AxisTerm) -> tuple[AxisTerm, ...]:
+    """A level with servers in two levels, written out: its regions, and the replicas of each. One that cannot be split
+    so stays, for legality to refuse."""
+    if not isinstance(term, dp) or not isinstance(term.via, ps) or term.via.levels == 1 or term.n % term.via.levels:
+        return (term,)
+    regions = term.via.levels
+    outer = term.replace(n=regions, via=term.via.replace(levels=1))
+    return (outer, dp(term.n // regions)) if term.n > regions else (outer,)
+
+
 class Strategy:
     """How to train: axes in the order given, then modifiers in the order of their names' declaration."""
 
@@ -61,7 +71,10 @@ class Strategy:
         for index, term in enumerate(terms):
             _refuse_misplaced(term, index)
             _refuse_repeated(term, index, terms[:index])
-            (axes if isinstance(term, AxisTerm) else modifiers).append(term)
+            if isinstance(term, AxisTerm):
+                axes += _regions(term)
+            else:
+                modifiers.append(term)
         order = list(REGISTRY)
         modifiers.sort(key=lambda term: (order.index(type(term).__name__), str(term)))
         object.__setattr__(self, "terms", (*axes, *modifiers))
@@ -215,8 +228,13 @@ def _refuse_repeated(term: Term, index: int, before: tuple[Term, ...]) -> None:
         if len(same) == MOST_LEVELS:
             raise TermError(f"more than {MOST_LEVELS} levels of dp", index=index)
     elif isinstance(term, ModifierTerm) and term.repeats:
-        if term in same:
-            raise TermError(f"{term} stands twice; once is enough", index=index)
+        if any(_first(term) == _first(other) for other in same):
+            raise TermError(f"{name}({_first(term)!r}) stands twice; once is enough".replace("'", '"'), index=index)
     elif same:
         raise TermError(f"{name} stands twice; of all axes only dp may repeat" if isinstance(term, AxisTerm)
                         else f"{name} stands twice; a modifier stands once", index=index)  # fmt: skip
+
+
+def _first(term: Term) -> object:
+    """The first argument of a modifier that repeats: what it says something about."""
+    return next(iter(term.values().values()))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -53,11 +54,14 @@ from shoal.training.saving import Saving
 from shoal.training.speed import speed_of
 from shoal.training.step_split import StepSplit
 from shoal.training.tickets import advance, leave_servers, serve_rank
+from shoal.training.together import student_of
 
 
 def train(options: TrainOptions, channel: Any) -> dict[str, Any]:
     """On every rank: a job under a strategy, from its start or from a checkpoint, to its end."""
     job, past = job_from(options), Past()
+    if options.teachers is not None:
+        job = student_of(job, options.of_job, options.teachers.split(", "))
     past.number = come(channel.rank)
     while True:
         outcome = _session(job, in_session(options, past.number), channel, past)
@@ -78,6 +82,11 @@ def _session(job: Job, options: TrainOptions, channel: Any, past: Past) -> dict[
         with Outside(job).kept():
             facts = facts_of(job, layout_of(job, strategy))
             gate_here(job, strategy, facts, me, channel, backend=asked)
+    if (options.rejoin or options.join) and not channel.is_local:
+        raise WrongOption(
+            "--rejoin and --join: another launcher has started these ranks, and only it can start more; use --go-on "
+            "with its restarts (torchrun --max-restarts)"
+        )
     if options.folder is None:
         # Where no process could choose one for all ranks before, rank 0 does.
         chosen = {"folder": str(new_folder(Path("runs"), job.name)) if me.rank == 0 else None}
@@ -139,6 +148,8 @@ class TrainingRun:
         known = options.flops_per_sample if rank == 0 else None
         self.speed = speed_of(known, ready.strategy, ready.engine.device)
         self.pace = Pace(1 if ready.engine.owner.tickets is not None else period(ready.strategy))
+        self.sent: deque[int] = deque(maxlen=self.pace.period)
+        """Bytes of the last steps, a period of islands."""
         self.lost = LostIslands(ready, channel, rank=rank, past=past)
         self.joining = Joining(self, past)
         self.restored_s = 0.0
@@ -188,9 +199,9 @@ class TrainingRun:
         BOOK.take()
         self._evaluate_if_due()  # A stop comes before the evaluation of its step.
         self.joining.begin()
-        if self.options.prefetch:
-            threads = self.options.loader_threads
-            self.runner.read_ahead(self.options.prefetch, threads=threads, counter=self.counter)
+        if (ahead := self.options.prefetch or self.options.loader_processes) > 0:
+            processes, threads = self.options.loader_processes, self.options.loader_threads
+            self.runner.read_ahead(ahead, loaders=processes or threads, processes=processes > 0, counter=self.counter)
         while self.step < job.steps and not self._done():
             self._advance()
             if trace is not None:
@@ -201,11 +212,14 @@ class TrainingRun:
             if self.step < job.steps and self.saving.after_step():
                 self.end()
             if self.step < job.steps and not self._done() and self.joining.take_up():
+                if trace is not None:
+                    trace.close()
                 return self._close("stopped")
         if trace is not None:
             trace.close()
         if self.stopping and self.step < job.steps:
             self.end(by_signal=True)
+        self.runner.stop_reading()
         # A stop that comes with the last step has nothing left to stop.
         status: Status = "stopped" if self.stopping and self.step < job.steps and self.ended is None else "finished"
         if status == "finished" and self.evaluated_step != self.step:
@@ -260,6 +274,7 @@ class TrainingRun:
         counted = BOOK.take()
         # The first step also settles which ranks have gradients at all.
         self.ledger = counted.without("setup", "shapes", "agreement")
+        self.sent.append(self.ledger.bytes)
         memory = peak_memory_bytes(self.engine.device)
         row = {
             "step": self.step, "samples": self.counter, "loss": result.loss, "count": result.count,
@@ -359,9 +374,12 @@ class TrainingRun:
             "steps_to_target": self.reached_step, "time_to_target_s": self.reached_s,
             "critical_batch": self.noise.critical_batch, "global_batch": self._batch_now(),
             "ledger": self.ledger.to_json(), "predicted": self.ready.predicted.to_json(),
+            "sent_bytes": statistics.fmean(self.sent or [0]), "predicted_bytes": self.ready.predicted_bytes,
             "folder": str(self.folder), **self.speed.summary(), **self.lost.report(),
             **staleness(self.ready.executor), **served,
         }  # fmt: skip
+        if offloading := self.engine.owner.offloading:
+            outcome["offload"] = offloading.report()
         outer = self.engine.outer
         islands = outer.tickets.report() if outer is not None and outer.tickets is not None else {}
         if measured := self.engine.consistency.summary() | islands:

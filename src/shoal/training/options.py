@@ -46,9 +46,12 @@ class TrainOptions(JobOptions):
     log: str | None = None
     """Where else curves are written: `csv`, `wandb`, `mlflow`, or several of them, as "csv, wandb"."""
     prefetch: int = 0
-    """Steps whose batches threads read while one computes (`runtime/read_ahead.py`)."""
+    """Steps whose batches threads or processes read while one computes (`runtime/read_ahead.py`)."""
     loader_threads: int = 1
     """Threads that read ahead, on each rank."""
+    loader_processes: int = 0
+    """Processes that read ahead instead, on each rank: for Python code that holds the interpreter. Without `prefetch`
+    they read as many steps ahead as they are."""
     bucket_mb: float | None = None
     """Gradients travel in buckets of at most this size. None: 8 MB."""
     stop_at_target: bool = True
@@ -73,6 +76,10 @@ class TrainOptions(JobOptions):
     """Floating-point operations of a sample in a step, where they are known (`job/work.py`)."""
     checked: bool = field(default=False, metadata={"set by": "train_locally"})
     """Whether the checkpoint to resume from was found intact just before."""
+    job_seed: int = field(default=0, metadata={"set by": "train_locally"})
+    """The job's own seed, where no other was given."""
+    teachers: str | None = field(default=None, metadata={"set by": "train_locally"})
+    """The runs from which a student learns, with commas between them."""
     restored: bool = field(default=False, metadata={"set by": "train_locally"})
     """Whether the run was started again after it had lost a rank (`restored.py`)."""
 

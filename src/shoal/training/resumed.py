@@ -13,7 +13,8 @@ INHERITED = {"strategy": str, "size": str, "steps": int, "global_batch": int, "s
              "growth": str, "scale_rule": str, "base_batch": int, "warmup": int, "evaluate_every": int,
              "checkpoint_minutes": float, "checkpoint_async": bool, "keep": int, "keep_best": int, "weights_only": bool,
              "patience": int, "monitor": str, "better": str, "min_delta": float, "log": str, "set": dict,
-             "prefetch": int, "loader_threads": int, "bucket_mb": float, "stop_at_target": bool}  # fmt: skip
+             "prefetch": int, "loader_threads": int, "loader_processes": int, "bucket_mb": float,
+             "stop_at_target": bool}  # fmt: skip
 """What a resumed run takes from the run it goes on with, where nothing else was given."""
 DEFAULTS = {each.name: each.default for each in fields(TrainOptions)}
 EXPECTED = {str: "text", int: "a whole number", float: "a number", dict: "a table", bool: "true or false"}
@@ -67,6 +68,8 @@ def inherited(options: TrainOptions, run: Path | None) -> TrainOptions:
         value = before.get(name)
         if getattr(options, name) != DEFAULTS[name] or value is None:
             continue
+        if name == "loader_processes" and options.loader_threads != DEFAULTS["loader_threads"]:
+            continue  # Threads were asked for instead.
         if type(value) is not kind:
             expected = EXPECTED[kind]
             raise RunBroken(

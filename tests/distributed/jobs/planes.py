@@ -96,7 +96,7 @@ class Volume(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.norm = nn.Conv3d(1, 4, 3, padding=1), nn.BatchNorm3d(4)
+        self.one, self.norm = nn.Conv3d(1, 4, 3, padding=1, bias=False), nn.BatchNorm3d(4)
         self.two, self.up = nn.Conv3d(4, 6, 3, stride=2, padding=1), nn.ConvTranspose3d(6, 4, 2, stride=2)
         self.out = nn.Conv3d(8, CLASSES, 1)
 
@@ -127,7 +127,9 @@ class Signal(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv1d(2, 6, 7, stride=2, padding=3)
-        self.convs = nn.ModuleList(nn.Conv1d(6, 6, 3, padding=2**n, dilation=2**n) for n in range(3))
+        self.convs = nn.ModuleList(
+            nn.Conv1d(6, 6, 3, padding=2**n, dilation=2**n, bias=False) for n in range(3)
+        )
         self.norms = nn.ModuleList(nn.BatchNorm1d(6) for _ in range(3))
         self.head = nn.Linear(6, CLASSES)
 

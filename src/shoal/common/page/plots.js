@@ -101,7 +101,7 @@ function sorted(card, {columns, rows, state, key, words, cell, hint, id = "table
     const [by, way] = state.sort, wanted = state.filter.toLowerCase();
     const kept = rows.filter((row) => words(row).toLowerCase().includes(wanted));
     kept.sort((a, b) => { const x = a[by], y = b[by]; if (x == null || y == null) return (x == null) - (y == null); return way * (typeof x === "string" ? x.localeCompare(y) : x - y); });
-    body.replaceChildren(...kept.map((row) => el("tr", {"data-key": key(row)}, ...columns.map(([name, , text, left]) => el("td", {class: left ? "left" : null}, ...cell(name, row, text(row)))))));
+    body.replaceChildren(...kept.map((row) => el("tr", {"data-key": key(row)}, ...columns.map(([name, , text, left]) => el("td", {class: `${left ? "left " : ""}c-${name}`}, ...cell(name, row, text(row)))))));
     [...head.children].forEach((th, n) => th.setAttribute("aria-sort", columns[n][0] === by ? (way > 0 ? "ascending" : "descending") : "none"));
   };
   for (const [name, title, , left] of columns) {

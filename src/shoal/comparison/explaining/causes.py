@@ -13,7 +13,7 @@ from typing import Any
 from shoal.comparison.explaining.batch import small_batch, unneeded_recompute
 from shoal.comparison.explaining.evidence import Cause, Evidence, evidence, ms
 from shoal.comparison.explaining.links import sent
-from shoal.comparison.explaining.pipelines import stages
+from shoal.comparison.explaining.pipelines import late_replica, stages
 from shoal.strategy import pp
 
 __all__ = ["Cause", "causes", "causes_of"]
@@ -40,7 +40,8 @@ def causes_of(run: Evidence) -> list[Cause]:
     waiting = stages(run, pipeline) if pipeline is not None and len(run.ranks) > 1 else _late(run)
     # What a schedule makes ranks wait is no communication.
     wait_s = waiting[-1].gain_s if pipeline is not None and waiting else run.wait_s
-    found = [*(waiting[:-1] if pipeline is not None else waiting), *_data(run), *unneeded_recompute(run)]
+    late = late_replica(run, pipeline) if pipeline is not None else []
+    found = [*late, *(waiting[:-1] if pipeline is not None else waiting), *_data(run), *unneeded_recompute(run)]
     found += [*sent(run, wait_s), *small_batch(run, wait_s), *_off_core(run)]
     found = [each for each in found if each.share >= LEAST]
     return sorted(found, key=lambda each: -each.gain_s)

@@ -52,6 +52,37 @@ def settings(first: Run, second: Run) -> list[tuple[str, str, str]]:
     return [row for row in found if row[1] != row[2]]
 
 
+CAUSES = {
+    "communication": ("sent in a step", "collectives in a step", "--emulate", "--bucket-mb", "backend", "strategy"),
+    "waiting for late ranks": ("--straggler", "strategy", "ranks"),
+    "reading data": ("--prefetch", "--loader-threads", "job", "samples in a step"),
+    "the forward": ("samples in a step", "strategy", "job", "threads"),
+    "backward, update and the rest": ("samples in a step", "strategy", "job", "threads"),
+}
+"""Part of a step -> what may be set that changes it, the likeliest first."""
+NONE = 0.02
+"""A difference below this part of a step is none."""
+
+
+def in_words(parts: Sequence[tuple[str, float]], changed: Sequence[tuple[str, str, str]], step_s: float) -> str:
+    """Why one step takes longer than another, in a sentence."""
+    if not parts:
+        return ""
+    total, (name, seconds) = parts[0][1], max(parts[1:], key=lambda row: row[1] * (1 if parts[0][1] > 0 else -1))
+    if abs(total) < NONE * step_s:
+        return "Their steps take as long."
+    found = {what: (here, there) for what, here, there in changed}
+    known = [f"{what} {found[what][0]} and {found[what][1]}" for what in CAUSES[name] if what in found][:3]
+    side = "second" if total > 0 else "first"
+    why = ", though nothing that changes it was set differently: the machine was busier"
+    if known:
+        why = f": {', '.join(known)}"
+    return (
+        f"A step of the {side} takes {1000 * abs(total):.3g} ms longer, {1000 * abs(seconds):.3g} ms of it "
+        f"{'in ' if name == 'communication' else ''}{name}{why}."
+    )
+
+
 def parting(first: Run, second: Run) -> str:
     """Where the losses of two runs part, in a sentence."""
     pairs = list(zip(first.losses, second.losses, strict=False))

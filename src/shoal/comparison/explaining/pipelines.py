@@ -40,14 +40,31 @@ def stages(run: Evidence, term: pp) -> list[Cause]:
 
 def by_stage(run: Evidence, term: pp) -> list[RankTimes]:
     """One rank for each place in the pipeline: the slowest of its replicas."""
-    axis = next(place for place, axis in enumerate(run.strategy.axes) if axis.term is term) if run.strategy else 0
-    sizes = [axis.size for axis in run.strategy.axes] if run.strategy else [term.n]
-    after = int(np.prod(sizes[axis + 1 :], dtype=int))
-    found: dict[int, RankTimes] = {}
+    return [max(group, key=lambda each: each.own_s) for group in replicas(run, term)]
+
+
+def late_replica(run: Evidence, term: pp) -> list[Cause]:
+    """A rank that is later than the others with the same stage."""
+    gains = [
+        (late.own_s - statistics.fmean(each.own_s for each in group if each is not late), late.rank)
+        for group in replicas(run, term) if len(group) > 1
+        for late in [max(group, key=lambda each: each.own_s)]
+    ]  # fmt: skip
+    if not gains:
+        return []
+    gain, rank = max(gains)
+    text = f"waiting for rank {rank}, which works {ms(gain)} longer than the others with its stage; give it a free core"
+    return [Cause(name="late-rank", text=text, gain_s=gain, step_s=run.step_s)]
+
+
+def replicas(run: Evidence, term: pp) -> list[list[RankTimes]]:
+    """The ranks of each place in the pipeline."""
+    axes = run.strategy.axes if run.strategy else ()
+    at = next((place for place, axis in enumerate(axes) if axis.term is term), 0)
+    after = int(np.prod([axis.size for axis in axes[at + 1 :]], dtype=int))
+    found: dict[int, list[RankTimes]] = {}
     for each in run.ranks:
-        place = each.rank // after % term.n
-        if place not in found or each.own_s > found[place].own_s:
-            found[place] = each
+        found.setdefault(each.rank // after % term.n, []).append(each)
     return [found[place] for place in sorted(found)]
 
 

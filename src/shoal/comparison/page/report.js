@@ -67,7 +67,7 @@ const COLUMNS = [
   ["tokens_per_s", "counted/s", (r) => number(r.tokens_per_s)], ["epoch_s", "epoch", (r) => time(r.epoch_s)], ["speedup_own", "speed-up, own", (r) => r.speedup_own == null ? "–" : `${r.speedup_own.toFixed(2)}×`], ["speedup_best", "speed-up, best", (r) => r.speedup_best == null ? "–" : `${r.speedup_best.toFixed(2)}×`],
   ["efficiency", "efficiency", (r) => percent(r.efficiency)], ["utilisation", "of peak", (r) => percent(r.utilisation)],
   ["memory_bytes", "peak memory", (r) => bytes(r.memory_bytes)], ["held_bytes", "held tensors", (r) => bytes(r.held_bytes)],
-  ["sent_bytes", "sent/step", (r) => bytes(r.sent_bytes)], ["sent_messages", "messages", (r) => number(r.sent_messages)], ["compression", "compression", (r) => r.compression == null ? "–" : `${r.compression.toPrecision(3)}×`],
+  ["sent_bytes", "sent/step", (r) => bytes(r.sent_bytes)], ["sent_messages", "messages", (r) => number(r.sent_messages)], ["wire_s", "on the wire", (r) => time(r.wire_s)], ["compression", "compression", (r) => r.compression == null ? "–" : `${r.compression.toPrecision(3)}×`],
   ["imbalance", "imbalance", (r) => r.imbalance == null ? "–" : r.imbalance.toFixed(2)], ["staleness_mean", "staleness", (r) => r.staleness_mean == null ? "–" : `${number(r.staleness_mean)}, ≤ ${r.staleness_max}`], ["divergence", "divergence", (r) => number(r.divergence)],
   ["seeds", "seeds", (r) => r.seeds],
 ];
@@ -136,7 +136,7 @@ function draw() {
     main.append(node);
     const cell = (text, kind = "") => el("td", {class: kind}, text);
     const head = ["strategy", "framework", "ranks", "throughput", "memory", `${j.metric}, both`, "held back by"];
-    node.append(el("div", {class: "scroll"}, el("table", {}, el("thead", {}, el("tr", {}, ...head.map((h, n) => el("th", {class: n < 2 || n === 6 ? "left" : null}, h)))), el("tbody", {}, ...j.beside.map((b) => el("tr", {}, cell(el("code", {}, b.name), "left"), cell(el("code", {}, b.peer), "left"), cell(b.ranks), cell(`${b.speed.toFixed(2)} ± ${b.speed_spread.toFixed(2)}`, b.speed + b.speed_spread < 1 ? "worse" : b.speed >= 1 ? "fair" : ""), cell(b.memory.toFixed(2), b.memory > 1.05 ? "worse" : "fair"), cell(`${number(b.own_final)}, ${number(b.peer_final)}`), el("td", {class: "left long"}, b.why || "")))))));
+    node.append(el("div", {class: "scroll"}, el("table", {}, el("thead", {}, el("tr", {}, ...head.map((h, n) => el("th", {class: n < 2 || n === 6 ? "left" : null}, h)))), el("tbody", {}, ...j.beside.map((b) => el("tr", {}, cell(el("code", {}, b.name), "left"), cell(el("code", {}, b.peer), "left"), cell(b.ranks), cell(b.speed.toFixed(2) + (b.speed_spread ? ` ± ${b.speed_spread.toFixed(2)}` : ""), b.speed + b.speed_spread < 1 ? "worse" : b.speed >= 1 ? "fair" : ""), cell(b.memory.toFixed(2), b.memory > 1.05 ? "worse" : "fair"), cell(`${number(b.own_final)}, ${number(b.peer_final)}`), el("td", {class: "left long"}, b.why || "")))))));
   }
   if (j.survey) survey(main, j.survey);
   card("loss", "Training loss", "By step, first seed.", false, (node) => curves(node, 300, rows, (row) => row.losses.map((line) => line.filter((p) => p[1] != null)), {xName: "step", yName: "loss"}));

@@ -68,7 +68,9 @@ class ShardCache:
         return True
 
     def _fetch(self, url: str, to: Path) -> None:
-        handle, name = tempfile.mkstemp(dir=self.folder, suffix=".part")
+        for left in self.folder.glob("fetch-*.part"):  # Of a process that was killed: whoever fetches has the lock.
+            left.unlink(missing_ok=True)
+        handle, name = tempfile.mkstemp(dir=self.folder, prefix="fetch-", suffix=".part")
         os.close(handle)
         part = Path(name)
         try:

@@ -34,6 +34,13 @@ class TensorData:
         return {name: tensor[chosen] for name, tensor in self.tensors.items()}
 
 
+def as_arrays(dataset: Any) -> Any:
+    """A dataset of Hugging Face datasets that gives arrays, where its user has chosen no format; others as they are."""
+    if type(dataset).__module__.partition(".")[0] != "datasets" or dataset.format["type"] is not None:
+        return dataset
+    return dataset.with_format("numpy")
+
+
 class DatasetData:
     """Any map-style torch dataset. Its items must not depend on anything but their index: random augmentation
     would make two runs differ.
@@ -54,7 +61,7 @@ class DatasetData:
                 f"DatasetData needs a map-style dataset, with __getitem__ and __len__, "
                 f"but got a {type(dataset).__name__}"
             )
-        self.dataset = dataset
+        self.dataset = as_arrays(dataset)
         self.collate = collate or default_collate
         self.names = tuple(names)
 

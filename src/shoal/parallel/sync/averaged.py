@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shoal.common.numbers import packed_bytes
 from shoal.parallel.sync.fragments import fragments_of, sent_after
 from shoal.parallel.sync.scheme import Scheme
+from shoal.strategy.terms.numerals import every
 from shoal.strategy.terms.sync import MOVE_NUMBERS, NUMBER_BYTES, NUMBERS, QUESTION_NUMBERS, Sendable
 
 if TYPE_CHECKING:
@@ -44,7 +45,11 @@ class RoundPlan(NamedTuple):
     start: int = 0
     """Steps at the start of training in which all islands step together: their gradients are summed."""
     state: str = "local"
-    """What a round does to the state of the inner optimiser: nothing, or "reset"."""
+    """What a round does to the state of the inner optimiser: nothing ("local"), "reset" or "averaged"."""
+    m: int = 0
+    """Steps from one average of its first moments to the next; 0: they come with every round."""
+    v: int = 0
+    """Likewise of its second moments."""
     quorum: int = 0
     """Moves that make a round, where islands do not wait for all of them; 0: they do."""
     grace: float = 1.0
@@ -70,11 +75,26 @@ class RoundPlan(NamedTuple):
         """The fragments whose round arrives after a step; an eager one when the next is sent."""
         return [] if self.eager else self.sent(step - self.overlap)
 
+    def moments(self, step: int) -> list[str]:
+        """Which moments of the inner optimiser are averaged after a step, counted from 1."""
+        if self.state != "averaged" or not self.sent(step):
+            return []
+        return [kind for kind, period in (("m", self.m), ("v", self.v)) if step % (period or self.h) == 0]
+
     def counts(self, learned: float, steps: float) -> float:
         """What an island's move counts for."""
         if self.weight == "equal":
             return 1.0
         return learned if self.weight == "samples" else learned * learned / steps
+
+
+def averaged_words(state: str, h: int, m: int, v: int) -> str:
+    """What happens to the inner optimiser's moments, for explanations."""
+    if state != "averaged":
+        return ""
+    if (m or h) == (v or h) == h:
+        return ", and the inner optimiser's moments with them"
+    return f", its first moments {every(m or h, 'step')} and its second ones {every(v or h, 'step')}"
 
 
 class Averaged(Scheme):
@@ -149,6 +169,11 @@ class Averaged(Scheme):
             found += [("all_reduce", numbers * NUMBER_BYTES), *held.exchanged(names, clock // plan.h)]
             if plan.plain and held.buffers:
                 found.append(("all_reduce", held.buffers))
+        averaged = plan.moments(clock + 1) if clock + 1 > 0 else []
+        times = sum(held.moments["mv".index(kind)] for kind in averaged)
+        if times:
+            found += [("all_reduce", max(4, size)) for size in held.slices for _ in range(times)]
+            found.append(("all_reduce", NUMBER_BYTES))
         return found
 
     def _quorum_calls(self, clock: int, held: Sendable) -> list[tuple[str, int]]:

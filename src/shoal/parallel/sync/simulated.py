@@ -43,10 +43,10 @@ def simulate_rounds(scheme: Averaged, step: int, islands: Sequence[Any]) -> None
             for island in islands:
                 _apply(scheme, island, places, [island.kept.numbers[f"on the way {p}"][at] for at in places])
         if step >= first and (step - first) % plan.h == 0:
-            _send(scheme, islands, p, places)
+            _send(scheme, islands, p, places, step)
 
 
-def _send(scheme: Averaged, islands: Sequence[Any], p: int, places: Sequence[int]) -> None:
+def _send(scheme: Averaged, islands: Sequence[Any], p: int, places: Sequence[int], step: int) -> None:
     plan = scheme.plan
     counts = []
     for island in islands:
@@ -79,6 +79,8 @@ def _send(scheme: Averaged, islands: Sequence[Any], p: int, places: Sequence[int
             island.counted = island.kept.numbers["counted"] = 0.0
             if plan.state == "reset":
                 island.begin_anew()
+        if plan.state == "averaged":
+            _average_moments(islands, weights, step, {"m": plan.m or plan.h, "v": plan.v or plan.h})
 
 
 def merged(moves: Sequence[torch.Tensor], weights: Sequence[float], merge: str) -> torch.Tensor:
@@ -102,6 +104,25 @@ def _apply(scheme: Averaged, island: Any, places: Sequence[int], moves: Sequence
         parameters[at].copy_(blend * parameters[at] + (1 - blend) * after["anchor"])
 
 
+def _average_moments(
+    islands: Sequence[Any], weights: Sequence[float], step: int, periods: dict[str, int]
+) -> None:
+    """First moments every so many steps, and second ones."""
+    for params in zip(*(island.named.values() for island in islands), strict=True):
+        states = [island.optimizer.state.get(param, {}) for island, param in zip(islands, params, strict=True)]
+        for key in sorted(set().union(*states)):
+            second = key in ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
+            held = [state.get(key) for state in states]
+            sized = [value for value in held if isinstance(value, torch.Tensor) and value.shape == params[0].shape]
+            if step % periods["v" if second else "m"] or not sized or not params[0].dim():
+                continue
+            mean = torch.zeros_like(sized[0])
+            for weight, value in zip(weights, held, strict=True):
+                mean += 0 if value is None else weight * value
+            for value in sized:
+                value.copy_(mean)
+
+
 def _average_buffers(islands: Sequence[Any], weights: Sequence[float]) -> None:
     for tensors in zip(*(island.model.buffers() for island in islands), strict=True):
         if tensors[0].is_floating_point() or tensors[0].is_complex():
@@ -109,3 +130,43 @@ def _average_buffers(islands: Sequence[Any], weights: Sequence[float]) -> None:
             mean = torch.stack([w * t.to(wide) for w, t in zip(weights, tensors, strict=True)]).sum(0)
             for tensor in tensors:
                 tensor.copy_(mean)
+
+
+class _Near:
+    """An island as the inner one of two loose levels sees it."""
+
+    def __init__(self, kept: Any) -> None:
+        self.kept, self.counted = kept, 0.0
+        self.island: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.island, name)
+
+
+class Nested:
+    """Two levels that average, one inside the other: neighbouring islands in groups of `size`, then all."""
+
+    def __init__(self, outer: Averaged, inner: Averaged, size: int) -> None:
+        self.outer, self.inner, self.size = outer, inner, size
+
+    def begin(self, parameters: Sequence[torch.Tensor]) -> Any:
+        from shoal.parallel.sync.scheme import Kept
+
+        kept: Any = Kept(self.outer, parameters)
+        kept.near = _Near(Kept(self.inner, parameters))
+        return kept
+
+    def simulate(self, clock: int, islands: Sequence[Any]) -> bool:
+        """What all islands do after a step, from 0."""
+        nears = [island.kept.near for island in islands]
+        for near, island in zip(nears, islands, strict=True):
+            near.island = island
+            near.counted += island.own_count
+        for start in range(0, len(islands), self.size):
+            simulate_rounds(self.inner, clock + 1, nears[start : start + self.size])
+        simulate_rounds(self.outer, clock + 1, islands)
+        if (clock + 1) % self.outer.plan.h == 0:
+            for near in nears:
+                near.counted = near.kept.numbers["counted"] = 0.0
+                near.kept["anchor"] = [param.detach().clone() for param in near.named.values()]
+        return True

@@ -124,13 +124,17 @@ class Stream:
 
     def exchange(self, stop: bool, *, number: int) -> bool:
         """Sends and applies at once; `number`: of the fragment's rounds, from 0."""
-        each = self._round(self.moved, self.take_count(), stop, buffers=self.plan.plain, number=number)
+        count, step = self.take_count(), number * self.plan.h + self.plan.h
+        each = self._round(self.moved, count, stop, buffers=self.plan.plain, number=number)
         arrived = self._arrive(each)
         if arrived.buffers is not None:
             self.level.put_buffers(arrived.buffers)
         self._step(arrived.mean)
         if self.plan.state == "reset":
             self.level.reset_optimizer()
+        if self.level.moments is not None:
+            with BOOK.during(PHASE):
+                self.level.moments.average(self.plan.moments(step), count)
         return arrived.stop
 
     def send(self, stop: bool) -> None:

@@ -4,6 +4,7 @@ on each.
 
 from __future__ import annotations
 
+from shoal.common.numbers import divisors
 from shoal.strategy.legality.levels import LOOSE, composites_around, is_composite
 from shoal.strategy.legality.rule import Breach, Case, RuleTable
 from shoal.strategy.terms.axes import dp
@@ -150,8 +151,20 @@ def gossip_sends_to_neighbours(case: Case, index: int, level: dp) -> Breach | No
     )
 
 
-@rule(dp, ps, why="A co-located shard lives on a worker, so there are no more shards than workers.")
+@rule(
+    dp,
+    ps,
+    why="A co-located shard lives on a worker, so there are no more shards than workers; regions are of equal size.",
+)
 def colocated_shards_have_hosts(case: Case, index: int, level: dp) -> Breach | None:
+    if isinstance(level.via, ps) and level.n % level.via.levels:
+        via = level.via
+        fitting = [divisor for divisor in divisors(level.n) if divisor <= via.levels][-1]
+        return Breach(
+            level,
+            f"{counted(level.n, 'replica')} cannot form {counted(via.levels, 'region')} of equal size (levels=)",
+            lambda: [case.changed(index, via=via.replace(levels=fitting))],
+        )
     if not isinstance(level.via, ps) or not level.via.colocated or level.via.shards <= level.n:
         return None
     shards = level.via.shards

@@ -80,22 +80,43 @@ def compressed_rounds_are_not_late(case: Case, index: int, level: dp) -> Breach 
     )
 
 
-@rule(dp, why="An optimiser that begins anew does so for all parameters, when all of them are exchanged.")
+@rule(dp, why="An optimiser that begins anew, or is averaged, is so for all parameters, when all are exchanged.")
 def resets_come_with_full_rounds(case: Case, index: int, level: dp) -> Breach | None:
     given = level.sync.values()
+    if (wrong := _periods_of_moments(case, index, level)) is not None:
+        return wrong
     parts = {"fragments": 1, "overlap": 0, "eager": False, "blend": 0.0}
     changed = [name for name, plain in parts.items() if given.get(name, plain) != plain]
-    if given.get("state") != "reset" or not changed:
+    if given.get("state") not in ("reset", "averaged") or not changed:
         return None
     return Breach(
         level,
         f"{changed[0]}={given[changed[0]]} exchanges the parameters at different times or not fully, and "
-        'state="reset" is for all of them at once',
+        f'state="{given["state"]}" is for all of them at once',
         lambda: [
             case.changed(index, sync=level.sync.replace(state="local")),
             case.changed(index, sync=level.sync.replace(**{name: parts[name] for name in changed})),
         ],
     )
+
+
+def _periods_of_moments(case: Case, index: int, level: dp) -> Breach | None:
+    """Moments are averaged with parameters, though less often."""
+    given = level.sync.values()
+    h, periods = given.get("h", 1), {name: given[name] for name in ("m", "v") if given.get(name)}
+    wrong = next((name for name, period in periods.items() if period % h), "")
+    if periods and given.get("state") != "averaged":
+        name = next(iter(periods))
+        reason = f'{name}={periods[name]} is how often moments are averaged, which state="{given["state"]}" does not do'
+        return Breach(level, reason, lambda: [
+            case.changed(index, sync=level.sync.replace(state="averaged")),
+            case.changed(index, sync=level.sync.replace(**dict.fromkeys(periods, 0))),
+        ])  # fmt: skip
+    if wrong:
+        reason = f"{wrong}={periods[wrong]} is no multiple of the {counted(h, 'step')} between two exchanges"
+        fits = max(1, periods[wrong] // h) * h
+        return Breach(level, reason, lambda: [case.changed(index, sync=level.sync.replace(**{wrong: fits}))])
+    return None
 
 
 @rule(dp, why="Steps in which gradients are summed over islands send them as they are.")

@@ -125,7 +125,7 @@ SYSTEMS: tuple[System, ...] = tuple(
         ("Eager DiLoCo", 2025, "Kale, Douillard and Donchev, arXiv 2502.12996", "dp(4, sync=diloco(30, eager=True)) * dp(8, zero=3)",
          "the exchange overlaps with the next period; the own part is applied at once"),
         ("MuLoCo", 2025, "Therien et al., arXiv 2505.23725", "dp(8, sync=diloco(30)) * dp(4, zero=1)", "Muon inside, DiLoCo outside"),
-        ("DES-LOC", 2025, "Iacob et al., arXiv 2505.22549", "dp(8, sync=local(64)) * dp(8, zero=3)",
+        ("DES-LOC", 2025, "Iacob et al., arXiv 2505.22549", 'dp(8, sync=local(64, state="averaged", m=192, v=384)) * dp(8, zero=3)',
          "parameters and both moments are averaged, each with a period of its own"),
         ("HALoS", 2025, "Kim et al., arXiv 2506.04531", "dp(4, sync=asp(), via=ps(1)) * dp(4, sync=asp(), via=ps(1))",
          "a server in each region, a global one above"),

@@ -53,6 +53,8 @@ class Sendable(NamedTuple):
     """of how many."""
     asked: int = 1
     """Times that other islands asked it since its last update, where they do so at any time."""
+    moments: tuple[int, int] = (1, 1)
+    """First and second moments that the inner optimiser keeps; Adam's, where that is not known."""
     moved: Sequence[tuple[str, int]] | None = None
     """What it sent and took since then where rounds have a quorum: ("pushed", "pulled", "received" or "answered", the
     fragment); None where that is not known, as in an estimate."""

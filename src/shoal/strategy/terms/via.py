@@ -46,12 +46,19 @@ class allreduce(ViaTerm):
 
 
 class ps(ViaTerm):
-    """Parameter servers: the model in `shards` parts, on ranks of their own or `colocated` with workers."""
+    """Parameter servers: the model in `shards` parts, on ranks of their own or `colocated` with workers.
+
+    With `levels=r` the replicas form r regions (a host, or a site, each). The ranks of a region are its own servers,
+    in front of the shards: each sums a slice of the region's gradients, pushes it once for all of them, and hands the
+    slice that it pulls on. `dp(8, sync=asp(), via=ps(2, levels=4))` is written out as
+    `dp(4, sync=asp(), via=ps(2)) * dp(2)`: regions are asynchronous, replicas of one are not.
+    """
 
     shards: int = integer(1, LARGEST_SIZE, sample=1)
     colocated: bool = flag(default=False, kw_only=True)
+    levels: int = integer(1, LARGEST_SIZE, default=1, kw_only=True)
 
-    title = "parameter server: single, sharded, co-located"
+    title = "parameter server: single, sharded, co-located, hierarchical"
 
     def words(self) -> str:
         if self.colocated:

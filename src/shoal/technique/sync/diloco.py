@@ -21,14 +21,15 @@ short runs (docs/consistency.md). lr=1 and momentum=0 is local SGD. Arguments ma
                                              is merged when k moves are there and g steps' time is over (`quorum.py`)
     momentum=0.0, with compress=             SparseLoCo (arXiv 2508.15706): the largest of D are sent, the rest is kept
 
-The state of the inner optimiser stays with its island. With a Muon job inside it is MuLoCo (arXiv 2505.23725).
+The state of the inner optimiser stays with its island, unless state="averaged" (as in `local.py`). With a Muon job
+inside it is MuLoCo (arXiv 2505.23725).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shoal.parallel.sync.averaged import Averaged, RoundPlan, Tensors
+from shoal.parallel.sync.averaged import Averaged, RoundPlan, Tensors, averaged_words
 from shoal.strategy.terms.arguments import choice, flag, integer, real
 from shoal.strategy.terms.numerals import counted, every
 from shoal.strategy.terms.sync import SAME_TARGET
@@ -51,7 +52,9 @@ class diloco(Averaged):
     overlap: int = integer(0, 1_000_000, default=0, kw_only=True)
     blend: float = real(0.0, 1.0, default=0.0, kw_only=True, inclusive=True)
     eager: bool = flag(default=False, kw_only=True)
-    state: str = choice("local", "reset", default="local", kw_only=True)
+    state: str = choice("local", "reset", "averaged", default="local", kw_only=True)
+    m: int = integer(0, default=0, kw_only=True)
+    v: int = integer(0, default=0, kw_only=True)
     merge: str = choice("mean", "radial", default="mean", kw_only=True)
     weight: str = choice("samples", "equal", "tokens2/steps", default="samples", kw_only=True)
     quorum: int = integer(0, default=0, kw_only=True)
@@ -76,6 +79,7 @@ class diloco(Averaged):
                 f"; replicas run at their own speed, and a round is merged once {counted(self.quorum, 'move')} are "
                 f"there and {self.grace:g} times the time of a step has passed"
             )
+        said += averaged_words(self.state, self.h, self.m, self.v)
         if self.merge == "radial":
             said += "; norms and directions of the moves are averaged separately"
         return said
@@ -88,7 +92,7 @@ class diloco(Averaged):
     def plan(self) -> RoundPlan:
         return RoundPlan(
             self.h, self.fragments, self.overlap, self.blend, self.eager, self.merge, self.weight, state=self.state,
-            quorum=self.quorum, grace=self.grace,
+            m=self.m, v=self.v, quorum=self.quorum, grace=self.grace,
         )  # fmt: skip
 
     @property

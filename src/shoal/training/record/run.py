@@ -69,6 +69,17 @@ class Run(PrintedTable, Estimate):
     """Of a run that failed: which rank, and its stack."""
 
     @property
+    def sent_bytes(self) -> float:
+        """What a rank sent in a step, on the average of a period where islands exchange now and then."""
+        return float(self.summary.get("sent_bytes", self.ledger.bytes))
+
+    @property
+    def predicted_bytes(self) -> float | None:
+        """Likewise what it should send; None where that was not predicted."""
+        found = self.summary.get("predicted_bytes")
+        return None if self.predicted_ledger is None else float(self.predicted_ledger.bytes if found is None else found)
+
+    @property
     def losses(self) -> list[float]:
         """The loss of every step; NaN where it was not finite."""
         return [math.nan if row.get("loss") is None else float(row["loss"]) for row in self.steps]
