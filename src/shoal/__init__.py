@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shoal.api.calibrate import CalibrationReport, calibrate
     from shoal.api.compare import Comparison, compare, report, runs
     from shoal.api.doctor import Diagnosis, doctor
-    from shoal.api.evaluate import Evaluation, evaluate
+    from shoal.api.evaluate import Evaluation, JointEvaluation, evaluate, evaluate_together
     from shoal.api.explain import Explanation, explain
     from shoal.api.explain_run import RunExplanation, explain_run
     from shoal.api.export import ExportedModel, export
@@ -57,6 +57,7 @@ _LATER = {
     "Explanation": "shoal.api.explain:Explanation",
     "ExportedModel": "shoal.api.export:ExportedModel",
     "Job": "shoal.job:Job",
+    "JointEvaluation": "shoal.api.evaluate:JointEvaluation",
     "LayoutHints": "shoal.job.hints:LayoutHints",
     "LearnedProfile": "shoal.api.learn_profile:LearnedProfile",
     "NetworkReport": "shoal.api.analyze:NetworkReport",
@@ -78,6 +79,7 @@ _LATER = {
     "doctor": "shoal.api.doctor:doctor",
     "engine": "shoal.training.own_loop:engine",
     "evaluate": "shoal.api.evaluate:evaluate",
+    "evaluate_together": "shoal.api.evaluate:evaluate_together",
     "RunExplanation": "shoal.api.explain_run:RunExplanation",
     "explain": "shoal.api.explain:explain",
     "explain_run": "shoal.api.explain_run:explain_run",
@@ -102,12 +104,12 @@ _LATER = {
 
 __all__ = [
     "CalibrationReport", "Callback", "Certificate", "Comparison", "Diagnosis", "Evaluation", "Explanation",
-    "ExportedModel", "Job", "LayoutHints", "LearnedProfile", "NetworkReport", "PlanReport", "Run", "RunExplanation",
-    "Search", "SimulatedServers", "SimulatedSteps", "Submission", "Taxonomy", "Timeline", "TokenFolder",
-    "TrainOptions", "TrainingState", "Validation", "analyze", "calibrate", "compare", "doctor", "engine",
-    "evaluate", "explain", "explain_run", "export", "layout_of", "learn_profile", "load_run", "load_weights",
-    "plan", "report", "runs", "search", "simulate", "submit", "taxonomy", "tokenize", "train", "train_job",
-    "validate", "verify",
+    "ExportedModel", "Job", "JointEvaluation", "LayoutHints", "LearnedProfile", "NetworkReport", "PlanReport",
+    "Run", "RunExplanation", "Search", "SimulatedServers", "SimulatedSteps", "Submission", "Taxonomy", "Timeline",
+    "TokenFolder", "TrainOptions", "TrainingState", "Validation", "analyze", "calibrate", "compare", "doctor",
+    "engine", "evaluate", "evaluate_together", "explain", "explain_run", "export", "layout_of", "learn_profile",
+    "load_run", "load_weights", "plan", "report", "runs", "search", "simulate", "submit", "taxonomy", "tokenize",
+    "train", "train_job", "validate", "verify",
 ]  # fmt: skip
 __all__ += [name for name in dict.fromkeys([*_strategy.__all__, *_strategy.REGISTRY]) if name not in __all__]
 

@@ -29,7 +29,7 @@ SEAM = {
     "Engine": ("backward", "scale"),
     "GradientReduction": ("reduce", "arrived"),
     "Bucket": ("receive",),
-    "ShardedOwner": ("publish",),
+    "ShardedOwner": ("parameters", "publish"),
     "ParameterGathering": ("gather", "finish"),
     "SlicedOptimizer": ("step",),
     "FullParameters": ("collect", "send_back"),
@@ -56,6 +56,7 @@ SEAM = {
     "Saving": ("after_step", "save"),
     "Callbacks": ("step", "evaluated", "saved"),
     "Copies": ("of",),
+    "DiskLevel": ("write",),
 }
 """Where faults are planted, in all `*_faults.py`: public names of the engine, by class or module. A change of the
 engine that keeps these keeps the faults; test_fault_seam.py holds that nothing else is replaced."""
@@ -67,6 +68,17 @@ def honest_in_small_buckets(arguments: dict[str, Any], channel: Any) -> Any:
     """No fault: what `skipped_bucket` departs from."""
     setup.parallelize = partial(apply.parallelize, bucket_bytes=SMALL_BUCKET_BYTES)
     shard_table.BUCKET_BYTES = SMALL_BUCKET_BYTES
+    return parallel_run(arguments, channel)
+
+
+def holds_a_part_only(arguments: dict[str, Any], channel: Any) -> Any:
+    """The last rank does not say what it holds: nobody can compare its slices."""
+    parameters = ShardedOwner.parameters
+
+    def of_others(self: ShardedOwner) -> Any:
+        return iter(()) if dist.get_rank() == dist.get_world_size() - 1 else parameters(self)
+
+    ShardedOwner.parameters = of_others  # type: ignore[method-assign]
     return parallel_run(arguments, channel)
 
 

@@ -22,6 +22,7 @@ TOLERANCE = 1e-10
 VARIANTS = (
     "pre_norm", "post_norm", "parallel", "in_block", "functions", "capped", "alibi", "library", "multihead",
     "multihead_weights", "tied", "pooled", "patches", "dropping", "looped",
+    "translation",
 )  # fmt: skip
 
 

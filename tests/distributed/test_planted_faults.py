@@ -28,6 +28,7 @@ NUMBERS = [
     ("neighbours_shard", "plain", "dp(3, zero=2)", ""),
     ("only_the_last_micro_batch", "plain", "dp(2, zero=2) * accumulate(2)", ""),
     ("unpublished", "plain", "dp(2, zero=1)", ""),
+    ("holds_a_part_only", "momentum", "dp(2, zero=1)", "elements are there to compare"),
     ("placeholder_counts", "short", "dp(3)", ""),
 ]
 """Faults that send what an honest run sends: the numbers give them away."""

@@ -90,6 +90,12 @@ def test_a_loss_over_the_batch_is_exact_where_experts_are_cut(strategy: str) -> 
     assert found.max_rel_diff <= EXACT
 
 
+@pytest.mark.parametrize("mode", ["full", pytest.param("selective", marks=pytest.mark.slow)])
+def test_blocks_that_are_mixtures_are_counted_where_they_are_computed_again(mode: str) -> None:
+    found = verify(f"{JOBS.with_name('moe.py')}:in_block", parse(f"ep(2) * recompute('{mode}')"), steps=3)
+    assert found.passed, (found.worst, found.max_rel_diff, found.ledger_differences)
+
+
 @pytest.mark.parametrize(
     ("job", "strategy", "parts", "why"),
     [
@@ -114,6 +120,10 @@ def test_a_certificate_says_what_was_compared_how_and_what_it_does_not_cover() -
     assert 0 < max(found.conditioning.values()) < 1e-12
     assert "steps and samples beyond these" in found.not_covered
     assert found.ledger_verdict == "calls, messages and bytes of every collective equal their prediction"
+    printed = " ".join(str(found).split())
+    assert "compared with one process, plain PyTorch, float64, each global batch at once, 3 steps, seed 0" in printed
+    for part in ("compared 78 elements of parameters", "the serial run moves by", "tolerance", "not covered"):
+        assert part in printed, printed
 
 
 def test_a_certificate_says_what_was_not_compared() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import nn
 from shoal.job import Job, JobError, Target, TensorData, infer_facts
 from shoal.job.own_code import require_runs
 from shoal.layout.trace import CannotTrace, trace
+from shoal.runtime.draws import places_of
 
 X = torch.randn(12, 5, generator=torch.Generator().manual_seed(1))
 
@@ -83,3 +85,51 @@ def test_a_model_that_cannot_be_built_or_called_is_described_in_a_sentence(capfd
     with pytest.raises(CannotTrace, match="a forward on samples of its data raised RuntimeError: mat1"):
         trace(job(model=lambda: nn.Linear(7, 1)))
     assert "Traceback" not in capfd.readouterr().err
+
+
+class Differentiating(nn.Module):
+    """The derivative of a network by its input, sample by sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(torch.func.grad(lambda row: torch.tanh(self.inner(row)).sum()))(x).sum(1, keepdim=True)
+
+
+def test_modules_called_inside_torch_func_are_named_and_the_job_is_not_blamed() -> None:
+    with pytest.raises(CannotTrace, match=r"the model calls its modules inside torch.func .* tp, cp, pp and ep cannot"):
+        trace(job(model=Differentiating))
+
+
+class Making(nn.Linear):
+    """Makes state in its first forward."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(5, 1)
+        self.what = what
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "made"):
+            if self.what == "parameter":
+                self.made = nn.Parameter(torch.ones(5))
+            elif self.what == "module":
+                self.made = nn.Linear(5, 5)
+            else:
+                self.register_buffer("made", torch.ones(5), persistent=self.what == "buffer")
+        return super().forward(self.made(x) if self.what == "module" else x * self.made)
+
+
+@pytest.mark.parametrize("what", ["parameter", "buffer", "module"])
+def test_what_the_first_forward_makes_is_refused_by_name(what: str) -> None:
+    with pytest.raises(JobError, match=r"the model's first forward makes made.*, of which an optimizer .* knows noth"):
+        require_runs(job(model=partial(Making, what)), samples=4)
+
+
+def test_a_cache_that_the_first_forward_makes_is_not_made_by_what_is_tried_before() -> None:
+    lazy = job(model=partial(Making, "cache"))
+    require_runs(lazy, samples=4)
+    model = lazy.model()
+    places_of(lazy, model)
+    assert not hasattr(model, "made")

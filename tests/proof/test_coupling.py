@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from dataclasses import replace
 from functools import partial
@@ -318,6 +319,50 @@ def test_state_of_private_attributes_and_frozen_parameters_counts() -> None:
             return x
 
     assert couples_samples(coupled.make(Held)).state == ("_seen", "frozen")
+
+
+class Ghosts(coupled.Plain):
+    """Batch norm of four samples at a time, or of all."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.norm = size, nn.BatchNorm1d(coupled.WIDTH)
+
+    def mix(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.norm(part) for part in x.split(self.size)])
+
+
+def test_batch_norm_of_groups_of_samples_is_named_where_replicas_would_share_it() -> None:
+    job = coupled.make(partial(Ghosts, 4))
+    reason = couples_samples(job, strategy=parse("dp(2)")).reason
+    assert "the batch norm norm normalises groups of samples that do not grow with the batch" in reason
+    assert refusal(couples_samples(job, strategy=parse("dp(2)")), parse("dp(2)"))
+    for other, strategy in ((job, "accumulate(2)"), (replace(job, batch_norm="local"), "dp(2)")):
+        assert couples_samples(other, strategy=parse(strategy)).kind == "none"
+    assert couples_samples(coupled.make(partial(Ghosts, 100)), strategy=parse("dp(2)")).kind == "none"
+
+
+class Copied(coupled.Plain):
+    """A teacher that starts as its student and follows it, from some call on."""
+
+    def __init__(self, after: int = 0) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.head).requires_grad_(False)
+        self.after, self.calls = after, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.training and self.calls > self.after:
+            with torch.no_grad():
+                for mine, other in zip(self.teacher.parameters(), self.head.parameters(), strict=True):
+                    mine.lerp_(other, 0.1)
+        h = self.features(x)
+        return self.head(h) - self.teacher(h).detach()
+
+
+@pytest.mark.parametrize("after", [0, 10])
+def test_a_teacher_that_starts_as_a_copy_of_its_student_is_state_that_micro_batches_move(after: int) -> None:
+    assert couples_samples(coupled.make(partial(Copied, after))).state == ("calls", "teacher.bias", "teacher.weight")
 
 
 def test_a_backward_that_is_not_linear_is_named_with_its_parameter() -> None:

@@ -15,6 +15,7 @@ from shoal.job.losses import cross_entropy
 from shoal.layout.layout import layout_of
 from shoal.proof.gate import LayoutWrong
 from shoal.proof.model_fails import naming_what_cut_it
+from shoal.proof.reference import train_serially
 from shoal.proof.resumable import follow_samples, require_resumable, require_state_averaged, require_state_in_pieces
 from shoal.runtime.draws import places_of
 from shoal.runtime.step import build_model
@@ -78,6 +79,40 @@ class Following(coupled.Plain):
         return super().forward(x) + self.teacher(x)
 
 
+class Averaging(coupled.Plain):
+    """A buffer that is not saved starts as a copy of a weight and follows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", self.head.weight.detach().clone(), persistent=False)
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            self.average.lerp_(self.head.weight, 0.1)
+        return super().forward(x) + nn.functional.linear(x, self.average)
+
+
+class Keeping(coupled.Plain):
+    """What the first forward makes of a weight is kept."""
+
+    made: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Any:
+        if self.made is None:
+            self.made = self.weight()
+        return super().forward(x) + nn.functional.linear(x, self.made)
+
+    def weight(self) -> Tensor:
+        return self.head.weight.detach().clone()
+
+
+class KeepingTable(Keeping):
+    """It is made of no weight."""
+
+    def weight(self) -> Tensor:
+        return torch.linspace(-1, 1, coupled.WIDTH**2).view(coupled.WIDTH, coupled.WIDTH)
+
+
 class CountingLoss:
     def __init__(self) -> None:
         self.calls = 0
@@ -117,6 +152,8 @@ STATEFUL: dict[str, Callable[[], Job]] = {
     "class": lambda: coupled.make(CountingOnClass),
     "buffer that is not saved": lambda: coupled.make(lambda: Buffered(persistent=False)),
     "late": lambda: coupled.make(lambda: Buffered(persistent=False, late=50)),
+    "copy that is not saved": lambda: coupled.make(Averaging),
+    "kept": lambda: coupled.make(Keeping),
     "loss": lambda: coupled.make(coupled.Plain, loss=CountingLoss()),
     "loss module": lambda: coupled.make(coupled.Plain, loss=WeighingLoss()),
     "closure": lambda: coupled.make(coupled.Plain, loss=counting_closure()),
@@ -147,6 +184,45 @@ def test_parameters_that_a_forward_writes_to_are_put_back() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+class Unfreezing(coupled.Plain):
+    """A part learns, and leaves evaluation, from the third call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls += 1
+        self.blocks[0].requires_grad_(bool(self.calls > 2)).train(bool(self.calls > 2))
+        return super().forward(x)
+
+
+def test_what_a_forward_freezes_is_not_frozen_by_what_is_tried_before() -> None:
+    job = coupled.make(Unfreezing)
+    model = build_model(job)
+    places_of(job, model)
+    assert all(param.requires_grad for param in model.parameters())
+    assert all(module.training for module in model.modules())
+
+
+def test_a_part_that_learns_later_learns_as_in_a_plain_loop() -> None:
+    job = coupled.make(Unfreezing, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1), clip=None)
+    torch.manual_seed(job.seed)
+    model, order, at = job.model().double(), job.order(), 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model.blocks[0][0].weight.detach().clone()
+    for _ in range(4):
+        optimizer.zero_grad()
+        batch = job.train.batch(order.indices(at))
+        total, count = job.loss_of(model(batch["x"].double()), batch)
+        (total / count).backward()
+        optimizer.step()
+        at = order.next(at)
+    found = train_serially(job, steps=4).parameters["blocks.0.0.weight"]
+    assert torch.allclose(found, model.blocks[0][0].weight, atol=1e-12)
+    assert not torch.allclose(found, before, atol=1e-3)
+
+
 def test_a_parameter_that_the_first_forward_makes_is_not_made_by_what_is_tried_before() -> None:
     class Making(coupled.Plain):
         def forward(self, x: Tensor) -> Any:
@@ -162,12 +238,13 @@ def test_a_parameter_that_the_first_forward_makes_is_not_made_by_what_is_tried_b
 
 @pytest.mark.parametrize("name", sorted(STATEFUL))
 def test_what_a_checkpoint_would_lose_is_refused_by_name(name: str) -> None:
-    named = {"attribute": "calls", "buffer that is not saved": "calls", "late": "calls"}
+    named = {"attribute": "calls", "buffer that is not saved": "calls", "late": "calls", "kept": "made"}
+    named["copy that is not saved"] = "average"
     with pytest.raises(JobError, match=f"a forward changes .*{named.get(name, 'the loss, a closure or a global')}"):
         require_resumable(STATEFUL[name]())
 
 
-@pytest.mark.parametrize("model", [coupled.Plain, Buffered, Remembering, Following])
+@pytest.mark.parametrize("model", [coupled.Plain, Buffered, Remembering, Following, KeepingTable])
 def test_what_a_checkpoint_holds_or_nothing_reads_is_no_reason(model: Callable[[], nn.Module]) -> None:
     require_resumable(coupled.make(model))
 

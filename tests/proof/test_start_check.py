@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from shoal.launch import RankFailed
 from shoal.proof.certify import verify
+from shoal.proof.gate import LayoutWrong
 from shoal.strategy import parse
 from shoal.training.local import train_job
 from shoal.training.resumed import CannotTrain
@@ -32,6 +34,34 @@ class Follows(nn.Module):
             with torch.no_grad():
                 self.seen.lerp_(x.mean(0), 0.1)
         return out
+
+class Frozen(Follows):
+    # What moves is a parameter that does not learn, beside a buffer that is declared.
+
+    def __init__(self):
+        super().__init__()
+        self.centre = nn.Parameter(torch.zeros(6), requires_grad=False)
+
+    def forward(self, x):
+        out = self.line(x) - self.centre.clone()
+        if self.training:
+            with torch.no_grad():
+                self.centre.lerp_(out.mean(0), 0.1)
+                self.seen.lerp_(out.std(0), 0.1)
+        return out
+
+class Thawing(nn.Module):
+    # A part that is frozen when the model is built is freed in the second step.
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6).requires_grad_(False), nn.Linear(6, 6)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        self.calls += self.training
+        self.first.requires_grad_(bool(self.calls > 1))
+        return self.second(torch.relu(self.first(x)))
 
 class Normalises(torch.autograd.Function):
     @staticmethod
@@ -73,13 +103,14 @@ def contrastive(output, batch):
 x = torch.randn(48, *SHAPE, generator=torch.Generator().manual_seed(1))
 job = Job(
     name="small", model=MODEL, train=TensorData(x=x, y=x.flip(-1)), loss=LOSS, global_batch=12, steps=2,
-    optimizer=lambda groups: torch.optim.OPTIMIZER(groups, lr=0.01),
+    optimizer=lambda groups: torch.optim.OPTIMIZER(groups, lr=0.01), buffers=BUFFERS,
 )
 """
 
 
 def write(folder: Path, **values: str) -> str:
-    given = {"FOLLOWS": "False", "SHAPE": "(6,)", "MODEL": "Follows", "LOSS": "by_sample", "OPTIMIZER": "SGD"} | values
+    given = {"FOLLOWS": "False", "SHAPE": "(6,)", "MODEL": "Follows", "LOSS": "by_sample", "OPTIMIZER": "SGD"}
+    given |= {"BUFFERS": "None"} | values
     text = JOB
     for name, value in given.items():
         text = text.replace(name, value)
@@ -122,11 +153,12 @@ def test_a_mean_trains_in_one_process_and_a_note_says_where_it_will_not(tmp_path
 
 @pytest.mark.parametrize("follows", [True, False])
 def test_what_each_micro_batch_changes_is_named(follows: bool, tmp_path: Path) -> None:
-    messages: list[dict[str, Any]] = []
     job = write(tmp_path, FOLLOWS=str(follows))
-    train_job(job, "accumulate(2)", folder=tmp_path / "run", on_message=messages.append)
-    notes = [message["text"] for message in messages if message["event"] == "note"]
-    assert any(text.startswith("per micro-batch: every forward changes seen") for text in notes) == follows, notes
+    for number in range(2):  # Also of a run that is not checked again.
+        messages: list[dict[str, Any]] = []
+        train_job(job, "accumulate(2)", folder=tmp_path / str(number), on_message=messages.append)
+        notes = [message["text"] for message in messages if message["event"] == "note"]
+        assert any(text.startswith("per micro-batch: every forward changes seen") for text in notes) == follows, notes
 
 
 def test_rounding_that_an_optimiser_makes_a_step_of_fails_no_proof(tmp_path: Path) -> None:
@@ -142,3 +174,24 @@ def test_a_failed_proof_names_the_buffer_that_replicas_change(tmp_path: Path) ->
     proof = verify(write(tmp_path, FOLLOWS="True"), parse("dp(2)"), steps=3)
     assert proof.verdict == "FAILED"
     assert any("declare what replicas do with it: Job(buffers={'seen': 'average'})" in note for note in proof.notes)
+
+
+def test_a_frozen_parameter_that_replicas_change_is_named_beside_a_declared_buffer(tmp_path: Path) -> None:
+    job = write(tmp_path, MODEL="Frozen", BUFFERS="{'seen': 'average'}")
+    proof = verify(job, parse("dp(2)"), steps=3)
+    assert proof.verdict == "FAILED"
+    [note] = [note for note in proof.notes if note.startswith("each forward changes")]
+    assert note.startswith("each forward changes centre, a parameter that does not learn, by the samples that it sees")
+    with pytest.raises(LayoutWrong) as refused:
+        train_job(job, "dp(2)", folder=tmp_path / "run")
+    assert "the job declares 'average' for it" in str(refused.value)
+    assert "A forward changes centre, which is no buffer, so each replica keeps its own" in str(refused.value)
+
+
+@pytest.mark.parametrize("strategy", ["serial", "dp(2, zero=3)"])
+def test_a_part_that_is_freed_later_than_optimizers_are_made_ends_the_run_by_name(
+    strategy: str, tmp_path: Path
+) -> None:
+    # The gate's second step finds it where there is a gate.
+    with pytest.raises((RankFailed, CannotTrain), match=r"the parameter first\.weight requires a gradient now"):
+        train_job(write(tmp_path, MODEL="Thawing"), strategy, folder=tmp_path / "run")

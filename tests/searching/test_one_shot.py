@@ -13,7 +13,7 @@ from torch import nn
 
 from shoal.job import Job, JobError, TensorData, load_job
 from shoal.job.groups import param_groups
-from shoal.job.one_shot import HELD, Both, Mixture, OneShotNet, one_shot, proportions
+from shoal.job.one_shot import HELD, Both, MixedChoice, OneShotNet, one_shot, proportions
 from shoal.job.space import MIXED, load_space, point
 from shoal.searching.proposal import MixingTrial, job_of
 from shoal.searching.shared_weights import Chosen
@@ -33,8 +33,8 @@ def two_matrices(samples: int = 12) -> Job:
     data = TensorData(x=x, y=torch.randn(samples, 2, generator=draw, dtype=torch.float64))
     choices = {"a": lambda: nn.Linear(3, 2, bias=False).double(), "b": lambda: nn.Linear(3, 2, bias=False).double()}
     return Job(
-        name="two", model=lambda: Mixture("layer", choices), train=data, validation=data, loss=squared, global_batch=4,
-        steps=10, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1),
+        name="two", model=lambda: MixedChoice("layer", choices), train=data, validation=data, loss=squared,
+        global_batch=4, steps=10, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1),
     )  # fmt: skip
 
 
@@ -85,7 +85,7 @@ def test_the_better_candidate_gains_the_larger_share():
     data = TensorData(x=x, y=x.abs())
     choices = {"identity": nn.Identity, "relu": nn.ReLU, "tanh": nn.Tanh}
     job = one_shot(Job(
-        name="abs", model=lambda: nn.Sequential(nn.Linear(1, 16), Mixture("between", choices), nn.Linear(16, 1)),
+        name="abs", model=lambda: nn.Sequential(nn.Linear(1, 16), MixedChoice("between", choices), nn.Linear(16, 1)),
         train=data, loss=squared, global_batch=16, steps=150, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.05),
     ))  # fmt: skip
     torch.manual_seed(0)
@@ -113,7 +113,7 @@ def test_a_point_with_a_star_is_a_network_of_mixtures():
 
 
 def test_candidates_of_different_shapes_and_losses_over_batches_are_refused():
-    mixture = Mixture("layer", {"a": lambda: nn.Linear(2, 3), "b": lambda: nn.Linear(2, 4)})
+    mixture = MixedChoice("layer", {"a": lambda: nn.Linear(2, 3), "b": lambda: nn.Linear(2, 4)})
     with pytest.raises(JobError, match=r"'layer' cannot be mixed: they return a \[1, 3\], b \[1, 4\]"):
         mixture(torch.ones(1, 2))
     with pytest.raises(JobError, match="needs a loss over samples"):

@@ -53,7 +53,7 @@ def strategies(draw: st.DrawFn, max_levels: int = 3) -> Strategy:
     modifiers = [cls for cls in REGISTRY.values() if cls.family == "modifier" and cls is not offload]
     classes += draw(st.lists(st.sampled_from(modifiers), unique=True))
     product = [draw(terms_of(cls)) for cls in classes]
-    product += draw(st.lists(terms_of(offload), unique=True, max_size=3))
+    product += draw(st.lists(terms_of(offload), unique_by=lambda term: term.what, max_size=3))
     return Strategy(*product)
 
 

@@ -169,6 +169,7 @@ def test_a_product_with_anything_else_is_a_type_error() -> None:
         (lambda: tp(2) * tp(2), ["tp", "twice"]),
         (lambda: amp("bf16") * amp("fp16"), ["amp", "twice"]),
         (lambda: offload("optimizer") * offload("optimizer"), ["twice"]),
+        (lambda: offload("optimizer") * offload("optimizer", to="disk"), ["twice"]),
         (lambda: dp(2) * asp(), ["sync=asp()"]),
         (lambda: dp(2) * tp, ["tp(2)"]),
         (lambda: Strategy(*[dp(1)] * 9), ["8 levels"]),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.api.call import checked_keywords, strategy_of
 from shoal.common.printed import PrintedTable
+from shoal.runtime.options import JobOptions
 from shoal.strategy import Strategy, Term, require_legal
 from shoal.training.record.run import RUN, Run, read_json
 
@@ -31,6 +33,66 @@ class Evaluation(PrintedTable):
     def _table(self) -> tuple[str, list[str], list[list[str]]]:
         rows = [[name, f"{value:.6g}"] for name, value in self.metrics.items()]
         return f"{self.job}, step {self.step}, {self.samples:,} validation samples", ["metric", "value"], rows
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class JointEvaluation(PrintedTable):
+    """The validation metrics of several models, alone and together."""
+
+    alone: list[dict[str, float]]
+    mean_alone: dict[str, float]
+    together: dict[str, float]
+    combined: str
+    """What they predict together: the mean of probabilities, or of outputs that are none."""
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        return asdict(self)
+
+    def _table(self) -> tuple[str, list[str], list[list[str]]]:
+        names = list(self.together)
+        rows = [[f"model {number}", *(f"{row[name]:.6g}" for name in names)] for number, row in enumerate(self.alone)]
+        rows += [[what, *(f"{row[name]:.6g}" for name in names)]
+                 for what, row in (("mean of models", self.mean_alone), ("together", self.together))]  # fmt: skip
+        return f"{len(self.alone)} models, together by the {self.combined}", ["", *names], rows
+
+
+@checked_keywords
+def evaluate_together(runs: Sequence[str | Path | Run], *, job: str | Job | None = None) -> JointEvaluation:
+    """Computes the validation metrics of several trained models alone, and of the mean of their predictions.
+
+    Args:
+        runs: Runs, their folders, or checkpoints of one run (a snapshot ensemble), all of one job.
+        job: The job, if its file was moved since the runs, or if they were of a Job object.
+
+    Returns:
+        The metrics of each model, their mean, and those of all together.
+
+    Example:
+        shoal.evaluate_together(["runs/a", "runs/b"]).together
+    """
+    from shoal.launch import run_ranks
+    from shoal.training.entry import judge_members
+
+    if job is not None and not isinstance(job, str):
+        from shoal.job.load import named
+        from shoal.launch.fork_of_caller import forking_this_process
+
+        name = named(job)
+        with forking_this_process():
+            return evaluate_together(runs, job=name)
+    folders = [str(run.folder if isinstance(run, Run) else run) for run in runs]
+    if not folders:
+        raise ValueError("evaluate_together was given no runs; give the folders of some, or of their checkpoints")
+    first = Path(folders[0])
+    arguments = read_json((first.parent.parent if first.name.startswith("step-") else first) / RUN).get("arguments")
+    known = {each.name for each in fields(JobOptions)}
+    of_job = {name: value for name, value in (arguments or {}).items() if name in known and name != "start_from"}
+    asked = {**of_job, **({"job": job} if job is not None else {})}
+    found = run_ranks(judge_members, {"job": asked, "members": folders, "student": None}, ranks=1)[0]
+    if not found:
+        raise ValueError(f"the job of {folders[0]} has no validation data; give it some: Job(..., validation=...)")
+    return JointEvaluation(**found)
 
 
 @checked_keywords
@@ -59,7 +121,6 @@ def evaluate(
     """
     from shoal.launch import run_ranks
     from shoal.parallel.runnable import require_runnable
-    from shoal.runtime.options import JobOptions
     from shoal.training.evaluate import EvaluateOptions, evaluate_run
 
     if job is not None and not isinstance(job, str):

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from shoal.api.known import require_known
 from shoal.comm.calibration import read_calibration
 from shoal.parallel.runnable import require_runnable
-from shoal.strategy import Strategy, parse, require_legal
+from shoal.strategy import Strategy, ensemble, parse, require_legal
 from shoal.training.local import Listener, checkpoints_every, require_emulation, require_hindrances, train_locally
 from shoal.training.options import TrainOptions
 from shoal.training.resumed import CannotTrain, can_go_on, inherited, job_of, require_free, require_go_on, run_of
@@ -47,6 +47,11 @@ def ready_to_train(options: TrainOptions, *, ranks: int | None = None) -> tuple[
         raise CannotTrain(f"--ranks {ranks}: the launcher has started {world} of them; leave --ranks out")
     require_legal(strategy, world=world)
     require_runnable(strategy)
+    if launched and strategy.term(ensemble) is not None:
+        raise CannotTrain(
+            f"{strategy}: shoal train starts the members of an ensemble by itself, on one host; across hosts start "
+            "each by its own command, with what is inside the ensemble as --strategy and another --seed"
+        )
     require_known(options.job, options.size)
     read_calibration()  # One that cannot be used is refused here, not by every rank.
     options = replace(options, strategy=str(strategy))

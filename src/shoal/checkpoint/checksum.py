@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from shoal.checkpoint.buffers import persistent_buffers
 from shoal.checkpoint.contents import Contents
+from shoal.job.on_disk import has_read
 from shoal.layout.cuts import TensorPart
 from shoal.parallel.engine import Engine
 from shoal.parallel.kept_errors import PRIVATE
@@ -78,6 +79,7 @@ def of_contents(contents: Contents, engine: Engine) -> dict[str, int]:
     for row in contents.pieces:
         part = TensorPart.from_json(row["part"]) if "part" in row else None
         row["sum"] = checksum(tensors[row["tensor"]], row["start"], part, local[row["parameter"]])
+        has_read(tensors[row["tensor"]])
         # Compression residuals are redistributed if the number of replicas changes: only their ranges have checksums.
         if row["state"] is None or not row["state"].startswith(PRIVATE):
             _add(found, name_of(row["parameter"], row["state"]), row["sum"])

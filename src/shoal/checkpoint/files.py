@@ -26,6 +26,7 @@ import torch
 
 from shoal.checkpoint.regular import discard
 from shoal.comm.points import reach
+from shoal.job.on_disk import has_read
 
 FORMAT = 3
 """2: adds optimiser state that belongs to several parameters together. 3: weights only. Both earlier ones can be read,
@@ -201,6 +202,7 @@ def write_tensors(path: Path, tensors: Sequence[tuple[str, torch.Tensor]], about
                 chunk = data[start : start + CHUNK_BYTES]
                 digest.update(chunk)
                 file.write(chunk)
+            has_read(tensor)
         file.flush()
         os.fsync(file.fileno())
     return len(opening) + position, digest.hexdigest()

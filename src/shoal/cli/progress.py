@@ -21,16 +21,31 @@ def plain_lines() -> Any:
             if time.monotonic() - last[0] > 5 or message["step"] == message["steps"]:
                 last[0] = time.monotonic()
                 print(
-                    f"step {message['step']}/{message['steps']}  loss {message['loss']:.4f}"
+                    f"{of_member(message)}step {message['step']}/{message['steps']}  loss {message['loss']:.4f}"
                     f"  {1000 * message['step_s']:.0f} ms  {rate(message)}"
                     f"  {message['memory_bytes'] / 2**20:.0f} MiB{consistency(message)}",
                     file=sys.stderr,
                     flush=True,
                 )
         elif event in _WORDS:
-            print(_WORDS[event](message), file=sys.stderr, flush=True)
+            print(of_member(message) + _WORDS[event](message), file=sys.stderr, flush=True)
 
     return line
+
+
+def of_member(message: dict[str, Any]) -> str:
+    """Which run of an ensemble a message is from."""
+    member = message.get("member")
+    return "" if member is None else f"{member}: " if isinstance(member, str) else f"member {member}: "
+
+
+def members(message: dict[str, Any]) -> str:
+    """What the members of an ensemble reach: alone, on average, together, and the student."""
+    lines = [f"member {number}: {_numbers(row)}" for number, row in enumerate(message["alone"])]
+    lines += [f"mean member: {_numbers(message['mean_alone'])}"]
+    lines += [f"together ({message['combined']}): {_numbers(message['together'])}"]
+    lines += [f"student: {_numbers(message['student'])}"] if message.get("student") else []
+    return "\n".join(lines)
 
 
 def rate(row: dict[str, Any]) -> str:
@@ -55,6 +70,7 @@ _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "checkpoint": lambda m: f"checkpoint {m['path']}",
     "lost": lambda m: f"warning: {m['text']}",
     "restored": lambda m: f"warning: {m['text']}",
+    "members": members,
     "joined": lambda m: m["text"],
     "note": lambda m: m["text"],
     "warning": lambda m: f"warning: {m['text']}",
@@ -78,6 +94,8 @@ class LiveProgress:
 
     def message(self, message: dict[str, Any]) -> None:
         event = message["event"]
+        if event == "step" and message.get("member") not in (None, 0):
+            return  # The bar is the first member's: all make the same steps.
         if event == "step":
             if self.task is None:
                 nothing: dict[str, Any] = {"loss": "-", "ms": "-", "rate": "-", "memory": "-"}
@@ -89,7 +107,7 @@ class LiveProgress:
                 memory=f"{message['memory_bytes'] / 2**20:.0f} MiB{consistency(message)}",
             )  # fmt: skip
         elif event in _WORDS:
-            text = _WORDS[event](message)
+            text = of_member(message) + _WORDS[event](message)
             self.progress.console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
@@ -107,6 +125,12 @@ def summary(outcome: dict[str, Any]) -> None:
     if outcome["loss"] is not None:
         rows["loss"] = f"{outcome['loss']:.4f}"
     rows |= {f"validation {name}": f"{value:.4f}" for name, value in outcome["metrics"].items()}
+    if outcome.get("alone"):
+        rows |= {f"member {number}": _numbers(row) for number, row in enumerate(outcome["alone"])}
+        rows["mean member"] = _numbers(outcome["mean_alone"])
+        rows["together"] = f"{_numbers(outcome['together'])}  ({outcome['combined']})"
+    if outcome.get("student"):
+        rows["student"] = _numbers(outcome["student"])
     if outcome["time_to_target_s"] is not None:
         seconds, steps = outcome["time_to_target_s"], outcome["steps_to_target"]
         rows["target"] = f"reached after {seconds:.1f} s of training, {steps} steps"
@@ -127,6 +151,12 @@ def summary(outcome: dict[str, Any]) -> None:
         )
     rows["sent in a step"] = f"{outcome['sent_bytes'] / 1e6:.2f} MB by each rank"
     rows["peak memory"] = f"{outcome['memory_bytes'] / 2**20:.0f} MiB a rank"
+    for what, row in (outcome.get("offload") or {}).items():
+        where = "on disk" if row["to"] == "disk" else "in host memory"
+        rows[f"offloaded {what}"] = (
+            f"{row['held_bytes'] / 1e6:.1f} MB wait {where} on each rank, "
+            f"{row['in_use_bytes'] / 1e6:.1f} MB are in use; steps waited {row['waited_s']:.1f} s for them"
+        )
     if held := first_cause(outcome):
         rows["held back by"] = held
     rows["run"] = outcome["folder"]

@@ -53,11 +53,10 @@ def show(certificate: Any) -> None:
     table.add_row("strategy", f"{c.strategy}  ({c.world} rank{'s' if c.world != 1 else ''}, {c.steps} steps)")
     table.add_row("contract", c.contract)
     table.add_row("compared with", f"{c.serial}, seed {c.seed}")
-    table.add_row("compared", ", ".join(f"{count:,} {_kind(kind)}" for kind, count in c.compared.items()))
+    table.add_row("compared", c.compared_text)
     table.add_row("largest difference", f"{c.max_rel_diff:.2e}  at {c.worst}  (tolerance {c.tolerance:.0e})")
     if c.conditioning:
-        kind, moved = max(c.conditioning.items(), key=lambda row: row[1])
-        table.add_row("conditioning", f"the serial run moves by {moved:.1e} ({_kind(kind)}) {c.tolerance_rule}")
+        table.add_row("conditioning", c.conditioning_text)
     table.add_row("ledger", c.ledger_verdict)
     for line in c.ledger_differences[:6]:
         table.add_row("", line)
@@ -74,8 +73,3 @@ def show(certificate: Any) -> None:
         table.add_row("note", note)
     table.add_row("not covered", c.not_covered)
     Console().print(table)
-
-
-def _kind(kind: str) -> str:
-    names = {"parameter": "elements of parameters", "buffer": "elements of buffers", "loss": "losses"}
-    return names.get(kind, f"elements of {kind}")

@@ -230,9 +230,11 @@ class _Step:
                 continue
             heads = self.place.tensor.ranks if self._in_heads(seen.at) else 1
             batch, num_heads, length, head_dim = seen.query.shape
+            narrow = self.forward.autocast_itemsize  # Attention is one of the functions that autocast narrows.
             call = AttentionCall(
                 batch=batch, heads=num_heads // heads, kv_heads=max(1, seen.key.shape[1] // heads),
-                length=length // group.ranks, head_dim=head_dim, itemsize=seen.query.itemsize,
+                length=length // group.ranks, head_dim=head_dim,
+                itemsize=narrow if narrow and seen.query.itemsize == 4 else seen.query.itemsize,
                 value_dim=seen.value.shape[-1], trained=seen.query.learns,
             )  # fmt: skip
             repeated = [replace(call, again=True)] if seen.query.learns and self._repeated(seen.at) else []

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 
 from shoal.estimate.traffic import Group
-from shoal.strategy import Strategy, cp, dp, ep, none, pp, shared, tp
+from shoal.strategy import Strategy, cp, dp, ep, none, offload, pp, shared, tp
 from shoal.strategy.islands import is_loose
 from shoal.strategy.seats import seats_of
 
@@ -80,6 +80,8 @@ class Placing:
         self.one_memory = bool(together)
         self.zero: int = 1 if together else terms[sharded[0]].zero if sharded else 0  # type: ignore[attr-defined]
         self.sharded = next(iter(together or sharded), None)
+        if self.sharded is None and any(term.what == "parameters" for term in strategy.all_of(offload)):
+            self.zero = 3
         if self.seats is not None and self.summed and not sharded:
             self.zero, self.sharded = 1, self.summed[-1]
         compressing = [
@@ -156,10 +158,10 @@ class Placing:
         if not self.zero:
             everyone = self._among(over, family.stages, label)
             return PredictedReplicas(everyone, Member(Group(axis="dp", ranks=1)), everyone, route)
-        assert self.sharded is not None
         rest = [name for name in over if name != self.sharded]
+        sharding = Member(Group(axis="dp", ranks=1)) if self.sharded is None else self.along(self.sharded)
         return PredictedReplicas(
-            self.along(*over, label=label), self.along(self.sharded), self._among(rest, family.stages, None), route
+            self.along(*over, label=label), sharding, self._among(rest, family.stages, None), route
         )
 
     def _route(self, over: Sequence[str], family: PredictedFamily) -> PredictedRoute | None:

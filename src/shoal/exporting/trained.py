@@ -37,6 +37,9 @@ def _checkpoint_of(run: Path, step: int | None) -> Checkpoint:
     if run.name.startswith("step-"):
         return open_checkpoint(run)
     found = checkpoints(run / "checkpoints")
+    if not found and (run / "member-0").is_dir():
+        inside = ", ".join(sorted(path.name for path in run.iterdir() if (path / "run.json").exists()))
+        raise CannotExport(f"{run} is an ensemble: name one of its runs ({inside}), such as {run / 'member-0'}")
     if not found:
         raise CannotExport(f"{run} has no checkpoint; train with checkpoints (--checkpoint-every other than 0)")
     if step is not None:

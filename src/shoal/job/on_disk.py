@@ -31,10 +31,14 @@ LEAST = 1 << 20
 RESIDENT = 32 << 20
 """Bytes of files that operations may touch before their pages leave this process."""
 
+READ = 4 << 20
+"""Bytes that a checkpoint may read of them before that."""
+
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 _mapped: dict[int, weakref.ref[mmap.mmap]] = {}
 """Address -> the mapping there."""
+_read_bytes = 0
 _private: set[int] = set()
 """Addresses of ranges of a user's file."""
 _changed: set[int] = set()
@@ -113,7 +117,7 @@ def _file(nbytes: int) -> Tensor:
         held = mmap.mmap(file, nbytes)
     finally:
         os.close(file)
-    return _registered(held, 0, nbytes)
+    return registered(held, 0, nbytes)
 
 
 def lying_in(path: str, start: int, nbytes: int) -> Tensor:
@@ -122,10 +126,11 @@ def lying_in(path: str, start: int, nbytes: int) -> Tensor:
     begin = start - start % mmap.ALLOCATIONGRANULARITY
     with open(path, "rb") as file:
         held = mmap.mmap(file.fileno(), start + nbytes - begin, flags=mmap.MAP_PRIVATE, offset=begin)
-    return _registered(held, start - begin, nbytes, private=True)
+    return registered(held, start - begin, nbytes, private=True)
 
 
-def _registered(held: mmap.mmap, offset: int, nbytes: int, *, private: bool = False) -> Tensor:
+def registered(held: mmap.mmap, offset: int, nbytes: int, *, private: bool = False) -> Tensor:
+    """A byte tensor in a mapping, whose pages leave with those of all others."""
     tensor = torch.frombuffer(held, dtype=torch.uint8, offset=offset, count=nbytes)
     address = _address(tensor)
 
@@ -149,6 +154,16 @@ def leave_pages() -> None:
             held.madvise(mmap.MADV_DONTNEED)
     if _mapped and _trim is not None:
         _trim(0)
+
+
+def has_read(tensor: Tensor) -> None:
+    """After all of a tensor was read, for a checkpoint: every few megabytes, pages leave again."""
+    global _read_bytes
+    if is_on_disk(tensor):
+        _read_bytes += tensor.numel() * tensor.element_size()
+        if _read_bytes > READ:
+            _read_bytes = 0
+            leave_pages()
 
 
 def is_on_disk(tensor: Tensor) -> bool:

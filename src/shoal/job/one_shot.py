@@ -29,7 +29,7 @@ REACH = 5.0
 """How far a logit can move in all steps: Adam's steps are as long as the rate."""
 
 
-class Mixture(nn.Module):
+class MixedChoice(nn.Module):
     """Candidates for one place, mixed in proportions that are learned."""
 
     def __init__(self, name: str, choices: Mapping[str, Callable[[], nn.Module]]) -> None:
@@ -54,7 +54,7 @@ def proportions(model: nn.Module) -> dict[str, dict[str, float]]:
     """What a network of mixtures has learned: name -> candidate -> its share."""
     return {
         module.name: dict(zip(module.names, module.architecture.detach().softmax(0).tolist(), strict=True))
-        for module in model.modules() if isinstance(module, Mixture)
+        for module in model.modules() if isinstance(module, MixedChoice)
     }  # fmt: skip
 
 

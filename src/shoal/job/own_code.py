@@ -102,10 +102,25 @@ def require_runs(job: Job, *, samples: int, autocast: torch.dtype | None = None)
     return values
 
 
+def _kept_names(model: nn.Module) -> list[str]:
+    """Parameters, and buffers that checkpoints hold."""
+    with torch.no_grad():
+        held = model.state_dict(keep_vars=True)
+    return [name for name, value in held.items() if isinstance(value, torch.Tensor)]
+
+
 def _require_trains(job: Job, model: nn.Module, indices: np.ndarray) -> None:
     batch = _read(job, "train", job.train, indices)
+    kept = _kept_names(model)
     with naming_the_line(job, "the model's forward", batch):
         output = job.run_model(model.train(), batch)
+    if made := [name for name in _kept_names(model) if name not in kept]:
+        raise JobError(
+            f"job {job.name!r}: the model's first forward makes {', '.join(made[:3])}, of which an optimizer that is "
+            "given the model's parameters before knows nothing, and which no checkpoint could give back to a new "
+            "model. Make it in __init__, or run the model once before model() returns it; a cache may be a buffer "
+            "with persistent=False"
+        )
     with naming_the_line(job, "loss(output, batch)", batch):
         loss, count = job.loss_of(output, batch)
     if float(count) < 0:

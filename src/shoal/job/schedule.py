@@ -41,3 +41,17 @@ class StepDecay:
 
     def __call__(self, step: int) -> float:
         return float(self.gamma ** sum(step >= boundary for boundary in self.at))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cyclic:
+    """Half a cosine from the base rate to zero, `cycles` times over: each end is a model of its own, a snapshot of one
+    run that together make an ensemble (Huang et al. 2017).
+    """
+
+    steps: int
+    cycles: int
+
+    def __call__(self, step: int) -> float:
+        length = max(1, self.steps // self.cycles)
+        return 0.5 * (1.0 + math.cos(math.pi * (step % length) / length))

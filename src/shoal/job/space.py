@@ -137,10 +137,10 @@ class FixedTrial(Trial):
         """The chosen module, or the mixture of all."""
         if self.values.get(name) != MIXED or MIXED in choices:
             return super().module(name, choices)
-        from shoal.job.one_shot import Mixture
+        from shoal.job.one_shot import MixedChoice
 
         self.asked.append(name)
-        return Mixture(name, choices)
+        return MixedChoice(name, choices)
 
 
 Space = Callable[[Trial], "Job"]

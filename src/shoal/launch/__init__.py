@@ -2,6 +2,6 @@
 
 from shoal.launch.failure import RankFailed, RankHung
 from shoal.launch.script import launch_script
-from shoal.launch.start import run_ranks, warm_up
+from shoal.launch.start import run_ranks, run_worlds, warm_up
 
-__all__ = ["RankFailed", "RankHung", "launch_script", "run_ranks", "warm_up"]
+__all__ = ["RankFailed", "RankHung", "launch_script", "run_ranks", "run_worlds", "warm_up"]

@@ -66,24 +66,63 @@ def run_ranks(
         for path in more.values():
             os.mkdir(path)
         orders = [
-            {
-                "target": name,
-                "arguments": arguments,
-                "rank": rank,
-                "world": ranks,
-                "hang_after_s": hang_after_s,
-                "threads": int(variables["OMP_NUM_THREADS"]),
-                "sys_path": [path or os.getcwd() for path in sys.path],
-                "argv": sys.argv,
-                "directory": os.getcwd(),
-                "environment": _rank_environment(variables, rank, ranks, directory, hang_after_s) | more,
-            }
+            _order(
+                name, arguments, variables, rank=rank, world=ranks, hang_after_s=hang_after_s, store=directory / "store"
+            )
             for rank in range(ranks + coming)
         ]
+        for order in orders:
+            order["environment"] |= more
         return Supervision(
             orders, on_message or _ignore, str(directory), server_for(variables), islands, sessions,
             range(ranks, ranks + coming),
         ).run()  # fmt: skip
+
+
+def run_worlds(
+    target: Target | str,
+    arguments: Sequence[dict[str, Any]],
+    *,
+    ranks: int,
+    on_message: OnMessage | None = None,
+    hang_after_s: float = 300.0,
+    threads_per_rank: int | None = None,
+) -> list[list[Any]]:
+    """As `run_ranks`, for several worlds of `ranks` ranks at a time that know nothing of each other: one for each of
+    the `arguments`. Each has ranks from 0 on, and a meeting point of its own. Messages and failures count the ranks of
+    all worlds together: rank r is rank r % ranks of world r // ranks. The first failure ends all of them."""
+    name = target if isinstance(target, str) else name_of(target)
+    variables = _environment(threads_per_rank, None)
+    with private_directory() as directory:
+        orders = [
+            _order(
+                name, given, variables, rank=rank, world=ranks, hang_after_s=hang_after_s,
+                store=directory / f"store-{world}", before=world * ranks,
+            )
+            for world, given in enumerate(arguments)
+            for rank in range(ranks)
+        ]  # fmt: skip
+        found = Supervision(orders, on_message or _ignore, str(directory), server_for(variables)).run()
+    return [found[start : start + ranks] for start in range(0, len(found), ranks)]
+
+
+def _order(
+    target: str, arguments: dict[str, Any], variables: dict[str, str], *, rank: int, world: int, hang_after_s: float,
+    store: Path, before: int = 0,
+) -> dict[str, Any]:  # fmt: skip
+    """What one rank is told to do."""
+    return {
+        "target": target,
+        "arguments": arguments,
+        "rank": rank,
+        "world": world,
+        "hang_after_s": hang_after_s,
+        "threads": int(variables["OMP_NUM_THREADS"]),
+        "sys_path": [path or os.getcwd() for path in sys.path],
+        "argv": sys.argv,
+        "directory": os.getcwd(),
+        "environment": _rank_environment(variables, rank, world, store, hang_after_s, before=before),
+    }
 
 
 def name_of(target: Target) -> str:
@@ -117,13 +156,14 @@ LEFT_OUT = ("TORCHELASTIC_", "MASTER_", LOST_FOLDER, SESSIONS_FOLDER, COMING)
 
 
 def _rank_environment(
-    variables: dict[str, str], rank: int, world: int, directory: Path, hang_after_s: float
+    variables: dict[str, str], rank: int, world: int, store: Path, hang_after_s: float, *, before: int
 ) -> dict[str, str]:
+    """`before`: ranks of other worlds that come first on this host, and take its first devices."""
     own = {k: v for k, v in variables.items() if not k.startswith(LEFT_OUT)}
     own |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(world),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": str(before + rank),
         "LOCAL_WORLD_SIZE": str(world),
     }
-    return own | {"SHOAL_RENDEZVOUS": str(directory / "store"), "SHOAL_HANG_AFTER_S": str(hang_after_s)}
+    return own | {"SHOAL_RENDEZVOUS": str(store), "SHOAL_HANG_AFTER_S": str(hang_after_s)}

@@ -92,9 +92,11 @@ class Supervision:
         self._kill_at_s: float | None = None
         self._killed = False
         self._selector = selectors.DefaultSelector()
-        token = secrets.token_hex(16)
+        tokens: dict[str, str] = {}
         for order in orders:
-            order["environment"]["SHOAL_TOKEN"] = token
+            # Ranks that meet at one place are of one job.
+            variables = order["environment"]
+            variables["SHOAL_TOKEN"] = tokens.setdefault(variables["SHOAL_RENDEZVOUS"], secrets.token_hex(16))
         self._orders = orders
         self._members: list[_Member] = []
 

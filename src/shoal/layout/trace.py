@@ -68,6 +68,13 @@ class OpRecorder(TorchDispatchMode):
         return (self.open[-1].number, self.open[-1].path) if self.open else None
 
     def _new(self, tensor: torch.Tensor, source: str, name: str, *, producer: int, learned: bool) -> int:
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            where = self.open[-1].path if self.open else ""
+            raise CannotTrace(
+                f"the model calls {f'modules in {where}' if where else 'its modules'} inside torch.func (vmap, grad or "
+                "the like), where the operations on a tensor cannot be followed, so tp, cp, pp and ep cannot cut it; "
+                "call them outside of it, or use dp"
+            )
         number = len(self.values)
         shape = tuple(int(size) for size in tensor.shape)
         strides = tuple(int(step) for step in tensor.stride()) if tensor.layout is torch.strided else ()

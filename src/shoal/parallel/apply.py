@@ -31,6 +31,8 @@ from shoal.parallel.engine import Engine
 from shoal.parallel.executor import Executor, PlainExecutor
 from shoal.parallel.loss_scale import LossScale
 from shoal.parallel.noise import GradientNoise
+from shoal.parallel.offload.activations import OffloadedActivations
+from shoal.parallel.offload.offloading import Offloading, offloading_of
 from shoal.parallel.optimizer import Factory, Recipe
 from shoal.parallel.owner.kinds import owner_kind
 from shoal.parallel.pipeline.executor import Pipeline
@@ -102,7 +104,8 @@ def parallelize(
     for family in cut.families():
         placement.replicas(family)
 
-    owner = owner_kind(placement)(model, placement, cut, recipe, bucket_bytes=bucket_bytes)
+    offloading = offloading_of(strategy, next(model.parameters()).device, recipe)
+    owner = owner_kind(placement)(model, placement, cut, recipe, bucket_bytes=bucket_bytes, offloading=offloading)
     to_memory(model)
     alike = placement.first_of_tensor or placement.batch_over_tp
     gathers = cut.sequence is not None and cut.sequence.gathers
@@ -112,6 +115,11 @@ def parallelize(
         counts_loss=alike and (placement.context.index == 0 or not gathers),
         loss_share=1 / placement.context.size if gathers else 1.0, update_draws=update_draws,
     )  # fmt: skip
+    _require_offloadable(engine, offloading)
+    if (level := offloading.levels.get("activations")) is not None:
+        kept = [bucket.buffer.values for bucket in owner.buckets]
+        moved = OffloadedActivations(level, lambda: (*kept, *model.parameters(), *model.buffers()))
+        engine.activations, offloading.in_use["activations"] = moved, lambda: moved.on_way_bytes
     engine.outer = _outer(strategy, engine, seed)
     if (precision := strategy.term(amp)) is not None and precision.dtype == "fp16":
         if engine.optimizer.needs_closure:
@@ -127,6 +135,23 @@ def parallelize(
     owner.barrier()  # Ranks that share memory have each written their part of the start.
     reach("start: engine ready")
     return engine
+
+
+def _require_offloadable(engine: Engine, offloading: Offloading) -> None:
+    """Refuses what a step in parts cannot do."""
+    if not {"optimizer", "parameters"} & offloading.levels.keys():
+        return
+    what = next(what for what in ("optimizer", "parameters") if what in offloading.levels)
+    name = type(engine.optimizer.optimizer).__name__
+    for asks, why in (
+        (engine.optimizer.needs_closure, "computes the loss several times in a step"),
+        (engine.update_draws is not None, "draws random numbers for all parameters in a step"),
+    ):
+        if asks:
+            raise NotRunnable(
+                f'offload("{what}"): a step moves what it needs part by part, and {name} {why}; use another, such as '
+                "AdamW, or leave it out"
+            )
 
 
 def _require_average(strategy: Strategy) -> None:

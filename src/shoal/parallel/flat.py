@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from shoal.job.on_disk import is_on_disk, leave_pages
+from shoal.parallel.offload.level import Level, Moving
 
 Memory = Callable[[int, torch.dtype], torch.Tensor]
 
@@ -124,14 +125,51 @@ class FlatBuffer:
 class StoredShard:
     """A flat buffer of which only this rank's shard is kept; the full one exists while it is in use (ZeRO-3)."""
 
-    def __init__(self, buffer: FlatBuffer) -> None:
-        self.buffer = buffer
-        self.shard = buffer.values[buffer.shard].clone()
+    def __init__(self, buffer: FlatBuffer, level: Level | None = None) -> None:
+        """`level`: where the shard waits, if not in memory."""
+        self.buffer, self.level = buffer, level
+        shard = buffer.values[buffer.shard]
+        self.nbytes = shard.numel() * shard.element_size()
+        self.place = None if level is None else level.reserve(self.nbytes)
+        if level is None or self.place is None:
+            self.shard = shard.clone()
+        else:
+            self.place.write(0, shard.view(torch.uint8)).wait()
+            self.shard = self.place.view(0, shard)
         self.gathered = True
         self._nbytes = buffer.values.untyped_storage().nbytes()
+        self._coming: tuple[torch.Tensor, Moving] | None = None
         nothing = torch.full((), float("nan"), dtype=buffer.dtype, device=buffer.device)
         self._absent = [nothing.expand(slot.shape) for slot in buffer.slots]
         self.free()
+
+    def expect(self) -> None:
+        """Starts to read a shard that is offloaded: it is asked for soon."""
+        if self.level is not None and self.place is not None and self._coming is None and not self.gathered:
+            into = torch.empty(self.nbytes, dtype=torch.uint8, device=self.buffer.device)
+            self._coming = into, self.place.read(0, into)
+
+    def read_into(self, full: torch.Tensor) -> Moving | None:
+        """Starts to fill the full buffer, where this rank holds all of it at the level below."""
+        if self.level is None or self.place is None:
+            return None
+        return self.place.read(0, full.view(torch.uint8))
+
+    def here(self) -> torch.Tensor:
+        """The shard in memory."""
+        if self.level is None:
+            return self.shard
+        self.expect()
+        assert self._coming is not None
+        (values, moving), self._coming = self._coming, None
+        self.level.wait(moving)
+        return values.view(self.buffer.dtype)
+
+    def forget(self) -> None:
+        """What was expected and not asked for is out of date."""
+        if self._coming is not None:
+            self._coming[1].wait()
+            self._coming = None
 
     def allocate(self) -> torch.Tensor:
         """Room for the full buffer. Views that autograd saved see the storage come back under them."""

@@ -8,7 +8,7 @@ tensor for each parameter, of its shape: where ranks hold pieces, one of them ha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -24,6 +24,7 @@ from shoal.parallel.flat_slice import FlatSlice, HeldState, OwnedSlice, Piece, S
 from shoal.parallel.full_parameters import FullParameters
 from shoal.parallel.fused import prefer_fused, start_momentum
 from shoal.parallel.learning_rates import LearningRates
+from shoal.parallel.offload.state import OffloadedState
 
 Factory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -56,9 +57,12 @@ class SlicedOptimizer:
 
     def __init__(
         self, recipe: Recipe, buckets: Sequence[Bucket], *, full: FullParameters | None = None,
-        unfused: frozenset[str] = frozenset(),
+        unfused: frozenset[str] = frozenset(), offloaded: OffloadedState | None = None,
     ) -> None:  # fmt: skip
-        """`full`: the parameters that this rank updates for others, for an optimiser that is not element-wise."""
+        """`full`: the parameters that this rank updates for others, for an optimiser that is not element-wise;
+        `offloaded`: where the state waits between steps, if not in memory."""
+        self.offloaded = offloaded
+        self.longest = LONGEST if offloaded is None else min(LONGEST, offloaded.elements)
         self.buckets, self.elementwise, self.labels, self.full = buckets, recipe.elementwise, recipe.labels, full
         used = sorted(set(self.labels.values()))
         self.placeholders = self._placeholders(used)
@@ -83,6 +87,10 @@ class SlicedOptimizer:
         self._sgd = [each for _, each in layers(self.optimizer) if isinstance(each, torch.optim.SGD)]
         self.needs_closure = needs_closure(self.optimizer)
         self.rates = LearningRates(self.optimizer)
+        if offloaded is not None:
+            offloaded.lay(self.slices)
+            for number in range(len(offloaded.parts)):
+                offloaded.take_over(number, self.optimizer)  # Some make their state at once.
         self._fresh = {
             where: {key: exact(value) for key, value in entries.items()}
             for where, entries in common(self.optimizer).items()
@@ -136,8 +144,8 @@ class SlicedOptimizer:
             master, offset, slots = bucket.master, bucket.offset, bucket.buffer.slots
             if self.elementwise:
                 for low, high, which in bucket.buffer.runs(offset, offset + master.numel(), unfused=self.unfused):
-                    for start in range(low, high, LONGEST):
-                        stop = min(start + LONGEST, high)
+                    for start in range(low, high, self.longest):
+                        stop = min(start + self.longest, high)
                         param = nn.Parameter(master[start - offset : stop - offset])
                         first = next(slot.name for slot in slots if start < slot.stop)
                         self.slices.append(FlatSlice(bucket, start, stop, param, first))
@@ -169,7 +177,7 @@ class SlicedOptimizer:
 
     def regroup(self, unfused: frozenset[str]) -> None:
         """Lets these parameters have tensors of their own from now on. The optimiser stays, with all that it keeps."""
-        held, before = self.held(), self.slices
+        held, before = self.held(), self.slices  # Held where it waits, if it is offloaded.
         self.unfused = unfused
         groups = [params for params in self._lay(self.used) if params]
         for _, each in layers(self.optimizer):
@@ -177,6 +185,8 @@ class SlicedOptimizer:
                 each.state.pop(part.param, None)
             for group, params in zip(each.param_groups, groups, strict=True):
                 group["params"] = params
+        if self.offloaded is not None:
+            self.offloaded.lay(self.slices)
         self._load_states(held)
 
     def give(self, without: frozenset[str] = frozenset()) -> None:
@@ -206,17 +216,46 @@ class SlicedOptimizer:
         `around()` is entered for the optimiser's own step."""
         self.give(without)
         self.rates.apply(lr_factor)
-        for each in self._sgd:
-            start_momentum(each)
-        if closure is None:
+        if self.offloaded is not None:
+            self.offloaded.step(self, self._update)
+        elif closure is None:
             with around():
-                self.optimizer.step()
+                self._update()
         else:
+            for each in self._sgd:
+                start_momentum(each)
             self.optimizer.step(closure)  # type: ignore[arg-type]
         for part in self.slices:
             part.param.grad = None
         if self.full is not None:
             self.full.send_back()
+
+    def _update(self) -> None:
+        for each in self._sgd:
+            start_momentum(each)
+        self.optimizer.step()
+
+    @contextmanager
+    def only(self, slices: Sequence[FlatSlice | OwnedSlice]) -> Iterator[None]:
+        """The optimiser sees these slices only, where it is known to do without the others; elsewhere they are those
+        that have a gradient."""
+        if not type(self.optimizer).__module__.startswith("torch.optim."):
+            yield
+            return
+        before = [group["params"] for group in self.optimizer.param_groups]
+        chosen = {id(each.param) for each in slices} | {id(param) for param in self.placeholders.values()}
+        for group, params in zip(self.optimizer.param_groups, before, strict=True):
+            group["params"] = [param for param in params if id(param) in chosen]
+        try:
+            yield
+        finally:
+            for group, params in zip(self.optimizer.param_groups, before, strict=True):
+                group["params"] = params
+
+    def settle(self) -> None:
+        """State that is offloaded has arrived where it waits."""
+        if self.offloaded is not None:
+            self.offloaded.settle()
 
     def _sized(self, part: FlatSlice | OwnedSlice, value: Any) -> bool:
         """Whether a value of the state has an element for each one of the parameter's."""
@@ -227,6 +266,7 @@ class SlicedOptimizer:
 
     def state(self, owned: Callable[[Bucket], tuple[int, int]]) -> Iterator[tuple[str, Piece]]:
         """Element-wise state within the owned range of each bucket, as (state key, piece)."""
+        self.settle()
         for part in self.slices:
             low, high = owned(part.bucket)
             for key, value in state_of(self.optimizer, part.param).items():
@@ -237,6 +277,7 @@ class SlicedOptimizer:
     def values(self, owned: Callable[[Bucket], tuple[int, int]] | None = None) -> dict[str, dict[str, Any]]:
         """All other state, by parameter name and key: numbers (Adam's step), lists, tensors of other shapes. With
         `owned`, of parameters whose first element is in that range of their bucket, so that one rank gives them."""
+        self.settle()
         found: dict[str, dict[str, Any]] = {}
         for part in self.slices:
             state = state_of(self.optimizer, part.param).items()
@@ -314,24 +355,33 @@ class SlicedOptimizer:
         return {key: self._placed(entry) for key, entry in value.items()} if isinstance(value, dict) else value
 
     def _load_states(self, saved: SavedState) -> None:
-        for part in self.slices:
-            pieces = list(part.pieces())
-            state: dict[str, Any] = {key: self._placed(value) for key, value in saved.values(part.first).items()}
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor) and not value.dim() and self._is_fused(part):
-                    state[key] = value.to(part.param.device)
-            for key in saved.keys(part.first):
-                flat: torch.Tensor | None = None
-                for piece in pieces:
-                    at = part.place_of(piece)
-                    values = part.read(saved, key, piece)
-                    if flat is None:
-                        flat = values.new_zeros(part.size, device=part.param.device)
-                    flat[at : at + piece.values.numel()] = values
-                assert flat is not None
-                state[key] = flat.view(part.param.shape)
-            if state:
-                put_state(self.optimizer, part.param, state)
+        if self.offloaded is None:
+            for part in self.slices:
+                self._load_state(part, saved)
+            return
+        for number, together in enumerate(self.offloaded.parts):
+            for part in together.slices:
+                self._load_state(part, saved)
+            self.offloaded.take_over(number, self.optimizer)
+
+    def _load_state(self, part: FlatSlice | OwnedSlice, saved: SavedState) -> None:
+        pieces = list(part.pieces())
+        state: dict[str, Any] = {key: self._placed(value) for key, value in saved.values(part.first).items()}
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and not value.dim() and self._is_fused(part):
+                state[key] = value.to(part.param.device)
+        for key in saved.keys(part.first):
+            flat: torch.Tensor | None = None
+            for piece in pieces:
+                at = part.place_of(piece)
+                values = part.read(saved, key, piece)
+                if flat is None:
+                    flat = values.new_zeros(part.size, device=part.param.device)
+                flat[at : at + piece.values.numel()] = values
+            assert flat is not None
+            state[key] = flat.view(part.param.shape)
+        if state:
+            put_state(self.optimizer, part.param, state)
 
     def _is_fused(self, part: FlatSlice | OwnedSlice) -> bool:
         groups = self.optimizer.param_groups

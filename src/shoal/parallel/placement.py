@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shoal.comm.mesh import Members, Mesh
-from shoal.strategy import Strategy, allreduce, cp, dp, ep, none, pp, shared, tp
+from shoal.strategy import Strategy, allreduce, cp, dp, ep, none, offload, pp, shared, tp
 from shoal.strategy.islands import is_loose
 from shoal.strategy.seats import seats_of
 from shoal.strategy.terms.sync import hogwild
@@ -74,6 +74,8 @@ class Placement:
         sharded = [axis for axis in strategy.axes if axis.name in self.levels and axis.term.zero]  # type: ignore[attr-defined]
         self.zero: int = sharded[0].term.zero if sharded else 0  # type: ignore[attr-defined]
         self.sharded = sharded[0].name if sharded else None
+        if not sharded and any(term.what == "parameters" for term in strategy.all_of(offload)):
+            self.zero = 3  # Blocks come and go, though no other rank holds parts of them.
         together = [axis.name for axis in strategy.axes if axis.name in self.levels and axis.term.via == shared()]  # type: ignore[attr-defined]
         self.shared_memory = bool(together)
         """Whether the replicas of one level share memory. Each then updates its slice, as at stage 1 of ZeRO."""
@@ -156,10 +158,10 @@ class Placement:
             everyone = self._members(over, family.stages, label)
             return Replicas(everyone, Members("dp", (self.mesh.rank,), 0, None), everyone, route=route)
         rest = [name for name in over if name != self.sharded]
-        assert self.sharded is not None
+        alone = Members("dp", (self.mesh.rank,), 0, None)
         return Replicas(
             self.mesh.along(*over, label=label),
-            self.mesh.along(self.sharded),
+            alone if self.sharded is None else self.mesh.along(self.sharded),
             self._members(rest, family.stages, None),
             route,
         )

@@ -2,8 +2,26 @@
 
 from __future__ import annotations
 
-from shoal.strategy import Strategy, accumulate, allreduce, amp, bsp, cp, dp, ep, none, pp, ps, recompute, shared, tp
+from shoal.strategy import (
+    Strategy,
+    accumulate,
+    allreduce,
+    amp,
+    bsp,
+    cp,
+    dp,
+    ensemble,
+    ep,
+    none,
+    offload,
+    pp,
+    ps,
+    recompute,
+    shared,
+    tp,
+)
 from shoal.strategy.islands import is_loose
+from shoal.strategy.members import member_strategy
 from shoal.strategy.seats import seats_of
 from shoal.strategy.terms.sync import Served, hogwild
 
@@ -14,6 +32,8 @@ class NotRunnable(ValueError):
 
 def cannot_run(strategy: Strategy) -> str | None:
     """Why the engine cannot run a strategy, as a sentence; None if it can."""
+    if strategy.term(ensemble) is not None:
+        return cannot_run(member_strategy(strategy))  # A member is a run of its own.
     for term in strategy.terms:
         if isinstance(term, dp):
             if isinstance(term.sync, bsp) and term.sync.backup and not isinstance(term.via, ps):
@@ -25,10 +45,14 @@ def cannot_run(strategy: Strategy) -> str | None:
         elif isinstance(term, amp):
             if term.dtype == "fp16" and (reason := _cannot_scale(strategy, term)):
                 return reason
+        elif isinstance(term, offload):
+            if reason := _cannot_offload(strategy, term):
+                return reason
         elif not isinstance(term, (recompute, accumulate, pp, tp, cp, ep)):
             return (
                 f"{term} cannot be trained yet: {type(term).__name__} parses and explains, but has no runtime so far. "
-                "What trains today: dp (zero=0..3, several levels), pp, tp, cp, ep, accumulate, recompute, amp"
+                "What trains today: dp (zero=0..3, several levels), pp, tp, cp, ep, accumulate, recompute, amp, "
+                "offload, ensemble"
             )
     reason = _cannot_compress(strategy) or _cannot_be_loose(strategy)
     if reason is not None:
@@ -39,6 +63,31 @@ def cannot_run(strategy: Strategy) -> str | None:
         schedule = next((term.schedule for term in strategy.terms if isinstance(term, pp)), None)
         if schedule == "pipedream":
             return f"{strategy}: pipedream keeps versions of its weights, and in shared memory there is one; use 1f1b"
+    return None
+
+
+def _cannot_offload(strategy: Strategy, term: offload) -> str | None:
+    """Why what a term names cannot wait below."""
+    if term.what == "gradients":
+        return (
+            f"{term}: gradients are reduced, clipped by the norm over all of them and used in one step, so none of "
+            'them waits; use offload("optimizer"), or zero=2, which shards them'
+        )
+    if any(isinstance(other, pp) and other.schedule == "pipedream" for other in strategy.terms):
+        return f"{term}: pipedream updates while micro-batches are under way, from several versions; use 1f1b"
+    if term.what == "activations":
+        return None
+    for level in strategy.dp_levels:
+        if isinstance(level.via, ps):
+            return f"{term} with {level}: the servers hold what would be offloaded; use via=allreduce()"
+        if term.what == "parameters" and is_loose(level):
+            return f"{term} with {level}: islands exchange their full parameters; use a bsp level, or leave it out"
+    if term.what == "parameters" and strategy.dp_levels and not any(level.zero == 3 for level in strategy.dp_levels):
+        level = strategy.dp_levels[-1]
+        return (
+            f"{term} with {level}: its replicas keep full parameters for each other's updates; use zero=3, where each "
+            f"has a shard that can wait, as in {strategy.replace(level, level.replace(zero=3))}"
+        )
     return None
 
 

@@ -25,6 +25,7 @@ from shoal.comm.mesh import Members
 from shoal.comm.points import reach
 from shoal.comm.transfer import OutOfStep
 from shoal.parallel.flat import StoredShard
+from shoal.parallel.offload.level import Level, Moving
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 """What a block's output may hold besides tensors, and which surely holds none."""
@@ -70,9 +71,12 @@ class ShardedUnit:
 class ParameterGathering:
     """Puts the hooks on all units, and takes them off again."""
 
-    def __init__(self, units: list[ShardedUnit], sharding: Members, by_host: Members | None = None) -> None:
-        """`by_host`: on accelerators, a group of the same ranks for messages between their hosts."""
-        self.units = units
+    def __init__(
+        self, units: list[ShardedUnit], sharding: Members, by_host: Members | None = None, below: Level | None = None
+    ) -> None:
+        """`by_host`: on accelerators, a group of the same ranks for messages between their hosts; `below`: where shards
+        wait, if not in memory."""
+        self.units, self.below = units, below
         self.sharding = sharding
         self.part: int | None = None
         """The pipeline stage on this rank that computes; units of its other stages stay as they are."""
@@ -102,12 +106,14 @@ class ParameterGathering:
                 if shard.gathered:
                     continue
                 full = shard.allocate()
-                if self.sharding.group is None:
-                    full.copy_(shard.shard)
-                else:
+                if self.sharding.group is not None:
                     unit.works.append(
-                        dist.all_gather_single(full, shard.shard, group=self.sharding.group, async_op=True)
+                        dist.all_gather_single(full, shard.here(), group=self.sharding.group, async_op=True)
                     )
+                elif (reading := shard.read_into(full)) is not None:
+                    unit.works.append(reading)
+                else:
+                    full.copy_(shard.shard)
         if self._tagged is not None:
             self._tagged.tag = 0
 
@@ -115,7 +121,7 @@ class ParameterGathering:
         if unit.works is not None:
             with self.explaining():
                 for work in unit.works:
-                    work.wait()
+                    (self.below.wait(work) if isinstance(work, Moving) and self.below is not None else work.wait())
             unit.works = None
             reach("step: parameters gathered")
             for shard in unit.shards:
@@ -138,6 +144,11 @@ class ParameterGathering:
                 past = bool(near.uses) if step > 0 else not near.called and self.part is None
                 if near.part == unit.part and not near.gathered and near.works is None and near.undone and not past:
                     self._start(near, phase)
+                # What is offloaded must be in memory before it can be gathered: it is read one block earlier.
+                if self.below is not None and self.sharding.group is not None and 0 <= at + step < len(self._order):
+                    for shard in self._order[at + step].shards:
+                        if self._order[at + step].undone and self._order[at + step].works is None:
+                            shard.expect()
 
     def _before_forward(self, unit: ShardedUnit) -> Any:
         def hook(module: nn.Module, args: Any) -> None:
@@ -254,6 +265,8 @@ class ParameterGathering:
         for unit in self.units:
             if root or not (unit.is_root or unit.held):
                 self.free(unit)
+                for shard in unit.shards:
+                    shard.forget()
             unit.undone, unit.uses, unit.called = len(unit.shards), 0, False
 
     def remove(self) -> None:

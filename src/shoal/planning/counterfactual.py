@@ -13,6 +13,7 @@ import numpy as np
 from shoal.cluster import BadCluster, Cluster, Level
 from shoal.common.numbers import falls_to_zero
 from shoal.estimate.cost.inputs import RECOMPUTE, SCHEDULES
+from shoal.estimate.offload import HOST_LINK_BYTES_PER_S, StepPhases, offload_estimate
 from shoal.planning.candidates import Candidates, Column, distinct
 from shoal.planning.enumerate import Space, compressed, compressible
 from shoal.planning.price import price_candidates, simulated, times_s
@@ -332,11 +333,39 @@ def what_would_fit(plan: Plan) -> list[str]:
         if larger.best is not None:
             lines.append(f"{devices:,} devices would do, with {larger.strategy(larger.best)}")
             break
-    left = need - split.get("optimizer", 0.0)
-    if left <= limit:
-        lines.append(f'offload("optimizer") would do: {left / GB:.1f} GB stay on the device')
-    elif left - split.get("gradients", 0.0) <= limit:
-        left -= split.get("gradients", 0.0)
-        lines.append(f'offload("optimizer") * offload("gradients") would do: {left / GB:.1f} GB stay on the device')
+    lines += _offloading(plan, least, split, need=need, limit=limit)
     lines.append(f"devices with {need / limit * cluster.device.memory_bytes / GB:.0f} GB of memory would do")
     return lines
+
+
+def _offloading(plan: Plan, row: int, split: dict[str, float], *, need: float, limit: float) -> list[str]:
+    """Which state of a row would have to wait in host memory for it to fit, and what that does to a step."""
+    question, cluster = plan.question, plan.question.cluster
+    state, parameters, kept = (split.get(name, 0.0) for name in ("optimizer", "parameters", "activations"))
+    alone = price_candidates(
+        plan.priced.rows.rows(np.array([row])), shape=question.shape, cluster=cluster, profile=question.profile,
+        everything=True,
+    )  # fmt: skip
+    step_s = float(alone.step_s[0])
+    update_s = float(alone.split_s["optimizer"][0])
+    # A backward pass is two forward passes' worth of work.
+    phases = StepPhases(
+        forward_s=(step_s - update_s) / 3, backward_s=(step_s - update_s) * 2 / 3, update_s=update_s
+    )
+    zero = max((level.zero for level in plan.strategy(row).dp_levels), default=0)
+    for terms, sizes in (
+        ('offload("optimizer")', {"state_bytes": state}),
+        ('offload("activations")', {"activation_bytes": kept}),
+        ('offload("optimizer") * offload("activations")', {"state_bytes": state, "activation_bytes": kept}),
+        ('offload("optimizer") * offload("parameters")', {"state_bytes": state, "parameter_bytes": parameters}),
+    ):
+        if "parameters" in terms and zero not in (0, 3):
+            continue
+        found = offload_estimate(phases, **sizes)
+        if need - found.freed_bytes <= limit:
+            return [
+                f"{terms} would do: {(need - found.freed_bytes) / GB:.1f} GB stay on the device, and a step that would "
+                f"take {step_s:.2f} s takes {found.step_s:.2f} s over a host link of "
+                f"{HOST_LINK_BYTES_PER_S / GB:.0f} GB/s (assumed)"
+            ]
+    return []

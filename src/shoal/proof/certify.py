@@ -21,9 +21,10 @@ from shoal.common.printed import PrintedTable
 from shoal.launch import RankFailed, run_ranks, warm_up
 from shoal.launch.start import Target
 from shoal.proof.entry import MODULES, examine, parallel_run, serial_run
+from shoal.proof.members import verify_members
 from shoal.proof.options import ProofOptions
 from shoal.proof.tolerance import DISTURBANCES, EXACT, LOSS, MARGIN, WIDEST
-from shoal.strategy import Strategy, Term, as_strategy, parse
+from shoal.strategy import Strategy, Term, as_strategy, ensemble, parse, require_legal
 from shoal.strategy.contract import Contract
 
 if TYPE_CHECKING:
@@ -100,6 +101,19 @@ class Certificate(PrintedTable):
         return f"under another order of sums; the tolerance is {EXACT:.0e}, or {MARGIN:g} times that if it is more"
 
     @property
+    def compared_text(self) -> str:
+        """What was compared, in words."""
+        return ", ".join(f"{count:,} {_kind(kind)}" for kind, count in self.compared.items())
+
+    @property
+    def conditioning_text(self) -> str:
+        """How far the serial run moves, and the rule for the tolerance; empty where that was not measured."""
+        if not self.conditioning:
+            return ""
+        kind, moved = max(self.conditioning.items(), key=lambda row: row[1])
+        return f"the serial run moves by {moved:.1e} ({_kind(kind)}) {self.tolerance_rule}"
+
+    @property
     def verdict(self) -> str:
         return "PASSED" if self.passed else "FAILED" if self.provable else "CANNOT BE PROVEN"
 
@@ -111,11 +125,18 @@ class Certificate(PrintedTable):
             ["contract", self.contract],
             ["largest difference", f"{self.max_rel_diff:.2g} (tolerance {self.tolerance:.2g}), in {self.worst}"],
             ["ledger", self.ledger_verdict],
-            ["steps", str(self.steps)],
+            ["compared", self.compared_text],
+            ["compared with", f"{self.serial}, {self.steps} steps, seed {self.seed}"],
+            *([["conditioning", self.conditioning_text]] if self.conditioning else []),
             *([["not covered", self.not_covered]] if self.not_covered else []),
             *([["note", note] for note in self.notes]),
         ]
         return f"{self.verdict}: {self.job} under {self.strategy} on {self.world} ranks", ["", ""], rows
+
+
+def _kind(kind: str) -> str:
+    names = {"parameter": "elements of parameters", "buffer": "elements of buffers", "loss": "losses"}
+    return names.get(kind, f"elements of {kind}")
 
 
 def verify(
@@ -154,6 +175,14 @@ def verify(
             return verify(
                 name, strategy, steps=steps, size=size, overrides=overrides, target=target, progress=progress
             )
+    if strategy.term(ensemble) is not None:
+        require_legal(strategy)
+
+        def prove(inner: Strategy, seed: int | None) -> Certificate:
+            changed = overrides if seed is None else {**(overrides or {}), "seed": seed}
+            return verify(job, inner, steps=steps, size=size, overrides=changed, target=target, progress=progress)
+
+        return verify_members(strategy, prove)
     warm_up(*MODULES)
     asked = {**(overrides or {}), "job": job, "size": size, "strategy": str(strategy), "num_steps": steps}
     options = ProofOptions.from_json(asked)
@@ -210,7 +239,8 @@ def _certificate(
             f"another order of sums, and {MARGIN:g} times that is more than the widest tolerance, {WIDEST:.0e}; try "
             "fewer steps"
         )
-    notes += _about_buffers(where if not largest <= tolerance else "", declared, examined["undeclared"])
+    wrong = where if not largest <= tolerance else ""
+    notes += [*_about_buffers(wrong, declared, examined["undeclared"]), *_about_frozen(wrong, examined["frozen"])]
     if not all(map(math.isfinite, serial["losses"])):
         notes.append("the loss of the serial run itself is not a finite number, so there is nothing to compare with")
     if not ranks[0]["ledger_compared"]:
@@ -238,7 +268,7 @@ def _about_buffers(wrong: str, declared: Mapping[str, str], suspects: Sequence[s
         "compared; what the model reads from it may differ from one process"
         for name, mode in sorted(declared.items())
     ]
-    if wrong and suspects:
+    if wrong and suspects and not wrong.startswith(FROZEN):
         name = next((name for name in suspects if wrong == f"buffer {name}"), suspects[0])
         notes.append(
             f"each forward changes the buffer {name} by the samples that it sees; declare what replicas do with it: "
@@ -248,6 +278,19 @@ def _about_buffers(wrong: str, declared: Mapping[str, str], suspects: Sequence[s
     return notes
 
 
+def _about_frozen(wrong: str, suspects: Sequence[str]) -> list[str]:
+    """Where a proof fails: what a forward writes to that replicas can neither average nor sum."""
+    if not wrong or not suspects:
+        return []
+    name = next((name for name in suspects if wrong == f"{FROZEN}{name}"), suspects[0])
+    return [
+        f"each forward changes {name}, a parameter that does not learn, by the samples that it sees, so each replica "
+        f"keeps its own: make it a buffer (register_buffer) and declare Job(buffers={{{name!r}: 'average'}}), or 'sum' "
+        "(counts)"
+    ]
+
+
+FROZEN = "frozen parameter "
 _MODES = {"broadcast": "all replicas take the first one's", "local": "each replica keeps its own"}
 
 

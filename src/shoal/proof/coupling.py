@@ -30,7 +30,16 @@ from shoal.proof.counters import LATER, counters, numbers, set_counter
 from shoal.proof.coupling_cause import EIGHTH, Kind, cause, not_linear
 from shoal.proof.data_reads import same_values
 from shoal.proof.fixed_norms import FixedStatistics, prepared
-from shoal.proof.sample_pass import TOLERANCE, SamplePass, detached, difference, outputs_differ, sum_of
+from shoal.proof.gate_model import perturb
+from shoal.proof.sample_pass import (
+    TOLERANCE,
+    SamplePass,
+    detached,
+    difference,
+    groups_differ,
+    outputs_differ,
+    sum_of,
+)
 from shoal.proof.undropped import Undropped, drawing_alike
 from shoal.runtime.draws import serial_randomness
 from shoal.runtime.float64 import KeepFloat64, to_float64
@@ -113,7 +122,10 @@ def couples_samples(
     with drawing_alike():
         try:
             shares = strategy.replicas * strategy.micro_batches if strategy is not None else job.global_batch
-            trial = _Trial(job, model, job.order().indices(0)[:num], share=-(-job.global_batch // shares))
+            trial = _Trial(
+                job, model, job.order().indices(0)[:num], share=-(-job.global_batch // shares),
+                shared_norms=job.batch_norm == "sync" and (strategy is None or strategy.replicas > 1),
+            )  # fmt: skip
             found = trial.found()
             if found.independent and not math.isfinite(within_s):  # Only a proof asks for it.
                 found = replace(found, ordered=trial.is_ordered())
@@ -139,7 +151,9 @@ def couples_samples(
 class _Trial:
     """The passes over one set of samples, and what they say."""
 
-    def __init__(self, job: Job, model: nn.Module | None, indices: np.ndarray, *, share: int) -> None:
+    def __init__(
+        self, job: Job, model: nn.Module | None, indices: np.ndarray, *, share: int, shared_norms: bool
+    ) -> None:
         self.job, self.indices, self.share = job, indices, share
         self.outside = Outside(job)
         self.first = 0
@@ -149,6 +163,8 @@ class _Trial:
             torch.manual_seed(job.seed)
             model = job.model()
         known: dict[int, Any] = {id(result): result.detach().clone() for result in results_held(model)}
+        self.norms = _norms(model) if shared_norms else []
+        """Batch norms whose statistics replicas share."""
         self.start = prepared(copied(model, known))
         self.seconds = 0.0
         """That a batch at once and in parts takes."""
@@ -251,12 +267,13 @@ class _Trial:
         with self.outside.kept(), KeepFloat64(), Undropped(), FixedStatistics():
             self.job.run_model(model, self._read(indices))
         names = counters(before, numbers(model))
-        start = self.start
+        start, state = self.start, set(found.state)
         for value in LATER if names else ():
             self.indices, self.start = indices, copied(start)
             for name in names:
                 set_counter(self.start, name, value)
             try:
+                state |= set(self._state())
                 batch = self._read(indices)
                 full = self._pass(batch)
                 there = self._split(full, batch, found.state, 2 if len(indices) > 3 else 1)
@@ -266,7 +283,7 @@ class _Trial:
                 self.start = start
             if not there.independent:
                 return replace(there, reason=f"{there.reason} (found where {names[0]} is {value})")
-        return found
+        return replace(found, state=tuple(sorted(state)))
 
     def _split(self, full: SamplePass, batch: Batch, state: tuple[str, ...], first: int) -> Coupling:
         self.first = first
@@ -274,6 +291,12 @@ class _Trial:
         pieces = zip(np.split(self.indices, [first]), (0, first), strict=True)
         one, two = (self._pass(self._read(part), at=at) for part, at in pieces)
         self.seconds = max(2 * (time.perf_counter() - started), 1e-6)
+        if name := groups_differ(full, one, two):
+            return self._found(
+                "coupled", math.inf, f"the batch norm {name} normalises groups of samples that do not grow with the "
+                "batch, so replicas, which share its statistics, would have other groups. Call it once for all "
+                "samples, declare Job(batch_norm=\"local\"), or take a strategy without replicas", state,
+            )  # fmt: skip
         if self.job.loss_over == "batch":
             return self._of_outputs(full, one, two, state)
         gap = difference(full, sum_of(one, two))
@@ -324,6 +347,11 @@ class _Trial:
             drawn, in_backward = randomness.forward(samples, 0), randomness.backward()
         fixed: Any = nullcontext() if norms else FixedStatistics()
         kept = self.outside.kept()
+        called: list[tuple[str, int]] = []
+        for path in self.norms:
+            model.get_submodule(path).register_forward_pre_hook(
+                lambda _, given, path=path: called.append((path, given[0].numel()))
+            )
         with drawing_alike(seed), torch.set_grad_enabled(backward), kept, KeepFloat64(), Undropped(), fixed, drawn:
             output = self.job.run_model(model, batch)
             loss, count = self.job.loss_of(output, batch)
@@ -333,11 +361,15 @@ class _Trial:
                 with in_backward:
                     (loss * scale).backward()
         gradients = {name: param.grad.to_dense() for name, param in model.named_parameters() if param.grad is not None}
-        return SamplePass(float(loss.detach()), float(count), gradients, detached(output))
+        return SamplePass(float(loss.detach()), float(count), gradients, detached(output), tuple(called))
 
     def _state(self) -> tuple[str, ...]:
-        """What one forward changes in the model, batch norm's statistics aside."""
+        """What one forward changes in the model, batch norm's statistics aside, once its parameters have learned."""
         model = copied(self.start)
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                if param.requires_grad and param.numel():
+                    perturb(name, param)  # A teacher that starts as its student would not move.
         params = {name: param.detach().clone() for name, param in model.named_parameters()}
         before = HeldNow(module for module in model.modules() if not isinstance(module, _BatchNorm))
         with self.outside.kept(), KeepFloat64(), Undropped(), FixedStatistics() as norms:
@@ -348,3 +380,11 @@ class _Trial:
         if norms.asked:
             changed.add("statistics of batch_norm()")
         return tuple(sorted(changed))
+
+
+def _norms(model: nn.Module) -> list[str]:
+    """The batch norms that are in training mode while the model is."""
+    if not any(isinstance(module, _BatchNorm) for module in model.modules()):
+        return []
+    named = copied(model).train().named_modules()
+    return [path for path, module in named if path and isinstance(module, _BatchNorm) and module.training]

@@ -9,6 +9,7 @@ from typing import Any
 from shoal.job.facts import build_without_memory
 from shoal.layout.layout import facts_of, layout_of
 from shoal.proof.coupling import SamplesCoupled, couples_samples, refusal
+from shoal.proof.later_layout import require_same_layout_later
 from shoal.proof.options import ProofOptions
 from shoal.proof.resumable import follow_samples, require_state_averaged, require_state_in_pieces
 from shoal.proof.runs import by_timing, unflushed_ranks
@@ -36,6 +37,7 @@ def examined(options: ProofOptions) -> dict[str, Any]:
     require_legal(strategy, facts=facts)
     require_state_in_pieces(job, strategy, layout.chain)
     require_state_averaged(job, strategy)
+    require_same_layout_later(job, strategy)
     # Islands that step by themselves are simulated in one process, and the simulation is compared to the last digit.
     exact = contract(_synchronous(strategy), facts).kind == "exact"
     found = couples_samples(job, strategy=strategy)
@@ -45,13 +47,16 @@ def examined(options: ProofOptions) -> dict[str, Any]:
     if compiled := compiled_parts(build_without_memory(job)):
         notes.append(f"the model is compiled ({compiled}: torch.compile); both runs executed it uncompiled")
     reversible = found.independent and not found.ordered
+    following = follow_samples(job, found.state) if strategy.replicas > 1 else []
+    frozen = {name for name, _ in build_without_memory(job).named_parameters()}
     return {
         "job": job.name, "seed": job.seed, "exact": exact, "steps": _enough(options.num_steps, strategy),
         # Where samples may depend on each other, their order may mean something.
         "reverse": bool(reversible and not found.state and job.loss_over == "samples"),
         "contract": asdict(contract(strategy, replace(facts, forward_state=tuple(found.state)))), "notes": notes,
         "by_timing": by_timing(strategy),
-        "undeclared": follow_samples(job, found.state) if strategy.replicas > 1 and job.buffers is None else [],
+        "undeclared": [name for name in following if name not in frozen and job.buffers is None],
+        "frozen": [name for name in following if name in frozen],
     }  # fmt: skip
 
 

@@ -16,8 +16,9 @@ from shoal.proof.data_reads import reads_differ
 from shoal.proof.fingerprint import fingerprint
 from shoal.proof.gate import exact_twin
 from shoal.proof.gate_serial import STEPS
+from shoal.proof.later_layout import require_same_layout_later
 from shoal.proof.optimizer_trials import updates_compare
-from shoal.proof.proven import is_proven, remember
+from shoal.proof.proven import is_proven, remember, said
 from shoal.runtime.compiled import require_uncompiled, running_eagerly
 from shoal.strategy import ModelFacts, Strategy, contract, is_legal, recompute
 from shoal.strategy.contract import PER_MICRO_BATCH
@@ -57,6 +58,7 @@ def question(job: Job, strategy: Strategy, facts: ModelFacts, *, backend: str | 
         "axes": list(axes), "world": twin.world, "batch": _batch(twin, facts), "optimizer": facts.optimizer,
         "updates": updates_compare(job, steps=STEPS),
         "skip": differ or _why_not(twin, replace(facts, batch_norm=facts.batch_norm and "sync"), model),
+        "tries_samples": not differ and _fits(twin, model)[0], "messages": [],
     }  # fmt: skip
 
 
@@ -71,12 +73,17 @@ def _why_not(strategy: Strategy, facts: ModelFacts, model: nn.Module) -> str:
     promised = contract(strategy, facts)
     if promised.kind != "exact":
         return f"{strategy} does not promise the numbers of a serial run ({promised.reasons[0]})"
+    return _fits(strategy, model)[1]
+
+
+def _fits(strategy: Strategy, model: nn.Module) -> tuple[bool, str]:
+    """Whether a check in float64 fits into this host's memory: one process that tries samples; and why not the ranks,
+    empty if they do."""
     elements = sum(param.numel() for param in model.parameters())
     needed = 8 * elements * (COPIES * max(1, strategy.data_parallel) + COPIES + 2)
     free = psutil.virtual_memory().available
-    if needed > free / 2:
-        return f"in float64 it would need {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
-    return ""
+    why = f"in float64 it would need {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+    return 8 * elements * COPIES <= free / 2, why if needed > free / 2 else ""
 
 
 def require_independent(job: Job, strategy: Strategy, facts: ModelFacts) -> list[dict[str, Any]]:
@@ -91,9 +98,11 @@ def require_independent(job: Job, strategy: Strategy, facts: ModelFacts) -> list
     Raises:
         SamplesCoupled: The loss is a mean, the count is wrong or learns, a backward is not linear, samples are coupled,
             or depend on padding.
+        JobError: The layout would be another one at a later count.
     """
     splits = splits_batches(strategy)
     with running_eagerly():
+        require_same_layout_later(job, strategy)
         found = couples_samples(job, within_s=MORE_SAMPLES_S, strategy=strategy)
     if found.kind in ("unchecked", "random"):
         return [{"event": "warning", "text": found.reason}] if splits else []
@@ -108,14 +117,25 @@ def require_independent(job: Job, strategy: Strategy, facts: ModelFacts) -> list
 def require_independent_once(
     job: Job, strategy: Strategy, facts: ModelFacts, asked: dict[str, Any] | None, *, backend: str | None
 ) -> list[dict[str, Any]]:
-    """The same, unless it was found out in an earlier run. `asked`: what `question` gave.
+    """The same, or what an earlier run was told. `asked`: what `question` gave; it takes the messages along.
 
-    A pass is remembered with the gate's; where there is nothing to gate, here."""
+    A pass is remembered with the gate's; where there is nothing to gate, here. A model too large to be tried in float64
+    is not; nor are data that differ from one read to the next."""
     if asked is not None:
-        return [] if asked["skip"] or is_proven(asked["key"]) else require_independent(job, strategy, facts)
-    key = fingerprint(job, build_without_memory(job), exact_twin(strategy), backend=backend)
+        if is_proven(asked["key"]):
+            return said(asked["key"])
+        messages = require_independent(job, strategy, facts) if asked["tries_samples"] else []
+        asked["messages"] = _lasting(messages)
+        return messages
+    model = build_without_memory(job)
+    key = fingerprint(job, model, exact_twin(strategy), backend=backend)
     if is_proven(key):
-        return []
-    messages = require_independent(job, strategy, facts)
-    remember(key, job=job.name, strategy=str(strategy), difference=0.0)
+        return said(key)
+    messages = require_independent(job, strategy, facts) if _fits(strategy, model)[0] else []
+    remember(key, job=job.name, strategy=str(strategy), difference=0.0, messages=_lasting(messages))
     return messages
+
+
+def _lasting(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that are about this very training, and so are said in every run."""
+    return [row for row in messages if row["event"] == "warning" or row["text"].startswith(PER_MICRO_BATCH)]

@@ -11,11 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from shoal.launch.rank import describe
+from shoal.parallel.pipeline.placeholder import WRITTEN
 from shoal.proof.gate import LayoutWrong
 from shoal.strategy import Strategy, recompute
-
-WRITTEN = "more than one element of the written-to tensor refers to a single memory location"
-"""What PyTorch reports where code writes into a parameter that has no memory of its own at the time."""
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from shoal.proof.gate import NUMBER, TOLERANCES, is_settled, require_right
 from shoal.proof.gate_compare import GateComparison, GradientWatch, Kind, Row, save_serial, worst
 from shoal.proof.gate_conditioning import Moved, allowed, hidden, movement
 from shoal.proof.gate_model import gate_model
-from shoal.proof.gate_question import CannotCheck, question, require_independent
+from shoal.proof.gate_question import CannotCheck, question, require_independent_once
 from shoal.proof.gate_serial import FACTORS, STEPS, serial_steps
 from shoal.proof.model_fails import naming_what_cut_it
 from shoal.proof.undropped import Undropped, drawing_alike
@@ -69,9 +69,9 @@ def gate_here(
     if me.rank == 0:
         try:
             asked = question(job, strategy, facts, backend=backend)
-            if asked is not None and not (settled := is_settled(asked, channel.say)):
-                for message in require_independent(job, strategy, facts):
-                    channel.say(message)
+            for message in require_independent_once(job, strategy, facts, asked, backend=backend):
+                channel.say(message)
+            settled = asked is None or is_settled(asked, channel.say)
         except ValueError as error:
             wrong = str(error)
     first = exchange({"asked": asked, "settled": settled, "wrong": wrong})[0]
@@ -166,7 +166,10 @@ def compared(job: Job, asked: dict[str, Any], me: Rank) -> dict[str, Any]:
         watch.stop()
         ready.close()
         BOOK.take()
-    return {"skip": skip or unclear, "outside": outside, "attributes": serial["attributes"], **decided}
+    return {
+        "skip": skip or unclear, "outside": outside, "attributes": serial["attributes"],
+        "declared": dict(comparison.modes), **decided,
+    }  # fmt: skip
 
 
 def _noted(mine: list[str]) -> str:

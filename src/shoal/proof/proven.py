@@ -45,6 +45,12 @@ def is_proven(key: str) -> bool:
     return key in _entries(_secret())
 
 
+def said(key: str) -> list[dict[str, Any]]:
+    """The messages for the user that were entered with the key: they hold in every run."""
+    listed = _entries(_secret()).get(key, {}).get("messages", [])
+    return [row for row in listed if isinstance(row, dict)]
+
+
 def remember(key: str, **facts: Any) -> None:
     """Enters a key with what a person may want to know of it. JSON values only."""
     with contextlib.suppress(OSError):

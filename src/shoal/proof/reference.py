@@ -176,12 +176,13 @@ class _Copy:
         if dtype is not None:
             self.model._apply(_double)
         self.model.train()
-        self.randomness = serial_randomness(job, self.model, dtype)
         self.drawn = UpdateDraws(job.seed) if draws_numbers(job.optimizer) else None
         self.optimizer = job.optimizer(_groups(job, self.model))
         self.base = [_copied(group.get("lr", 0.0)) for group in self.optimizer.param_groups]
         self.factor = 1.0
         self.named = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
+        # The only code that engines run too; what learns is settled before it.
+        self.randomness = serial_randomness(job, self.model, dtype)
         self.largest = {name: torch.zeros_like(param.abs()) for name, param in self.named.items()}
         self.gradients = {name: torch.zeros_like(param) for name, param in self.named.items()}
         self.noise = torch.Generator().manual_seed(disturbed.seed) if disturbed is not None else None

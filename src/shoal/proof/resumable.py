@@ -20,6 +20,7 @@ from shoal.layout.held_outside import Outside
 from shoal.layout.held_state import HeldNow
 from shoal.proof.counters import LATER, counters, numbers, set_counter
 from shoal.proof.data_reads import same_values
+from shoal.proof.gate_model import perturb
 from shoal.proof.undropped import drawing_alike
 from shoal.strategy import Strategy, pp
 from shoal.strategy.islands import islands
@@ -86,10 +87,6 @@ def require_state_averaged(job: Job, strategy: Strategy) -> None:
         return
     with torch.random.fork_rng(devices=[]), Outside(job).kept():
         model = _built(job)
-        with torch.no_grad():
-            # A teacher that starts as its student would not move.
-            for param in (param for param in model.parameters() if param.requires_grad):
-                param.mul_(1.01).add_(0.01)
         frozen = {name: param for name, param in model.named_parameters() if not param.requires_grad}
         before = {name: param.detach().clone() for name, param in frozen.items()}
         try:
@@ -106,14 +103,16 @@ def require_state_averaged(job: Job, strategy: Strategy) -> None:
 
 
 def follow_samples(job: Job, names: Iterable[str]) -> list[str]:
-    """Of the buffers that a forward changes, those that end otherwise where it sees other samples: not a count of
-    calls, nor a mean of parameters."""
+    """Of the buffers and frozen parameters that a forward changes, those that end otherwise where it sees other
+    samples, or fewer: not a count of calls, nor a mean of parameters."""
     order, ends = job.order(), []
-    for at in (0, order.next(0)):
+    for at, fewer in ((0, 0), (order.next(0), 2)):
         with torch.random.fork_rng(devices=[]), Outside(job).kept():
             model = _built(job)
-            _loss(job, model, job.train.batch(order.indices(at)[:SAMPLES]))
-            ends.append(dict(model.named_buffers()))
+            indices = order.indices(at)[:SAMPLES]
+            _loss(job, model, job.train.batch(indices[: max(2, len(indices) - fewer)]))
+            frozen = {name: param for name, param in model.named_parameters() if not param.requires_grad}
+            ends.append({**dict(model.named_buffers()), **frozen})
     return [name for name in names if name in ends[0] and not same_values(*(end.get(name) for end in ends))]
 
 
@@ -134,6 +133,7 @@ def _lost(job: Job) -> list[str]:
         model = _built(job)
         before, beyond, counted = HeldNow(model.modules()), HeldNow((), outside.held), numbers(model)
         _loss(job, model, first)
+        _learn(model)  # What the first forward has made of the parameters, the next one would not make of them.
         saved = _saved(model)
         names = [name for name in before.changed_names(model) if name not in saved]
         if beyond.changed()[0]:
@@ -156,8 +156,19 @@ def _lost(job: Job) -> list[str]:
 
 
 def _built(job: Job) -> nn.Module:
+    """As if it had learned already: an average of parameters that starts as their copy would not move."""
     torch.manual_seed(job.seed)
-    return job.model().train()
+    model = job.model().train()
+    _learn(model)
+    return model
+
+
+def _learn(model: nn.Module) -> None:
+    """Moves what an optimiser would move."""
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if param.requires_grad and param.numel():
+                perturb(name, param)
 
 
 def _loss(job: Job, model: nn.Module, batch: Batch) -> float:

@@ -23,6 +23,8 @@ class SamplePass:
     count: float
     gradients: dict[str, torch.Tensor]
     output: Any
+    norms: tuple[tuple[str, int], ...] = ()
+    """Calls of batch norm: the module, and how many elements it was given."""
 
 
 def sum_of(one: SamplePass, two: SamplePass) -> SamplePass:
@@ -98,3 +100,14 @@ def outputs_differ(full: list[Any], one: list[Any], two: list[Any]) -> str:
         if not difference <= TOLERANCE * (scale or 1.0):
             return f"{which}, differs by {difference / (scale or 1.0):.1e} of its size in parts"
     return ""
+
+
+def groups_differ(full: SamplePass, one: SamplePass, two: SamplePass) -> str:
+    """The batch norm that normalises groups of samples which are not all there are (ghost batch norm): replicas, which
+    share their statistics call by call, have other groups. Empty if there is none."""
+    names = [[name for name, _ in found.norms] for found in (full, one, two)]
+    if names[0] == names[1] == names[2]:
+        rows = zip(full.norms, one.norms, two.norms, strict=True)
+        return next((name for (name, all_of), (_, some), (_, rest) in rows if all_of != some + rest), "")
+    every = {name for listed in names for name in listed}
+    return next(name for name in sorted(every) if len({listed.count(name) for listed in names}) > 1)

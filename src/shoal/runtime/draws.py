@@ -54,7 +54,7 @@ def places_of(job: Job, model: nn.Module, dtype: torch.dtype | None = None) -> P
         finally:
             set_random_state(before, device)
 
-    training = [module.training for module in model.modules()]
+    training = [(module, module.training) for module in model.modules()]
     model.train()
     others: tuple[Any, Any] = random.getstate(), np.random.get_state()
     try:
@@ -65,7 +65,7 @@ def places_of(job: Job, model: nn.Module, dtype: torch.dtype | None = None) -> P
     finally:
         random.setstate(others[0])
         np.random.set_state(others[1])
-        for module, was in zip(model.modules(), training, strict=True):
+        for module, was in training:
             module.training = was
 
 

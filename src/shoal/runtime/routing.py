@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from shoal.layout.experts.listed import only_tensor
 from shoal.layout.experts.stacked import routed
 from shoal.layout.forward import Forward
 from shoal.layout.routed import Routed
-from shoal.parallel.expert.shard_experts import callers
+from shoal.parallel.expert.shard_experts import before_runs, callers
 from shoal.parallel.recompute import recomputing
 
 
@@ -58,7 +59,7 @@ class Routing:
             else:
                 by_owner.setdefault(layer.owner, []).append(layer)
         for owner, lists in by_owner.items():
-            model.get_submodule(owner).register_forward_pre_hook(self._begin(lists))
+            before_runs(model, owner).append(partial(self._begin, lists))
             for layer in lists:
                 for place, caller in enumerate(callers(model, layer.path)):
                     caller.register_forward_pre_hook(self._called(layer, place), with_kwargs=True)
@@ -78,13 +79,10 @@ class Routing:
 
         return hook
 
-    def _begin(self, lists: list[ExpertLayer]) -> Any:
-        def hook(_: nn.Module, args: Any) -> None:
-            if BOOK.phase != "evaluate":
-                for layer in lists:
-                    self._new(layer, passes=len(lists) + 1)
-
-        return hook
+    def _begin(self, lists: list[ExpertLayer]) -> None:
+        if BOOK.phase != "evaluate":
+            for layer in lists:
+                self._new(layer, passes=len(lists) + 1)
 
     def _called(self, layer: ExpertLayer, place: int) -> Any:
         def hook(_: nn.Module, args: Any, kwargs: Any) -> None:

@@ -39,7 +39,7 @@ from shoal.runtime.options import JobOptions
 from shoal.runtime.servers import announcer, connect
 from shoal.runtime.step import StepRunner, build_model
 from shoal.runtime.traffic import Expected
-from shoal.strategy import Strategy, amp, ep, pp, tp
+from shoal.strategy import Strategy, amp, ep, offload, pp, tp
 
 WARMUP = 20
 """The part of a run's steps, as 1/n, in which a scaled rate is reached unless another number is given."""
@@ -179,9 +179,10 @@ def precision_of(strategy: Strategy) -> torch.dtype | None:
 
 
 def shards_parameters(strategy: Strategy) -> bool:
-    """Whether no rank holds the full model between steps."""
+    """Whether no rank holds the full model in memory between steps."""
     cut = any(strategy.term(axis) is not None for axis in (tp, pp, ep))
-    return cut or any(level.zero == 3 for level in strategy.dp_levels)
+    waits = any(term.what == "parameters" for term in strategy.all_of(offload))
+    return cut or waits or any(level.zero == 3 for level in strategy.dp_levels)
 
 
 def _require_schedule(job: Job, optimizer: Probe) -> None:

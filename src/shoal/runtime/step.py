@@ -234,13 +234,14 @@ class StepRunner:
         started = time.perf_counter()
         draw_from(key_of(part.seed, *self.randomness.numbers.cuts.salt) >> 1, self.device)
         placed = self.randomness.forward(part.samples, part.step, part.over_tensor)
-        with BOOK.during("forward"), self._precision(), placed:
+        with BOOK.during("forward"), self._precision(), placed, self._saving(part.batch):
             output = self.job.run_model(self.engine.model, part.batch)
         self.spent["forward"] += time.perf_counter() - started
         return output
 
     def loss(self, part: BatchPart, output: Any) -> tuple[torch.Tensor, Any]:
-        with BOOK.during("forward"), self._precision(), self.randomness.resumed():
+        saving = self._saving(part.batch, again=True)
+        with BOOK.during("forward"), self._precision(), self.randomness.resumed(), saving:
             if self.global_loss is not None:
                 return self.job.loss_of(*self._gathered(output, part.batch, part.everyone, none=part.placeholder))
             loss, count = self.job.loss_of(output, self._as_the_loss_reads(part.batch))
@@ -265,6 +266,11 @@ class StepRunner:
             return batch
         # From pinned memory, so that the host does not wait for the device.
         return {k: v.pin_memory().to(self.device, non_blocking=True) for k, v in batch.items()}
+
+    def _saving(self, batch: Batch, *, again: bool = False) -> Any:
+        """What autograd saves meanwhile goes to where activations are offloaded."""
+        activations = self.engine.activations
+        return nullcontext() if activations is None else activations.saving(batch.values(), again=again)
 
     def _precision(self) -> Any:
         # The cache would keep a copy of every weight during all of forward, also of blocks that ZeRO-3 gave back.

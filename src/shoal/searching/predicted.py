@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class PredictedDevice:
     """Where steps are predicted."""
 
     machine: Machine
@@ -34,7 +34,7 @@ class Place:
 class Predictor:
     """Seconds of a step and bytes of a device, of a job under the search's strategy."""
 
-    def __init__(self, place: Place, strategy: Strategy) -> None:
+    def __init__(self, place: PredictedDevice, strategy: Strategy) -> None:
         self.place, self.strategy = place, strategy
 
     def __call__(self, job: Job) -> tuple[float, float]:
@@ -56,7 +56,7 @@ def predictor(options: SearchOptions) -> Callable[[Job], tuple[float, float]] | 
     return Predictor(place_of(options.cluster, strategy), strategy)
 
 
-def place_of(name: str, strategy: Strategy) -> Place:
+def place_of(name: str, strategy: Strategy) -> PredictedDevice:
     """What steps are predicted by: what was measured here, or the datasheets of a cluster.
 
     Raises:
@@ -72,7 +72,8 @@ def place_of(name: str, strategy: Strategy) -> Place:
                     f"--cluster this: the strategy has {strategy.world} ranks, and {here.ranks} were calibrated; run "
                     f"`shoal calibrate --ranks {strategy.world}` first"
                 )
-            return Place(machine=here, device_bytes=here.memory_bytes / here.ranks, words="this machine, as calibrated")
+            each = here.memory_bytes / here.ranks
+            return PredictedDevice(machine=here, device_bytes=each, words="this machine, as calibrated")
         found = _cluster(name)
     except BadCluster as error:
         raise CannotSearch(f"--cluster {name}: {error}") from None
@@ -81,7 +82,7 @@ def place_of(name: str, strategy: Strategy) -> Place:
     half = strategy.term(amp)
     machine = machine_of_cluster(found, world=strategy.world, precision=half.dtype if half is not None else "fp32")
     words = f"{found.device.name}, by its datasheet"
-    return Place(machine=machine, device_bytes=found.device.memory_bytes, words=words)
+    return PredictedDevice(machine=machine, device_bytes=found.device.memory_bytes, words=words)
 
 
 def _cluster(name: str) -> Cluster:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from shoal.job.facts import build_without_memory
-from shoal.job.one_shot import Mixture
+from shoal.job.one_shot import MixedChoice
 from shoal.job.space import MIXED, Dimension, FixedTrial, Space, Trial
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class MixingTrial(DrawingTrial):
     def module(self, name: str, choices: Mapping[str, Callable[[], nn.Module]]) -> nn.Module:
         """A mixture."""
         self.mixed.append(name)
-        return Mixture(name, choices)
+        return MixedChoice(name, choices)
 
     @property
     def values(self) -> dict[str, Any]:

@@ -212,8 +212,13 @@ def _refuse_repeated(term: Term, index: int, before: tuple[Term, ...]) -> None:
         if len(same) == MOST_LEVELS:
             raise TermError(f"more than {MOST_LEVELS} levels of dp", index=index)
     elif isinstance(term, ModifierTerm) and term.repeats:
-        if term in same:
-            raise TermError(f"{term} stands twice; once is enough", index=index)
+        if any(_first(term) == _first(other) for other in same):
+            raise TermError(f"{name}({_first(term)!r}) stands twice; once is enough".replace("'", '"'), index=index)
     elif same:
         raise TermError(f"{name} stands twice; of all axes only dp may repeat" if isinstance(term, AxisTerm)
                         else f"{name} stands twice; a modifier stands once", index=index)  # fmt: skip
+
+
+def _first(term: Term) -> object:
+    """The first argument of a modifier that repeats: what it says something about."""
+    return next(iter(term.values().values()))

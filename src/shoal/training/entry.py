@@ -22,3 +22,15 @@ def train_run(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
     from shoal.training.loop import train
 
     return train(TrainOptions.from_json(arguments), channel)
+
+
+def judge_members(arguments: dict[str, Any], channel: Any) -> dict[str, Any]:
+    """In one process, after the members of an ensemble are trained: what they reach alone and together."""
+    from shoal.launch.join import join, leave
+    from shoal.runtime.options import JobOptions
+    from shoal.training.together import judge
+
+    join()
+    found = judge(JobOptions.from_json(arguments["job"]), arguments["members"], arguments["student"])
+    leave()
+    return found

@@ -19,9 +19,11 @@ from shoal.common.log import log_message
 from shoal.launch import RankFailed, run_ranks, warm_up
 from shoal.proof.gate import gate_locally
 from shoal.runtime.options import WrongOption
-from shoal.strategy import Strategy, Term, as_strategy, parse, require_legal
+from shoal.strategy import Strategy, Term, as_strategy, ensemble, parse, require_legal
+from shoal.strategy.members import member_strategy
 from shoal.training.entry import MODULES, check_run
 from shoal.training.growing import BadJoin, require_can_come
+from shoal.training.members import require_ensemble, train_members
 from shoal.training.options import TrainOptions
 from shoal.training.record.lock import FolderBusy, FolderLock, take
 from shoal.training.record.run import RUN, Run, RunBroken, new_folder, read_json, read_run, write_json
@@ -178,6 +180,13 @@ def require_hindrances(options: TrainOptions, world: int) -> None:
 
 def train_locally(options: TrainOptions, world: int, *, hang_after_s: float, on_message: Listener) -> dict[str, Any]:
     """Checks, chooses the folder, runs; returns rank 0's outcome with the memory of the rank that needed most."""
+    strategy = parse(options.strategy or "serial")
+    members = strategy.term(ensemble)
+    if members is not None:
+        require_ensemble(options, strategy)
+        strategy = member_strategy(strategy)
+        world, asked = strategy.world, parse(options.strategy or "serial")
+        options = replace(options, strategy=str(strategy), resume=None)
     if options.emulate is not None:
         require_emulation(options.emulate, world, options.backend)
     require_hindrances(options, world)
@@ -190,6 +199,8 @@ def train_locally(options: TrainOptions, world: int, *, hang_after_s: float, on_
         folder = options.folder or ""
         if options.lock is None:
             options = replace(options, lock=held.enter_context(_locked(folder, on_message)).token)
+        if members is not None:
+            return train_members(options, asked, hang_after_s=hang_after_s, on_message=on_message)
         try:
             outcomes = train_restoring(options, world, hang_after_s=hang_after_s, on_message=on_message)
         except RankFailed as error:
@@ -221,7 +232,8 @@ def _checked(options: TrainOptions, *, hang_after_s: float, on_message: Listener
         raise CannotTrain(f"{where} cannot be the run's folder: {error.strerror}; give another --folder") from error
     return replace(
         options, folder=folder, resume=checked["resume"], checked=True, gate=False,
-        checkpoint_every=checkpoints_every(options, checked["steps"]), flops_per_sample=checked["flops_per_sample"],
+        checkpoint_every=checkpoints_every(options, checked["steps"]), job_seed=checked["seed"],
+        flops_per_sample=checked["flops_per_sample"],
     )  # fmt: skip
 
 

@@ -54,11 +54,14 @@ from shoal.training.saving import Saving
 from shoal.training.speed import speed_of
 from shoal.training.step_split import StepSplit
 from shoal.training.tickets import advance, leave_servers, serve_rank
+from shoal.training.together import student_of
 
 
 def train(options: TrainOptions, channel: Any) -> dict[str, Any]:
     """On every rank: a job under a strategy, from its start or from a checkpoint, to its end."""
     job, past = job_from(options), Past()
+    if options.teachers is not None:
+        job = student_of(job, options.of_job, options.teachers.split(", "))
     past.number = come(channel.rank)
     while True:
         outcome = _session(job, in_session(options, past.number), channel, past)
@@ -368,6 +371,8 @@ class TrainingRun:
             "folder": str(self.folder), **self.speed.summary(), **self.lost.report(),
             **staleness(self.ready.executor), **served,
         }  # fmt: skip
+        if offloading := self.engine.owner.offloading:
+            outcome["offload"] = offloading.report()
         outer = self.engine.outer
         islands = outer.tickets.report() if outer is not None and outer.tickets is not None else {}
         if measured := self.engine.consistency.summary() | islands:

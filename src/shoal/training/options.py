@@ -76,6 +76,10 @@ class TrainOptions(JobOptions):
     """Floating-point operations of a sample in a step, where they are known (`job/work.py`)."""
     checked: bool = field(default=False, metadata={"set by": "train_locally"})
     """Whether the checkpoint to resume from was found intact just before."""
+    job_seed: int = field(default=0, metadata={"set by": "train_locally"})
+    """The job's own seed, where no other was given."""
+    teachers: str | None = field(default=None, metadata={"set by": "train_locally"})
+    """The runs from which a student learns, with commas between them."""
     restored: bool = field(default=False, metadata={"set by": "train_locally"})
     """Whether the run was started again after it had lost a rank (`restored.py`)."""
 

@@ -241,6 +241,21 @@ class Looped(PreNorm):
         return super().layers(super().layers(h))
 
 
+class Translation(nn.Module):
+    """nn.Transformer from a source to a target that is shorter: the source is cut, the target is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.translate = nn.Transformer(WIDTH, HEADS, 1, 1, 2 * WIDTH, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        target = self.words(tokens[:, : LENGTH // 2 - 1])
+        later = torch.ones(target.shape[1], target.shape[1], dtype=torch.bool).triu(1)
+        return self.head(self.translate(self.words(tokens), target, tgt_mask=later, tgt_is_causal=True))
+
+
 class Shifted(PreNorm):
     """Mixes positions outside attention: each meets its neighbour, as in RWKV."""
 
@@ -275,6 +290,8 @@ def job_of(model: Callable[[], nn.Module], kind: str = "words") -> Job:
     x = torch.randint(1, WORDS, (16, LENGTH), generator=generator)
     x[::2, -3:] = 0
     y = torch.randint(0, WORDS, (16, LENGTH) if kind == "words" else (16,), generator=generator)
+    if kind == "shorter":
+        y = torch.randint(0, WORDS, (16, LENGTH // 2 - 1), generator=generator)
     if kind == "images":
         x = torch.randn(16, 1, 6, 8, generator=generator)
     return Job(
@@ -298,6 +315,7 @@ pooled = partial(job_of, Pooled, "answers")
 patches = partial(job_of, Patches, "images")
 dropping = partial(job_of, Dropping)
 looped = partial(job_of, Looped)
+translation = partial(job_of, Translation, "shorter")
 shifted = partial(job_of, Shifted)
 centred = partial(job_of, Centred)
 mixer = partial(job_of, Mixer)

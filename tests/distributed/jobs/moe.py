@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -47,6 +48,28 @@ class TopTwo(nn.Module):
                 continue
             mixed[token] += weights[token, slot, None] * expert(tokens[token])
         return mixed.reshape(x.shape)
+
+
+class Adding(TopTwo):
+    """A mixture that is a block by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+class Stack(nn.Module):
+    """Its blocks are mixtures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.blocks = nn.ModuleList(Adding(WIDTH, 4) for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
 
 
 class Capacity(nn.Module):
@@ -127,6 +150,10 @@ def make(name: str, mixture: type[nn.Module], **changes: int) -> Job:
 
 def by_hand() -> Job:
     return make("by_hand", TopTwo)
+
+
+def in_block() -> Job:
+    return replace(by_hand(), name="in_block", model=Stack, buffers="sum")
 
 
 def six() -> Job:

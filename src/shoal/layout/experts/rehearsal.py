@@ -44,12 +44,17 @@ def rehearsing(module: nn.Module, *, but: Collection[nn.Module] = ()) -> Iterato
 
 class ParametersKept(TorchDispatchMode):
     """Inside, parameters that a forward writes to (a teacher that follows its student, weights that are clipped) are
-    copied before the first write; at the end their values are restored, and new parameters are removed."""
+    copied before the first write; at the end their values are restored, and new parameters, buffers and modules are
+    removed. So is what a forward switches: which parameters learn, which modules are in training."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._registered = [(module._parameters, dict(module._parameters)) for module in model.modules()]
+        tables = [table for module in model.modules() for table in (module._parameters, module._modules)]
+        self._registered = [(table, dict(table)) for table in tables]
+        self._buffers = [(module._buffers, set(module._buffers)) for module in model.modules()]
         self._held = [(param, param.data) for param in model.parameters()]
+        self._learning = [(param, param.requires_grad) for param in model.parameters()]
+        self._training = [(module, module.training) for module in model.modules()]
         self._storages = {data.untyped_storage()._cdata: data for _, data in self._held}
         self._copies: dict[int, torch.Tensor] = {}
 
@@ -71,9 +76,17 @@ class ParametersKept(TorchDispatchMode):
             if now.keys() != before.keys() or any(now[name] is not param for name, param in before.items()):
                 now.clear()
                 now.update(before)
+        for buffers, names in self._buffers:
+            for name in buffers.keys() - names:
+                del buffers[name]
         for param, data in self._held:
             if param.data_ptr() != data.data_ptr():
                 param.data = data
+        for module, training in self._training:
+            module.training = training
+        for param, learns in self._learning:
+            if param.requires_grad != learns:
+                param.requires_grad_(learns)
         with torch.no_grad():
             for key, copy in self._copies.items():
                 self._storages[key].copy_(copy)

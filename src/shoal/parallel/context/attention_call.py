@@ -44,10 +44,11 @@ def check(
 def as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """As autocast gives them to the library's attention, which it computes in the lower precision."""
     kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind) or tensors[0].dtype == torch.float64:
+    if not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
-    return tuple(tensor.to(dtype) for tensor in tensors)
+    # As PyTorch does: what is double stays so.
+    return tuple(tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors)
 
 
 def mask_in_four(mask: torch.Tensor, q: torch.Tensor, *, rows: int, columns: int, whose: str) -> torch.Tensor:

@@ -27,6 +27,7 @@ from shoal.layout.cuts import Cut
 from shoal.layout.global_view import factors
 from shoal.parallel.collectives import gather
 from shoal.parallel.context.attention import BY_METHOD, positions
+from shoal.parallel.context.attention_call import as_autocast
 from shoal.parallel.context.global_view import GlobalView
 from shoal.parallel.recompute import recomputing
 
@@ -232,7 +233,7 @@ class SequenceCut:
     def attend(self, args: Any, kwargs: Any, *, as_called: bool = True) -> torch.Tensor:
         """`as_called`: the model's own code calls the library's attention, so the call is known beforehand."""
         given = {**dict(zip(NAMES, args, strict=False)), **kwargs}
-        q, k, v = (given.pop(name) for name in NAMES[:3])
+        q, k, v = as_autocast(*(given.pop(name) for name in NAMES[:3]))
         self.calls.append(
             AttentionCall(
                 batch=q.shape[0], heads=q.shape[1], kv_heads=k.shape[1], length=q.shape[-2], head_dim=q.shape[-1],

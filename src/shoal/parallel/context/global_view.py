@@ -208,6 +208,8 @@ class GlobalView(TorchFunctionMode):
         args, kwargs = tree_map(
             lambda leaf: operands[leaf.value] if isinstance(leaf, Ref) else leaf, (op.args, op.kwargs)
         )
+        if op.name == "view" and not step.outputs and isinstance(args[1], (list, tuple)):
+            return [_resized(op, args[0], list(args[1]))]  # Of something gathered, or made of it.
         if op.name in SIZED and step.outputs and isinstance(args[1], (list, tuple)):
             source, out = op.inputs[0], op.outputs[0]
             cut = step.outputs[out]

@@ -47,8 +47,8 @@ def ring_attention(
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, dropout_p=dropout_p
         )
-    check(q, k, v, members, enable_gqa=enable_gqa, dropout_p=dropout_p)
     q, k, v = as_autocast(q, k, v)
+    check(q, k, v, members, enable_gqa=enable_gqa, dropout_p=dropout_p)
     length = q.shape[2]
     chunks_of(length * members.size, members.size, members.index, balanced=balanced)
     plan = RingPlan(ranks=members.size, index=members.index, length=length, causal=is_causal, balanced=balanced)

@@ -43,6 +43,7 @@ def ulysses_attention(
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, dropout_p=dropout_p
         )
+    q, k, v = as_autocast(q, k, v)
     check(q, k, v, members, enable_gqa=enable_gqa, dropout_p=dropout_p)
     if balanced:
         raise AttentionError("Ulysses needs a contiguous cut of the sequence; cut it with balanced=False.")
@@ -52,7 +53,6 @@ def ulysses_attention(
                 f"{heads} heads of {whose} do not divide by {members.size} ranks, as Ulysses needs; "
                 "use another number of ranks, or the ring."
             )
-    q, k, v = as_autocast(q, k, v)
     if attn_mask is not None:
         length, own = q.shape[2] * members.size, q.shape[1] // members.size
         attn_mask = mask_in_four(attn_mask, q, rows=length, columns=length, whose="the rows of the full sequence")

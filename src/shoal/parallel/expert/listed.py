@@ -9,6 +9,7 @@ random numbers. An owner of several lists (of which later ones may depend on ear
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -172,9 +173,13 @@ class ListedForward:
         self.module = module
         self.lists = lists
         self.plain_forward = module.forward
+        self.before_runs: list[Callable[[], None]] = []
+        """Called where a run begins, a repetition inside backward too: it passes by the hooks of a block."""
         module.forward = self.__call__  # type: ignore[method-assign]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for begin in self.before_runs:
+            begin()
         device = _device(args, kwargs, self.module)
         start = experts_random = random_state(device)
         thread = first_thread(device)

@@ -13,7 +13,7 @@ experts (dp, cp), while all other parameters also sum over these ranks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
@@ -28,6 +28,7 @@ REMEMBERED_RUNS = 1024
 
 _HISTORY = "_shoal_routed"
 _CALLERS = "_shoal_callers"
+_BEFORE = "_shoal_before_runs"
 
 
 def shard_experts(model: nn.Module, layers: Sequence[ExpertLayer], members: Members) -> list[str]:
@@ -52,8 +53,8 @@ def shard_experts(model: nn.Module, layers: Sequence[ExpertLayer], members: Memb
             StackedExperts(model.get_submodule(layer.path), layer, members, history)
         else:
             by_owner.setdefault(layer.owner, []).append(ListedExperts(model, layer, members, history))
-    for owner, lists in by_owner.items():
-        ListedForward(model.get_submodule(owner), lists)
+    forwards = {owner: ListedForward(model.get_submodule(owner), lists) for owner, lists in by_owner.items()}
+    setattr(model, _BEFORE, {owner: forward.before_runs for owner, forward in forwards.items()})
     setattr(model, _HISTORY, history)
     setattr(model, _CALLERS, {
         each.layer.path: list(each.placeholders.values()) for lists in by_owner.values() for each in lists
@@ -68,6 +69,12 @@ def take_routed(model: nn.Module) -> list[Routed]:
     taken = list(history)
     history.clear()
     return taken
+
+
+def before_runs(model: nn.Module, owner: str) -> list[Callable[[], None]]:
+    """What is called where a module that routes to listed experts begins a run; whoever observes it adds to this."""
+    found: dict[str, list[Callable[[], None]]] = getattr(model, _BEFORE, {})
+    return found.get(owner, [])
 
 
 def callers(model: nn.Module, path: str) -> list[nn.Module]:

@@ -25,12 +25,15 @@ from torch import nn
 
 from shoal.comm.ledger import BOOK
 from shoal.comm.points import reach
+from shoal.job.on_disk import has_read
 from shoal.parallel.bucket import Bucket
 from shoal.parallel.cutting import CutModel
 from shoal.parallel.data import GradientReduction
 from shoal.parallel.flat import FlatBuffer, Memory
 from shoal.parallel.flat_slice import Piece, SavedState, pieces_within, unlike_the_rest
 from shoal.parallel.full_parameters import FullParameters
+from shoal.parallel.offload.level import Place
+from shoal.parallel.offload.offloading import Offloading
 from shoal.parallel.optimizer import Recipe, SlicedOptimizer
 from shoal.parallel.placement import Family, Placement, Replicas
 from shoal.parallel.server.remote import RemoteOptimizer
@@ -65,14 +68,18 @@ class Owner(ABC):
     """What may have caused a loss that is no number."""
 
     def __init__(
-        self, model: nn.Module, placement: Placement, cut: CutModel, recipe: Recipe, *, bucket_bytes: int
-    ) -> None:
+        self, model: nn.Module, placement: Placement, cut: CutModel, recipe: Recipe, *, bucket_bytes: int,
+        offloading: Offloading | None = None,
+    ) -> None:  # fmt: skip
         self.placement, self.cut, self.recipe = placement, cut, recipe
+        self.offloading = offloading or Offloading()
+        self.places: dict[int, Place] = {}
+        """Where masters that are offloaded lie, by the identity of their bucket."""
         self.buckets: list[Bucket] = []
         self._lay_out(model, bucket_bytes)
         self.reduction = GradientReduction(self.buckets, every_micro=cut.staged is None)
         self.full = self._full_parameters()
-        self.optimizer = SlicedOptimizer(recipe, self.buckets, full=self.full)
+        self.optimizer = self._optimizer()
         self.around_step: Callable[[], AbstractContextManager[Any]] = nullcontext
         """Entered around the optimiser's own step (for an optimiser that draws random numbers)."""
         self.remote: RemoteOptimizer | None = None
@@ -81,6 +88,14 @@ class Owner(ABC):
         """Where replicas take shares of the data as they are free, or as servers let them."""
         self.before_update: list[Callable[[Gradients], None]] = []
         """Called before each update: proofs read the gradients as the optimiser gets them."""
+
+    def _optimizer(self, unfused: frozenset[str] = frozenset()) -> SlicedOptimizer:
+        """A new one over this rank's slices."""
+        elements = sum(bucket.master.numel() for bucket in self.buckets)
+        return SlicedOptimizer(
+            self.recipe, self.buckets, full=self.full, unfused=unfused,
+            offloaded=self.offloading.state(elements, self.places),
+        )  # fmt: skip
 
     # Laying parameters out:
 
@@ -207,6 +222,7 @@ class Owner(ABC):
         """Leaves every rank with full parameters of its own. Collective."""
         if self.remote is not None:
             self.remote.close()
+        self.optimizer.settle()
 
     def watch_reads(self) -> ReadsOutside | None:
         """Notes parameters that are read where they are not gathered; None if they always are."""
@@ -262,13 +278,14 @@ class Owner(ABC):
             self.barrier()  # Where memory is shared, another rank may still be reading them.
             for piece in self.pieces_of(self.masters, lambda bucket: (0, bucket.buffer.padded)):
                 piece.values.copy_(read(piece.name, piece.start, piece.start + piece.values.numel()))
+                has_read(piece.values)
             reach("restore: parameters read")
             self.publish()
             reach("restore: parameters published")
 
     def reset(self) -> None:
         """The optimiser begins anew, with nothing kept of earlier steps."""
-        self.optimizer = SlicedOptimizer(self.recipe, self.buckets)
+        self.optimizer = self._optimizer()
 
     def load(self, saved: SavedState) -> None:
         """The optimiser's state from a checkpoint."""
@@ -278,5 +295,5 @@ class Owner(ABC):
     def _load_optimizer(self, saved: SavedState) -> None:
         mine = [slot.name for bucket in self.buckets for slot in bucket.buffer.slots]
         unfused = unlike_the_rest(saved, mine) if self.recipe.elementwise else frozenset()
-        self.optimizer = SlicedOptimizer(self.recipe, self.buckets, full=self.full, unfused=unfused)
+        self.optimizer = self._optimizer(unfused)
         self.optimizer.load(saved)

@@ -14,6 +14,7 @@ from shoal.layout.blocks import units
 from shoal.parallel.bucket import PLAIN, SHARED, Bucket
 from shoal.parallel.flat import StoredShard
 from shoal.parallel.flat_slice import Piece
+from shoal.parallel.offload.offloading import parameters_in_use
 from shoal.parallel.owner.sharded import ShardedOwner
 from shoal.parallel.zero import ParameterGathering, ReadsOutside, ShardedUnit
 
@@ -38,14 +39,16 @@ class FullySharded(ShardedOwner):
         gathering.close_partial = lambda unit: reduction.close_partial(self._buckets_of[id(unit)])
 
     def _lay_out(self, model: nn.Module, bucket_bytes: int) -> None:
-        sharded_units, parts = [], units(model)
+        sharded_units, parts, below = [], units(model), self.offloading.levels.get("parameters")
         # Blocks from the last to the first, then the root: the order in which backward finishes them.
         for unit in [*parts[1:][::-1], parts[0]]:
             stored, own = [], []
             for group in self._groups(list(unit.params), None):
                 bucket = self._add(group)
-                stored.append(StoredShard(bucket.buffer))
+                stored.append(StoredShard(bucket.buffer, below))
                 bucket.master = stored[-1].shard
+                if stored[-1].place is not None:
+                    self.places[id(bucket)] = stored[-1].place
                 own.append(bucket)
             # What ranks share beyond this one's stages (a tied weight) does not say where the block computes.
             part = min((bucket.part for bucket in own if bucket.part != SHARED), default=SHARED if own else 0)
@@ -59,7 +62,11 @@ class FullySharded(ShardedOwner):
         by_host = None
         if next(model.parameters()).device.type != "cpu" and sharding.group is not None:
             by_host = self.placement.mesh.another_along(str(self.placement.sharded), backend=BACKENDS["shoal"])
-        self.gathering = ParameterGathering(sharded_units, sharding, by_host)
+        self.gathering = ParameterGathering(sharded_units, sharding, by_host, below)
+        if below is not None:
+            shards = [(shard, unit.is_root) for unit in sharded_units for shard in unit.shards]
+            used = parameters_in_use(shards)
+            self.offloading.in_use["blocks"] = lambda: used
 
     def begin_forward(self, part: int) -> None:
         self.gathering.begin_forward(part)

@@ -19,6 +19,9 @@ from shoal.layout.experts.rehearsal import random_state, set_random_state
 from shoal.layout.held_state import results_held
 from shoal.parallel.pipeline.arrival import Arrival
 
+WRITTEN = "more than one element of the written-to tensor refers to a single memory location"
+"""What PyTorch reports where code writes into a parameter that has no memory of its own at the time."""
+
 LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 """What a fake raises when it is asked for a value."""
 

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from shoal.layout.chain import Chain
 from shoal.layout.wires import Place, Wire
 from shoal.parallel.pipeline.arrival import Arrival, Branched, become
-from shoal.parallel.pipeline.placeholder import Like, learning, shapes_of, skeleton, zeros
+from shoal.parallel.pipeline.placeholder import WRITTEN, Like, learning, shapes_of, skeleton, zeros
 
 Range = tuple[int, int]
 
@@ -138,6 +138,12 @@ class StagedModel:
             except Exception as error:
                 if not first or self._begun or getattr(error, "for_user", isinstance(error, Reentrant)):
                     raise
+                if WRITTEN in str(error):
+                    raise NotStaged(
+                        "the model's own code writes into parameters that other stages of the pipeline hold (a teacher "
+                        "that follows its student?): write into a block's parameters in its own forward, from "
+                        "parameters of the same block, or train without pp"
+                    ) from error
                 raise NotStaged(
                     f"a stage begins at {self.chain.links[first].path}, but the model's own code in front of it fails "
                     f"with {type(error).__name__}: {error}. It may read what an earlier block leaves behind (an "

@@ -17,7 +17,7 @@ class ModifierTerm(Term):
     family = "modifier"
     where = "each device"
     repeats: ClassVar[bool] = False
-    """Whether the modifier may stand several times, with different arguments."""
+    """Whether the modifier may stand several times, with different first arguments."""
 
 
 class recompute(ModifierTerm):
@@ -53,19 +53,25 @@ class amp(ModifierTerm):
 
 
 class offload(ModifierTerm):
-    """State that is not in use waits in the memory of the host. May stand once for each kind of state."""
+    """State that is not in use waits one level below: in host memory, or on disk. May stand once for each kind of
+    state.
+    """
 
     what: str = choice("optimizer", "gradients", "parameters", "activations")
+    to: str = choice("auto", "host", "disk", default="auto", kw_only=True)
+    """The level below. auto: host memory for what devices compute with, disk for what hosts compute with."""
 
-    title = "offload to host memory"
+    title = "offload to host memory or disk"
     repeats = True
 
     def words(self) -> str:
+        below = {"auto": "one level below (host memory; disk, on a host without devices)", "host": "in host memory",
+                 "disk": "on disk"}[self.to]  # fmt: skip
         return {
-            "optimizer": "optimiser state lives in host memory, and the step is taken there",
-            "gradients": "gradients move to host memory as soon as they are reduced",
-            "parameters": "parameters wait in host memory and come to the device block by block",
-            "activations": "activations wait in host memory between the forward and the backward pass",
+            "optimizer": f"optimiser state waits {below} and comes in parts while the step is taken",
+            "gradients": f"gradients move {below} as soon as they are reduced",
+            "parameters": f"parameters wait {below} and come block by block",
+            "activations": f"activations wait {below} between the forward and the backward pass",
         }[self.what]
 
 
