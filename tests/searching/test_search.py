@@ -88,6 +88,7 @@ def test_a_search_that_was_disturbed_finds_what_an_undisturbed_one_finds(tmp_pat
         (f"{SPACE}:nothing", {}, "nothing varies in the space"),
         (SPACE, {"metric": "speed"}, "is higher or lower better"),
         (SPACE, {"strategy": "dp(4)", "devices": 2}, "needs 4 devices"),
+        (SPACE, {"strategy": "dp(2, zero=3)", "devices": 2, "method": "darts"}, "use zero=2"),
         (lambda trial: None, {}, "defined at the top level of a file"),
         ("image:resnet50", {}, "has the sizes tiny, small"),
     ],

@@ -184,6 +184,11 @@ def search(
         if strategy.world > count:
             raise CannotSearch(f"--strategy {strategy} needs {strategy.world} devices, and --devices gives {count}")
         workers = min(count // strategy.world, at_once)
+    if method == "darts" and any(level.zero == 3 for level in strategy_of(strategy).dp_levels):
+        raise CannotSearch(
+            f"--strategy {strategy}: --method darts computes with every parameter twice in a step, and zero=3 gives "
+            "parameters back after their block; use zero=2"
+        )
     if cluster is not None:
         from shoal.searching.predicted import place_of
 

@@ -104,6 +104,8 @@ class Placing:
         """The ranks that split the global batch, of all islands."""
         self.islands = self.along(*loose) if loose else Member(ALONE)
         """The ranks that hold the same part of the model in each island."""
+        self.near = self.along(loose[-1]) if len(loose) > 1 else None
+        """Of these, those that the inner one of two loose levels ties together."""
         inside = [name for name, _ in self.axes if name not in loose]
         label = "island" if loose else "world"
         self.island = data if set(inside) == set(self.levels) else self.along(*inside, label=label)

@@ -43,7 +43,7 @@ from shoal.parallel.recompute import recompute_blocks
 from shoal.parallel.runnable import NotRunnable, require_runnable
 from shoal.parallel.sync.averaged import Averaged
 from shoal.parallel.sync.moments import Moments
-from shoal.parallel.sync.outer import OuterLevel
+from shoal.parallel.sync.outer import NearLevel, OuterLevel
 from shoal.parallel.sync.scheme import Scheme
 from shoal.parallel.sync.served import ServedLevel
 from shoal.parallel.sync.streams import lay_out
@@ -232,9 +232,17 @@ def _outer(strategy: Strategy, engine: Engine, seed: int) -> OuterLevel | None:
         return None
     if engine.placement.seats is not None or engine.placement.hogwild is not None:
         return ServedLevel(engine.placement, engine.model)
+    level = _level(OuterLevel, loose, engine, seed)
+    if engine.placement.near is not None:
+        inner = [other for other in strategy.dp_levels if is_loose(other)][-1]
+        level.near = _level(NearLevel, inner, engine, seed)
+    return level
+
+
+def _level(kind: type[OuterLevel], loose: dp, engine: Engine, seed: int) -> Any:
     term = loose.sync
     assert isinstance(term, Scheme), f"{term} has no runtime"
-    level = OuterLevel(term, engine.placement, engine.buckets, engine.model, engine.names)
+    level = kind(term, engine.placement, engine.buckets, engine.model, engine.names)
     level.consistency = engine.consistency
     level.reset_optimizer = engine.owner.reset
     if isinstance(term, Averaged):

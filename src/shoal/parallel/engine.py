@@ -44,7 +44,7 @@ from shoal.parallel.optimizer import SlicedOptimizer
 from shoal.parallel.optimizer_needs import closure_for, drawn_slices, sum_over_ranks
 from shoal.parallel.owner.base import Gradients, Owner
 from shoal.parallel.placement import Placement, Replicas
-from shoal.parallel.result import COUNT_WITH_GRADIENT, CountWithGradient, NonFinite, StepResult
+from shoal.parallel.result import COUNT_WITH_GRADIENT, CountWithGradient, LearnsLater, NonFinite, StepResult
 from shoal.parallel.shared_tickets import SharedTickets
 from shoal.parallel.sync.outer import OuterLevel
 
@@ -99,6 +99,8 @@ class Engine:
 
     def __post_init__(self) -> None:
         self._sums = self._sums.to(self.device)
+        held = ((name, param) for name, param in self.model.named_parameters() if name not in self.absent)
+        self._frozen = [(name, param) for name, param in held if not param.requires_grad]
         draws = self.update_draws
         if draws is not None:
             self.owner.around_step = lambda: draws.update(drawn_slices(self))
@@ -188,6 +190,13 @@ class Engine:
 
     def close_backward(self) -> None:
         """After the step's last backward."""
+        for name, param in self._frozen:
+            if param.requires_grad:
+                raise LearnsLater(
+                    f"the parameter {name} requires a gradient now; it did not when the model was built, so no "
+                    "optimizer has it and nothing would train it. Let it require one when the model is built, and "
+                    "freeze it in forward (requires_grad_(False)) for as long as it should not learn"
+                )
         with self.owner.explaining(), BOOK.during("backward"):
             reach("step: backward done")
             self._share()

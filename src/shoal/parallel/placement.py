@@ -106,6 +106,8 @@ class Placement:
         """The ranks that step together: they all-reduce the loss, the count and the stop flag."""
         self.islands = mesh.along(*loose)
         """The ranks that hold the same part of the model in each island."""
+        self.near = mesh.along(loose[-1]) if len(loose) > 1 else None
+        """Of these, where two levels are loose, those that the inner one ties together."""
         racing = any(isinstance(level.sync, hogwild) for _, level in levels)
         self.hogwild = self.islands if racing else None
         """The ranks at the start that update one copy of the parameters without locks."""

@@ -94,8 +94,9 @@ class Expected:
     @cached_property
     def held(self) -> Held:
         found, outer = Held(self.shapes, self.strategy, self.engine.placement.mesh.rank), self.engine.outer
-        if outer is not None and outer.moments is not None:
-            found.moments = outer.moments.counts
+        for level in (outer, None if outer is None else outer.near):
+            if level is not None and level.moments is not None:
+                found.moments = level.moments.counts
         return found
 
     def forward(self, batch: Batch) -> Forward:
