@@ -18,6 +18,7 @@ from shoal.comm.compress.method import Method
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members, Mesh
 from shoal.comm.points import reach
+from shoal.job.elementwise import sums_over_ranks
 from shoal.job.on_disk import is_on_disk, leave_pages, to_memory
 from shoal.job.random_optimizer import UpdateDraws
 from shoal.job.randomness import Randomness
@@ -46,7 +47,7 @@ from shoal.parallel.sync.outer import NearLevel, OuterLevel
 from shoal.parallel.sync.scheme import Scheme
 from shoal.parallel.sync.served import ServedLevel
 from shoal.parallel.sync.streams import lay_out
-from shoal.strategy import Strategy, amp, dp, none, pp, ps, recompute, shared, tp
+from shoal.strategy import Strategy, amp, cp, dp, ep, none, pp, ps, recompute, shared, tp
 from shoal.strategy.islands import is_loose
 
 Options = Callable[[str, torch.Tensor], dict[str, Any]]
@@ -119,6 +120,7 @@ def parallelize(
         loss_share=1 / whole_loss, update_draws=update_draws,
     )  # fmt: skip
     _require_offloadable(engine, offloading)
+    _require_vectors(engine, strategy)
     if (level := offloading.levels.get("activations")) is not None:
         kept = [bucket.buffer.values for bucket in owner.buckets]
         moved = OffloadedActivations(level, lambda: (*kept, *model.parameters(), *model.buffers()))
@@ -138,6 +140,19 @@ def parallelize(
     owner.barrier()  # Ranks that share memory have each written their part of the start.
     reach("start: engine ready")
     return engine
+
+
+def _require_vectors(engine: Engine, strategy: Strategy) -> None:
+    """Refuses axes under which an optimiser's vectors over all parameters are not simply in pieces."""
+    if not sums_over_ranks(engine.optimizer.optimizer):
+        return
+    for term in strategy.terms:
+        loose = is_loose(term) or (isinstance(term, dp) and isinstance(term.via, ps | shared))
+        if loose or isinstance(term, (pp, tp, cp, ep)):
+            name = type(engine.optimizer.optimizer).__name__
+            raise NotRunnable(
+                f"{term}: {name} sums over ranks that shard the parameters; use bsp levels of dp, with any zero"
+            )
 
 
 def _require_offloadable(engine: Engine, offloading: Offloading) -> None:
