@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ from shoal.layout.forward import (
     WireShape,
 )
 from shoal.layout.layout import Layout
-from shoal.layout.spatial.foresee import Forecast
+from shoal.layout.spatial.foresee import Forecast, reached_by
 from shoal.layout.spatial.grid import FULL, Grid
 from shoal.layout.tensor.tokens import stream_blocks
 from shoal.layout.trace import CannotTrace, faked, reporting_calls
@@ -59,6 +60,8 @@ class _Watch:
         self.attention: list[AttentionSeen] = []
         self.losses: list[LossSeen] = []
         self.norms: list[NormSeen] = []
+        self.norm_ends: list[Any] = []
+        """Where backward would come to each."""
         self.saved: list[int] = []
         self.open: list[tuple[str, int, tuple[Flow | None, ...]]] = []
         self._known: dict[tuple[int, int], int] = {}
@@ -91,6 +94,15 @@ class _Watch:
         opaque = any(not isinstance(leaf, (torch.Tensor, *PLAIN)) for leaf in tree_leaves(output))
         fused = isinstance(module, nn.MultiheadAttention)
         self.calls.append(ModuleCall(path, start, self.tick(), arguments, self.flows(output), opaque, fused))
+
+    def settle(self, loss: Any) -> None:
+        """Once the loss is known: backward comes only to what it depends on."""
+        reached = reached_by(loss)
+        for number, (norm, end) in enumerate(zip(self.norms, self.norm_ends, strict=True)):
+            if reached and end not in reached:
+                self.norms[number] = replace(norm, learns=False)
+        if self.forecast is not None:
+            self.forecast.settle(loss)
 
     @property
     def module(self) -> str:
@@ -129,6 +141,9 @@ class _Functions(TorchFunctionMode):
                 learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (given, *around))
                 of_planes = watch.forecast is not None and watch.forecast.in_norm
                 watch.norms.append(NormSeen(watch.module, int(given.shape[1]), width, learns, of_planes))
+                result = func(*args, **kwargs)
+                watch.norm_ends.append(result.grad_fn)
+                return result
         return func(*args, **kwargs)
 
 
@@ -221,8 +236,7 @@ def _observed(
         outputs = watch.flows(output)
         if job.loss_over != "batch":  # A loss over the global batch reads the gathered outputs instead.
             loss, _ = job.loss_of(output, batch)
-            if watch.forecast is not None:
-                watch.forecast.settle(loss)
+            watch.settle(loss)
     return Forward(
         samples=len(next(iter(batch.values()))), calls=tuple(sorted(watch.calls, key=lambda call: call.start)),
         attention=tuple(watch.attention), losses=tuple(watch.losses), norms=tuple(watch.norms),

@@ -146,16 +146,15 @@ def by_pixel(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return F.cross_entropy(output, target, ignore_index=IGNORED, reduction="sum"), (target != IGNORED).sum()
 
 
-def make(name: str, model: Any, shape: tuple[int, ...], *, each: bool, **settings: Any) -> Job:
+def make(name: str, model: Any, shape: tuple[int, ...], *, each: bool) -> Job:
     """`each`: every pixel has a target."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(SAMPLES, *shape, generator=generator)
     y = torch.randint(0, CLASSES, (SAMPLES, *(shape[1:] if each else ())), generator=generator)
     y = y.masked_fill(torch.rand(y.shape, generator=generator) < 0.3, IGNORED)
-    settings = {"optimizer": partial(torch.optim.AdamW, lr=1e-2), **settings}
     return Job(
-        name=name, model=model, train=TensorData(x=x, y=y), loss=by_pixel, clip=1.0, global_batch=BATCH, steps=10,
-        **settings,
+        name=name, model=model, train=TensorData(x=x, y=y), loss=by_pixel,
+        optimizer=partial(torch.optim.AdamW, lr=1e-2), clip=1.0, global_batch=BATCH, steps=10,
     )  # fmt: skip
 
 
@@ -193,9 +192,7 @@ class Logits(nn.Module):
         self.network = getattr(transformers, kind)(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        logits = self.network(pixel_values=x).logits
-        each = logits.dim() == 4  # Of each pixel, on a coarser plane.
-        return F.interpolate(logits, size=x.shape[-2:], mode="bilinear") if each else logits  # type: ignore[no-any-return]
+        return self.network(pixel_values=x).logits  # type: ignore[no-any-return]
 
 
 def resnet() -> Job:
@@ -215,17 +212,3 @@ def convnext() -> Job:
         num_channels=1, hidden_sizes=[8, 16], depths=[1, 2], num_stages=2, num_labels=CLASSES, patch_size=2,
     )  # fmt: skip
     return make("convnext", partial(Logits, config, "ConvNextForImageClassification"), (1, 22, 18), each=False)
-
-
-def mobilenet() -> Job:
-    """A DeepLab head on a MobileNet: dilated convolutions, and a branch that is pooled and resized again."""
-    from transformers import MobileNetV2Config
-
-    config = MobileNetV2Config(
-        num_channels=1, image_size=32, depth_multiplier=0.25, num_labels=CLASSES, output_stride=8, min_depth=4,
-        depth_divisible_by=4,
-    )  # fmt: skip
-    # Some of its gradients are zero but for rounding, and Adam would divide them by their size.
-    sgd = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
-    network = partial(Logits, config, "MobileNetV2ForSemanticSegmentation")
-    return make("mobilenet", network, (1, 32, 24), each=True, optimizer=sgd)

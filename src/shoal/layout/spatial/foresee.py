@@ -122,15 +122,9 @@ class Forecast(PlaneView):
 
     def settle(self, loss: Any) -> None:
         """Once the loss is known: gradients come back only for what it depends on."""
-        if not isinstance(loss, torch.Tensor) or loss.grad_fn is None:
-            return
-        reached, ahead = {loss.grad_fn}, [loss.grad_fn]
-        while ahead:
-            behind = {node for node, _ in ahead.pop().next_functions if node is not None} - reached
-            reached |= behind
-            ahead += behind
+        reached = reached_by(loss)
         for first, stop, ends in self._made:
-            if not reached.intersection(ends):
+            if reached and not reached.intersection(ends):
                 self.events[first:stop] = [replace(event, learns=False) for event in self.events[first:stop]]
 
     def _move(self, move: Move, shape: tuple[int, ...], itemsize: int, learns: bool) -> None:
@@ -155,6 +149,18 @@ class Forecast(PlaneView):
                 self.whole.setdefault(self.module())
         if cut:
             self.work += _work(op.name, shapes, transposed=op.name == "convolution" and bool(op.args[6]))
+
+
+def reached_by(loss: Any) -> set[Any]:
+    """The functions of autograd to which backward from a loss comes; empty if it has none."""
+    if not isinstance(loss, torch.Tensor) or loss.grad_fn is None:
+        return set()
+    reached, ahead = {loss.grad_fn}, [loss.grad_fn]
+    while ahead:
+        behind = {node for node, _ in ahead.pop().next_functions if node is not None} - reached
+        reached |= behind
+        ahead += behind
+    return reached
 
 
 def _work(name: str, shapes: list[tuple[int, ...]], *, transposed: bool = False) -> float:
