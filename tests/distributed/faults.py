@@ -57,6 +57,7 @@ SEAM = {
     "Callbacks": ("step", "evaluated", "saved"),
     "Copies": ("of",),
     "DiskLevel": ("write",),
+    "engine": ("sum_over_ranks",),
 }
 """Where faults are planted, in all `*_faults.py`: public names of the engine, by class or module. A change of the
 engine that keeps these keeps the faults; test_fault_seam.py holds that nothing else is replaced."""

@@ -41,7 +41,7 @@ from shoal.parallel.loss_scale import LossScale
 from shoal.parallel.noise import GradientNoise, measured
 from shoal.parallel.offload.activations import OffloadedActivations
 from shoal.parallel.optimizer import SlicedOptimizer
-from shoal.parallel.optimizer_needs import closure_for, drawn_slices
+from shoal.parallel.optimizer_needs import closure_for, drawn_slices, sum_over_ranks
 from shoal.parallel.owner.base import Gradients, Owner
 from shoal.parallel.placement import Placement, Replicas
 from shoal.parallel.result import COUNT_WITH_GRADIENT, CountWithGradient, LearnsLater, NonFinite, StepResult
@@ -228,6 +228,8 @@ class Engine:
         micro-batches of the step once more, for an optimiser that asks for that (LBFGS)."""
         result, gradients = self.reduce()
         closure = closure_for(self, again, result.loss) if self.optimizer.needs_closure else None
+        if closure is not None:
+            sum_over_ranks(self)
         with BOOK.during("optimizer"), torch.no_grad():
             remote, tickets = self.owner.remote, self.owner.tickets
             if tickets is not None:
@@ -357,7 +359,7 @@ class Engine:
         """Whether this rank writes what is not sharded (a buffer, a frozen parameter) to a checkpoint; for its own
         island only, or for all."""
         place = self.placement
-        first = (place.samples if of_island else place.split).index == 0 and place.context.index == 0
+        first = (place.samples if of_island else place.split).index == 0 and place.first_of_sample
         return first and (place.tensor.index == 0 or name in self.cut.cuts)
 
     def close(self) -> None:

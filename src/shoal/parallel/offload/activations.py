@@ -28,7 +28,7 @@ from shoal.parallel.runnable import NotRunnable
 
 LEAST = 1 << 15
 """Bytes from which a storage is moved."""
-SHARE = 32
+SHARE = 24
 """On its way is at most this part of what a forward saves."""
 FEWEST = 1 << 18
 """Bytes that may be on their way in any case."""
@@ -172,7 +172,7 @@ class OffloadedActivations:
     @property
     def on_way_bytes(self) -> int:
         """That may be on their way at a time."""
-        return max(FEWEST, self._largest, self.most_bytes // SHARE)
+        return max(FEWEST, 2 * self._largest, self.most_bytes // SHARE)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         storage = tensor.untyped_storage() if _movable(tensor) else None
