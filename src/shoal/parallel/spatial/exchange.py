@@ -26,7 +26,7 @@ Messages = Sequence[tuple[int, torch.Tensor]]
 TAG = 7
 
 
-class Wire(Protocol):
+class PlaneWire(Protocol):
     """How ranks of a grid reach each other."""
 
     grid: Grid
@@ -66,19 +66,19 @@ class GroupWire:
             dist.all_reduce(x, group=self.members.group)
 
 
-def moved(x: torch.Tensor, move: Move, wire: Wire, beyond: Beyond | None = None) -> torch.Tensor:
+def moved(x: torch.Tensor, move: Move, wire: PlaneWire, beyond: Beyond | None = None) -> torch.Tensor:
     """This rank's part of a tensor, as an operation needs it. If it travels, with padding around it where `beyond`
     says so: it is laid out anew in any case."""
     if x.dtype == torch.bool and move.travels(wire.grid):
         return moved(x.to(torch.uint8), move, wire).to(torch.bool)
-    laid = Laid.out(x, move, wire)
+    laid = AxesView.out(x, move, wire)
     wide = laid.expanded(x)
     for axis, need in enumerate(move.needs):
         if need is not None and not need.held:
             low, high = need.intervals[laid.place[axis]]
             wide = wide.narrow(laid.dims[axis], low, high - low)
     if move.travels(wire.grid):
-        wide = _Exchange.apply(wide, move, wire, laid, beyond or Beyond())
+        wide = _PlaneExchange.apply(wide, move, wire, laid, beyond or Beyond())
     else:
         for axis, need in enumerate(move.needs):
             if need is not None and need.held:
@@ -96,7 +96,7 @@ class Beyond:
     value: float = 0.0
 
 
-class Laid:
+class AxesView:
     """A tensor viewed so that every dimension that moves is one of its own."""
 
     def __init__(self, dims: tuple[int, int], sizes: list[list[int]], place: tuple[int, int]) -> None:
@@ -105,7 +105,7 @@ class Laid:
         """For each dimension of the tensor, those that it is viewed as."""
 
     @staticmethod
-    def out(x: torch.Tensor, move: Move, wire: Wire) -> Laid:
+    def out(x: torch.Tensor, move: Move, wire: PlaneWire) -> AxesView:
         place = wire.grid.place(wire.index)
         sizes = [[size] for size in x.shape]
         where: dict[int, tuple[int, int]] = {}
@@ -132,7 +132,7 @@ class Laid:
         dims = [
             starts[where[axis][0]] + where[axis][1] if move.needs[axis] is not None else -1 for axis in (0, 1)
         ]
-        return Laid((dims[0], dims[1]), sizes, place)
+        return AxesView((dims[0], dims[1]), sizes, place)
 
     def expanded(self, x: torch.Tensor) -> torch.Tensor:
         return x.reshape([size for each in self.sizes for size in each])
@@ -145,9 +145,9 @@ class Laid:
         return wide.reshape(shape)
 
 
-class _Exchange(torch.autograd.Function):
+class _PlaneExchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, move: Move, wire: Wire, laid: Laid, beyond: Beyond) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, move: Move, wire: PlaneWire, laid: AxesView, beyond: Beyond) -> torch.Tensor:
         ctx.move, ctx.wire, ctx.laid, ctx.shape, ctx.beyond = move, wire, laid, x.shape, beyond
         have, need = boxes(move, wire.grid, wire.index)
         shape = list(x.shape)
@@ -169,7 +169,7 @@ class _Exchange(torch.autograd.Function):
         return total, None, None, None, None
 
 
-def inner(x: torch.Tensor, need: Box, laid: Laid, beyond: Beyond) -> torch.Tensor:
+def inner(x: torch.Tensor, need: Box, laid: AxesView, beyond: Beyond) -> torch.Tensor:
     """What lies inside of the padding."""
     for axis, dim in enumerate(laid.dims):
         if dim >= 0:
@@ -201,7 +201,7 @@ def inside(x: torch.Tensor, box: Box, of: Box, dims: tuple[int, int]) -> torch.T
 
 
 def exchange(
-    x: torch.Tensor, out: torch.Tensor, have: Box, need: Box, move: Move, wire: Wire, dims: tuple[int, int], *,
+    x: torch.Tensor, out: torch.Tensor, have: Box, need: Box, move: Move, wire: PlaneWire, dims: tuple[int, int], *,
     phase: str,
 ) -> None:  # fmt: skip
     leaving, arriving, places = [], [], []
@@ -224,7 +224,7 @@ def exchange(
 
 
 def give_back(
-    gradient: torch.Tensor, total: torch.Tensor, have: Box, need: Box, move: Move, wire: Wire, dims: tuple[int, int]
+    gradient: torch.Tensor, total: torch.Tensor, have: Box, need: Box, move: Move, wire: PlaneWire, dims: tuple[int, int]
 ) -> None:
     leaving, arriving, places = [], [], []
     for peer, goes, comes in move.messages(wire.grid, wire.index):
@@ -249,7 +249,7 @@ def common(a: Box, b: Box) -> Box:
     return overlap(a[0], b[0]), overlap(a[1], b[1])
 
 
-def summed(x: torch.Tensor, wire: Wire) -> torch.Tensor:
+def summed(x: torch.Tensor, wire: PlaneWire) -> torch.Tensor:
     """The sum over all ranks of their partial sums, for each rank's own use."""
     total: torch.Tensor = _Sum.apply(x, wire)
     return total
@@ -257,7 +257,7 @@ def summed(x: torch.Tensor, wire: Wire) -> torch.Tensor:
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, wire: Wire) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, wire: PlaneWire) -> torch.Tensor:
         ctx.wire = wire
         total = x.detach().clone(memory_format=torch.contiguous_format)
         wire.add_up(total, forward_phase())

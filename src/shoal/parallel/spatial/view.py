@@ -22,7 +22,7 @@ from shoal.layout.spatial.grid import FULL, Move, Need
 from shoal.layout.spatial.program import Program
 from shoal.layout.spatial.view import PlaneView
 from shoal.parallel.context.global_view import GlobalView
-from shoal.parallel.spatial.exchange import Wire, moved, summed
+from shoal.parallel.spatial.exchange import PlaneWire, moved, summed
 from shoal.parallel.spatial.local import computed, padding_of
 
 Norm = Callable[[str, Any, Any, Any], Any]
@@ -31,7 +31,7 @@ Norm = Callable[[str, Any, Any, Any], Any]
 class RankView(PlaneView):
     """`norm_by` computes norms whose statistics all ranks share."""
 
-    def __init__(self, wire: Wire, norm_by: Norm) -> None:
+    def __init__(self, wire: PlaneWire, norm_by: Norm) -> None:
         super().__init__(wire.grid)
         self.wire, self._norm_by = wire, norm_by
         self.place = wire.grid.place(wire.index)
