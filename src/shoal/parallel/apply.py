@@ -97,6 +97,8 @@ def parallelize(
     reach("start: same values")
 
     cut = cut_model(model, strategy, layout or Layout(), placement)
+    if placement.planes.size > 1:
+        placement.share_statistics(samples=batch_norm == "sync")
     if batch_norm == "sync" and placement.samples.size > 1:
         synchronise(model, placement.samples)
     else:
@@ -116,11 +118,12 @@ def parallelize(
     to_memory(model)
     alike = placement.first_of_tensor or placement.batch_over_tp
     gathers = cut.sequence is not None and cut.sequence.gathers
+    whole_loss = (placement.context.size if gathers else 1) * placement.planes.size
     engine = Engine(
         model=model, placement=placement, owner=owner, clip=clip, names=names, shapes=shapes, cut=cut,
         compression=_compression(strategy, placement, owner.buckets, clip, seed),
-        counts_loss=alike and (placement.context.index == 0 or not gathers),
-        loss_share=1 / placement.context.size if gathers else 1.0, update_draws=update_draws,
+        counts_loss=alike and (placement.context.index == 0 or not gathers) and placement.planes.index == 0,
+        loss_share=1 / whole_loss, update_draws=update_draws,
     )  # fmt: skip
     _require_offloadable(engine, offloading)
     _require_vectors(engine, strategy)
@@ -207,7 +210,8 @@ def _noise_is_seen(engine: Engine, strategy: Strategy) -> bool:
     parts of a sequence see pieces of one, nor where gradients are written to shared memory or compressed."""
     place = engine.placement
     several = place.samples.size * strategy.micro_batches > 1
-    pieces = place.pipeline.size * place.context.size * place.experts.size > 1 or bool(engine.cut.partial)
+    cutting = place.pipeline.size * place.context.size * place.experts.size * place.planes.size
+    pieces = cutting > 1 or bool(engine.cut.partial)
     return several and not pieces and engine.owner.private_gradients and engine.compression is None
 
 

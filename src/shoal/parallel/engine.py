@@ -359,7 +359,7 @@ class Engine:
         """Whether this rank writes what is not sharded (a buffer, a frozen parameter) to a checkpoint; for its own
         island only, or for all."""
         place = self.placement
-        first = (place.samples if of_island else place.split).index == 0 and place.context.index == 0
+        first = (place.samples if of_island else place.split).index == 0 and place.first_of_sample
         return first and (place.tensor.index == 0 or name in self.cut.cuts)
 
     def close(self) -> None:

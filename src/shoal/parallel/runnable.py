@@ -18,6 +18,7 @@ from shoal.strategy import (
     ps,
     recompute,
     shared,
+    spatial,
     tp,
 )
 from shoal.strategy.islands import is_loose
@@ -55,11 +56,11 @@ def cannot_run(strategy: Strategy) -> str | None:
         elif isinstance(term, offload):
             if reason := _cannot_offload(strategy, term):
                 return reason
-        elif not isinstance(term, (recompute, accumulate, pp, tp, cp, ep)):
+        elif not isinstance(term, (recompute, accumulate, pp, tp, cp, ep, spatial)):
             return (
                 f"{term} cannot be trained yet: {type(term).__name__} parses and explains, but has no runtime so far. "
-                "What trains today: dp (zero=0..3, several levels), pp, tp, cp, ep, accumulate, recompute, amp, "
-                "offload, ensemble"
+                "What trains today: dp (zero=0..3, several levels), pp, tp, cp, ep, spatial, accumulate, recompute, "
+                "amp, offload, ensemble"
             )
     reason = _cannot_compress(strategy) or _cannot_be_loose(strategy)
     if reason is not None:

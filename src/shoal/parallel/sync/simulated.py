@@ -143,7 +143,7 @@ class _Near:
         return getattr(self.island, name)
 
 
-class Nested:
+class NestedAverages:
     """Two levels that average, one inside the other: neighbouring islands in groups of `size`, then all."""
 
     def __init__(self, outer: Averaged, inner: Averaged, size: int) -> None:
