@@ -224,8 +224,9 @@ def exchange(
 
 
 def give_back(
-    gradient: torch.Tensor, total: torch.Tensor, have: Box, need: Box, move: Move, wire: PlaneWire, dims: tuple[int, int]
-) -> None:
+    gradient: torch.Tensor, total: torch.Tensor, have: Box, need: Box, move: Move, wire: PlaneWire,
+    dims: tuple[int, int],
+) -> None:  # fmt: skip
     leaving, arriving, places = [], [], []
     for peer, goes, comes in move.messages(wire.grid, wire.index):
         if size_of(comes) and total.numel():
