@@ -83,7 +83,7 @@ def contest(settings: dict[str, Any], channel: Any) -> dict[str, Any]:
 
 def predictions(job: str, strategies: Sequence[str]) -> dict[str, Any]:
     """Estimates by strategy, from the calibration file."""
-    from shoal.calibration.job_model import job_model
+    from shoal.calibration.job_model import job_model, plane_cuts_of
     from shoal.estimate.steps.price import price_step
     from shoal.estimate.steps.read import machine_here
     from shoal.job import load_job
@@ -92,8 +92,9 @@ def predictions(job: str, strategies: Sequence[str]) -> dict[str, Any]:
     machine = machine_here()
     if machine is None:
         sys.exit("this machine has not been calibrated; run `shoal calibrate` first")
-    model, _ = job_model(load_job(job))
-    return {text: price_step(model, parse(text), machine) for text in strategies}
+    parsed = {text: parse(text) for text in strategies}
+    model, _ = job_model(load_job(job), planes=plane_cuts_of(parsed.values()))
+    return {text: price_step(model, strategy, machine) for text, strategy in parsed.items()}
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:

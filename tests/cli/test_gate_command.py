@@ -101,3 +101,20 @@ def test_under_torchrun_the_ranks_check_the_layout_themselves(place: Place, tmp_
     # The note is one of another batch there, so the stage that reads it fails instead of computing something else.
     assert done.stderr.count("shoal: the model runs in one process but fails under pp(2)") == 1
     assert not (tmp_path / "broken").exists()
+
+
+@pytest.mark.timeout(60)
+def test_under_torchrun_one_rank_checks_its_job_too(place: Place, tmp_path: Path) -> None:
+    hooked = JOB.replace("BROKEN", "False").replace("job = Job(", """
+def model():
+    line = nn.Linear(6, 6)
+    line.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    return line
+
+job = Job(""").replace("lambda: nn.Sequential(nn.Linear(6, 6), Layer(0), Layer(1))", "model")
+    (tmp_path / "notes.py").write_text(hooked, encoding="utf-8")
+    alone = [argument.replace("2", "1") if argument.isdigit() else argument for argument in TORCHRUN]
+    done = place.run(*alone, "train", "notes.py", "--folder", "hooked")
+    assert done.returncode == 1
+    assert "its backward is not linear: for an eighth of the loss the gradient of weight" in done.stderr
+    assert not (tmp_path / "hooked").exists()

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.processes
         ("", ["shoal: "]),
         ("__import__('os').system('true')", ["shoal: "]),
         ("dp(2) * dp(2, sync=local(4))", ["shoal: "]),
-        ("spatial(2)", ["spatial(2) cannot be trained yet", "What trains today: dp"]),
+        ("spatial(2)", ["has no image planes to cut"]),
         ("dp(2, via=ps(1), compress=powersgd(2))", ["made by all ranks together"]),
         ("dp(5)", ["dp(5): a global batch of 24 does not divide by five replicas", "nearest legal: dp(4), dp(6)"]),
         ("dp(2) * accumulate(5)", ["24", "nearest legal: "]),

@@ -6,7 +6,6 @@ Where it can be done the fault sends what an honest run would send, so that the 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +40,7 @@ SEAM = {
     "StepRunner": ("__init__", "loss"),
     "BOOK": ("enter",),
     "apply": ("same_start", "synchronise"),
-    "setup": ("build_model", "parallelize", "overridden"),
+    "setup": ("BUCKET_BYTES", "build_model", "overridden"),
     "shard_table": ("BUCKET_BYTES",),
     "tensor": ("partial_names", "row_parallel"),
     "regions": ("copy_in", "note", "sum_out"),
@@ -56,7 +55,11 @@ SEAM = {
     "Saving": ("after_step", "save"),
     "Callbacks": ("step", "evaluated", "saved"),
     "Copies": ("of",),
+    "view": ("moved",),
+    "exchange": ("give_back",),
+    "cut": ("across",),
     "DiskLevel": ("write",),
+    "engine": ("sum_over_ranks",),
 }
 """Where faults are planted, in all `*_faults.py`: public names of the engine, by class or module. A change of the
 engine that keeps these keeps the faults; test_fault_seam.py holds that nothing else is replaced."""
@@ -66,7 +69,7 @@ SMALL_BUCKET_BYTES = 512
 
 def honest_in_small_buckets(arguments: dict[str, Any], channel: Any) -> Any:
     """No fault: what `skipped_bucket` departs from."""
-    setup.parallelize = partial(apply.parallelize, bucket_bytes=SMALL_BUCKET_BYTES)
+    setup.BUCKET_BYTES = SMALL_BUCKET_BYTES
     shard_table.BUCKET_BYTES = SMALL_BUCKET_BYTES
     return parallel_run(arguments, channel)
 

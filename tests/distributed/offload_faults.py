@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shoal.parallel.offload.level import DiskLevel, Moving, Place
+from shoal.parallel.offload.level import DiskLevel, LowerRange, Moving
 from shoal.proof.entry import parallel_run
 
 
@@ -20,7 +20,7 @@ def _faulty(fault: Callable[[int], bool], arguments: dict[str, Any], channel: An
     """Writes for which `fault` is true do not arrive."""
     write, times = DiskLevel.write, {"calls": 0}
 
-    def faulty(self: DiskLevel, place: Place, offset: int, values: torch.Tensor) -> Moving:
+    def faulty(self: DiskLevel, place: LowerRange, offset: int, values: torch.Tensor) -> Moving:
         times["calls"] += 1
         return _Nothing() if fault(times["calls"]) else write(self, place, offset, values)
 

@@ -31,12 +31,17 @@ FOUR = [
     ("plain", "dp(2, sync=local(3)) * dp(2, zero=3)"), ("plain", "dp(2, sync=local(2)) * dp(2, via=shared())"),
     ("plain", 'dp(2, sync=local(3)) * pp(2, "1f1b", micro=3)'), ("ignored", "dp(2, sync=diloco(3)) * dp(2, zero=2)"),
     ("plain", 'dp(2, sync=local(2, state="averaged", v=4)) * dp(2, zero=1)'),
+    ("plain", "dp(2, sync=diloco(4)) * dp(2, sync=local(2))"),
+    ("uneven", "dp(2, sync=local(6)) * dp(2, sync=local(2))"),
+    ("norm", "dp(2, sync=local(4)) * dp(2, sync=diloco(2))"), ("ignored", "dp(2, sync=bmuf(6)) * dp(2, sync=local(3))"),
+    ("plain", 'dp(2, sync=diloco(4)) * dp(2, sync=local(2, state="averaged"))'),
     ("short", "dp(4, sync=local(3))"), ("ignored", 'dp(4, sync=gossip("ring"))'),
 ]  # fmt: skip
 
 
 COUNTED = [
     ("norm", "dp(2, sync=local(2)) * dp(2, zero=3)"), ("norm", "dp(2, sync=local(3)) * tp(2)"),
+    ("norm", "dp(2, sync=diloco(4)) * dp(2, sync=local(2))"),
     ("norm", 'dp(2, sync=local(2)) * pp(2, "1f1b", micro=2)'), ("plain", "dp(2, sync=local(3)) * tp(2)"),
 ]  # fmt: skip
 
@@ -113,6 +118,27 @@ def test_schemes_are_each_other_where_their_formulas_are(ranks: Ranks) -> None:
         assert max(row["difference"] for row in rows) > 1e-6
 
 
+TWO_LEVELS = [
+    ("sgd", "dp(2, sync=local(4)) * dp(2, sync=local(1))", "dp(2, sync=local(4)) * dp(2)"),
+    ("plain", "dp(2, sync=local(2)) * dp(2, sync=local(2))", "dp(4, sync=local(2))"),
+    ("plain", "dp(2, sync=local(4)) * dp(2, sync=local(2))", "dp(4, sync=local(4))"),
+]  # fmt: skip
+"""Two loose levels, and what they are; the last is not."""
+
+
+def test_an_inner_level_that_averages_in_every_step_is_a_synchronous_one(ranks: Ranks) -> None:
+    *same, other = zip(*ranks(PROVE, {"cases": TWO_LEVELS, "steps": 9}, ranks=4), strict=True)
+    for case, rows in zip(TWO_LEVELS, same, strict=False):
+        assert max(row["difference"] for row in rows if "gradient" not in row["where"]) < 1e-10, case
+    assert max(row["difference"] for row in other) > 1e-6
+
+
+def test_an_inner_round_that_is_measured_from_before_the_outer_one_is_found(ranks: Ranks) -> None:
+    case = [("plain", "dp(2, sync=diloco(4)) * dp(2, sync=diloco(2))")]
+    assert proven(ranks, case, world=4)[0] < 1e-10
+    assert proven(ranks, case, world=4, target="distributed.island_targets:stale_inner_anchor")[0] > 1e-6
+
+
 def test_one_island_is_one_worker_with_the_outer_optimiser(ranks: Ranks) -> None:
     cases = [("plain", "dp(1, sync=diloco(3))"), ("plain", "dp(1, sync=bmuf(2))")]
     for case, difference in zip(cases, proven(ranks, cases, world=1), strict=True):
@@ -139,7 +165,8 @@ def test_a_wrong_average_is_found(ranks: Ranks, fault: str, job: str) -> None:
     ("strategy", "world", "at"),
     [("dp(2, sync=local(4))", 2, 4), ("dp(2, sync=local(4))", 2, 6), ("dp(2, sync=local(4)) * dp(2, zero=3)", 4, 6),
      ("dp(2, sync=slowmo(4))", 2, 6), ("dp(2, sync=slowmo(4)) * dp(2, zero=1)", 4, 5),
-     ("dp(2, sync=diloco(4)) * dp(2, zero=3)", 4, 6), ("dp(2, sync=bmuf(4))", 2, 6)],
+     ("dp(2, sync=diloco(4)) * dp(2, zero=3)", 4, 6), ("dp(2, sync=bmuf(4))", 2, 6),
+     ("dp(2, sync=diloco(4)) * dp(2, sync=diloco(2))", 4, 7)],
 )  # fmt: skip
 def test_a_resumed_run_is_the_same_to_the_bit(ranks: Ranks, tmp_path: Path, strategy: str, world: int, at: int) -> None:
     asked = {"job": "norm", "strategy": strategy, "at": at, "steps": 11, "folder": str(tmp_path)}

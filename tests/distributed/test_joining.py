@@ -181,6 +181,27 @@ def test_a_rank_may_be_lost_and_come_back_twice(tmp_path: Path) -> None:
     assert outcomes[0]["status"] == "finished"
 
 
+@pytest.mark.slow
+def test_the_same_worker_may_come_back_twice(tmp_path: Path) -> None:
+    """The second time it waits for a session after the one that it was in before."""
+    outcomes, _ = train(
+        tmp_path / "run", "dp(3, sync=asp(), via=ps(1))", fail="rank 1 at step 5; rank 1 at step 13", rejoin=True
+    )
+    assert [row["came"] for row in outcomes[0]["recovery"] if "came" in row] == [[1], [1]]
+    assert outcomes[0]["servers"]["gradients"] == 3 * STEPS
+    assert len(outcomes[0]["servers"]["lost_workers"]) == 2
+
+
+@pytest.mark.slow
+def test_a_run_that_grew_loses_a_rank_and_has_it_back(tmp_path: Path) -> None:
+    outcomes, _ = train(
+        tmp_path / "run", "dp(2, sync=diloco(3)) * dp(2)", join="1 at step 6", fail="rank 3 at step 11", rejoin=True
+    )
+    assert [each["status"] for each in outcomes] == ["finished"] * 6
+    assert next(row["came"] for row in outcomes[0]["recovery"] if "came" in row) == [4, 5]
+    assert {rank for row in outcomes[0]["recovery"] for rank in row.get("came", ())} >= {2, 3, 4, 5}
+
+
 def test_a_strategy_grows_by_its_outermost_level() -> None:
     assert str(grown(parse("dp(2, sync=local(4)) * tp(2)"), 1)) == "dp(3, sync=local(4)) * tp(2)"
     assert read_join("2 at step 40") == Join(2, 40)

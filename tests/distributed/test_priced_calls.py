@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from shoal.calibration.job_model import job_model
+from shoal.calibration.job_model import job_model, plane_cuts_of
 from shoal.comm.ledger import Entry, Key, Ledger, ledger_of
 from shoal.estimate.step_calls import step_calls
 from shoal.estimate.traffic import calls_of
 from shoal.job import load_job
 from shoal.planning.here import legal_here
-from shoal.strategy import parse
+from shoal.strategy import parse, spatial
 
 Ranks = Callable[..., list[Any]]
 
@@ -22,7 +22,9 @@ FEW = {
         'pp(2, "1f1b", micro=8) * dp(2, zero=2)', "dp(2) * dp(2, zero=3)", "dp(2, compress=powersgd(4)) * dp(2)",
         'cp(2) * tp(2, sequence=True) * recompute("full")',
     ],
-    "image:tiny": ['dp(4) * recompute("full")', "pp(2, micro=2) * dp(2, zero=1)"],
+    "image:tiny": [
+        'dp(4) * recompute("full")', "pp(2, micro=2) * dp(2, zero=1)", "dp(2) * spatial(2)", 'spatial(4, "both")',
+    ],
 }  # fmt: skip
 EACH = 12
 """Of so many legal strategies one is tried in the long test."""
@@ -35,14 +37,14 @@ def comparable(ledger: Ledger) -> dict[Key, Entry | int]:
 
 def compare(ranks: Ranks, name: str, strategies: list[str], *, timeout_s: float) -> None:
     job = load_job(name)
-    model, _ = job_model(job)
+    model, _ = job_model(job, planes=plane_cuts_of(map(parse, strategies)))
     arguments = {"job": name, "strategies": strategies}
     found = ranks("distributed.counted_targets:counted", arguments, ranks=4, timeout_s=timeout_s)
     for text in strategies:
+        planes = parse(text).term(spatial)
+        forward = model.forward if planes is None else model.planes[planes.grid].forward
         for rank, counted in enumerate(found):
-            step = step_calls(
-                model.shapes, model.forward, parse(text), global_batch=job.global_batch, rank=rank
-            )  # fmt: skip
+            step = step_calls(model.shapes, forward, parse(text), global_batch=job.global_batch, rank=rank)
             priced = ledger_of(calls_of(step.table))
             assert comparable(Ledger.from_json(counted[text])) == comparable(priced), (text, rank)
 

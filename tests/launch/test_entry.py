@@ -50,7 +50,9 @@ def test_options_reach_ranks_as_they_were_given(options: JobOptions) -> None:
 
 def test_the_record_keeps_what_a_user_gives_and_nothing_of_the_run_itself() -> None:
     options = TrainOptions(job="mine.py", lock="secret", checked=True)
-    assert set(options.to_json()) - set(options.recorded()) == {"lock", "checked", "flops_per_sample", "restored"}
+    assert set(options.to_json()) - set(options.recorded()) == {
+        "lock", "checked", "flops_per_sample", "restored", "job_seed", "teachers",
+    }
 
 
 def test_a_wrong_name_and_a_wrong_value_are_refused_also_on_the_way_to_ranks() -> None:

@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.parallel.offload.level import DiskLevel, HostLevel, Level, NoRoomBelow
+from shoal.parallel.offload.level import DiskLevel, HostLevel, MemoryLevel, NoRoomBelow
 
 
 @pytest.fixture(params=["disk", "host"])
-def level(request: pytest.FixtureRequest) -> Iterator[Level]:
+def level(request: pytest.FixtureRequest) -> Iterator[MemoryLevel]:
     found = DiskLevel() if request.param == "disk" else HostLevel(torch.device("cpu"))
     yield found
     found.close()
 
 
-def test_what_is_written_is_read_and_seen(level: Level) -> None:
+def test_what_is_written_is_read_and_seen(level: MemoryLevel) -> None:
     place, other = level.reserve(100_000), level.reserve(5000)
     values, into = torch.arange(100_000).to(torch.uint8), torch.zeros(60_000, dtype=torch.uint8)
     level.wait(place.write(0, values))
@@ -34,14 +34,14 @@ def test_what_is_written_is_read_and_seen(level: Level) -> None:
     assert (level.held_bytes, level.written_bytes, level.read_bytes) == (105_000, 104_000, 60_008)
 
 
-def test_a_place_is_seen_as_any_tensor(level: Level) -> None:
+def test_a_place_is_seen_as_any_tensor(level: MemoryLevel) -> None:
     place = level.reserve(4096)
     like = torch.randn(8, 16, dtype=torch.float64)
     level.wait(place.write(1024, like.view(-1).view(torch.uint8)))
     assert torch.equal(place.view(1024, like), like)
 
 
-def test_a_storage_that_moved_can_still_be_freed(level: Level) -> None:
+def test_a_storage_that_moved_can_still_be_freed(level: MemoryLevel) -> None:
     tensor = torch.zeros(4096, dtype=torch.uint8)
     level.wait(level.reserve(4096).write(0, tensor))
     tensor.untyped_storage().resize_(0)
@@ -75,7 +75,7 @@ class Net(nn.Module):
         return self.second(torch.cat([left.tanh() * right, right.sigmoid()], dim=-1))  # type: ignore[no-any-return]
 
 
-def test_gradients_from_offloaded_activations_are_the_same_to_the_bit(level: Level) -> None:
+def test_gradients_from_offloaded_activations_are_the_same_to_the_bit(level: MemoryLevel) -> None:
     from shoal.parallel.offload.activations import OffloadedActivations
 
     torch.manual_seed(0)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from shoal.launch import RankFailed
 from shoal.proof.certify import verify
 from shoal.proof.gate import LayoutWrong
 from shoal.strategy import parse
@@ -48,6 +49,19 @@ class Frozen(Follows):
                 self.centre.lerp_(out.mean(0), 0.1)
                 self.seen.lerp_(out.std(0), 0.1)
         return out
+
+class Thawing(nn.Module):
+    # A part that is frozen when the model is built is freed in the second step.
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6).requires_grad_(False), nn.Linear(6, 6)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        self.calls += self.training
+        self.first.requires_grad_(bool(self.calls > 1))
+        return self.second(torch.relu(self.first(x)))
 
 class Normalises(torch.autograd.Function):
     @staticmethod
@@ -172,3 +186,12 @@ def test_a_frozen_parameter_that_replicas_change_is_named_beside_a_declared_buff
         train_job(job, "dp(2)", folder=tmp_path / "run")
     assert "the job declares 'average' for it" in str(refused.value)
     assert "A forward changes centre, which is no buffer, so each replica keeps its own" in str(refused.value)
+
+
+@pytest.mark.parametrize("strategy", ["serial", "dp(2, zero=3)"])
+def test_a_part_that_is_freed_later_than_optimizers_are_made_ends_the_run_by_name(
+    strategy: str, tmp_path: Path
+) -> None:
+    # The gate's second step finds it where there is a gate.
+    with pytest.raises((RankFailed, CannotTrain), match=r"the parameter first\.weight requires a gradient now"):
+        train_job(write(tmp_path, MODEL="Thawing"), strategy, folder=tmp_path / "run")

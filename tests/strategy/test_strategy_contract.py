@@ -55,7 +55,6 @@ def test_contracts_of_the_terms(text: str, expected: str) -> None:
     ("text", "facts", "expected", "reason"),
     [
         ("dp(2)", ModelFacts(batch_norm="local"), "statistical", "batch norm is local"),
-        ("spatial(2)", ModelFacts(batch_norm="local"), "statistical", "batch norm is local"),
         ("accumulate(2)", ModelFacts(batch_norm="local"), "exact", "accumulates the same 2"),
         ("dp(2) * accumulate(4)", ModelFacts(batch_norm="sync"), "exact", "accumulates the same 4"),
         ("pp(2, micro=6)", ModelFacts(batch_norm="sync"), "exact", "accumulates the same 6"),

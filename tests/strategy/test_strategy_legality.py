@@ -226,11 +226,12 @@ SAMPLES: dict[str, list[Sample]] = {
     "ep-needs-experts": [Sample("ep(2)", "ep(2)", ModelFacts(experts=0), ModelFacts(experts=None))],
     "ep-divides-experts": [Sample("ep(3)", "ep(4)", ModelFacts(experts=8), ModelFacts(experts=8))],
     "spatial-needs-images": [Sample("spatial(2)", "spatial(2)", GPT, VGG)],
-    "spatial-divides-images": [
-        Sample("spatial(3)", "spatial(4)", VGG, VGG),
-        Sample('spatial(32, "width")', 'spatial(32, "height")', VGG, VGG),
-        Sample('spatial(9, "both")', 'spatial(8, "both")', VGG, VGG),
+    "spatial-fits-images": [
+        Sample("spatial(225)", "spatial(224)", VGG, ModelFacts(image=(225, 225))),
+        Sample('spatial(8, "width")', 'spatial(8, "height")', ModelFacts(image=(8, 4)), VGG),
     ],
+    "spatial-needs-planes": [Sample("spatial(2)", "spatial(2)", ModelFacts(spatial_why="no convolution"), VGG)],
+    "spatial-cuts-alone": [Sample("ep(2) * spatial(2)", "ep(2) * spatial(1)")],
     "the-batch-divides": [
         Sample("dp(3)", "dp(4)", GPT, GPT),
         Sample("dp(32) * accumulate(4)", "dp(32) * accumulate(2)", GPT, GPT),

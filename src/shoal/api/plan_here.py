@@ -15,7 +15,7 @@ from shoal.strategy import Strategy, SyncTerm
 if TYPE_CHECKING:
     from shoal.job import Job
 
-FAMILIES = ("dp", "tp", "cp", "pp")
+FAMILIES = ("dp", "tp", "cp", "pp", "spatial")
 FEWEST_EXCHANGES = 8
 """In a run, for a period to be tried over a link."""
 AUTO_PERIODS = (8, 32, 128, 512)
@@ -32,14 +32,14 @@ def report_here(
         raise BadCluster("this machine has not been calibrated; run `shoal calibrate` first")
     from shoal.calibration.job_model import job_model
     from shoal.parallel.runnable import cannot_run
-    from shoal.planning.here import break_even_bandwidths, over_link, plan_here
+    from shoal.planning.here import break_even_bandwidths, over_link, plan_here, plane_cuts
 
     rate = None if link is None else _bytes_per_s(link)
     world = devices or machine.ranks
     job = job_of(what, size=size)
     if batch is not None:
         job = replace(job, global_batch=batch)
-    model, facts = job_model(job)
+    model, facts = job_model(job, planes=plane_cuts(world))
     plan = plan_here(model, facts, machine, world=world, rules=rules)
     ahead = [(strategy, estimate) for strategy, estimate in plan.ranked if cannot_run(strategy) is None]
     rows = [_row(strategy, estimate) for strategy, estimate in ahead]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
 from shoal.analysis.traced import network_of_trace
-from shoal.estimate.steps.model import JobModel, StagePiece
+from shoal.estimate.steps.model import JobModel, PlaneModel, StagePiece
 from shoal.estimate.steps.operations import operations
 from shoal.job import Job
 from shoal.job.facts import build_without_memory
@@ -15,16 +16,18 @@ from shoal.job.groups import param_groups
 from shoal.layout.chain import StageCutError
 from shoal.layout.layout import Layout, facts_of, layout_of
 from shoal.layout.observe import job_shapes, observe
+from shoal.layout.spatial.foresee import CannotCutPlanes, spatial_plan
 from shoal.layout.trace import trace
-from shoal.strategy import ModelFacts
+from shoal.strategy import ModelFacts, Strategy, spatial
 
 MOST_STAGES = 16
 TRACED = 4
 """Samples of the traced forward: all that grows with them is proportional."""
 
 
-def job_model(job: Job) -> tuple[JobModel, ModelFacts]:
-    """What is estimated of a job, and what legality asks of it."""
+def job_model(job: Job, *, planes: Sequence[spatial] = ()) -> tuple[JobModel, ModelFacts]:
+    """What is estimated of a job, and what legality asks of it. `planes`: the ways to cut its planes that are to be
+    estimated too."""
     layout = layout_of(job)
     assert layout.chain is not None
     assert layout.tensor is not None
@@ -53,9 +56,24 @@ def job_model(job: Job) -> tuple[JobModel, ModelFacts]:
             tensor_cut=_tensor_cut(layout), loss_cut=words is not None and words.loss_parallel,
             context_loss_cut=layout.context is not None and layout.context.batch is not None,
             optimizer=_optimizer(job, model), shapes=shapes, forward=observe(job),
+            planes=_planes(job, layout, planes),
         ),
         facts,
     )  # fmt: skip
+
+
+def plane_cuts_of(strategies: Iterable[Strategy]) -> list[spatial]:
+    """The ways in which strategies cut planes."""
+    return [term for strategy in strategies if (term := strategy.term(spatial)) is not None]
+
+
+def _planes(job: Job, layout: Layout, ways: Sequence[spatial]) -> dict[tuple[int, int], PlaneModel]:
+    found = {}
+    for grid in {way.grid for way in ways if way.n > 1} if layout.spatial is not None else ():
+        with contextlib.suppress(CannotCutPlanes):
+            plan = spatial_plan(job, grid, min(TRACED, len(job.train)))
+            found[grid] = PlaneModel(forward=observe(job, planes=grid), modules=plan.modules)
+    return found
 
 
 def _possible_stages(layout: Layout) -> tuple[int, ...]:

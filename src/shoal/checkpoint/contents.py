@@ -160,7 +160,7 @@ def _add_state(contents: Contents, engine: Engine) -> None:
     }
     place = engine.placement
     # What ranks keep for several parameters is the same on all of them; not all have all groups of full parameters.
-    first = place.split.index == 0 and place.context.index == 0 and place.tensor.index == 0
+    first = place.split.index == 0 and place.first_of_sample and place.tensor.index == 0
     if first or (engine.owner.full is not None and place.islands.index == 0):
         optimizer = type(engine.optimizer.optimizer).__name__
         contents.optimizer = {

@@ -21,6 +21,7 @@ from shoal.parallel.sync.scheme import Kept
 if TYPE_CHECKING:
     from shoal.checkpoint.contents import Contents
     from shoal.checkpoint.restore import OwnView
+    from shoal.parallel.sync.outer import OuterLevel
 
 PARAMETER = "parameter"
 KEPT = "kept"
@@ -45,6 +46,12 @@ def source_of(engine: Engine) -> tuple[int, int]:
     return (engine.outer and engine.outer.goes_on_from) or (place.index, place.size)
 
 
+def _kept(outer: OuterLevel) -> dict[str, list[torch.Tensor]]:
+    """What the schemes of one or two loose levels keep, by name."""
+    near = {} if outer.near is None else {f"near {what}": kept for what, kept in outer.near.kept.items()}
+    return {**outer.kept, **near}
+
+
 def add_island(contents: Contents, engine: Engine, own: list[torch.Tensor]) -> None:
     """Adds what this rank writes of its island; `own` is what `Engine.consensus` yields."""
     outer, place, owner = engine.outer, engine.placement, engine.owner
@@ -59,7 +66,7 @@ def add_island(contents: Contents, engine: Engine, own: list[torch.Tensor]) -> N
         mine = own_buffers.get(id(engine.model.get_buffer(name)))
         if mine is not None and name not in engine.absent and engine.speaks_for(name, of_island=True):
             contents.add_extra(f"buffer {name}", label(engine), mine, engine.part_of(name))
-    for what, kept in outer.kept.items():
+    for what, kept in _kept(outer).items():
         for piece in owner.pieces_of(kept, owner.owned_in_island):
             contents.add_state(label(engine, f"{KEPT} {what}"), piece, engine.part_of(piece.name))
     if place.islands.index:
@@ -71,7 +78,8 @@ def add_island(contents: Contents, engine: Engine, own: list[torch.Tensor]) -> N
     if place.island.index == 0:
         counts = {
             "count": outer.count, "steps": outer.steps, DIFFERS: int(bool(own)),
-            **{f"{KEPT} {what}": 1 for what in outer.kept},
+            **{f"{KEPT} {what}": 1 for what in _kept(outer)},
+            **({} if outer.near is None else {"near count": outer.near.count, "near steps": outer.near.steps}),
             **{f"{NUMBER} {name}": number for name, number in outer.kept.numbers.items()},
         }  # fmt: skip
         contents.optimizer[label(engine)] = {
@@ -91,7 +99,11 @@ def load_island(engine: Engine, saved: OwnView) -> None:
     if counts is None:
         return
     outer.count, outer.steps = float(counts["count"]), int(counts["steps"])
-    for what, kept in outer.kept.items():
+    if outer.near is not None:
+        outer.near.kept = Kept(outer.near.term, outer.near.masters)
+        outer.near.count = float(counts.get("near count", 0.0))
+        outer.near.steps = int(counts.get("near steps", 0))
+    for what, kept in _kept(outer).items():
         if f"{KEPT} {what}" not in counts:  # Saved under another scheme.
             continue
         for piece in engine.owner.pieces_of(kept, engine.owner.owned_in_island):

@@ -44,6 +44,7 @@ def _print(report: dict[str, Any]) -> None:
     for heading, lines in (
         ("Tensor", _some(report["tensor"]["lines"])),
         ("Sequence", _sequence_lines(report["sequence"])),
+        ("Planes", _plane_lines(report["planes"])),
         ("Experts", _expert_lines(report["experts"])),
         *([("Strategy", _strategy_lines(report["strategy"]))] if "strategy" in report else []),
     ):
@@ -117,6 +118,24 @@ def _sequence_lines(report: dict[str, Any]) -> Iterator[str]:
         yield f"it stays cut to the loss, which reads {', '.join(report['loss_reads']) or 'nothing else'} by position"
     else:
         yield f"it is gathered behind the blocks: {report['why_gathered']}"
+
+
+def _plane_lines(report: dict[str, Any]) -> Iterator[str]:
+    if not report["may_be_cut"]:
+        yield f"stay whole: {report['why_not']}"
+        return
+    planes = report["convolutions"]
+    sizes = list(dict.fromkeys(" x ".join(map(str, size)) for size in planes.values()))
+    yield (
+        f"may be cut: {100 * report['cut_share']:.0f}% of the work on products, {len(planes)} convolutions with planes "
+        f"of {', '.join(_some(sizes, 4))}"
+    )
+    yield f"on two ranks a forward exchanges halos or planes {report['exchanges']} times"
+    if report["gathered"]:
+        where = [f"{row['module'] or 'the loss'} ({row['operation']})" for row in report["gathered"]]
+        yield f"gathered for {', '.join(_some(where, 4))}"
+    if report["computed_alike"]:
+        yield f"smaller than two ranks, computed by both: {', '.join(_some(report['computed_alike'], 4))}"
 
 
 def _expert_lines(report: dict[str, Any]) -> Iterator[str]:

@@ -57,18 +57,19 @@ def inspect(settings: dict[str, Any], channel: Any) -> dict[str, Any]:
 
 def predicted_steps(job: Job, names: Mapping[str, Any]) -> dict[str, float | None]:
     """The plan's estimate of each strategy on this machine, seconds a step; none where it was not calibrated."""
-    from shoal.calibration.job_model import job_model
+    from shoal.calibration.job_model import job_model, plane_cuts_of
     from shoal.estimate.steps.price import price_step
     from shoal.estimate.steps.read import machine_here
 
     machine, found = machine_here(), dict[str, float | None]()
     if machine is None:
         return found
-    model, _ = job_model(job)
-    for name in names:
-        if _is_strategy(name) and parse(name).world <= machine.ranks:
+    strategies = {name: parse(name) for name in names if _is_strategy(name)}
+    model, _ = job_model(job, planes=plane_cuts_of(strategies.values()))
+    for name, strategy in strategies.items():
+        if strategy.world <= machine.ranks:
             with contextlib.suppress(ValueError, NotImplementedError, KeyError):
-                found[name] = price_step(model, parse(name), machine).step_s
+                found[name] = price_step(model, strategy, machine).step_s
     return found
 
 

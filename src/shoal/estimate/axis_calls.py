@@ -18,13 +18,15 @@ from math import prod
 from shoal.estimate.attention_traffic import attention_calls
 from shoal.estimate.held import Held
 from shoal.estimate.pipeline_traffic import pipeline_traffic
+from shoal.estimate.plane_traffic import plane_calls
 from shoal.estimate.tensor_traffic import crossing_calls, gathered_logits_bytes
 from shoal.estimate.traffic import NUMBER_BYTES, Call, Group
 from shoal.layout.attention import AttentionCall
 from shoal.layout.crossings import Crossing
 from shoal.layout.forward import Flow, Forward, ModuleCall
+from shoal.layout.spatial.grid import FULL, Grid
 from shoal.layout.tensor.plan import Region
-from shoal.strategy import cp
+from shoal.strategy import cp, spatial
 from shoal.strategy.schedule import stage_rank
 
 Placed = tuple[str, Call]
@@ -85,8 +87,45 @@ class _Step:
                 yield from _of(tensor, path, crossing, repeated=self._repeated(at))
         if context.ranks > 1:
             yield from self._attention()
+        if self.place.planes.ranks > 1:
+            yield from self._planes()
         if self.held.shapes.loss_over_batch and self.place.samples.ranks > 1 and self._ends_here():
             yield from self._outputs(total)
+
+    def _planes(self) -> Iterator[Placed]:
+        place, term = self.place.planes, self.held.strategy.term(spatial)
+        assert term is not None
+        for event in self.forward.planes:
+            if self._in_stage(event.at):
+                again = event.learns and self._repeated(event.at)
+                one = event.of_channels(self.place.tensor.ranks) if self._in_channels(event.at) else event
+                for call in plane_calls(one, place.group, term.grid, place.index, again=again):
+                    yield event.module or "loss", call
+
+    def _in_stage(self, at: float) -> bool:
+        """Whether this rank runs what lies here, between pieces of the model too: a stage runs all code from the call
+        of its first piece to that of the next stage's."""
+        for stage in self.held.stages if self.held.term is not None else ():
+            first, stop = (self._begins(piece) for piece in self.held.ranges[stage])
+            if (first if stage else 0.0) <= at < stop:
+                return True
+        return self.held.term is None
+
+    def _begins(self, piece: int) -> float:
+        pieces = self.held.shapes.pieces
+        if piece == len(pieces):
+            return float("inf")
+        return float(self.forward.calls_of(pieces[piece].path)[0].start)
+
+    def _in_channels(self, at: float) -> bool:
+        """Whether a region of channels is under way, in which tensors have part of them."""
+        for region in self.regions if self.place.tensor.ranks > 1 else ():
+            # What a column is given has all channels, so its own exchange comes before it counts.
+            columns = [c.stop for c in self.forward.calls if c.path in region.columns and c.stop < at]
+            rows = [c.stop for c in self.forward.calls if c.path in region.rows and c.stop < at]
+            if columns and max(columns) > max(rows, default=-1):
+                return True
+        return False
 
     def _ends_here(self) -> bool:
         """Whether this rank computes the loss."""
@@ -101,7 +140,12 @@ class _Step:
         return False
 
     def part(self, flow: Flow, at: float) -> Flow:
-        """A tensor as this rank has it where the sequence is cut."""
+        """A tensor as this rank has it where the sequence or a plane is cut."""
+        term = self.held.strategy.term(spatial)
+        if flow.part != FULL and term is not None:
+            grid = Grid(term.grid)
+            shape = grid.local_shape(flow.shape, flow.part, grid.place(self.place.planes.index))
+            return replace(flow, shape=shape)
         sequence = self.held.shapes.sequence
         if self._cut is None or sequence is None or not self._cut[0] < at < self._cut[1]:
             return flow

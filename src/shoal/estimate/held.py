@@ -200,6 +200,6 @@ class Held:
     def buffer_group(self) -> Group:
         """Ranks that hold the same part of the model and see different samples or positions."""
         place = self.placing
-        if place.context.ranks == 1:
+        if place.context.ranks * place.planes.ranks == 1:
             return place.samples.group
-        return place.along(*place.samples_axes, *place.levels, place.context.group.axis).group
+        return place.along(*place.samples_axes, *place.levels, place.context.group.axis, place.planes.group.axis).group

@@ -41,6 +41,12 @@ def period(strategy: Strategy) -> int:
     return sync.period
 
 
+def near_sync(strategy: Strategy) -> SyncTerm | None:
+    """The rule of the inner one of two loose levels."""
+    loose = [level.sync for level in strategy.dp_levels if not isinstance(level.sync, bsp)]
+    return loose[1] if len(loose) > 1 else None
+
+
 def outer_calls(
     held: Held, table: ShardTable, clock: int, *, asked: int = 1, moved: Sequence[tuple[str, int]] | None = None
 ) -> Iterator[Call]:
@@ -53,6 +59,10 @@ def outer_calls(
     if sync is None or isinstance(sync, Served):
         return
     sendable = _sent(held, table)._replace(asked=asked, moved=moved)
+    near, inner = held.placing.near, near_sync(held.strategy)
+    if near is not None and inner is not None and near.ranks > 1:
+        for kind, size in inner.calls(clock, sendable._replace(island=near.index, islands=near.ranks)):
+            yield near.group.axis, "outer", kind, size, near.ranks
     for kind, size in sync.calls(clock, sendable):
         yield group.axis, "outer", kind, size, group.ranks
     for size in sync.island_calls(clock, sendable.names):
@@ -62,7 +72,10 @@ def outer_calls(
 def period_calls(held: Held, table: ShardTable) -> Iterator[Call]:
     """Of all steps of one period, long after the start."""
     sync, steps = loose_sync(held.strategy), period(held.strategy)
-    for step in sync.moments if sync is not None else ():
+    near = near_sync(held.strategy)
+    moments = set(() if sync is None else sync.moments)
+    moments |= set() if near is None else set(range(near.period or steps, steps + 1, near.period or steps))
+    for step in sorted(moments):
         yield from outer_calls(held, table, SETTLED * steps + step - 1)
 
 

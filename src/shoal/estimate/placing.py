@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 
 from shoal.estimate.traffic import Group
-from shoal.strategy import Strategy, cp, dp, ep, none, offload, pp, shared, tp
+from shoal.strategy import Strategy, cp, dp, ep, none, offload, pp, shared, spatial, tp
 from shoal.strategy.islands import is_loose
 from shoal.strategy.seats import seats_of
 
@@ -91,9 +91,11 @@ class Placing:
         self.compressing = compressing[0] if compressing else None
         self.compression = terms[compressing[0]].compress if compressing else None  # type: ignore[attr-defined]
         self.names: dict[type, str | None] = {
-            cls: next((name for name, term in terms.items() if isinstance(term, cls)), None) for cls in (pp, tp, cp, ep)
+            cls: next((name for name, term in terms.items() if isinstance(term, cls)), None)
+            for cls in (pp, tp, cp, ep, spatial)
         }
         self.pipeline, self.tensor, self.context, self.experts = (self._axis(cls) for cls in (pp, tp, cp, ep))
+        self.planes = self._axis(spatial)
         tensor = strategy.term(tp)
         self.batch_over_tp = tensor is not None and tensor.batch
         data = self.along(*self.levels, label="dp")
@@ -104,6 +106,8 @@ class Placing:
         """The ranks that split the global batch, of all islands."""
         self.islands = self.along(*loose) if loose else Member(ALONE)
         """The ranks that hold the same part of the model in each island."""
+        self.near = self.along(loose[-1]) if len(loose) > 1 else None
+        """Of these, those that the inner one of two loose levels ties together."""
         inside = [name for name, _ in self.axes if name not in loose]
         label = "island" if loose else "world"
         self.island = data if set(inside) == set(self.levels) else self.along(*inside, label=label)
@@ -150,7 +154,7 @@ class Placing:
         return Member(Group(axis="+".join([*key, f"{pipeline}{list(stages)}"]), ranks=ranks), index)
 
     def replicas(self, family: PredictedFamily) -> PredictedReplicas:
-        over = [*self.summed, *self._named(cp)]
+        over = [*self.summed, *self._named(cp), *self._named(spatial)]
         over += () if family.expert else self._named(ep)
         over += self._named(tp) if family.partial else ()
         label = "dp" if set(over) == set(self.summed) else None
@@ -173,6 +177,10 @@ class Placing:
             self._among(inside, family.stages, None), self.along(self.compressing), self.along(*outside),
             self.compressing == self.sharded,
         )  # fmt: skip
+
+    def plane_statistics(self, *, samples: bool) -> Member:
+        """Those that share statistics of planes; `samples`: over all samples of an island."""
+        return self.along(*(self.samples_axes if samples else ()), *self._named(spatial))
 
     def pieces(self, cut: type | None) -> Member:
         """Those that hold pieces of the same parameter: they shard it, or it is cut across them."""

@@ -125,13 +125,13 @@ def shard_table(
 
 
 def _norms(held: Held, forward: Forward) -> Iterator[Norm]:
-    if not held.shapes.synchronised_norms or held.placing.samples.ranks == 1:
-        return
+    synchronised, place = held.shapes.synchronised_norms, held.placing
     for norm in forward.norms:
-        if held.runs(norm.module):
+        group = place.plane_statistics(samples=synchronised).group if norm.of_planes else place.samples.group
+        if held.runs(norm.module) and (norm.of_planes or synchronised) and group.ranks > 1:
             again = held.recomputes and norm.learns and held.shapes.in_block(norm.module)
             yield Norm(channels=norm.channels // held.channel_parts(norm.module), itemsize=norm.itemsize,
-                       recomputed=again, learns=norm.learns)  # fmt: skip
+                       recomputed=again, learns=norm.learns, group=group, module=norm.module)  # fmt: skip
 
 
 def _buffers(held: Held, strategy: Strategy, forward: Forward, now: _TableStep, bucket_bytes: int) -> Iterator[Buffer]:

@@ -108,6 +108,9 @@ class Norm:
     recomputed: bool = False
     learns: bool = True
     """Whether backward comes to it."""
+    group: Group | None = None
+    """The ranks that share its statistics; None: those that split the samples."""
+    module: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -223,8 +226,9 @@ def update_calls(table: ShardTable) -> Iterator[Call]:
 
 def batch_norm_calls(table: ShardTable) -> Iterator[Call]:
     """Of synchronised batch norms."""
-    axis, ranks = table.samples.axis, table.samples.ranks
     for norm in table.norms:
+        group = table.samples if norm.group is None else norm.group
+        axis, ranks = group.axis, group.ranks
         statistics = ranks * (2 * norm.channels + 1) * norm.itemsize
         for _ in range(table.micro_batches):
             yield axis, "forward", "all_gather", statistics, ranks

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shoal.job.huggingface import from_transformers
     from shoal.job.job import Batch, Data, Job, Target
     from shoal.job.layerwise import LAMB, LARS, MuonWithAdamW
+    from shoal.job.lbfgs import ShardedLBFGS
     from shoal.job.load import load_file, load_job
     from shoal.job.losses import classifier_metrics, cross_entropy, language_metrics, perplexity
     from shoal.job.order import Order, share
@@ -45,6 +46,7 @@ _HOME = {
     "Order": "order",
     "SampleCache": "data.sample_cache",
     "ShardCache": "data.shard_cache",
+    "ShardedLBFGS": "lbfgs",
     "StepDecay": "schedule",
     "TarData": "data.tar_shards",
     "Target": "job",
@@ -83,6 +85,7 @@ __all__ = [
     "Order",
     "SampleCache",
     "ShardCache",
+    "ShardedLBFGS",
     "StepDecay",
     "TarData",
     "Target",

@@ -1,24 +1,26 @@
 """Which numbers one draw gets: how a tensor of random numbers is assembled from those of the full tensor.
 
 A draw belongs to samples, to the step or, if no rule applies, to the rank. Each sample has its own numbers for the full
-tensor; a rank that holds part of the tensor (tp, cp) takes its part of them.
+tensor; a rank that holds part of the tensor (tp, cp, spatial) takes its part of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 import torch
 
+from shoal.common.numbers import even_part
 from shoal.job.draw_places import Drawn, Place
 from shoal.job.draw_rules import Numbers, key_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cuts:
-    """How the ranks of tp and cp cut activations: sizes, this rank's indices, and the positions of a cut sequence."""
+    """How the ranks of tp, cp and spatial cut activations: sizes, this rank's indices, positions of a cut sequence."""
 
     tensor: int = 1
     tensor_index: int = 0
@@ -28,8 +30,15 @@ class Cuts:
     """Length of the full sequence under cp."""
     positions: Callable[[int], np.ndarray] | None = None
     """Full size of a dimension that cp splits -> this rank's positions."""
+    planes: tuple[tuple[int, int], ...] = ()
+    """Under spatial: ranks along the height and along the width, and this rank's place among them."""
     salt: tuple[int, ...] = ()
     """Salt for draws without a rule: different on ranks that hold different stages or positions."""
+
+    @property
+    def ranks(self) -> int:
+        """Those that cut activations."""
+        return self.tensor * self.context * prod(ranks for ranks, _ in self.planes)
 
     def parts(self, full: Sequence[int], local: Sequence[int]) -> tuple[np.ndarray | None, ...] | None:
         """For each dimension the indices this rank holds (None: all of them). None instead if the sizes do not fit."""
@@ -37,9 +46,16 @@ class Cuts:
             return None
         found: list[np.ndarray | None] = []
         sequence_done = False
+        planes = list(self.planes)
         for size, mine in zip(full, local, strict=True):
             if size == mine:
                 found.append(None)
+                continue
+            part = None
+            while planes and part is None:
+                part = _of_plane(size, mine, *planes.pop(0))
+            if part is not None:
+                found.append(part)
                 continue
             if not mine or size % mine:
                 return None
@@ -66,6 +82,12 @@ class Cuts:
             return self._positions(size)[self.tensor_index * mine : (self.tensor_index + 1) * mine]
         start = (self.tensor_index * self.context + self.context_index) * mine
         return np.arange(start, start + mine)
+
+
+def _of_plane(size: int, mine: int, ranks: int, place: int) -> np.ndarray | None:
+    """The rows of a plane that a rank holds of a dimension of this size, if they are so many."""
+    start, stop = even_part(size, ranks, place)
+    return np.arange(start, stop) if 1 < ranks <= size and stop - start == mine else None
 
 
 @dataclass
@@ -101,7 +123,7 @@ class PlacedNumbers:
 
     def guess(self, forward: DrawnSamples, shape: tuple[int, ...]) -> Drawn | None:
         """For a place that no earlier call of the model used. Without cuts the local shape is the full shape."""
-        if self.cuts.tensor * self.cuts.context > 1 or not forward.samples:
+        if self.cuts.ranks > 1 or not forward.samples:
             return None
         if shape and shape[0] % len(forward.samples) == 0:
             return Drawn(dim=0, full=(shape[0] // len(forward.samples), *shape[1:]))
@@ -121,7 +143,7 @@ class PlacedNumbers:
             local = _of_one((shape[dim] // len(samples), *shape[:dim], *shape[dim + 1 :]))
             full = _of_one(known.full)
             parts = self.cuts.parts(full, local)
-            if parts is None and lenient and self.cuts.tensor * self.cuts.context == 1 and len(full) == len(local):
+            if parts is None and lenient and self.cuts.ranks == 1 and len(full) == len(local):
                 parts = (None,) * len(local)
             if parts is not None:
                 uncut = _full(full, local, parts)

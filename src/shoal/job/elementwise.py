@@ -86,6 +86,8 @@ def probe(optimizer: OptimizerFactory, model: nn.Module, options: Options = no_o
         reference, rows, wanted, watch = _reference(optimizer, small)
         about = reference.described()
         about["forgets"] = not about["opaque"] and _forgets(optimizer, reference, rows, wanted)
+        if reference.needs_closure and all(sums_over_ranks(each) for each in reference.optimizers):
+            return Probe(kind="elementwise", **about)
         if reference.needs_closure:
             return Probe(kind="coupled", why="its step computes the loss again", **about)
         lost = "rebuilt with all that was found of what it keeps, it goes on otherwise" if about["forgets"] else ""
@@ -103,6 +105,11 @@ def probe(optimizer: OptimizerFactory, model: nn.Module, options: Options = no_o
             return Probe(kind="elementwise", **about)
         coupling = _differs(optimizer, small, alone(small), rows, wanted, reference)
         return Probe(kind="coupled" if coupling else "parameter", why=coupling or why, **about)
+
+
+def sums_over_ranks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimiser takes any slices and sums what it computes of all of them over ranks by itself."""
+    return getattr(optimizer, "sums_over_ranks", False) is True
 
 
 def _known(factory: OptimizerFactory, copies: list[Copy]) -> Probe | None:

@@ -96,12 +96,13 @@ def newest() -> int:
     return max((int(path.name.removeprefix("session-")) for path in found), default=0)
 
 
-def await_session(rank: int, watch: Callable[[], None]) -> int:
-    """On a rank that comes: the number of the first session that it is in."""
+def await_session(rank: int, watch: Callable[[], None], *, after: int) -> int:
+    """On a rank that comes: the number of the first session that it is in, of those after one: it may have been in
+    others, as a process that was lost since."""
     while True:
         number = newest()
         found = session(number)
-        if found is not None and rank in found["coming"]:
+        if number > after and found is not None and rank in found["coming"]:
             return number
         watch()
         time.sleep(LOOK_S)

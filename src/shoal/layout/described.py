@@ -19,6 +19,7 @@ from shoal.layout.chain import Chain, ModelPiece, StageCutError
 from shoal.layout.context.plan import ContextPlan
 from shoal.layout.experts.find import Survey
 from shoal.layout.layout import Layout, facts_of, layout_of
+from shoal.layout.spatial.plan import SpatialPlan
 from shoal.layout.tensor.plan import TensorPlan
 from shoal.layout.tensor.text import plan_lines
 from shoal.layout.trace import SAMPLES
@@ -53,6 +54,7 @@ def describe(job: Job, layout: Layout) -> dict[str, Any]:
         "stages": {str(len(rows)): rows for rows in _stage_tables(layout)},
         "tensor": _tensor(layout.tensor),
         "sequence": _sequence(layout.context, layout.why_no_context),
+        "planes": _planes(layout.spatial, layout.why_no_spatial),
         "experts": _experts(layout.experts),
     }
 
@@ -192,6 +194,20 @@ def _sequence(plan: ContextPlan | None, why_not: str) -> dict[str, Any]:
         "loss_stays_cut": plan.batch is not None,
         "loss_reads": sorted(plan.batch) if plan.batch is not None else [],
         "why_gathered": plan.why_whole,
+    }
+
+
+def _planes(plan: SpatialPlan | None, why_not: str) -> dict[str, Any]:
+    if plan is None:
+        return {"may_be_cut": False, "why_not": why_not}
+    halos = [event for event in plan.events if event.kind == "move"]
+    return {
+        "may_be_cut": True,
+        "cut_share": plan.cut_share,
+        "convolutions": {module: list(size) for module, size in plan.planes},
+        "exchanges": len(halos),
+        "gathered": [{"module": module, "operation": operation} for module, operation in plan.gathered],
+        "computed_alike": list(plan.whole),
     }
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
 
+from shoal.layout.spatial.grid import FULL, Part
+from shoal.layout.spatial.plan import PlaneEvent
 from shoal.layout.tensor.plan import TensorPlan
 
 
@@ -25,6 +27,8 @@ class Flow:
     floating: bool
     learns: bool
     """Whether it receives a gradient."""
+    part: Part = FULL
+    """How ranks of spatial cut it."""
 
     @property
     def bytes(self) -> int:
@@ -91,6 +95,8 @@ class NormSeen:
     """Bytes per element of a statistic."""
     learns: bool = True
     """Whether backward comes to it: not where it is frozen, and all in front of it."""
+    of_planes: bool = False
+    """Whether ranks of spatial hold parts of what it normalises."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -108,6 +114,8 @@ class Forward:
     """The outputs of the model."""
     autocast_itemsize: int = 0
     """Bytes per element that autocast casts float32 to; 0: autocast is off."""
+    planes: tuple[PlaneEvent, ...] = ()
+    """What ranks of spatial exchange."""
 
     def calls_of(self, path: str) -> list[ModuleCall]:
         return [call for call in self.calls if call.path == path]
@@ -132,6 +140,7 @@ def _resized(forward: Forward, samples: int) -> Forward:
             replace(a, query=flow(a.query), key=flow(a.key), value=flow(a.value)) for a in forward.attention
         ),
         losses=tuple(replace(each, targets=flow(each.targets)) for each in forward.losses),
+        planes=tuple(event.of_samples(forward.samples, samples) for event in forward.planes),
     )  # fmt: skip
 
 

@@ -77,13 +77,14 @@ def follow(
             if op.number == call.first and call.query in walk.cuts:
                 walk.cuts[call.output] = walk.cuts[call.query]
             continue
-        step = _step(graph, op, walk)
+        step = step_of(graph, op, walk)
         walk.steps.append(step)
         walk.cuts.update(step.outputs)
     return walk
 
 
-def _step(graph: Graph, op: Op, walk: Walk) -> PlacedOp:
+def step_of(graph: Graph, op: Op, walk: Walk) -> PlacedOp:
+    """How one operation runs, given the cuts that the walk has come to."""
     step = PlacedOp(op)
     given = [value for value in dict.fromkeys(op.inputs) if value in walk.cuts]
     writes = op.overload._schema.is_mutable

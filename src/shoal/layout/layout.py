@@ -20,11 +20,13 @@ from shoal.layout.context.plan import CannotCutSequence, ContextPlan, named
 from shoal.layout.experts.find import PassedOver, Survey, survey_experts
 from shoal.layout.experts.signs import may_hold_experts
 from shoal.layout.recorded import Trace
+from shoal.layout.spatial.foresee import NO_CONVOLUTION, CannotCutPlanes, spatial_plan
+from shoal.layout.spatial.plan import SpatialPlan
 from shoal.layout.tensor.plan import TensorPlan
 from shoal.layout.tensor.roles import tensor_plan
 from shoal.layout.tensor.tokens import stream_blocks
 from shoal.layout.trace import SAMPLES, trace
-from shoal.strategy import ModelFacts, Strategy, cp, ep, pp, tp
+from shoal.strategy import ModelFacts, Strategy, cp, ep, pp, spatial, tp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,8 @@ class Layout:
     tensor: TensorPlan | None = None
     context: ContextPlan | None = None
     why_no_context: str = ""
+    spatial: SpatialPlan | None = None
+    why_no_spatial: str = ""
     experts: Survey | None = None
     chooses: bool = False
     """Whether the model's code branches on values, so that its operations depend on the data (a mixture of experts)."""
@@ -55,7 +59,7 @@ def layout_of(job: Job, strategy: Strategy | None = None) -> Layout:
     def wanted(cls: type[Any]) -> bool:
         return strategy is None or strategy.term(cls) is not None
 
-    if not any(wanted(cls) for cls in (pp, tp, cp, ep)):
+    if not any(wanted(cls) for cls in (pp, tp, cp, ep, spatial)):
         return Layout()
     samples = SAMPLES
     if strategy is not None:
@@ -75,6 +79,7 @@ def layout_of(job: Job, strategy: Strategy | None = None) -> Layout:
             )
         except CannotCutSequence as refusal:
             why = str(refusal)
+    planes, why_no_planes = _planes(job, strategy, samples, traced)
     layout = Layout(
         chain=chain(traced) if traced is not None and wanted(pp) else None,
         balanced=hints.balanced,
@@ -82,6 +87,8 @@ def layout_of(job: Job, strategy: Strategy | None = None) -> Layout:
         tensor=tensor_plan(traced, declared=hints.roles) if traced is not None and wanted(tp) else None,
         context=context,
         why_no_context=why,
+        spatial=planes,
+        why_no_spatial=why_no_planes,
         experts=experts if hints.experts else _kept_together(experts),
         chooses=chooses,
     )
@@ -91,6 +98,21 @@ def layout_of(job: Job, strategy: Strategy | None = None) -> Layout:
     if pipeline is not None and hints.stages is not None:
         layout.stages(pipeline.n * pipeline.chunks)  # Refuses wrong declarations before ranks start.
     return layout
+
+
+def _planes(
+    job: Job, strategy: Strategy | None, samples: int, traced: Trace | None
+) -> tuple[SpatialPlan | None, str]:
+    """How planes are cut; without a strategy, in two."""
+    term = spatial(2) if strategy is None else strategy.term(spatial)
+    if term is None or term.n == 1:
+        return None, ""
+    if traced is not None and not any(op.name == "convolution" for op in traced.ops):
+        return None, NO_CONVOLUTION
+    try:
+        return spatial_plan(job, term.grid, samples), ""
+    except CannotCutPlanes as refusal:
+        return None, str(refusal)
 
 
 def _without_experts(plan: TensorPlan, experts: Survey) -> TensorPlan:
@@ -176,6 +198,8 @@ def facts_of(job: Job, layout: Layout) -> ModelFacts:
         facts = replace(facts, tensor_parts=parts, tensor_why=why, sequence_why=no_sequence, sequence=tokens)
     if layout.why_no_context:
         facts = replace(facts, context_why=layout.why_no_context)
+    if layout.why_no_spatial:
+        facts = replace(facts, spatial_why=layout.why_no_spatial)
     if layout.context is not None:
         facts = replace(facts, sequence=layout.context.length)
         if layout.context.in_root:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.job import Job
 from shoal.job.buffers import buffer_modes
@@ -38,6 +38,8 @@ from shoal.layout.forward import (
     WireShape,
 )
 from shoal.layout.layout import Layout
+from shoal.layout.spatial.foresee import Forecast
+from shoal.layout.spatial.grid import FULL, Grid
 from shoal.layout.tensor.tokens import stream_blocks
 from shoal.layout.trace import CannotTrace, faked, reporting_calls
 from shoal.layout.wires import Wire
@@ -61,6 +63,7 @@ class _Watch:
         self.open: list[tuple[str, int, tuple[Flow | None, ...]]] = []
         self._known: dict[tuple[int, int], int] = {}
         self._alive: list[torch.Tensor] = []
+        self.forecast: Forecast | None = None
 
     def tick(self) -> int:
         self.now += 1
@@ -74,6 +77,7 @@ class _Watch:
         return Flow(
             self._known[key], tuple(int(size) for size in tensor.shape), tensor.element_size(),
             tensor.is_floating_point(), torch.is_grad_enabled() and tensor.requires_grad,
+            FULL if self.forecast is None else self.forecast.part(tensor),
         )  # fmt: skip
 
     def flows(self, tree: Any) -> tuple[Flow | None, ...]:
@@ -123,7 +127,8 @@ class _Functions(TorchFunctionMode):
             if training:
                 width = torch.promote_types(given.dtype, torch.float32).itemsize
                 learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (given, *around))
-                watch.norms.append(NormSeen(watch.module, int(given.shape[1]), width, learns))
+                of_planes = watch.forecast is not None and watch.forecast.in_norm
+                watch.norms.append(NormSeen(watch.module, int(given.shape[1]), width, learns, of_planes))
         return func(*args, **kwargs)
 
 
@@ -135,10 +140,11 @@ def _named(names: tuple[str, ...], args: Any, kwargs: Any) -> tuple[Any, ...]:
 def observe(
     job: Job, batch: Mapping[str, torch.Tensor] | None = None, *, dtype: torch.dtype | None = None,
     autocast: bool = False, real: bool = False, around: Callable[[], Any] = nullcontext,
+    planes: tuple[int, int] = (1, 1),
 ) -> Forward:  # fmt: skip
     """The forward of a batch (by default a few of the job's samples), on fake tensors if the model allows it. `dtype`:
     casts the model first. `real`: never on fakes (libraries call attention differently while they are traced).
-    `around`: the context that the model runs in."""
+    `around`: the context that the model runs in. `planes`: ranks that cut planes, along the height and the width."""
     if batch is None:
         batch = job.train.batch(np.arange(min(TYPICAL, len(job.train))))
     with torch.random.fork_rng(devices=[]):
@@ -148,13 +154,14 @@ def observe(
         def on_real(**options: bool) -> Forward:
             model = _as_type(job.model(), dtype, nullcontext())
             with around():
-                return _observed(job, model, {k: v.cpu() for k, v in batch.items()}, autocast, **options)
+                return _observed(job, model, {k: v.cpu() for k, v in batch.items()}, autocast, planes, **options)
 
         if not real:
             with suppress(Exception):
                 model = _as_type(faked(build_without_memory(job), mode), dtype, mode)
                 with mode, around():
-                    return _observed(job, model, {k: mode.from_tensor(v.cpu()) for k, v in batch.items()}, autocast)
+                    fakes = {k: mode.from_tensor(v.cpu()) for k, v in batch.items()}
+                    return _observed(job, model, fakes, autocast, planes)
         try:
             try:
                 return on_real()
@@ -191,9 +198,12 @@ def _as_type(model: nn.Module, dtype: torch.dtype | None, mode: Any) -> nn.Modul
 
 
 def _observed(
-    job: Job, model: nn.Module, batch: dict[str, torch.Tensor], autocast: bool, *, saving: bool = True
-) -> Forward:
+    job: Job, model: nn.Module, batch: dict[str, torch.Tensor], autocast: bool, planes: tuple[int, int], *,
+    saving: bool = True,
+) -> Forward:  # fmt: skip
     watch = _Watch()
+    if planes != (1, 1):
+        watch.forecast = Forecast(Grid(planes), watch.tick, lambda: watch.module)
     model.train()
     precision = torch.autocast("cpu", torch.bfloat16, cache_enabled=False) if autocast else nullcontext()
     with ExitStack() as stack:
@@ -203,14 +213,21 @@ def _observed(
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(watch.pack, lambda kept: kept))
         stack.enter_context(precision)
         stack.enter_context(_norms_of_one_sample())
+        if watch.forecast is not None:
+            stack.enter_context(watch.forecast)
         output = job.run_model(model, batch)
+        if watch.forecast is not None and job.loss_over == "batch":
+            output = tree_map(watch.forecast.in_full, output)
         outputs = watch.flows(output)
         if job.loss_over != "batch":  # A loss over the global batch reads the gathered outputs instead.
-            job.loss_of(output, batch)
+            loss, _ = job.loss_of(output, batch)
+            if watch.forecast is not None:
+                watch.forecast.settle(loss)
     return Forward(
         samples=len(next(iter(batch.values()))), calls=tuple(sorted(watch.calls, key=lambda call: call.start)),
         attention=tuple(watch.attention), losses=tuple(watch.losses), norms=tuple(watch.norms),
         saved=tuple(watch.saved), outputs=outputs, autocast_itemsize=2 if autocast else 0,
+        planes=() if watch.forecast is None else tuple(watch.forecast.events),
     )  # fmt: skip
 
 

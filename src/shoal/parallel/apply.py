@@ -18,6 +18,7 @@ from shoal.comm.compress.method import Method
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members, Mesh
 from shoal.comm.points import reach
+from shoal.job.elementwise import sums_over_ranks
 from shoal.job.on_disk import is_on_disk, leave_pages, to_memory
 from shoal.job.random_optimizer import UpdateDraws
 from shoal.job.randomness import Randomness
@@ -42,11 +43,11 @@ from shoal.parallel.recompute import recompute_blocks
 from shoal.parallel.runnable import NotRunnable, require_runnable
 from shoal.parallel.sync.averaged import Averaged
 from shoal.parallel.sync.moments import Moments
-from shoal.parallel.sync.outer import OuterLevel
+from shoal.parallel.sync.outer import NearLevel, OuterLevel
 from shoal.parallel.sync.scheme import Scheme
 from shoal.parallel.sync.served import ServedLevel
 from shoal.parallel.sync.streams import lay_out
-from shoal.strategy import Strategy, amp, dp, none, pp, ps, recompute, shared, tp
+from shoal.strategy import Strategy, amp, cp, dp, ep, none, pp, ps, recompute, shared, tp
 from shoal.strategy.islands import is_loose
 
 Options = Callable[[str, torch.Tensor], dict[str, Any]]
@@ -90,6 +91,8 @@ def parallelize(
     reach("start: same values")
 
     cut = cut_model(model, strategy, layout or Layout(), placement)
+    if placement.planes.size > 1:
+        placement.share_statistics(samples=batch_norm == "sync")
     if batch_norm == "sync" and placement.samples.size > 1:
         synchronise(model, placement.samples)
     else:
@@ -109,13 +112,15 @@ def parallelize(
     to_memory(model)
     alike = placement.first_of_tensor or placement.batch_over_tp
     gathers = cut.sequence is not None and cut.sequence.gathers
+    whole_loss = (placement.context.size if gathers else 1) * placement.planes.size
     engine = Engine(
         model=model, placement=placement, owner=owner, clip=clip, names=names, shapes=shapes, cut=cut,
         compression=_compression(strategy, placement, owner.buckets, clip, seed),
-        counts_loss=alike and (placement.context.index == 0 or not gathers),
-        loss_share=1 / placement.context.size if gathers else 1.0, update_draws=update_draws,
+        counts_loss=alike and (placement.context.index == 0 or not gathers) and placement.planes.index == 0,
+        loss_share=1 / whole_loss, update_draws=update_draws,
     )  # fmt: skip
     _require_offloadable(engine, offloading)
+    _require_vectors(engine, strategy)
     if (level := offloading.levels.get("activations")) is not None:
         kept = [bucket.buffer.values for bucket in owner.buckets]
         moved = OffloadedActivations(level, lambda: (*kept, *model.parameters(), *model.buffers()))
@@ -135,6 +140,19 @@ def parallelize(
     owner.barrier()  # Ranks that share memory have each written their part of the start.
     reach("start: engine ready")
     return engine
+
+
+def _require_vectors(engine: Engine, strategy: Strategy) -> None:
+    """Refuses axes under which an optimiser's vectors over all parameters are not simply in pieces."""
+    if not sums_over_ranks(engine.optimizer.optimizer):
+        return
+    for term in strategy.terms:
+        loose = is_loose(term) or (isinstance(term, dp) and isinstance(term.via, ps | shared))
+        if loose or isinstance(term, (pp, tp, cp, ep)):
+            name = type(engine.optimizer.optimizer).__name__
+            raise NotRunnable(
+                f"{term}: {name} sums over ranks that shard the parameters; use bsp levels of dp, with any zero"
+            )
 
 
 def _require_offloadable(engine: Engine, offloading: Offloading) -> None:
@@ -186,7 +204,8 @@ def _noise_is_seen(engine: Engine, strategy: Strategy) -> bool:
     parts of a sequence see pieces of one, nor where gradients are written to shared memory or compressed."""
     place = engine.placement
     several = place.samples.size * strategy.micro_batches > 1
-    pieces = place.pipeline.size * place.context.size * place.experts.size > 1 or bool(engine.cut.partial)
+    cutting = place.pipeline.size * place.context.size * place.experts.size * place.planes.size
+    pieces = cutting > 1 or bool(engine.cut.partial)
     return several and not pieces and engine.owner.private_gradients and engine.compression is None
 
 
@@ -217,9 +236,17 @@ def _outer(strategy: Strategy, engine: Engine, seed: int) -> OuterLevel | None:
         return None
     if engine.placement.seats is not None or engine.placement.hogwild is not None:
         return ServedLevel(engine.placement, engine.model)
+    level = _level(OuterLevel, loose, engine, seed)
+    if engine.placement.near is not None:
+        inner = [other for other in strategy.dp_levels if is_loose(other)][-1]
+        level.near = _level(NearLevel, inner, engine, seed)
+    return level
+
+
+def _level(kind: type[OuterLevel], loose: dp, engine: Engine, seed: int) -> Any:
     term = loose.sync
     assert isinstance(term, Scheme), f"{term} has no runtime"
-    level = OuterLevel(term, engine.placement, engine.buckets, engine.model, engine.names)
+    level = kind(term, engine.placement, engine.buckets, engine.model, engine.names)
     level.consistency = engine.consistency
     level.reset_optimizer = engine.owner.reset
     if isinstance(term, Averaged):

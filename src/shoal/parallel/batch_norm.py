@@ -54,6 +54,7 @@ class _Scope:
 
 
 _scope: _Scope | None = None
+_across: Members | None = None
 _scopes: WeakKeyDictionary[nn.Module, _Scope] = WeakKeyDictionary()
 _plain_batch_norm = torch.batch_norm
 _plain_check = F._verify_batch_size
@@ -68,6 +69,17 @@ def synchronise(model: nn.Module, replicas: Members) -> None:
 def count_once(model: nn.Module) -> None:
     """Batch norm that stays local: its running statistics take no notice of empty batches."""
     _install(model, _Scope(None))
+
+
+@contextmanager
+def across(members: Members) -> Iterator[None]:
+    """Batch norms in here are of planes that these ranks hold parts of, samples included."""
+    global _across
+    before, _across = _across, members
+    try:
+        yield
+    finally:
+        _across = before
 
 
 def couples_samples(model: nn.Module) -> bool:
@@ -164,7 +176,7 @@ class _Seen:
 
 def _check_size(size: Any) -> None:
     """One value per channel on this rank is enough where other ranks have more."""
-    if _scope is None or _scope.replicas is None:
+    if _scope is None or (_scope.replicas is None and _across is None):
         _plain_check(size)
 
 
@@ -187,7 +199,8 @@ def _batch_norm(
         )  # fmt: skip
     if not scope.counting:
         scope.couples = True
-    if scope.replicas is None:
+    replicas = scope.replicas if _across is None else _across
+    if replicas is None:
         if not input.numel():
             # Copies, not None: recomputation must save the same tensors for backward as the first forward did.
             running_mean, running_var = (None if t is None else t.clone() for t in (running_mean, running_var))
@@ -196,10 +209,10 @@ def _batch_norm(
         return _plain_batch_norm(
             input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled
         )  # fmt: skip
-    if not scope.counting and BOOK.phase != "evaluate":
+    if not scope.counting and _across is None and BOOK.phase != "evaluate":
         key = (input.shape[1], torch.promote_types(input.dtype, torch.float32).itemsize)
         scope.by_others.setdefault(key, [0, 0])[recomputing()] += 1
-    y, mean, var, count = _Synchronised.apply(input, weight, bias, eps, scope.replicas)
+    y, mean, var, count = _Synchronised.apply(input, weight, bias, eps, replicas)
     with torch.no_grad():
         if scope.counting:
             scope.counting[-1].take_back((count == 0).to(torch.long))
@@ -208,6 +221,12 @@ def _batch_norm(
             unbiased = var * (count / (count - 1).clamp(min=1))
             running_mean.lerp_(mean.to(running_mean.dtype), rate)
             running_var.lerp_(unbiased.to(running_var.dtype), rate)
+    return y
+
+
+def normalised(x: torch.Tensor, eps: float, members: Members) -> torch.Tensor:
+    """[1, rows, elements] with mean zero and variance one in each row, of which each rank holds some elements."""
+    y: torch.Tensor = _Synchronised.apply(x, None, None, eps, members)[0]
     return y
 
 

@@ -106,8 +106,9 @@ def buffer_exchange(
     if not modes:
         return None
     names = {axis for axis, _ in placement.mesh.axes if axis in placement.samples.axis.split("+")}
-    names |= {*placement.levels, placement.context.axis} - {"none"}
-    members = placement.samples if placement.context.size == 1 else placement.mesh.along(*names)
+    names |= {*placement.levels, placement.context.axis, placement.planes.axis} - {"none"}
+    parted = placement.context.size * placement.planes.size > 1
+    members = placement.mesh.along(*names) if parted else placement.samples
     held = [name for name, b in model.named_buffers() if name in modes and name not in absent and b.numel()]
     averaged = {name: modes[name] == "average" for name in held if modes[name] in ("average", "sum")}
     copies = tuple(name for name in held if modes[name] == "broadcast")

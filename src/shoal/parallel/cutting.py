@@ -1,4 +1,4 @@
-"""The axes that cut the model itself, laid over it one after the other: stages, tensors, experts, the sequence.
+"""The axes that cut the model itself, laid over it one after the other: stages, tensors, experts, the sequence, planes.
 
 Each names which parameters it has cut or taken away; from that every parameter's family follows, and with it over which
 ranks its gradient is summed.
@@ -22,10 +22,11 @@ from shoal.parallel.expert.shard_experts import shard_experts
 from shoal.parallel.pipeline.stages import StagedModel
 from shoal.parallel.placement import Family, Placement
 from shoal.parallel.runnable import NotRunnable
+from shoal.parallel.spatial.cut import PlaneCut
 from shoal.parallel.tensor.cut import cut_tensors, split_stream
 from shoal.parallel.tensor.regions import Between
 from shoal.parallel.tensor.vocabulary import cut_vocabulary
-from shoal.strategy import Strategy, cp, ep, pp, tp
+from shoal.strategy import Strategy, cp, ep, pp, spatial, tp
 from shoal.strategy.schedule import rank_stages, stage_rank
 
 
@@ -49,6 +50,7 @@ class CutModel:
     crossings: Tally = field(default_factory=Tally)
     """What crossed the ranks of tp."""
     sequence: SequenceCut | None = None
+    planes: PlaneCut | None = None
 
     def family(self, name: str) -> Family:
         stages = self.stage_ranks.get(name, ())
@@ -91,6 +93,7 @@ def cut_model(model: nn.Module, strategy: Strategy, layout: Layout, placement: P
     _experts(cut, model, strategy, layout, placement)
     _sequence(cut, model, strategy, layout, placement)
     _stream(cut, model, strategy, layout, placement)
+    _planes(cut, model, strategy, layout, placement)
     return cut
 
 
@@ -184,3 +187,14 @@ def _sequence(cut: CutModel, model: nn.Module, strategy: Strategy, layout: Layou
     assert layout.context is not None
     local = [path for path in layout.context.blocks if cut.staged is None or cut.staged.runs(path)]
     cut.sequence = SequenceCut(model, layout.context, placement.context, term.method, local=local)
+
+
+def _planes(cut: CutModel, model: nn.Module, strategy: Strategy, layout: Layout, placement: Placement) -> None:
+    term = strategy.term(spatial)
+    if term is None or term.n == 1:
+        return
+    assert layout.spatial is not None
+    cut.planes = PlaneCut(model, term.grid, placement)
+    if cut.staged is not None:
+        cut.staged.in_full = cut.planes.view.inside
+        cut.staged.arrived = cut.planes.arrived(layout.spatial, [link.path for link in cut.staged.chain.links])

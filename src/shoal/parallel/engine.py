@@ -41,10 +41,10 @@ from shoal.parallel.loss_scale import LossScale
 from shoal.parallel.noise import GradientNoise, measured
 from shoal.parallel.offload.activations import OffloadedActivations
 from shoal.parallel.optimizer import SlicedOptimizer
-from shoal.parallel.optimizer_needs import closure_for, drawn_slices
+from shoal.parallel.optimizer_needs import closure_for, drawn_slices, sum_over_ranks
 from shoal.parallel.owner.base import Gradients, Owner
 from shoal.parallel.placement import Placement, Replicas
-from shoal.parallel.result import COUNT_WITH_GRADIENT, CountWithGradient, NonFinite, StepResult
+from shoal.parallel.result import COUNT_WITH_GRADIENT, CountWithGradient, LearnsLater, NonFinite, StepResult
 from shoal.parallel.shared_tickets import SharedTickets
 from shoal.parallel.sync.outer import OuterLevel
 
@@ -99,6 +99,8 @@ class Engine:
 
     def __post_init__(self) -> None:
         self._sums = self._sums.to(self.device)
+        held = ((name, param) for name, param in self.model.named_parameters() if name not in self.absent)
+        self._frozen = [(name, param) for name, param in held if not param.requires_grad]
         draws = self.update_draws
         if draws is not None:
             self.owner.around_step = lambda: draws.update(drawn_slices(self))
@@ -188,6 +190,13 @@ class Engine:
 
     def close_backward(self) -> None:
         """After the step's last backward."""
+        for name, param in self._frozen:
+            if param.requires_grad:
+                raise LearnsLater(
+                    f"the parameter {name} requires a gradient now; it did not when the model was built, so no "
+                    "optimizer has it and nothing would train it. Let it require one when the model is built, and "
+                    "freeze it in forward (requires_grad_(False)) for as long as it should not learn"
+                )
         with self.owner.explaining(), BOOK.during("backward"):
             reach("step: backward done")
             self._share()
@@ -219,6 +228,8 @@ class Engine:
         micro-batches of the step once more, for an optimiser that asks for that (LBFGS)."""
         result, gradients = self.reduce()
         closure = closure_for(self, again, result.loss) if self.optimizer.needs_closure else None
+        if closure is not None:
+            sum_over_ranks(self)
         with BOOK.during("optimizer"), torch.no_grad():
             remote, tickets = self.owner.remote, self.owner.tickets
             if tickets is not None:
@@ -348,7 +359,7 @@ class Engine:
         """Whether this rank writes what is not sharded (a buffer, a frozen parameter) to a checkpoint; for its own
         island only, or for all."""
         place = self.placement
-        first = (place.samples if of_island else place.split).index == 0 and place.context.index == 0
+        first = (place.samples if of_island else place.split).index == 0 and place.first_of_sample
         return first and (place.tensor.index == 0 or name in self.cut.cuts)
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from shoal.job.on_disk import is_on_disk, leave_pages
-from shoal.parallel.offload.level import Level, Moving
+from shoal.parallel.offload.level import MemoryLevel, Moving
 
 Memory = Callable[[int, torch.dtype], torch.Tensor]
 
@@ -125,7 +125,7 @@ class FlatBuffer:
 class StoredShard:
     """A flat buffer of which only this rank's shard is kept; the full one exists while it is in use (ZeRO-3)."""
 
-    def __init__(self, buffer: FlatBuffer, level: Level | None = None) -> None:
+    def __init__(self, buffer: FlatBuffer, level: MemoryLevel | None = None) -> None:
         """`level`: where the shard waits, if not in memory."""
         self.buffer, self.level = buffer, level
         shard = buffer.values[buffer.shard]

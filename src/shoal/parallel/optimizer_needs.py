@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
+from shoal.job.elementwise import sums_over_ranks
 from shoal.job.random_optimizer import ParameterRange
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ def closure_for(engine: Engine, again: Callable[[], None] | None, loss: float) -
             return torch.tensor(loss, dtype=torch.float64)
         before.clear()
         engine.reduction.clear()
+        engine.owner.publish()  # What it has changed on this rank, the next forward reads on all.
         with torch.enable_grad():
             again()
         fresh, gradients = engine.reduce()
@@ -36,6 +39,21 @@ def closure_for(engine: Engine, again: Callable[[], None] | None, loss: float) -
         return torch.tensor(fresh.loss, dtype=torch.float64)
 
     return closure
+
+
+def sum_over_ranks(engine: Engine) -> None:
+    """For an optimiser that computes with vectors over all parameters: its numbers are those of all ranks."""
+    optimizer: Any = engine.optimizer.optimizer
+    if not sums_over_ranks(optimizer):
+        return
+    over = engine.placement.norm
+
+    def of_all(value: torch.Tensor, how: str) -> torch.Tensor:
+        if over.group is not None:
+            dist.all_reduce(value, op=dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM, group=over.group)
+        return value
+
+    optimizer.over_ranks = of_all
 
 
 def drawn_slices(engine: Engine) -> Iterator[tuple[torch.Tensor, list[ParameterRange]]]:

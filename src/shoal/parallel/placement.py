@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shoal.comm.mesh import Members, Mesh
-from shoal.strategy import Strategy, allreduce, cp, dp, ep, none, offload, pp, shared, tp
+from shoal.strategy import Strategy, allreduce, cp, dp, ep, none, offload, pp, shared, spatial, tp
 from shoal.strategy.islands import is_loose
 from shoal.strategy.seats import seats_of
 from shoal.strategy.terms.sync import hogwild
@@ -93,12 +93,16 @@ class Placement:
         self.tensor = self._axis(strategy, tp)
         self.context = self._axis(strategy, cp)
         self.experts = self._axis(strategy, ep)
+        self.planes = self._axis(strategy, spatial)
         data = mesh.along(*self.levels, label="dp")
         every = [axis.name for axis in strategy.axes]
         inside = [name for name in every if name not in loose]
         sampling = [*self.levels, *self._names(self.experts), *(self._names(self.tensor) if batch_over_tp else ())]
+        self.sampling = tuple(sampling)
         self.samples = data if sampling == self.levels else mesh.along(*sampling)
         """The ranks of an island that split its samples: they share statistics of a batch, and a loss over it."""
+        self.plane_statistics: Members | None = None
+        """The ranks that share statistics of planes, once `share_statistics` has made their group."""
         self.split = mesh.places_along(*loose, *sampling)
         """The ranks that split the global batch, of all islands."""
         label = "island" if loose else "world"
@@ -106,6 +110,8 @@ class Placement:
         """The ranks that step together: they all-reduce the loss, the count and the stop flag."""
         self.islands = mesh.along(*loose)
         """The ranks that hold the same part of the model in each island."""
+        self.near = mesh.along(loose[-1]) if len(loose) > 1 else None
+        """Of these, where two levels are loose, those that the inner one ties together."""
         racing = any(isinstance(level.sync, hogwild) for _, level in levels)
         self.hogwild = self.islands if racing else None
         """The ranks at the start that update one copy of the parameters without locks."""
@@ -131,13 +137,22 @@ class Placement:
     def _names(self, members: Members) -> tuple[str, ...]:
         return () if members.axis == "none" else (members.axis,)
 
+    def share_statistics(self, *, samples: bool) -> None:
+        """Makes the group whose ranks share statistics of planes; `samples`: over all of an island. Collective."""
+        self.plane_statistics = self.mesh.along(*(self.sampling if samples else ()), *self._names(self.planes))
+
+    @property
+    def first_of_sample(self) -> bool:
+        """Whether this rank speaks for all that hold parts of the same samples."""
+        return self.context.index == 0 and self.planes.index == 0
+
     @property
     def first_of_tensor(self) -> bool:
         return self.tensor.index == 0
 
     def over(self, family: Family) -> list[str]:
         """The axes over which a family's gradients are summed."""
-        names = [*self.summed, *self._names(self.context)]
+        names = [*self.summed, *self._names(self.context), *self._names(self.planes)]
         if not family.expert:
             names += self._names(self.experts)
         if family.partial:

@@ -48,3 +48,7 @@ class NonFinite(ArithmeticError):
         super().__init__(what + hint)
         self.what = what
         """The message without the hint."""
+
+
+class LearnsLater(ValueError):
+    """A parameter that was frozen when the model was built is not any more."""

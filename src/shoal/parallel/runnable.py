@@ -18,6 +18,7 @@ from shoal.strategy import (
     ps,
     recompute,
     shared,
+    spatial,
     tp,
 )
 from shoal.strategy.islands import is_loose
@@ -28,6 +29,13 @@ from shoal.strategy.terms.sync import Served, hogwild
 
 class NotRunnable(ValueError):
     """A strategy that Shoal can explain but not train yet."""
+
+
+TWO_LOOSE = (
+    "of levels that are not bsp two can be trained, of which each averages all parameters at once and uncompressed, "
+    "such as dp(2, sync=diloco(32)) * dp(2, sync=local(4)); others would need an agreement of their own on what an "
+    "island of the outer level is; keep sync=... on one level"
+)
 
 
 def cannot_run(strategy: Strategy) -> str | None:
@@ -48,11 +56,11 @@ def cannot_run(strategy: Strategy) -> str | None:
         elif isinstance(term, offload):
             if reason := _cannot_offload(strategy, term):
                 return reason
-        elif not isinstance(term, (recompute, accumulate, pp, tp, cp, ep)):
+        elif not isinstance(term, (recompute, accumulate, pp, tp, cp, ep, spatial)):
             return (
                 f"{term} cannot be trained yet: {type(term).__name__} parses and explains, but has no runtime so far. "
-                "What trains today: dp (zero=0..3, several levels), pp, tp, cp, ep, accumulate, recompute, amp, "
-                "offload, ensemble"
+                "What trains today: dp (zero=0..3, several levels), pp, tp, cp, ep, spatial, accumulate, recompute, "
+                "amp, offload, ensemble"
             )
     reason = _cannot_compress(strategy) or _cannot_be_loose(strategy)
     if reason is not None:
@@ -110,7 +118,7 @@ def _cannot_serve(strategy: Strategy, level: dp) -> str | None:
     if any(isinstance(other.via, ps | shared) for other in strategy.dp_levels if other is not level):
         return f"{strategy}: servers on one level and via=ps or via=shared on another cannot be trained yet; keep one"
     if any(is_loose(other) for other in strategy.dp_levels if other is not level):
-        return f"{strategy}: two levels that are not bsp cannot be trained yet; keep sync=... on one of them"
+        return f"{strategy}: {TWO_LOOSE}"
     if not isinstance(level.compress, none) and level.compress.pushed_bytes(1 << 20, 4) is None:
         return (
             f"{level}: a server reads each worker's push by itself and knows its size; {level.compress} is made by all "
@@ -139,12 +147,20 @@ def _cannot_compress(strategy: Strategy) -> str | None:
     return None
 
 
+def _nest(loose: list[dp]) -> bool:
+    """Whether an outer level averages what an inner one has averaged: both do so at once and fully, every few steps."""
+    plans = [getattr(level.sync, "plan", None) for level in loose]
+    plain = all(plan is not None and plan.plain and not plan.start for plan in plans)
+    dense = all(isinstance(level.compress, none) and isinstance(level.via, allreduce) for level in loose)
+    return len(loose) == 2 and plain and dense
+
+
 def _cannot_be_loose(strategy: Strategy) -> str | None:
     loose = [level for level in strategy.dp_levels if not isinstance(level.sync, bsp)]
     if not loose:
         return None
     if len(loose) > 1:
-        return f"{strategy}: two levels that are not bsp cannot be trained yet; keep sync=... on one of them"
+        return None if _nest(loose) else f"{strategy}: {TWO_LOOSE}"
     if isinstance(loose[0].via, ps):
         return None
     if isinstance(loose[0].sync, hogwild):

@@ -25,7 +25,7 @@ from shoal.comm.mesh import Members
 from shoal.comm.points import reach
 from shoal.comm.transfer import OutOfStep
 from shoal.parallel.flat import StoredShard
-from shoal.parallel.offload.level import Level, Moving
+from shoal.parallel.offload.level import MemoryLevel, Moving
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 """What a block's output may hold besides tensors, and which surely holds none."""
@@ -72,7 +72,7 @@ class ParameterGathering:
     """Puts the hooks on all units, and takes them off again."""
 
     def __init__(
-        self, units: list[ShardedUnit], sharding: Members, by_host: Members | None = None, below: Level | None = None
+        self, units: list[ShardedUnit], sharding: Members, by_host: Members | None = None, below: MemoryLevel | None = None
     ) -> None:
         """`by_host`: on accelerators, a group of the same ranks for messages between their hosts; `below`: where shards
         wait, if not in memory."""

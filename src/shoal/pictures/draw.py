@@ -9,13 +9,15 @@ from shoal.pictures.context import context_panel
 from shoal.pictures.data import data_panel
 from shoal.pictures.experts import experts_panel
 from shoal.pictures.pipeline import pipeline_panel
+from shoal.pictures.spatial import spatial_panel
 from shoal.pictures.svg import Drawing
 from shoal.pictures.tensor import tensor_panel
 from shoal.strategy import Strategy
-from shoal.strategy.terms.axes import AxisTerm, cp, dp, ep, pp, tp
+from shoal.strategy.terms.axes import AxisTerm, cp, dp, ep, pp, spatial, tp
 
 PANELS: dict[type[AxisTerm], Callable[[Any], Drawing]] = {
-    dp: data_panel, tp: tensor_panel, cp: context_panel, ep: experts_panel, pp: pipeline_panel
+    dp: data_panel, tp: tensor_panel, cp: context_panel, ep: experts_panel, pp: pipeline_panel,
+    spatial: spatial_panel,
 }  # fmt: skip
 
 MOST_RANKS = 16
@@ -32,8 +34,8 @@ def picture_svg(strategy: Strategy) -> str:
     terms = [term for term in strategy.terms if type(term) in PANELS and isinstance(term, AxisTerm) and term.n > 1]
     if not terms:
         raise NothingToDraw(
-            f"{strategy} has no axis with a picture; those of dp, pp, tp, cp and ep are drawn where they have at least "
-            "two ranks"
+            f"{strategy} has no axis with a picture; those of dp, pp, tp, cp, ep and spatial are drawn where they "
+            "have at least two ranks"
         )
     large = next((term for term in terms if term.n > MOST_RANKS), None)
     if large is not None:

@@ -12,7 +12,7 @@ from itertools import product
 from math import prod
 
 from shoal.comm.network import LinkTimes
-from shoal.common.numbers import ordered_products
+from shoal.common.numbers import divisors, ordered_products
 from shoal.estimate.codecs import named
 from shoal.estimate.crossover import Codec, Computing, Ends, ReducedBucket, Setting
 from shoal.estimate.estimate import Estimate
@@ -34,6 +34,7 @@ from shoal.strategy import (
     pp,
     recompute,
     shared,
+    spatial,
     tp,
 )
 from shoal.strategy.terms.compress import CompressTerm, compressors
@@ -65,7 +66,10 @@ def plan_here(
             f"measured of each; run `shoal calibrate --ranks {world}` first"
         )
     found = []
-    for strategy in legal_here(facts, world=world, rules=rules):
+    for strategy in legal_here(facts, world=world, rules=rules, planes=plane_cuts(world) if model.planes else ()):
+        term = strategy.term(spatial)
+        if term is not None and term.grid not in model.planes:
+            continue
         estimate = price_step(model, strategy, machine)
         if estimate.memory_bytes is None or estimate.memory_bytes * world <= machine.memory_bytes:
             found.append((strategy, estimate))
@@ -73,32 +77,53 @@ def plan_here(
     return PlanHere(model=model, machine=machine, world=world, ranked=tuple(found))
 
 
-def legal_here(facts: ModelFacts, *, world: int, rules: Sequence[SyncTerm] = ()) -> Iterator[Strategy]:
-    """Every legal product of dp, tp, cp and pp over this number of ranks of one host, with micro-batches and
-    recomputation; with `rules` also islands of such products."""
+def plane_cuts(world: int) -> list[spatial]:
+    """The ways to cut planes on any part of this number of ranks: by height, and into tiles."""
+    found = [spatial(n, split) for n in divisors(world) if n > 1 for split in ("height", "both")]
+    return list({each.grid: each for each in reversed(found)}.values())[::-1]
+
+
+def legal_here(
+    facts: ModelFacts, *, world: int, rules: Sequence[SyncTerm] = (), planes: Sequence[spatial] = ()
+) -> Iterator[Strategy]:
+    """Every legal product of dp, tp, cp, pp and the `planes` given over this number of ranks of one host, with
+    micro-batches and recomputation; with `rules` also islands of such products."""
     if not 1 <= world <= MOST_RANKS:
         raise ValueError(f"{world} ranks of one host were asked for; expected 1 to {MOST_RANKS}")
     seen = set()
-    for islands, *sizes in ordered_products(world, 5):
-        outers = [(dp(islands, sync=rule),) for rule in rules] if islands > 1 else [()]
-        for terms in ((*outer, *inner) for outer in outers for inner in _axes(*sizes)):
-            for again in (None, recompute("selective"), recompute("full")):
-                strategy = Strategy(*terms, *([again] if again is not None else []))
+    for cut in [(), *((each,) for each in planes)]:
+        if world % _size(cut) == 0:
+            for strategy in _products(world // _size(cut), rules, cut):
                 if str(strategy) not in seen and is_legal(strategy, world=world, facts=facts):
                     seen.add(str(strategy))
                     yield strategy
 
 
-def _axes(data: int, tensor: int, context: int, stages: int) -> Iterator[tuple[Term, ...]]:
+def _products(ranks: int, rules: Sequence[SyncTerm], cut: tuple[spatial, ...]) -> Iterator[Strategy]:
+    """Of dp, tp, cp and pp over this number of ranks, each of which is cut further."""
+    for islands, *sizes in ordered_products(ranks, 5):
+        outers = [(dp(islands, sync=rule),) for rule in rules] if islands > 1 else [()]
+        for terms in ((*outer, *inner) for outer in outers for inner in _axes(*sizes, planes=cut)):
+            for again in (None, recompute("selective"), recompute("full")):
+                yield Strategy(*terms, *([again] if again is not None else []))
+
+
+def _size(cut: tuple[spatial, ...]) -> int:
+    return prod(each.n for each in cut)
+
+
+def _axes(
+    data: int, tensor: int, context: int, stages: int, *, planes: tuple[spatial, ...]
+) -> Iterator[tuple[Term, ...]]:
     datas: list[Term | None] = [None]
     if data > 1:
         datas = [dp(data, zero=stage) for stage in range(4)]
-        if tensor == context == stages == 1:
+        if tensor == context == stages == 1 and not planes:
             datas = [dp(data, via=shared()), *datas]
     tensors: list[Term | None] = [None] if tensor == 1 else [tp(tensor), tp(tensor, sequence=True)]
     contexts: list[Term | None] = [None] if context == 1 else [cp(context), cp(context, "ulysses")]
     for one, two, three in product(datas, tensors, contexts):
-        inner: list[Term] = [each for each in (one, two, three) if each is not None]
+        inner: list[Term] = [*(each for each in (one, two, three) if each is not None), *planes]
         if stages == 1:
             for micro in MICRO:
                 yield (*inner, *([accumulate(micro)] if micro > 1 else []))

@@ -160,7 +160,7 @@ def _replicated(engine: Engine) -> dict[tuple[str, str], torch.Tensor]:
 def _declared(ready: Prepared) -> dict[tuple[str, str], str]:
     """Buffers that are not those of one process by the job's own declaration."""
     place = ready.engine.placement
-    if place.samples.size * place.context.size == 1:
+    if place.samples.size * place.context.size * place.planes.size == 1:
         return {}
     modes = buffer_modes(ready.job.buffers, ready.engine.model)
     return {("buffer", name): mode for name, mode in modes.items() if mode not in SAME_AS_ONE_PROCESS}

@@ -28,6 +28,7 @@ REMEDIES = {
     "tp": "declare roles (LayoutHints(roles={'path.of.module': 'whole'}))",
     "cp": "",
     "ep": "keep experts together (LayoutHints(experts=False))",
+    "spatial": "",
 }
 
 NUMBER = "the number of gradient elements"

@@ -19,6 +19,7 @@ from shoal.layout.held_outside import Outside
 from shoal.parallel.pipeline.pipedream import micros_reported
 from shoal.parallel.sync.averaged import Averaged
 from shoal.parallel.sync.scheme import Kept, Scheme
+from shoal.parallel.sync.simulated import NestedAverages
 from shoal.parallel.sync.tickets import PHASE as TICKETS
 from shoal.proof.compare import GradientSums, compare, follows, moves, real
 from shoal.proof.conditions import Conditions, for_proof
@@ -223,6 +224,16 @@ def islands_of(strategy: Strategy, logs: list[list[Any]] | None = None) -> Islan
         return None
     scheme = level.sync
     assert isinstance(scheme, Scheme)
+    loose = [other for other in strategy.dp_levels if isinstance(other.sync, Scheme)]
+    if len(loose) > 1:
+        inner = loose[1].sync
+        assert isinstance(scheme, Averaged)
+        assert isinstance(inner, Averaged)
+        nested = NestedAverages(scheme, inner, loose[1].n)
+        return Islands(
+            num=level.n * loose[1].n, every=scheme.period, replicas=strategy.replicas,
+            micro_batches=strategy.micro_batches, begin=nested.begin, exchange=scheme.simulate, at=nested.simulate,
+        )  # fmt: skip
     return Islands(
         num=level.n, every=scheme.period, replicas=strategy.replicas, micro_batches=strategy.micro_batches,
         begin=partial(Kept, scheme), exchange=scheme.simulate,

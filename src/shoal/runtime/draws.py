@@ -88,8 +88,8 @@ def serial_update(draws: UpdateDraws | None, params: Mapping[str, nn.Parameter],
 
 def cuts_of(engine: Engine) -> Cuts:
     """What this rank holds of activations that are cut."""
-    place, sequence = engine.placement, engine.cut.sequence
-    salt = (place.pipeline.index, place.context.index)
+    place, sequence, planes = engine.placement, engine.cut.sequence, engine.cut.planes
+    salt = (place.pipeline.index, place.context.index + place.planes.index)
 
     def positions(size: int) -> np.ndarray:
         assert sequence is not None
@@ -101,4 +101,5 @@ def cuts_of(engine: Engine) -> Cuts:
         context=place.context.size, context_index=place.context.index,
         length=sequence.plan.length if sequence is not None else 0,
         positions=positions if sequence is not None else None, salt=salt,
+        planes=() if planes is None else tuple(zip(planes.grid.sizes, planes.view.place, strict=True)),
     )  # fmt: skip

@@ -87,12 +87,12 @@ def connect(engine: Engine, strategy: Strategy, *, seed: int, dtype: torch.dtype
             seats, mesh.rank, owner.recipe, _rule(strategy), engine.clip, *posts, losses=_losses(strategy),
             compress=None if codec is None else (codec, seed), around=_exactly(dtype),
         )
-    posts = [Post(group, BOOK) for group in groups]
+    posts, place = [Post(group, BOOK) for group in groups], engine.placement
     remote = RemoteOptimizer(
         seats, mesh.rank, owner.buckets, list(owner.recipe.labels), *posts,
         together=not is_loose(strategy.axes[0].term), by_tickets=_rule(strategy).by_tickets, server=server,
-        # Those along cp hold the same gradients, and each has a place of its own at the servers.
-        times=lambda bucket: engine.placement.multiplicity(bucket.family) * engine.placement.context.size,
+        # Those along cp and spatial hold the same gradients, and each has a place of its own at the servers.
+        times=lambda bucket: place.multiplicity(bucket.family) * place.context.size * place.planes.size,
         compress=None if codec is None else (codec, seed, engine.clip), elementwise=owner.recipe.elementwise,
     )  # fmt: skip
     owner.serve(remote)

@@ -117,6 +117,9 @@ class StepRunner:
         self.device = next(engine.model.parameters()).device
         over_all = job.loss_over == "batch" and engine.placement.samples.size > 1
         self.global_loss = GlobalLoss(engine.placement.samples) if over_all else None
+        self.planes = engine.cut.planes
+        if self.planes is not None:
+            self.planes.keeps_outputs = self.global_loss is None
         if self.global_loss is not None:
             engine.counts_loss = engine.counts_loss and self.global_loss.counts
 
@@ -234,14 +237,15 @@ class StepRunner:
         started = time.perf_counter()
         draw_from(key_of(part.seed, *self.randomness.numbers.cuts.salt) >> 1, self.device)
         placed = self.randomness.forward(part.samples, part.step, part.over_tensor)
-        with BOOK.during("forward"), self._precision(), placed, self._saving(part.batch):
+        saving = self._saving(part.batch)
+        with BOOK.during("forward"), self._precision(), placed, saving, self._on_parts():
             output = self.job.run_model(self.engine.model, part.batch)
         self.spent["forward"] += time.perf_counter() - started
         return output
 
     def loss(self, part: BatchPart, output: Any) -> tuple[torch.Tensor, Any]:
         saving = self._saving(part.batch, again=True)
-        with BOOK.during("forward"), self._precision(), self.randomness.resumed(), saving:
+        with BOOK.during("forward"), self._precision(), self.randomness.resumed(), saving, self._on_parts():
             if self.global_loss is not None:
                 return self.job.loss_of(*self._gathered(output, part.batch, part.everyone, none=part.placeholder))
             loss, count = self.job.loss_of(output, self._as_the_loss_reads(part.batch))
@@ -266,6 +270,10 @@ class StepRunner:
             return batch
         # From pinned memory, so that the host does not wait for the device.
         return {k: v.pin_memory().to(self.device, non_blocking=True) for k, v in batch.items()}
+
+    def _on_parts(self) -> Any:
+        """Where planes are cut: functions compute on this rank's part of them."""
+        return nullcontext() if self.planes is None else self.planes.active()
 
     def _saving(self, batch: Batch, *, again: bool = False) -> Any:
         """What autograd saves meanwhile goes to where activations are offloaded."""
@@ -315,12 +323,17 @@ class StepRunner:
     def _measured(self, batch: Batch, everyone: Batch | None, *, none: bool) -> dict[str, Any]:
         """What the job measures on a batch; nothing where another rank has the end of the model."""
         job = self.job
-        output = self.executor.evaluate(shapes_of(batch), lambda: job.run_model(self.engine.model, batch))
+        output = self.executor.evaluate(shapes_of(batch), lambda: self._output(batch))
         if not self.executor.holds_loss:
             return {}
-        if everyone is not None:
-            return job.measure(*self._gathered(output, batch, everyone, none=none))
-        return job.measure(output, self._as_the_loss_reads(batch))
+        with self._on_parts():
+            if everyone is not None:
+                return job.measure(*self._gathered(output, batch, everyone, none=none))
+            return job.measure(output, self._as_the_loss_reads(batch))
+
+    def _output(self, batch: Batch) -> Any:
+        with self._on_parts():
+            return self.job.run_model(self.engine.model, batch)
 
     def _of_all(self, totals: dict[str, list[float]]) -> dict[str, list[float]]:
         """Sums over all ranks, some of which may not know what is measured."""

@@ -36,7 +36,7 @@ from shoal.runtime.blocks_seen import BlocksSeen
 from shoal.runtime.float64 import KeepFloat64
 from shoal.runtime.regions_seen import RegionsSeen
 from shoal.runtime.routing import Routing
-from shoal.strategy import Strategy, amp, cp, pp
+from shoal.strategy import Strategy, amp, cp, pp, spatial
 
 
 @dataclass
@@ -94,8 +94,9 @@ class Expected:
     @cached_property
     def held(self) -> Held:
         found, outer = Held(self.shapes, self.strategy, self.engine.placement.mesh.rank), self.engine.outer
-        if outer is not None and outer.moments is not None:
-            found.moments = outer.moments.counts
+        for level in (outer, None if outer is None else outer.near):
+            if level is not None and level.moments is not None:
+                found.moments = level.moments.counts
         return found
 
     def forward(self, batch: Batch) -> Forward:
@@ -103,10 +104,12 @@ class Expected:
         key = tuple((name, tuple(entry.shape), entry.dtype) for name, entry in batch.items())
         if key not in self._forwards:
             narrow = self.strategy.term(amp) is not None
+            cut = self.strategy.term(spatial)
             around = KeepFloat64 if self.dtype == torch.float64 else nullcontext
             self._forwards[key] = observe(
-                self.job, batch, dtype=self.dtype, autocast=narrow, real=self._real, around=around
-            )
+                self.job, batch, dtype=self.dtype, autocast=narrow, real=self._real, around=around,
+                planes=(1, 1) if cut is None else cut.grid,
+            )  # fmt: skip
         return self._forwards[key]
 
     @property

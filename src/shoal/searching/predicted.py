@@ -38,10 +38,10 @@ class Predictor:
         self.place, self.strategy = place, strategy
 
     def __call__(self, job: Job) -> tuple[float, float]:
-        from shoal.calibration.job_model import job_model
+        from shoal.calibration.job_model import job_model, plane_cuts_of
         from shoal.estimate.steps.price import price_step
 
-        model, _ = job_model(job)
+        model, _ = job_model(job, planes=plane_cuts_of([self.strategy]))
         found = price_step(model, self.strategy, self.place.machine)
         assert found.step_s is not None
         assert found.memory_bytes is not None

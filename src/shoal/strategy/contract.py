@@ -87,7 +87,7 @@ def _parts(strategy: Strategy, cls: type[dp | pp | tp | cp | ep | spatial]) -> i
 def _workload_promises(strategy: Strategy, facts: ModelFacts) -> list[Promise]:
     """What the workload takes away from the terms' own promises."""
     promises = []
-    if facts.batch_norm == "local" and strategy.replicas * _parts(strategy, spatial) > 1:
+    if facts.batch_norm == "local" and strategy.replicas > 1:
         reason = "batch norm is local: each replica normalises by the statistics of its own samples"
         promises.append(Promise("statistical", reason, band=SAME_TARGET))
     if facts.expert_capacity and strategy.replicas * _parts(strategy, cp) > 1:

@@ -10,7 +10,21 @@ from __future__ import annotations
 from math import prod
 from typing import Any, NamedTuple, TypeVar
 
-from shoal.strategy.terms import REGISTRY, AxisTerm, ModifierTerm, Term, accumulate, cp, dp, ensemble, ep, pp, ps, tp
+from shoal.strategy.terms import (
+    REGISTRY,
+    AxisTerm,
+    ModifierTerm,
+    Term,
+    accumulate,
+    cp,
+    dp,
+    ensemble,
+    ep,
+    pp,
+    ps,
+    spatial,
+    tp,
+)
 from shoal.strategy.terms.arguments import TermError
 
 MOST_LEVELS = 8
@@ -21,6 +35,8 @@ SERIAL = "serial"
 """The text of the strategy without terms: one process, nothing cut."""
 
 AnyTerm = TypeVar("AnyTerm", bound=Term)
+
+CUTS = (pp, tp, cp, ep, spatial)
 
 
 class Axis(NamedTuple):
@@ -113,8 +129,8 @@ class Strategy:
 
     @property
     def cutting_axes(self) -> tuple[str, ...]:
-        """The names of the axes by which the model is cut: pp, tp, cp and ep of more than one rank."""
-        return tuple(axis.name for axis in self.axes if isinstance(axis.term, (pp, tp, cp, ep)) and axis.size > 1)
+        """The names of the axes by which the model is cut: pp, tp, cp, ep and spatial of more than one rank."""
+        return tuple(axis.name for axis in self.axes if isinstance(axis.term, CUTS) and axis.size > 1)
 
     @property
     def modifiers(self) -> tuple[ModifierTerm, ...]:

@@ -32,6 +32,8 @@ class ModelFacts:
     """Why the sequence cannot be cut for context parallelism; empty if it can, or is not known."""
     context_in_stages_why: str = ""
     """Why it cannot be cut for context parallelism in the stages of a pipeline."""
+    spatial_why: str = ""
+    """Why image planes cannot be cut; empty if they can, or it is not known."""
     experts_why: str = ""
     """Why what looks like experts cannot be split among ranks."""
     heads: int | None = None

@@ -30,6 +30,8 @@ def islands(strategy: Strategy) -> list[tuple[int, ...]]:
 def losable(strategy: Strategy) -> list[tuple[int, ...]]:
     """Islands of which any but the first may be killed. Those that serve a shard of the model are one with it."""
     found, seats = islands(strategy), seats_of(strategy)
+    if sum(map(is_loose, strategy.dp_levels)) > 1:  # The rounds of the inner level are not those of all.
+        return [tuple(rank for island in found for rank in island)]
     if seats is None or not seats.colocated or len(found) == 1:
         return found
     return [tuple(rank for island in found[: seats.shards] for rank in island), *found[seats.shards :]]

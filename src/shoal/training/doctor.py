@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 EXPERTS = str(Path(__file__).with_name("doctor_job.py"))
-LANGUAGE = "language:tiny"
+LANGUAGE, IMAGES = "language:tiny", "image:tiny"
 PACKAGES = ("torch", "numpy", "transformers", "safetensors", "cryptography", "ray")
 PROGRAMS = ("torchrun", "srun", "sbatch", "mpirun", "kubectl", "ray", "nvidia-smi")
 VARIABLES = ("SHOAL_", "NCCL_", "GLOO_", "OMP_", "MKL_", "CUDA_VISIBLE", "TORCH_", "PYTORCH_", "TMPDIR")
@@ -28,6 +28,7 @@ AXES: tuple[tuple[str, int, str, str], ...] = (
     ("pp", 2, LANGUAGE, "pp(2, '1f1b', micro=2)"),
     ("cp, ring", 2, LANGUAGE, "cp(2, 'ring')"),
     ("ep", 2, EXPERTS, "ep(2)"),
+    ("spatial", 2, IMAGES, "spatial(2)"),
     ("recompute", 2, LANGUAGE, "dp(2) * recompute('full')"),
     ("islands", 2, LANGUAGE, "dp(2, sync=local(2))"),
     ("shared memory", 2, LANGUAGE, "dp(2, via=shared())"),

@@ -6,7 +6,7 @@ import re
 from typing import NamedTuple
 
 from shoal.strategy import Strategy, dp
-from shoal.strategy.islands import is_loose
+from shoal.strategy.islands import is_loose, losable
 from shoal.strategy.seats import seats_of
 
 _JOIN = re.compile(r"(?P<replicas>\d+)\s+at\s+step\s+(?P<step>\d+)")
@@ -57,10 +57,15 @@ def require_can_come(
     asked = read_join(join)
     if asked is not None:
         grown(strategy, asked.replicas)
-    if rejoin and not any(is_loose(level) for level in strategy.dp_levels):
+    if rejoin and len(losable(strategy)) < 2:
         raise BadJoin(
             f"--rejoin: under {strategy} no rank can be lost while the others go on, so none comes back; use "
             "sync=local(h), diloco(h), gossip(...), asp() or ssp(s), or start the same command again with --go-on"
+        )
+    if asked is not None and len(losable(grown(strategy, asked.replicas))) < 2:
+        raise BadJoin(
+            f"--join: under {strategy} no rank can be missing while the others go on; stop the run, and resume it with "
+            "more ranks"
         )
     if (rejoin or asked) and (weights_only or not checkpoints):
         why = "--weights-only leaves out what it needs" if weights_only else "--checkpoint-every 0 writes none"

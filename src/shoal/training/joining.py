@@ -78,9 +78,9 @@ def come(rank: int) -> int:
     since_s = sessions.coming_since()
     if since_s is None:
         return 0
-    now_s = time.time()
+    now_s, before = time.time(), sessions.newest()
     sessions.report_ready(rank, {"warmup_s": now_s - since_s, "ready_at_s": now_s})
-    return sessions.await_session(rank, beat)
+    return sessions.await_session(rank, beat, after=before)
 
 
 def in_session(options: TrainOptions, number: int) -> TrainOptions:

@@ -82,6 +82,11 @@ def _session(job: Job, options: TrainOptions, channel: Any, past: Past) -> dict[
         with Outside(job).kept():
             facts = facts_of(job, layout_of(job, strategy))
             gate_here(job, strategy, facts, me, channel, backend=asked)
+    if (options.rejoin or options.join) and not channel.is_local:
+        raise WrongOption(
+            "--rejoin and --join: another launcher has started these ranks, and only it can start more; use --go-on "
+            "with its restarts (torchrun --max-restarts)"
+        )
     if options.folder is None:
         # Where no process could choose one for all ranks before, rank 0 does.
         chosen = {"folder": str(new_folder(Path("runs"), job.name)) if me.rank == 0 else None}
@@ -207,6 +212,8 @@ class TrainingRun:
             if self.step < job.steps and self.saving.after_step():
                 self.end()
             if self.step < job.steps and not self._done() and self.joining.take_up():
+                if trace is not None:
+                    trace.close()
                 return self._close("stopped")
         if trace is not None:
             trace.close()

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from shoal.comm.json_exchange import exchange
 from shoal.comm.ledger import BOOK
 from shoal.comm.mesh import Members
-from shoal.layout.experts.rehearsal import ParametersKept, rehearsing
+from shoal.layout.experts.rehearsal import rehearsing
 from shoal.parallel.engine import Engine
 from shoal.proof.coupling import SamplesCoupled
 from shoal.proof.fixed_norms import FixedStatistics, fix_norms
@@ -171,7 +171,7 @@ def check_split(model: nn.Module, loss_of: LossOf, batch: tuple[Any, ...]) -> No
 
     def passed(low: int, high: int) -> tuple[float, float, torch.dtype]:
         part = tree_map(lambda leaf: leaf[low:high] if _has_samples(leaf, num) else leaf, batch)
-        with rehearsing(model), ParametersKept(model), drawing_alike(), _as_if_alone(model):
+        with rehearsing(model), drawing_alike(), _as_if_alone(model):
             loss, count = loss_of(*part)
         if loss.numel() != 1:
             raise SamplesCoupled(f"the loss has shape {list(loss.shape)}; return its sum")

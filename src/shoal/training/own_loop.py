@@ -29,7 +29,7 @@ from shoal.parallel.buffers import buffer_exchange
 from shoal.parallel.optimizer import Factory
 from shoal.parallel.placement import mesh_of
 from shoal.parallel.runnable import NotRunnable
-from shoal.strategy import ModelFacts, Strategy, Term, as_strategy, cp, ep, parse, pp, ps, require_legal, tp
+from shoal.strategy import ModelFacts, Strategy, Term, as_strategy, cp, ep, parse, pp, ps, require_legal, spatial, tp
 from shoal.training.own_batches import OwnBatches
 from shoal.training.own_engine import OwnLoop
 
@@ -53,8 +53,8 @@ def engine(
 
     Args:
         model: The model; rank 0's values are the start of all ranks.
-        strategy: An expression such as "dp(2, zero=1)". Axes that cut the model (pp, tp, cp, ep) need `example` and
-            `loss`, and `engine.train_batch` in place of `backward` and `step`.
+        strategy: An expression such as "dp(2, zero=1)". Axes that cut the model (pp, tp, cp, ep, spatial) need
+            `example` and `loss`, and `engine.train_batch` in place of `backward` and `step`.
         optimizer: Takes parameter groups, gives the optimiser.
         options: (parameter name, parameter) -> its own optimiser options.
         clip: Largest global norm of the gradient.
@@ -95,7 +95,7 @@ def engine(
         running = batches.engine
         running.buffers = buffer_exchange(model, running.placement, modes, running.absent)
         return OwnLoop(running, wanted, declared=modes, place=me, batches=batches)
-    cutting = next((term for term in wanted.terms if isinstance(term, pp | tp | cp | ep)), None)
+    cutting = next((term for term in wanted.terms if isinstance(term, pp | tp | cp | ep | spatial)), None)
     if cutting is not None:
         raise NotRunnable(
             f"{cutting}: how the model may be cut is inferred from a batch and its loss; give shoal.engine(..., "

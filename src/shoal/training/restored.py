@@ -95,6 +95,7 @@ class _Losses:
         if not error.killed or not is_restored(self._strategy) or saved in (row["resumed_at"] for row in self.rows):
             raise error
         self._lost_s = time.monotonic()
+        self._made = max(self._made, saved)  # By tickets the first rank may have had none of the last steps.
         self.rows.append({
             "rank": error.rank, "reason": error.message, "step": self._made, "resumed_at": saved,
             "repeated_steps": self._made - saved, "took_s": None,

@@ -188,7 +188,7 @@ def fitting(settings: dict[str, Any], channel: Any) -> dict[str, Any]:
     """In one process that holds no parameters."""
     import resource
 
-    from shoal.calibration.job_model import job_model
+    from shoal.calibration.job_model import job_model, plane_cuts_of
     from shoal.estimate.steps.memory import memory_split, smaller
     from shoal.runtime.setup import job_from
     from shoal.strategy import parse
@@ -196,8 +196,8 @@ def fitting(settings: dict[str, Any], channel: Any) -> dict[str, Any]:
 
     libraries = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     job = job_from(TrainOptions.from_json({k: v for k, v in settings["arguments"].items() if v is not None}))
-    model, facts = job_model(job)
     strategy = parse(settings["strategy"])
+    model, facts = job_model(job, planes=plane_cuts_of([strategy]))
     return {
         "now": memory_split(model, strategy), "libraries": libraries,
         "smaller": [[str(each), size] for each, size in smaller(model, facts, strategy)],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shoal.estimate.steps.operations import Operation
 from shoal.layout.forward import Forward, JobShapes
@@ -16,6 +16,16 @@ class StagePiece:
     name: str
     is_block: bool
     parameter_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlaneModel:
+    """What becomes of a job where planes are cut."""
+
+    forward: Forward
+    """With what ranks exchange."""
+    modules: frozenset[str]
+    """Those that compute on parts; "" is the loss."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +47,8 @@ class JobModel:
     """What its traffic follows from: parameters, and where the model may be cut."""
     forward: Forward
     """Of a typical micro-batch."""
+    planes: Mapping[tuple[int, int], PlaneModel] = field(default_factory=dict)
+    """By ranks along the height and the width."""
 
     @property
     def stages(self) -> Mapping[int, tuple[tuple[int, int], ...]]:

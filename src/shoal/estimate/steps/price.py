@@ -23,7 +23,7 @@ from shoal.estimate.steps.machine import Machine
 from shoal.estimate.steps.model import JobModel
 from shoal.estimate.steps.operations import PRODUCTS, Operation
 from shoal.estimate.steps.timed_calls import activation_calls, collective_s, data_calls, exchange_s
-from shoal.strategy import Strategy, cp, none, pp, recompute, shared, tp
+from shoal.strategy import Strategy, cp, none, pp, recompute, shared, spatial, tp
 from shoal.strategy.schedule import actions
 
 
@@ -57,6 +57,7 @@ class StagePass:
 
 def price_step(model: JobModel, strategy: Strategy, machine: Machine) -> Estimate:
     """Seconds of a steady step, by cause. Islands pay for their exchange in equal parts in the steps of a period."""
+    model = _of_planes(model, strategy)
     micro = strategy.micro_batches
     samples = model.global_batch / (strategy.replicas * micro)
     ranks = [
@@ -86,6 +87,17 @@ def price_step(model: JobModel, strategy: Strategy, machine: Machine) -> Estimat
         strategy=str(strategy), world=strategy.world, step_s=sum(split.values()), step_split=split,
         memory_bytes=sum(memory.values()), memory_split=memory,
     )  # fmt: skip
+
+
+def _of_planes(model: JobModel, strategy: Strategy) -> JobModel:
+    """The model with the traffic of planes, where they are cut."""
+    term = strategy.term(spatial)
+    if term is None or term.n == 1:
+        return model
+    if term.grid not in model.planes:
+        rows, columns = term.grid
+        raise ValueError(f"{term}: {model.name} was not looked at with its planes cut into {rows} x {columns}")
+    return replace(model, forward=model.planes[term.grid].forward)
 
 
 def representatives(strategy: Strategy) -> list[int]:
@@ -139,7 +151,8 @@ def _passes(
             forward = call.phase == "forward"
             sent = (took_s, 0.0) if forward else (0.0, took_s)
             found[piece] += StagePass(forward_sent_s=sent[0], backward_sent_s=sent[1])
-    if model.synchronised_norms and ranks[0].held.placing.samples.ranks > 1:
+    place = ranks[0].held.placing
+    if model.synchronised_norms and place.samples.ranks * place.planes.ranks > 1:
         for operation in model.operations:
             if operation.kind == "batch norm":
                 # A gradient of a batch norm over all replicas is put together from sums in two passes more.
@@ -173,8 +186,12 @@ def local_operations(model: JobModel, strategy: Strategy) -> Iterator[Operation]
     local: Iterable[Operation] = model.operations
     if tensor is not None and tensor.n > 1:
         local = _in_tensor(model, tensor)
+    planes = strategy.term(spatial)
+    parts = model.planes[planes.grid].modules if planes is not None and planes.n > 1 else frozenset()
     for operation in local:
-        if context is not None and context.n > 1 and (operation.piece in model.blocks or model.context_loss_cut):
+        if planes is not None and ("" if operation.piece == "loss" else operation.name) in parts:
+            yield operation.cut(planes.n, along="rows")
+        elif context is not None and context.n > 1 and (operation.piece in model.blocks or model.context_loss_cut):
             yield from _in_context(operation, context)
         else:
             yield operation

@@ -112,19 +112,18 @@ def activation_calls(model: JobModel, step: StepCalls) -> Iterator[tuple[int, st
             if path and call[-1] > 1:
                 piece = "loss" if path == "loss" else piece_of(path)
                 yield times, piece, _timed(step, call)
-    norms = [norm for norm in model.forward.norms if step.held.runs(norm.module)]
-    for norm, call in zip(*_by_norm(step, [norm.module for norm in norms]), strict=True):
+    for norm, call in zip(*_by_norm(step), strict=True):
         yield 1, piece_of(norm), TimedCall(call, "norm_s", 0.5)
 
 
-def _by_norm(step: StepCalls, modules: list[str]) -> tuple[list[str], list[Call]]:
+def _by_norm(step: StepCalls) -> tuple[list[str], list[Call]]:
     """The calls of batch norms, each with its module: the table has them norm by norm."""
     calls = [call for call in batch_norm_calls(step.table) if call[-1] > 1]
     if not step.table.norms or not calls:
         return [], []
     found: list[str] = []
-    for module, norm in zip(modules, step.table.norms, strict=True):
-        found += [module] * (3 if norm.recomputed else 2) * step.table.micro_batches
+    for norm in step.table.norms:
+        found += [norm.module] * (1 + norm.learns + norm.recomputed) * step.table.micro_batches
     return found, calls
 
 
@@ -132,4 +131,6 @@ def _timed(step: StepCalls, call: Call) -> TimedCall:
     axis, _, kind, _, ranks = call
     if axis == step.held.placing.context.group.axis and kind in ("send", "recv"):
         return TimedCall(call, "ring_s", 1 / (3 * (ranks - 1)) if kind == "send" else 0.0, copies=kind == "send")
+    if kind in ("send", "recv"):
+        return TimedCall(call, "crossing_s", 1.0 if kind == "send" else 0.0, copies=kind == "send")
     return TimedCall(call, "crossing_s", copies=2 if kind == "all_to_all" else 1)

@@ -23,12 +23,12 @@ from weakref import ReferenceType, ref
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shoal.parallel.offload.level import Level, Moving, Place
+from shoal.parallel.offload.level import LowerRange, MemoryLevel, Moving
 from shoal.parallel.runnable import NotRunnable
 
 LEAST = 1 << 15
 """Bytes from which a storage is moved."""
-SHARE = 32
+SHARE = 24
 """On its way is at most this part of what a forward saves."""
 FEWEST = 1 << 18
 """Bytes that may be on their way in any case."""
@@ -46,7 +46,7 @@ class _Stored:
         """While its bytes are in memory and wanted: until they are written, and from when they are read."""
         self.back: StorageWeakRef | None = None
         """That which backward was given."""
-        self.place: Place | None = owner.take(self.nbytes)
+        self.place: LowerRange | None = owner.take(self.nbytes)
         self.writing: Moving | None = self.place.write(0, _bytes(storage))
         self.reading: Moving | None = None
 
@@ -90,7 +90,7 @@ class _Stored:
 
 
 @dataclass(frozen=True)
-class _Saved:
+class _SavedActivation:
     """A tensor that autograd has saved, as a view of a storage."""
 
     stored: _Stored
@@ -103,10 +103,10 @@ class _Saved:
 class OffloadedActivations:
     """What forwards of one model save. Enter `saving()` around each forward and its loss."""
 
-    def __init__(self, level: Level, stay: Callable[[], Iterable[torch.Tensor]]) -> None:
+    def __init__(self, level: MemoryLevel, stay: Callable[[], Iterable[torch.Tensor]]) -> None:
         """`stay`: the tensors that are not activations, parameters and buffers, as they are now."""
         self.level, self._stay = level, stay
-        self.places: list[Place] = []
+        self.places: list[LowerRange] = []
         """Free ones."""
         self.live_bytes = self.most_bytes = 0
         """Offloaded now, and at most."""
@@ -158,7 +158,7 @@ class OffloadedActivations:
         while len(self._used) > 1 and sum(each.nbytes() for each in self._used) > self.on_way_bytes // 2:
             self._used.popleft()
 
-    def take(self, nbytes: int) -> Place:
+    def take(self, nbytes: int) -> LowerRange:
         """Room below, that of something that was freed if it is not much too large."""
         self.live_bytes += nbytes
         self.most_bytes = max(self.most_bytes, self.live_bytes)
@@ -172,7 +172,7 @@ class OffloadedActivations:
     @property
     def on_way_bytes(self) -> int:
         """That may be on their way at a time."""
-        return max(FEWEST, self._largest, self.most_bytes // SHARE)
+        return max(FEWEST, 2 * self._largest, self.most_bytes // SHARE)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         storage = tensor.untyped_storage() if _movable(tensor) else None
@@ -193,7 +193,7 @@ class OffloadedActivations:
             self._way.append(stored)
             self._way_bytes += stored.nbytes
             self._drain(self.on_way_bytes // 2)
-        return _Saved(stored, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return _SavedActivation(stored, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def _drain(self, most: int) -> None:
         """Waits until at most so much is being written."""
@@ -204,7 +204,7 @@ class OffloadedActivations:
                 oldest.written()
 
     def _unpack(self, saved: Any) -> torch.Tensor:
-        if not isinstance(saved, _Saved):
+        if not isinstance(saved, _SavedActivation):
             return saved  # type: ignore[no-any-return]
         storage = saved.stored.get()
         self._expect_before(saved.stored)

@@ -1,6 +1,6 @@
 """The level below: where offloaded bytes wait, and how they travel.
 
-A place is a range of bytes there. What lies in it can always be read as a tensor (`Place.tensor`: pages of a file, or
+A `LowerRange` is a range of bytes there. It can always be read as a tensor (`LowerRange.tensor`: pages of a file, or
 host memory), so checkpoints and proofs need not know that a value is offloaded. A step does not go that way: it moves
 ranges between the place and memory of its own, while it computes. On disk two threads do so, one that reads and one
 that writes, past the mapping, so that no page of the file counts as this process's memory.
@@ -29,10 +29,10 @@ class NoRoomBelow(OSError):
     for_user = True
 
 
-class Place:
+class LowerRange:
     """A range of bytes at the level below."""
 
-    def __init__(self, level: Level, start: int, nbytes: int, tensor: torch.Tensor | None) -> None:
+    def __init__(self, level: MemoryLevel, start: int, nbytes: int, tensor: torch.Tensor | None) -> None:
         self.level, self.start, self.nbytes = level, start, nbytes
         self._tensor = tensor
 
@@ -64,7 +64,7 @@ class Moving(ABC):
         """Until they have arrived."""
 
 
-class Level(ABC):
+class MemoryLevel(ABC):
     """Host memory below a device, or a disk below a host. `read` and `write` return at once; those of one kind happen
     in the order of their calls."""
 
@@ -76,15 +76,15 @@ class Level(ABC):
         """Seconds that steps have waited for bytes on their way."""
 
     @abstractmethod
-    def reserve(self, nbytes: int, *, mapped: bool = True) -> Place:
+    def reserve(self, nbytes: int, *, mapped: bool = True) -> LowerRange:
         """Room for some bytes; without `mapped` it can be moved from and to only, and has no tensor."""
 
     @abstractmethod
-    def read(self, place: Place, offset: int, into: torch.Tensor) -> Moving:
+    def read(self, place: LowerRange, offset: int, into: torch.Tensor) -> Moving:
         """Fills a tensor of bytes from a place."""
 
     @abstractmethod
-    def write(self, place: Place, offset: int, values: torch.Tensor) -> Moving:
+    def write(self, place: LowerRange, offset: int, values: torch.Tensor) -> Moving:
         """Puts a tensor of bytes into a place; it must not be changed until that is done."""
 
     def wait(self, moving: Moving) -> None:
@@ -108,7 +108,7 @@ class _OfThread(Moving):
         self.future.result()
 
 
-class DiskLevel(Level):
+class DiskLevel(MemoryLevel):
     """An unlinked file in TMPDIR (or /var/tmp), which ends with this process. What of it the host keeps in its cache is
     the host's choice: that memory is given up where programs need it."""
 
@@ -139,7 +139,7 @@ class DiskLevel(Level):
                 os.unlink(path)
         return self._file
 
-    def reserve(self, nbytes: int, *, mapped: bool = True) -> Place:
+    def reserve(self, nbytes: int, *, mapped: bool = True) -> LowerRange:
         file, start = self._opened(), self._end
         length = -(-max(nbytes, 1) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         try:
@@ -151,16 +151,16 @@ class DiskLevel(Level):
             ) from error
         self._end, self.held_bytes = start + length, self.held_bytes + nbytes
         if not mapped:
-            return Place(self, start, nbytes, None)
+            return LowerRange(self, start, nbytes, None)
         held = mmap.mmap(file, length, offset=start)
         self._mapped.append(held)
-        return Place(self, start, nbytes, registered(held, 0, nbytes))
+        return LowerRange(self, start, nbytes, registered(held, 0, nbytes))
 
-    def read(self, place: Place, offset: int, into: torch.Tensor) -> Moving:
+    def read(self, place: LowerRange, offset: int, into: torch.Tensor) -> Moving:
         self.read_bytes += into.numel()
         return self._by(self._readers, os.preadv, place.start + offset, into)
 
-    def write(self, place: Place, offset: int, values: torch.Tensor) -> Moving:
+    def write(self, place: LowerRange, offset: int, values: torch.Tensor) -> Moving:
         self.written_bytes += values.numel()
         return self._by(self._writers, os.pwritev, place.start + offset, values)
 
@@ -194,7 +194,7 @@ class DiskLevel(Level):
             self._file = None
 
 
-class HostLevel(Level):
+class HostLevel(MemoryLevel):
     """Host memory below a device: pinned, so that copies of it are made by the device beside its computing. Between
     two tensors of the host it copies at once, which gains nothing and is for tests."""
 
@@ -205,15 +205,15 @@ class HostLevel(Level):
         self.device = device
         self._stream: Any = None if device.type == "cpu" else torch.Stream(device)
 
-    def reserve(self, nbytes: int, *, mapped: bool = True) -> Place:
+    def reserve(self, nbytes: int, *, mapped: bool = True) -> LowerRange:
         self.held_bytes += nbytes
-        return Place(self, 0, nbytes, torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self._stream is not None))
+        return LowerRange(self, 0, nbytes, torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self._stream is not None))
 
-    def read(self, place: Place, offset: int, into: torch.Tensor) -> Moving:
+    def read(self, place: LowerRange, offset: int, into: torch.Tensor) -> Moving:
         self.read_bytes += into.numel()
         return self._copied(into, place.tensor[offset : offset + into.numel()])
 
-    def write(self, place: Place, offset: int, values: torch.Tensor) -> Moving:
+    def write(self, place: LowerRange, offset: int, values: torch.Tensor) -> Moving:
         self.written_bytes += values.numel()
         return self._copied(place.tensor[offset : offset + values.numel()], values)
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from shoal.job.kept import state_of
 from shoal.parallel.flat import StoredShard
-from shoal.parallel.offload.level import DiskLevel, HostLevel, Level
+from shoal.parallel.offload.level import DiskLevel, HostLevel, MemoryLevel
 from shoal.parallel.offload.state import BUFFERS, LEAST, OffloadedState
 from shoal.parallel.runnable import NotRunnable
 from shoal.strategy import Strategy, offload
@@ -30,10 +30,10 @@ M_MMAP_THRESHOLD, MAPPED_FROM = -3, 1 << 18
 class Offloading:
     """The kinds of state that one rank offloads, each with its level below."""
 
-    levels: dict[str, Level] = field(default_factory=dict)
+    levels: dict[str, MemoryLevel] = field(default_factory=dict)
     in_use: dict[str, Callable[[], int]] = field(default_factory=dict)
     """Of each kind, the bytes that stay in memory to move the rest."""
-    trial: _Trial | None = None
+    trial: _OffloadTrial | None = None
     """What the optimiser keeps, where its state is offloaded."""
 
     def __bool__(self) -> bool:
@@ -86,7 +86,7 @@ class Offloading:
 
 
 @dataclass(frozen=True)
-class _Trial:
+class _OffloadTrial:
     """What a few steps of the optimiser on small parameters have shown."""
 
     name: str
@@ -125,7 +125,7 @@ def give_back_freed_memory() -> None:
         mallopt(M_MMAP_THRESHOLD, MAPPED_FROM)
 
 
-def _level(term: offload, device: torch.device) -> Level:
+def _level(term: offload, device: torch.device) -> MemoryLevel:
     to = term.to
     if to == "auto":
         to = "disk" if device.type == "cpu" else "host"
@@ -142,7 +142,7 @@ def _level(term: offload, device: torch.device) -> Level:
     return HostLevel(device) if to == "host" else DiskLevel()
 
 
-def tried(recipe: Any) -> _Trial:
+def tried(recipe: Any) -> _OffloadTrial:
     """Steps an optimiser on small parameters of a model, all at once and one after the other."""
     kinds: dict[tuple[int, int], tuple[int, ...]] = {}
     for name, which in recipe.labels.items():
@@ -174,7 +174,7 @@ def tried(recipe: Any) -> _Trial:
         for param in together for value in state_of(optimizer, param).values()
         if isinstance(value, torch.Tensor) and value.dim() and value.numel() * value.element_size() >= min(LEAST, 64)
     )  # fmt: skip
-    return _Trial(
+    return _OffloadTrial(
         name=type(optimizer).__name__, bytes_per_element=nbytes / sum(param.numel() for param in together),
         in_parts=all(map(torch.equal, together, apart)),
     )  # fmt: skip

@@ -22,7 +22,7 @@ from torch import nn
 
 from shoal.job.kept import state_of
 from shoal.parallel.flat_slice import FlatSlice, OwnedSlice
-from shoal.parallel.offload.level import Level, Moving, Place
+from shoal.parallel.offload.level import LowerRange, MemoryLevel, Moving
 
 if TYPE_CHECKING:
     from shoal.parallel.optimizer import SlicedOptimizer
@@ -39,7 +39,7 @@ class _Kept:
     """One tensor of a part, and where it lies below."""
 
     tensor: torch.Tensor
-    place: Place
+    place: LowerRange
     offset: int
 
     @property
@@ -56,7 +56,7 @@ class _Part:
     """Slices that are updated together."""
 
     slices: list[FlatSlice | OwnedSlice]
-    place: Place | None = None
+    place: LowerRange | None = None
     """Where their state lies, one tensor after the other."""
     state: dict[tuple[int, str], _Kept] = field(default_factory=dict)
     """Of a slice's number in the part and a key of its state."""
@@ -72,7 +72,7 @@ class _Part:
 class OffloadedState:
     """The state of one `SlicedOptimizer` at a level below."""
 
-    def __init__(self, level: Level, *, state: bool, elements: int, places: dict[int, Place] | None = None) -> None:
+    def __init__(self, level: MemoryLevel, *, state: bool, elements: int, places: dict[int, LowerRange] | None = None) -> None:
         """`state`: whether the optimiser's state is offloaded, or only parameters are; `elements`: how many a part has
         at least; `places`: of the buckets' masters, where these are offloaded."""
         self.level, self._state, self.elements, self.places = level, state, elements, places or {}

@@ -32,7 +32,7 @@ from shoal.parallel.data import GradientReduction
 from shoal.parallel.flat import FlatBuffer, Memory
 from shoal.parallel.flat_slice import Piece, SavedState, pieces_within, unlike_the_rest
 from shoal.parallel.full_parameters import FullParameters
-from shoal.parallel.offload.level import Place
+from shoal.parallel.offload.level import LowerRange
 from shoal.parallel.offload.offloading import Offloading
 from shoal.parallel.optimizer import Recipe, SlicedOptimizer
 from shoal.parallel.placement import Family, Placement, Replicas
@@ -73,7 +73,7 @@ class Owner(ABC):
     ) -> None:  # fmt: skip
         self.placement, self.cut, self.recipe = placement, cut, recipe
         self.offloading = offloading or Offloading()
-        self.places: dict[int, Place] = {}
+        self.places: dict[int, LowerRange] = {}
         """Where masters that are offloaded lie, by the identity of their bucket."""
         self.buckets: list[Bucket] = []
         self._lay_out(model, bucket_bytes)

@@ -18,6 +18,7 @@ from shoal.comm.shared_block import SharedBlock
 from shoal.parallel.bucket import Bucket
 from shoal.parallel.cutting import CutModel
 from shoal.parallel.flat_slice import SavedState
+from shoal.parallel.offload.offloading import Offloading
 from shoal.parallel.optimizer import Recipe
 from shoal.parallel.owner.base import Entry, Gradients, Owner
 from shoal.parallel.owner.replicated import ReplicatedBucket
@@ -29,9 +30,10 @@ class HogwildOwner(Owner):
     """Parameters in shared memory that every replica updates."""
 
     def __init__(
-        self, model: nn.Module, placement: Placement, cut: CutModel, recipe: Recipe, *, bucket_bytes: int
-    ) -> None:
-        super().__init__(model, placement, cut, recipe, bucket_bytes=bucket_bytes)
+        self, model: nn.Module, placement: Placement, cut: CutModel, recipe: Recipe, *, bucket_bytes: int,
+        offloading: Offloading | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(model, placement, cut, recipe, bucket_bytes=bucket_bytes, offloading=offloading)
         self.tickets = SharedTickets(placement.islands)
         self._all_here()  # Every replica has written the same start.
 

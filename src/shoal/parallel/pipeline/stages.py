@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -52,6 +52,10 @@ class StagedModel:
         self._kept: dict[Place, Any] = {}
         """Results of pieces that were received, or are to be sent on."""
         self._shapes: dict[Any, Any] = {}
+        self.arrived: Callable[[int, Wire, torch.Tensor], None] = lambda piece, wire, tensor: None
+        """Called with each tensor that a stage has received, as its forward sees it."""
+        self.in_full: Callable[[], Any] = nullcontext
+        """Around the shapes of placeholders: these are of full tensors, whatever cuts those of this stage."""
         borders = [chain.links[stop] for _, stop in stages if stop < len(chain.links)]
         self._wanted = {place for link in borders for wire in link.wires for place in wire.results}
         self._renewed = [_places_of(model, name) for name in chain.renewed]
@@ -222,7 +226,9 @@ class StagedModel:
             for each in {id(each): each for each in standing if isinstance(each, torch.Tensor)}.values():
                 entered = arrival.enter(expected=wire.learns)
                 if become(each, entered):
+                    self.arrived(self._now[0], wire, each)
                     continue
+                self.arrived(self._now[0], wire, entered)
                 if wire.beside:
                     each.copy_(entered)
                 else:
@@ -253,7 +259,8 @@ class StagedModel:
             return like if given.passed else learning(torch.zeros_like(like), 0 in given.learning)
         key = (number, tuple(tuple(x.shape) if isinstance(x, torch.Tensor) else None for x in leaves))
         if key not in self._shapes:
-            self._shapes[key] = shapes_of(self._skeleton.get_submodule(link.path), args, kwargs)
+            with self.in_full():
+                self._shapes[key] = shapes_of(self._skeleton.get_submodule(link.path), args, kwargs)
         outputs, shape = tree_flatten(self._shapes[key], is_leaf=lambda x: isinstance(x, Like))
         made = [
             leaves[given.passed[n]] if n in given.passed else learning(zeros(like), n in given.learning)

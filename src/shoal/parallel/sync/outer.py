@@ -86,6 +86,8 @@ class OuterLevel:
         rule = term.pairs(self.islands.index, self.islands.size)
         self.pairs = None if rule is None else Pairs(self, rule)
         """Exchanges of two islands at a time, where a scheme has them."""
+        self.near: NearLevel | None = None
+        """The inner one, where two levels are loose."""
         self.goes_on_from: tuple[int, int] | None = None
         """The island of a checkpoint that this one goes on from, as (number, of how many), if that is another one: one
         that comes to a run is a copy of the first."""
@@ -118,9 +120,13 @@ class OuterLevel:
     def after_update(self, clock: int, *, count: float, stop: bool) -> bool:
         """After the island's update of step `clock` (from 0), which learned from `count` samples or tokens. Returns
         whether all islands stop here. `stop`: whether this island was asked to."""
+        if self.near is not None:
+            self.near.after_update(clock, count=count, stop=False)
         self.count += count
         self.steps += 1
         stopping = self.term.act(self, clock, stop=stop)
+        if self.near is not None and not self.steps:
+            self.near.go_on()
         if self.tickets is None:
             return stopping
         if self.tickets.paused:
@@ -317,3 +323,20 @@ class OuterLevel:
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
+
+
+class NearLevel(OuterLevel):
+    """The inner one of two loose levels, whose period divides that of the outer one. Its rounds are among the replicas
+    of one group; what all agree on, and when, is the outer level's."""
+
+    @property
+    def islands(self) -> Members:
+        near = self.placement.near
+        assert near is not None
+        return near
+
+    def go_on(self) -> None:
+        """The outer level has just exchanged: the next round is measured from there."""
+        self.count, self.steps = 0.0, 0
+        for anchor, value in zip(self.kept["anchor"], self.masters, strict=True):
+            anchor.copy_(value)

@@ -130,3 +130,43 @@ def _average_buffers(islands: Sequence[Any], weights: Sequence[float]) -> None:
             mean = torch.stack([w * t.to(wide) for w, t in zip(weights, tensors, strict=True)]).sum(0)
             for tensor in tensors:
                 tensor.copy_(mean)
+
+
+class _Near:
+    """An island as the inner one of two loose levels sees it."""
+
+    def __init__(self, kept: Any) -> None:
+        self.kept, self.counted = kept, 0.0
+        self.island: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.island, name)
+
+
+class NestedAverages:
+    """Two levels that average, one inside the other: neighbouring islands in groups of `size`, then all."""
+
+    def __init__(self, outer: Averaged, inner: Averaged, size: int) -> None:
+        self.outer, self.inner, self.size = outer, inner, size
+
+    def begin(self, parameters: Sequence[torch.Tensor]) -> Any:
+        from shoal.parallel.sync.scheme import Kept
+
+        kept: Any = Kept(self.outer, parameters)
+        kept.near = _Near(Kept(self.inner, parameters))
+        return kept
+
+    def simulate(self, clock: int, islands: Sequence[Any]) -> bool:
+        """What all islands do after a step, from 0."""
+        nears = [island.kept.near for island in islands]
+        for near, island in zip(nears, islands, strict=True):
+            near.island = island
+            near.counted += island.own_count
+        for start in range(0, len(islands), self.size):
+            simulate_rounds(self.inner, clock + 1, nears[start : start + self.size])
+        simulate_rounds(self.outer, clock + 1, islands)
+        if (clock + 1) % self.outer.plan.h == 0:
+            for near in nears:
+                near.counted = near.kept.numbers["counted"] = 0.0
+                near.kept["anchor"] = [param.detach().clone() for param in near.named.values()]
+        return True

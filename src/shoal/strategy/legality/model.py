@@ -245,20 +245,43 @@ def spatial_needs_images(case: Case, index: int, planes: spatial) -> Breach | No
     )
 
 
-@rule(spatial, why="Ranks hold equal parts of every image.")
-def spatial_divides_images(case: Case, index: int, planes: spatial) -> Breach | None:
+@rule(spatial, why="Each rank along a side gets at least one row or column of the image.")
+def spatial_fits_images(case: Case, index: int, planes: spatial) -> Breach | None:
     if case.facts.image is None:
         return None
     (height, width), (rows, columns) = case.facts.image, planes.grid
-    if height % rows == 0 and width % columns == 0:
+    if height >= rows and width >= columns:
         return None
-    side, length, parts = ("height", height, rows) if height % rows else ("width", width, columns)
-    sizes = around({"height": height, "width": width, "both": gcd(height, width)}[planes.split], planes.n)
+    side, length, parts = ("height", height, rows) if height < rows else ("width", width, columns)
+    most = {"height": height, "width": width, "both": min(height, width) ** 2}[planes.split]
     return Breach(
         planes,
-        f"an image {side} of {length} does not divide by {parts}",
+        f"an image {side} of {length} cannot be cut among {parts} ranks",
         lambda: [
-            *case.resized(index, sizes),
+            *case.resized(index, [n for n in range(min(most, planes.n), 0, -1) if planes.of(n).fits(height, width)]),
             *[case.changed(index, split=split) for split in ("height", "width", "both") if split != planes.split],
         ],
+    )
+
+
+@rule(spatial, why="Sequences and tokens of experts are followed by other rules than planes.")
+def spatial_cuts_alone(case: Case, index: int, planes: spatial) -> Breach | None:
+    other = next((term for cls in (cp, ep) if (term := case.strategy.term(cls)) is not None and term.n > 1), None)
+    if planes.n == 1 or other is None:
+        return None
+    return Breach(
+        planes,
+        f"planes cannot be cut together with {type(other).__name__}; dp, pp and tp can be combined with spatial",
+        lambda: [case.put(index, dp(planes.n)), case.put(index)],
+    )
+
+
+@rule(spatial, why="What convolutions and poolings compute is cut; a model without planes has nothing to cut.")
+def spatial_needs_planes(case: Case, index: int, planes: spatial) -> Breach | None:
+    if planes.n == 1 or not case.facts.spatial_why:
+        return None
+    return Breach(
+        planes,
+        f"image planes cannot be cut: {case.facts.spatial_why}",
+        lambda: [case.put(index, dp(planes.n)), case.put(index)],
     )

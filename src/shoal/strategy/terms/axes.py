@@ -232,6 +232,14 @@ class spatial(AxisTerm):
         rows = next(rows for rows in range(int(self.n**0.5 + 1e-9), 0, -1) if self.n % rows == 0)
         return self.n // rows, rows
 
+    def of(self, n: int) -> spatial:
+        """The same for another number of ranks."""
+        return spatial(n, self.split)
+
+    def fits(self, height: int, width: int) -> bool:
+        """Whether every rank gets a part of such an image."""
+        return self.grid[0] <= height and self.grid[1] <= width
+
     def words(self) -> str:
         rows, columns = self.grid
         along = {"height": "by height", "width": "by width", "both": f"into {rows} x {columns} tiles"}[self.split]

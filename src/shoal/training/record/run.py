@@ -89,7 +89,7 @@ class Run(PrintedTable, Estimate):
         metrics = ", ".join(f"{name} {value:.4g}" for name, value in (self.summary.get("metrics") or {}).items())
         rows = [
             ["status", self.status if self.reason is None else f"{self.status}: {self.reason}"],
-            ["steps", str(len(self.steps))],
+            ["steps", str(len(self.steps) or (self.summary.get("step") or 0))],
             *([["loss", f"{loss:.4g}"]] if loss is not None else []),
             *([["validation", metrics]] if metrics else []),
             *([["step", f"{1000 * self.step_s:.3g} ms"]] if self.step_s is not None else []),

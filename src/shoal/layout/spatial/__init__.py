@@ -1,0 +1,1 @@
+"""How image planes are cut among ranks, for spatial parallelism."""

@@ -1,0 +1,1 @@
+"""Spatial parallelism: image planes over ranks, with halo exchange."""
