@@ -21,8 +21,10 @@ MB = 1e6
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--past-cache", action="store_true")
-    for name, value in (("steps", 6), ("width", 512), ("depth", 24), ("batch", 256)):
-        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--depth", type=int, default=24)
+    parser.add_argument("--batch", type=int, default=256)
     asked = parser.parse_args()
     sizes = {"width": asked.width, "depth": asked.depth, "batch": asked.batch}
     common = {"past_cache": asked.past_cache, "sizes": sizes, "steps": asked.steps}

@@ -14,7 +14,9 @@ import shoal
 from distributed.trainer_jobs import job as small_job
 from shoal.exporting.weights import CannotExport
 from shoal.job import Batch, Job, TensorData
-from shoal.launch import run_worlds
+from shoal.launch import RankFailed, run_worlds
+from shoal.launch.submit.request import CannotSubmit
+from shoal.parallel.runnable import NotRunnable
 from shoal.proof import members as proving
 from shoal.strategy.members import member_seed, member_strategy
 from shoal.training.local import train_job
@@ -204,6 +206,13 @@ def test_a_student_learns_from_the_mean_of_its_teachers(trained: tuple[shoal.Run
 def test_what_members_cannot_do_is_refused_by_name(strategy: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(CannotTrain, match=said):
         train_job(SPEC, strategy, folder=tmp_path / "run", **QUIET)
+
+
+def test_where_members_cannot_be_started_it_is_refused_by_name(trained: tuple[shoal.Run, list[dict[str, Any]]]) -> None:
+    with pytest.raises(CannotSubmit, match=r"submit dp\(2\) 3 times"):
+        shoal.submit("mine.py", "ensemble(3) * dp(2)", on="slurm", nodes=2)
+    with pytest.raises((NotRunnable, RankFailed), match="ranks know no other"):
+        shoal.evaluate(trained[0].folder / "member-0", strategy="ensemble(2)")
 
 
 def test_the_terms_of_a_member_are_those_inside() -> None:

@@ -15,7 +15,8 @@ from shoal.api.known import require_known
 from shoal.launch.submit import kubernetes, ray, slurm
 from shoal.launch.submit.request import CannotSubmit, Request, name_of
 from shoal.parallel.runnable import require_runnable
-from shoal.strategy import Strategy, Term, require_legal
+from shoal.strategy import Strategy, Term, ensemble, require_legal
+from shoal.strategy.members import member_strategy
 
 ENGINES = {"slurm": "sbatch", "k8s": "kubectl", "ray": "ray"}
 """Where a run can be submitted, and the program of each."""
@@ -94,6 +95,11 @@ def submit(
     chosen = strategy_of(strategy)
     require_legal(chosen)
     require_runnable(chosen)
+    if (members := chosen.term(ensemble)) is not None:
+        raise CannotSubmit(
+            f"{members}: members are jobs of their own on a cluster; submit {member_strategy(chosen)} {members.n} "
+            "times, each with another --seed, and judge them by shoal.evaluate_together"
+        )
     job = str(job)
     # A file may lie on the nodes only; a name is checked here.
     if not job.partition(":")[0].endswith(".py"):

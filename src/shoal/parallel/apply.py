@@ -47,8 +47,9 @@ from shoal.parallel.sync.outer import NearLevel, OuterLevel
 from shoal.parallel.sync.scheme import Scheme
 from shoal.parallel.sync.served import ServedLevel
 from shoal.parallel.sync.streams import lay_out
-from shoal.strategy import Strategy, amp, cp, dp, ep, none, pp, ps, recompute, shared, tp
+from shoal.strategy import Strategy, amp, cp, dp, ensemble, ep, none, pp, ps, recompute, shared, tp
 from shoal.strategy.islands import is_loose
+from shoal.strategy.members import member_strategy
 
 Options = Callable[[str, torch.Tensor], dict[str, Any]]
 
@@ -76,6 +77,11 @@ def parallelize(
     rule for what the model draws, `update_draws` that for what the optimiser draws.
     `average`: the decay of a moving average of the weights."""
     require_runnable(strategy, elementwise=elementwise, coupled=coupled)
+    if (members := strategy.term(ensemble)) is not None:
+        raise NotRunnable(
+            f"{members}: an engine is that of one member, and its ranks know no other; train each by "
+            f"{member_strategy(strategy)} from a seed of its own, or a Job by shoal.train"
+        )
     cutting = next((axis for axis in strategy.axes if not axis.name.startswith("dp")), None)
     if layout is None and cutting is not None:
         raise NotRunnable(f"{cutting.term}: a model is cut by its layout, and none was given; train a Job instead")

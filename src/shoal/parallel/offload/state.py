@@ -72,7 +72,9 @@ class _Part:
 class OffloadedState:
     """The state of one `SlicedOptimizer` at a level below."""
 
-    def __init__(self, level: MemoryLevel, *, state: bool, elements: int, places: dict[int, LowerRange] | None = None) -> None:
+    def __init__(
+        self, level: MemoryLevel, *, state: bool, elements: int, places: dict[int, LowerRange] | None = None
+    ) -> None:
         """`state`: whether the optimiser's state is offloaded, or only parameters are; `elements`: how many a part has
         at least; `places`: of the buckets' masters, where these are offloaded."""
         self.level, self._state, self.elements, self.places = level, state, elements, places or {}
