@@ -194,8 +194,9 @@ def search(
 
         place = place_of(cluster, strategy_of(strategy))
         limit = place.device_bytes if limit is None else limit
+        size = f"{limit / 1e9:.4g} GB" if limit >= 1e9 else f"{limit / 1e6:.4g} MB"
         progress({"event": "note", "text": f"step time and memory are predicted for {place.words}; every model "
-                  f"must fit {limit / 1e9:.4g} GB a device"})  # fmt: skip
+                  f"must fit {size} of a device"})  # fmt: skip
     options = SearchOptions(
         space=name, method=method, trials=trials, strategy=str(strategy), metric=metric, better=better, seed=seed,
         steps=steps or job.steps, population=population or 0, rounds=rounds, cluster=cluster,
