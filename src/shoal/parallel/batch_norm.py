@@ -254,7 +254,9 @@ class _Synchronised(torch.autograd.Function):
         mean = (everyone[:, :channels] * counts).sum(0) / total
         squares = everyone[:, channels:-1] + counts * (everyone[:, :channels] - mean) ** 2
         var = squares.sum(0) / total
-        y = F.batch_norm(x, mean.to(x.dtype), var.to(x.dtype), weight, bias, training=False, eps=eps)
+        # Under autocast narrow activations meet wide weights, and statistics are then as wide as these.
+        kept = x.dtype if weight is None else weight.dtype
+        y = F.batch_norm(x, mean.to(kept), var.to(kept), weight, bias, training=False, eps=eps)
         ctx.save_for_backward(x, weight, mean, torch.rsqrt(var + eps), total)
         ctx.replicas, ctx.bias_dtype = replicas, None if bias is None else bias.dtype
         ctx.mark_non_differentiable(mean, var, count_of_all)
