@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.api.call import checked_keywords, job_of, strategy_of
@@ -15,6 +16,7 @@ from shoal.common.printed import PrintedTable
 from shoal.job import names
 from shoal.job.errors import did_you_mean
 from shoal.strategy import Strategy, StrategyError, Term, explanation, parse
+from shoal.training.record.run import RUN
 
 if TYPE_CHECKING:
     from shoal.api.timeline import Timeline
@@ -148,3 +150,11 @@ def names_a_job(text: str) -> bool:
         return True
     word = text.partition(":")[0].strip().lower()
     return "(" not in text and (word in names.all_words() or bool(did_you_mean(word, names.TASKS)))
+
+
+def names_a_run(text: str) -> bool:
+    """Whether a text is the folder of a run."""
+    try:
+        return (Path(text) / RUN).is_file()
+    except (OSError, ValueError):
+        return False

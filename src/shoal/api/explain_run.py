@@ -12,7 +12,7 @@ from shoal.comparison.explaining.causes import Cause, causes
 from shoal.comparison.explaining.differing import differences, in_words, parting, settings
 from shoal.comparison.explaining.failures import measure_fitting, why_failed
 from shoal.comparison.explaining.probe import probe
-from shoal.training.record.run import RUN, Run, read_run
+from shoal.training.record.run import Run, read_run
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -68,14 +68,6 @@ class RunExplanation(PrintedTable):
         rows += [[name, here, there] for name, here, there in self.settings]
         lines = [f"{title}; the second is {self.compared_with}", self.why, self.losses]
         return "\n".join(line for line in lines if line), ["", "in the first", "in the second"], rows
-
-
-def is_run(text: str) -> bool:
-    """Whether a text is the folder of a run."""
-    try:
-        return (Path(text) / RUN).is_file()
-    except (OSError, ValueError):
-        return False
 
 
 def explain_run(

@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from shoal.api.explain_run import first_cause
-
 
 def plain_lines() -> Any:
     """Progress for a log: about one line in five seconds, and everything that is not a step."""
@@ -157,6 +155,8 @@ def summary(outcome: dict[str, Any]) -> None:
             f"{row['held_bytes'] / 1e6:.1f} MB wait {where} on each rank, "
             f"{row['in_use_bytes'] / 1e6:.1f} MB are in use; steps waited {row['waited_s']:.1f} s for them"
         )
+    from shoal.api.explain_run import first_cause
+
     if held := first_cause(outcome):
         rows["held back by"] = held
     rows["run"] = outcome["folder"]

@@ -40,9 +40,9 @@ def explain(
 ) -> None:
     """Describe a strategy: its terms in words, mesh, contract, taxonomy, and systems that train this way. Of a job:
     how its model may be cut. Of a run: what held it back."""
-    from shoal.api.explain_run import is_run
+    from shoal.api.explain import names_a_run
 
-    if other is not None or is_run(what):
+    if other is not None or names_a_run(what):
         from shoal.cli.explain_run import explain_run_command
 
         explain_run_command(what, other, as_json=as_json)
