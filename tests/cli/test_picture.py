@@ -41,7 +41,7 @@ def test_json_names_the_file_and_both_pictures_may_be_asked_for(place: Place) ->
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("serial", "--picture", "a.svg"), ["no axis with a picture", "dp, pp, tp, cp and ep"]),
+        (("serial", "--picture", "a.svg"), ["no axis with a picture", "dp, pp, tp, cp, ep and spatial"]),
         (("tp(100)", "--picture", "a.svg"), ["100 ranks are too small to be seen"]),
         (("tp(2)", "--picture", "nowhere/a.svg"), ["--picture 'nowhere/a.svg'", "No such file"]),
         (("tp(2)", "--picture", "."), ["--picture '.'", "name a file that can be written"]),

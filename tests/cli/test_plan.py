@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import xml.etree.ElementTree as ElementTree
 
 import pytest
 
@@ -38,17 +37,15 @@ def test_json_and_page_tell_the_same_plans(place: Place) -> None:
     assert told["global_batch"] == 64
     page = (place.folder / "plan.html").read_text(encoding="utf-8")
     for row in told["plans"]:
-        assert row["strategy"].replace('"', "&quot;") in page
+        assert json.dumps(row["strategy"])[1:-1].replace("'", "\\u0027") in page
     assert "user-select:all" in page
-    assert "@media(max-width:640px)" in page
+    assert "@media(max-width:760px)" in page
     for part in ("Time against memory", "The best of each family", "Where the step goes", "What if", "±11%"):
         assert part in page
-    for outside in ("http://", "https://", "src=", "<script", "@import"):
+    # The one address is the name of SVG's elements, which the page's script draws.
+    page = page.replace("http://www.w3.org/2000/svg", "")
+    for outside in ("http://", "https://", "src=", "@import"):
         assert outside not in page
-    drawings = [part.partition("</svg>")[0] + "</svg>" for part in page.split("<svg")[1:]]
-    assert len(drawings) == 1
-    for drawing in drawings:
-        ElementTree.fromstring("<svg" + drawing)
 
 
 @pytest.mark.parametrize(("words", "expected"), [
@@ -61,7 +58,7 @@ def test_json_and_page_tell_the_same_plans(place: Place) -> None:
     (("gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--batch", "many"), "expected sequences"),
     (("gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--by", "luck"), "expected one of time, step, cost"),
     (("gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--precision", "fp4"), "expected bf16"),
-    (("gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--sync", "ssp(8)"), "try auto, bmuf(50)"),
+    (("gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--sync", "hogwild()"), "try auto, asp(), ssp(3), bmuf(50)"),
     (("gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--pilot", "nothing.csv"), "nothing.csv"),
     (("gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--run"), "--run trains a job"),
     (("gpt:1.3b", "-c", "dgx-a100", "-n", "8", "--watts", "-3"), "--watts -3"),

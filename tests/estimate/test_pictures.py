@@ -117,7 +117,7 @@ def test_a_product_has_a_panel_for_each_axis() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("serial", ["no axis with a picture", "dp, pp, tp, cp and ep"]),
+        ("serial", ["no axis with a picture", "dp, pp, tp, cp, ep and spatial"]),
         ("tp(1) * dp(1)", ["at least two ranks"]),
         (f"tp({MOST_RANKS + 1})", [f"at most {MOST_RANKS}", "fewer ranks"]),
         ("dp(2) * dp(1000000)", ["dp(1000000)", "1,000,000 ranks"]),
