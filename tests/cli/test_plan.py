@@ -40,7 +40,7 @@ def test_json_and_page_tell_the_same_plans(place: Place) -> None:
         assert json.dumps(row["strategy"])[1:-1].replace("'", "\\u0027") in page
     assert "user-select:all" in page
     assert "@media(max-width:760px)" in page
-    for part in ("Time against memory", "The best of each family", "Where the step goes", "What if", "±11%"):
+    for part in ("Time against memory", "The best of each family", "Where the step goes", "What if", "±10%"):
         assert part in page
     # The one address is the name of SVG's elements, which the page's script draws.
     page = page.replace("http://www.w3.org/2000/svg", "")
